@@ -1,0 +1,92 @@
+# DOLL: everything is run from here. `make` alone shows what there is.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV   := .venv
+BIN    := $(VENV)/bin
+UV     := $(BIN)/uv
+UV_PIN := 0.13.8
+# Empty: torch as the package index has it (on Linux with CUDA). cpu: torch's own CPU build, 2 GB smaller.
+TORCH ?=
+STAMP := $(VENV)/.doll-setup$(if $(TORCH),-$(TORCH))
+JOB   ?= examples/digits.yaml
+
+.PHONY: help setup demo test check lint type fmt bench build lock clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo
+	@echo "  JOB=file.yaml   the job that \`make demo\` runs (default $(JOB))"
+	@echo "  TORCH=cpu       take torch's CPU build, where the network has it (2 GB less to download)"
+	@echo "  DOLL_CACHE=dir  where Kafka's jars are kept (default ~/.cache/doll)"
+
+setup: $(STAMP) ## install everything into .venv (Python >= 3.11; Java >= 17 and Maven for a real local Kafka)
+
+# The stamp is newer than what it was made from, so a second run does nothing.
+$(STAMP): requirements.lock pyproject.toml deploy/kafka/pom.xml
+	@echo "[1/4] Python environment in $(VENV)"
+	@if ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then \
+	  for python in python3.11 python3.12 python3.13 python3; do \
+	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then found=$$python; break; fi; \
+	  done; \
+	  if [ -z "$${found:-}" ]; then echo "expected Python >= 3.11 on PATH, found none: install it" >&2; exit 1; fi; \
+	  $$found -m venv --clear $(VENV) || { echo "the venv module is missing (Debian: apt-get install python3-venv)" >&2; exit 1; }; \
+	fi
+	@rm -f $(VENV)/.doll-setup*
+	@if [ "$$($(UV) --version 2> /dev/null | cut -d ' ' -f 2)" != $(UV_PIN) ]; then \
+	  $(BIN)/python -m ensurepip --default-pip > /dev/null; \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_PIN); \
+	fi
+	@echo "[2/4] packages of requirements.lock"
+ifeq ($(TORCH),)
+	@$(UV) pip sync --compile-bytecode --python $(BIN)/python --require-hashes requirements.lock
+else
+	@# The lock has the hashes of the index's torch; its other build comes from elsewhere and needs no CUDA packages.
+	@awk '/^[a-z]/ {skip = /^(torch|triton|nvidia-|cuda-)/} !skip' requirements.lock > $(VENV)/requirements.$(TORCH).txt
+	@$(UV) pip sync --compile-bytecode --python $(BIN)/python --require-hashes $(VENV)/requirements.$(TORCH).txt
+	@$(UV) pip install --python $(BIN)/python --torch-backend $(TORCH) "$$(awk '/^torch==/ {print $$1}' requirements.lock)"
+endif
+	@echo "[3/4] doll itself, editable"
+	@$(UV) pip install --python $(BIN)/python --quiet --no-deps --no-build-isolation --editable .
+	@echo "[4/4] jars of the local Kafka broker"
+	@$(BIN)/python -m doll.local.kafka_jars
+	@touch $@
+	@echo "done: \`make demo\` runs a job, \`make test\` the tests, $(BIN)/doll --help shows the commands"
+
+demo: setup ## set up, then run JOB on this machine, with live progress
+	@$(BIN)/doll up $(JOB)
+
+test: setup ## set up, then run the whole test suite
+	@$(BIN)/python -m pytest
+
+lint: setup ## look for mistakes and for code that is not formatted
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+type: setup ## check types
+	@$(BIN)/mypy
+
+check: lint type test ## all that must pass before a commit
+
+fmt: setup ## format the code and mend what can be mended by itself
+	@$(BIN)/ruff check --fix --quiet . || true
+	@$(BIN)/ruff format .
+
+bench: setup ## measure DOLL against yardsticks (BENCH=--quick: 5 minutes); results in benchmarks/results
+	@$(BIN)/python -m benchmarks.pipeline $(BENCH)
+
+build: setup ## build the wheel and the source archive into dist/
+	@$(BIN)/python -m build --no-isolation
+
+lock: setup ## choose the versions of all packages anew and write them to requirements.lock
+	@$(UV) pip compile --quiet --upgrade --generate-hashes --no-emit-index-url --no-emit-find-links --universal \
+	  --python-version 3.11 --extra dev --custom-compile-command "make lock" --output-file requirements.lock pyproject.toml
+	@if grep -nE 'https?:|--(find-links|index-url|extra-index-url)' requirements.lock; then \
+	  echo "requirements.lock names an address: it must work on every network" >&2; exit 1; fi
+
+clean: ## remove what was built and cached in the checkout, but not .venv and runs/
+	@rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
