@@ -1,0 +1,279 @@
+"""How many workers to put on spot, and which: Theorem 4, its chance-constrained form, and Theorem 5.
+
+Each answer is exact for whole numbers of workers (tests compare with brute force). What cannot be met raises
+`InfeasiblePlanError`, which names the constraint that binds and the nearest values that would do.
+
+Source: the DOLL paper, Theorem 4 (18), Lemma 2 (23), Theorem 5. Differs from the paper: see docs/theory.md (D8-D11).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.errors import InfeasiblePlanError
+from doll.theory import checks
+from doll.theory.checks import Floats
+from doll.theory.cost import SECONDS_PER_HOUR, Prices, effective_of_sorted
+from doll.theory.normal import quantile
+from doll.theory.preemption import uptime_variance_s2
+
+# Floats that stand for whole numbers: (64 - 60.95) / 0.1 must not lose a worker to rounding.
+_TOLERANCE = 1e-9
+
+
+def required_workers(samples: float, rate_per_s: float, deadline_s: float) -> float:
+    """x = J K b / (λ_A θ): workers that must be up all the time to meet the deadline.
+
+    Args:
+        samples: J K b.
+        rate_per_s: λ_A, samples per second at one worker.
+        deadline_s: θ, seconds from now.
+
+    >>> round(required_workers(51_200_000, 125, 6000.0), 3)
+    68.267
+    """
+    checks.non_negative(samples=samples)
+    checks.positive(rate_per_s=rate_per_s, deadline_s=deadline_s)
+    return samples / (rate_per_s * deadline_s)
+
+
+def best_num_spot(
+    samples: float, rate_per_s: float, num_workers: int, alpha: float, deadline_s: float, prices: Prices
+) -> int:
+    """Theorem 4: N_s of least expected cost whose expected runtime meets the deadline, for equal rates.
+
+    Args:
+        samples: J K b, the work that is left.
+        rate_per_s: λ_A, samples per second at one worker.
+        num_workers: N.
+        alpha: availability, in [0, 1].
+        deadline_s: θ, seconds that are left.
+        prices: of the two markets; 0 when spot is not the cheaper one.
+
+    Returns:
+        N_s in 0 .. N.
+
+    Raises:
+        InfeasiblePlanError: θ < θ_0: not even all workers on-demand meet the deadline.
+
+    Source: the DOLL paper, Theorem 4, Eq. (18). Differs from the paper: no negative floor, α = 1 allowed, float-safe.
+
+    >>> best_num_spot(51_200_000, 125, 64, 0.9, 1.05 * 6400, Prices(0.158, 0.286))
+    30
+    """
+    checks.fraction(alpha=alpha)
+    checks.positive(num_workers=num_workers)
+    needed = required_workers(samples, rate_per_s, deadline_s)
+    if needed > num_workers * (1 + _TOLERANCE):
+        raise _too_slow(samples, rate_per_s * num_workers, deadline_s, f"{needed:.3f} > {num_workers} workers",
+                        workers=math.ceil(needed - _TOLERANCE))  # fmt: skip
+    if not prices.spot_is_cheaper:
+        return 0
+    if alpha * num_workers >= needed * (1 - _TOLERANCE):
+        return num_workers
+    return max(0, min(num_workers, math.floor((num_workers - needed) / (1 - alpha) + _TOLERANCE)))
+
+
+def best_num_spot_at_risk(
+    samples: float,
+    rate_per_s: float,
+    num_workers: int,
+    alpha: float,
+    deadline_s: float,
+    prices: Prices,
+    *,
+    cycle_s: float,
+    risk: float | None = None,
+    z: float | None = None,
+    effect: float = 1.0,
+) -> int:
+    """Theorem 4 with P(runtime > θ) <= `risk`: the largest N_s with N - (1-α) N_s - z sqrt(N_s v(θ)) / θ >= x.
+
+    Args:
+        cycle_s: mean seconds of one up and one down period of a spot worker.
+        risk: accepted probability of missing the deadline, in (0, 0.5]; or
+        z: the normal quantile itself, at least 0. Exactly one of the two.
+        effect: design effect of outages that come together (1: independent workers).
+        The others are those of `best_num_spot`.
+
+    Raises:
+        InfeasiblePlanError: θ < θ_0. (All on-demand has no preemption risk, so the risk alone never binds.)
+
+    Source: an extension; docs/theory.md, "Risk". Plans by Theorem 4 alone miss about two deadlines in five.
+
+    >>> paper = dict(samples=51_200_000, rate_per_s=125, num_workers=64, alpha=0.9, deadline_s=1.05 * 6400)
+    >>> best_num_spot_at_risk(**paper, prices=Prices(0.158, 0.286), cycle_s=1000.0, z=1.645)
+    26
+    """
+    best_num_spot(samples, rate_per_s, num_workers, alpha, deadline_s, prices)  # raises where no N_s will do
+    if not prices.spot_is_cheaper:
+        return 0
+    needed = required_workers(samples, rate_per_s, deadline_s)
+    spread = _z(risk, z) * math.sqrt(uptime_variance_s2(deadline_s, alpha, cycle_s) * effect) / deadline_s
+    spot = np.arange(num_workers + 1, dtype=np.float64)
+    # The left side falls with N_s, so the numbers that will do are 0 .. the answer.
+    enough = num_workers - (1 - alpha) * spot - spread * np.sqrt(spot) >= needed - _TOLERANCE * max(1.0, needed)
+    return max(0, int(np.count_nonzero(enough)) - 1)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Theorem 5's answer.
+
+    Attributes:
+        spot: bool, shape (N,): True for the workers that go to spot, the slowest streams first.
+        num_spot: how many those are.
+        expected_runtime_s: (21) for this assignment.
+        expected_cost_usd: (22) for this assignment.
+        deadline_binds: one more worker on spot would be cheaper but late.
+    """
+
+    spot: npt.NDArray[np.bool_]
+    num_spot: int
+    expected_runtime_s: float
+    expected_cost_usd: float
+    deadline_binds: bool
+
+
+def best_assignment(
+    samples: float,
+    rates_per_s: npt.ArrayLike,
+    alpha: float,
+    deadline_s: float,
+    prices: Prices,
+    *,
+    cycle_s: float | None = None,
+    risk: float | None = None,
+    z: float | None = None,
+    effect: float = 1.0,
+) -> Assignment:
+    """Theorem 5: the streams to put on spot, for streams of unequal rates. Exact, O(N log N), vectorised.
+
+    Cost over n = "the n slowest streams on spot" has one local minimum, and the feasible n are a prefix, so the scan
+    stops at the first n that is late or dearer than the one before.
+
+    Args:
+        samples: J K b, the work that is left.
+        rates_per_s: λ_n, one per worker.
+        alpha: availability, in [0, 1].
+        deadline_s: θ, seconds that are left.
+        prices: of the two markets.
+        cycle_s, risk, z, effect: as in `best_num_spot_at_risk`; without `risk` and `z` the expected runtime counts.
+
+    Raises:
+        InfeasiblePlanError: θ < θ_0.
+
+    Source: the DOLL paper, Lemma 2 (23) and Theorem 5; proof of quasi-convexity in docs/theory.md. Differs from the
+    paper: Lemma 2 is a constraint on every N_s, not a property of the optimum.
+
+    >>> found = best_assignment(600, [3, 1, 2], 0.5, 150.0, Prices(0.1, 1.0))
+    >>> found.num_spot, found.spot.tolist(), round(found.expected_runtime_s, 2)
+    (2, [False, True, True], 133.33)
+    """
+    checks.non_negative(samples=samples)
+    checks.fraction(alpha=alpha)
+    checks.positive(deadline_s=deadline_s)
+    rates = checks.rates(rates_per_s)
+    ascending = np.sort(rates)
+    effective = effective_of_sorted(ascending, alpha)
+    needed = samples / deadline_s
+    if effective[0] < needed * (1 - _TOLERANCE):
+        detail = f"{needed:.6g} samples/s > {effective[0]:.6g} of all streams together"
+        raise _too_slow(samples, float(effective[0]), deadline_s, detail)
+    margin: Floats | float = 0.0
+    if risk is not None or z is not None:
+        if cycle_s is None:
+            raise ValueError("cycle_s: expected the mean up + down time of a spot worker, to know the risk")
+        scale = _z(risk, z) * math.sqrt(uptime_variance_s2(deadline_s, alpha, cycle_s) * effect) / deadline_s
+        margin = scale * np.sqrt(np.concatenate(([0.0], np.cumsum(ascending**2))))
+    in_time = effective - margin >= needed * (1 - _TOLERANCE)
+    # n = 0 is in time (checked above); the others are a prefix because the left side falls with n.
+    last = int(np.count_nonzero(in_time)) - 1
+    cost = _relative_cost(effective, alpha, prices)
+    # At alpha = 0 with everybody on spot nobody works; inf <= inf would go on.
+    falls = (cost[1:] <= cost[:-1] * (1 + 1e-12)) & np.isfinite(cost[1:])
+    rising = np.flatnonzero(~falls[:last])
+    count = int(rising[0]) if rising.size else last
+    runtime = samples / float(effective[count]) if samples else 0.0
+    return Assignment(
+        spot=_slowest(rates, ascending, count),
+        num_spot=count,
+        expected_runtime_s=runtime,
+        expected_cost_usd=samples * float(cost[count]) / SECONDS_PER_HOUR if samples else 0.0,
+        deadline_binds=count == last and count < len(rates) and bool(falls[count]),
+    )
+
+
+def check_budget(cost_usd: float, budget_usd: float | None, *, updates: float, deadline_s: float) -> None:
+    """Raise when the cheapest plan that meets deadline and error target costs more than the budget.
+
+    Raises:
+        InfeasiblePlanError: constraint "budget"; nearest: the budget that would do, and the updates that this one buys.
+
+    >>> check_budget(2.0, 3.0, updates=100, deadline_s=60.0)
+    """
+    if budget_usd is None or cost_usd <= budget_usd * (1 + _TOLERANCE):
+        return
+    affordable = math.floor(updates * budget_usd / cost_usd)
+    raise InfeasiblePlanError(
+        f"the budget binds: the cheapest mix that does {updates:g} updates in {deadline_s:g} s costs "
+        f"{cost_usd:.4f} USD in expectation, the budget is {budget_usd:.4f} USD. "
+        f"Feasible: a budget of {cost_usd:.4f} USD, or {affordable} updates",
+        constraint="budget",
+        nearest={"budget_usd": cost_usd, "updates": affordable},
+    )
+
+
+def _relative_cost(effective: Floats, alpha: float, prices: Prices) -> Floats:
+    """USD per sample and hour-second: burn over effective rate, n = 0 .. N; infinite where nobody works."""
+    count = len(effective) - 1
+    slope = alpha * prices.spot_usd_per_h - prices.on_demand_usd_per_h
+    burn = count * prices.on_demand_usd_per_h + slope * np.arange(count + 1)
+    # alpha = 0 leaves rounding noise in place of 0.
+    works = effective > _TOLERANCE * effective[0]
+    relative: Floats = np.divide(burn, effective, out=np.full(count + 1, math.inf), where=works)
+    return relative
+
+
+def _slowest(rates: Floats, ascending: Floats, count: int) -> npt.NDArray[np.bool_]:
+    """Mask of the `count` slowest; among equal rates the lower numbers. Cheaper than an argsort."""
+    if count == 0:
+        return np.zeros(len(rates), dtype=np.bool_)
+    edge = ascending[count - 1]
+    chosen: npt.NDArray[np.bool_] = rates < edge
+    ties = np.flatnonzero(rates == edge)
+    chosen[ties[: count - int(np.count_nonzero(chosen))]] = True
+    return chosen
+
+
+def _z(risk: float | None, z: float | None) -> float:
+    if (risk is None) == (z is None):
+        raise ValueError("expected exactly one of risk and z")
+    if z is not None:
+        checks.non_negative(z=z)
+        return z
+    assert risk is not None
+    if not 0 < risk <= 0.5:
+        raise ValueError(f"risk: expected a probability in (0, 0.5], got {risk}")
+    return quantile(1 - risk)
+
+
+def _too_slow(
+    samples: float, rate_per_s: float, deadline_s: float, detail: str, workers: int | None = None
+) -> InfeasiblePlanError:
+    shortest = samples / rate_per_s
+    nearest = {"deadline_s": shortest, "work_fraction": deadline_s / shortest}
+    if workers is not None:
+        nearest["num_workers"] = workers
+    advice = f"a deadline of {shortest:.6g} s, or {nearest['work_fraction']:.1%} of the updates"
+    advice += "" if workers is None else f", or {workers} workers"
+    return InfeasiblePlanError(
+        f"the deadline binds: all workers on-demand take {shortest:.6g} s, the deadline is {deadline_s:.6g} s "
+        f"(needs {detail}). Feasible: {advice}",
+        constraint="deadline",
+        nearest=nearest,
+    )

@@ -1,0 +1,88 @@
+"""Up-time of spot workers, against a simulated two-state chain."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from doll.theory import preemption
+
+
+def up_time_s(
+    rng: np.random.Generator, runs: int, time_s: float, alpha: float, cycle_s: float, step_s: float
+) -> np.ndarray:
+    down, up = preemption.step_probabilities(step_s, alpha, cycle_s)
+    state = rng.random(runs) < alpha
+    total = np.zeros(runs)
+    for _ in range(int(time_s / step_s)):
+        total += state * step_s
+        draw = rng.random(runs)
+        state = np.where(state, draw >= down, draw < up)
+    return total
+
+
+@pytest.mark.parametrize("alpha", [0.8, 0.9])
+def test_uptime_variance(alpha: float) -> None:
+    total = up_time_s(np.random.default_rng(1), 6000, 6720.0, alpha, 1000.0, 4.0)
+    assert total.mean() == pytest.approx(alpha * 6720, rel=0.01)
+    assert total.var() == pytest.approx(preemption.uptime_variance_s2(6720.0, alpha, 1000.0), rel=0.06)
+
+
+def test_uptime_variance_at_both_ends() -> None:
+    short = preemption.uptime_variance_s2(1e-3, 0.9, 1000.0)
+    assert short == pytest.approx(0.09 * 1e-6, rel=1e-4)
+    # Continuous where the series takes over from the closed form.
+    p = 0.09 * 1000.0
+    below, above = (preemption.uptime_variance_s2(x * p, 0.9, 1000.0) for x in (0.99999e-4, 1.00001e-4))
+    assert below == pytest.approx(above, rel=1e-3)
+    assert preemption.uptime_variance_s2(100.0, 1.0, 1000.0) == 0.0
+
+
+def test_availability_from_now_against_simulation() -> None:
+    rng = np.random.default_rng(2)
+    down, up = preemption.step_probabilities(1.0, 0.8, 500.0)
+    for begins in (True, False):
+        state = np.full(20_000, begins)
+        total = np.zeros(20_000)
+        for _ in range(150):
+            total += state
+            draw = rng.random(20_000)
+            state = np.where(state, draw >= down, draw < up)
+        assert total.mean() / 150 == pytest.approx(
+            preemption.availability_from_now(begins, 150.0, 0.8, 500.0), abs=0.01
+        )
+
+
+def test_spread_of_updates_at_the_papers_setting() -> None:
+    spread = preemption.updates_variance(6720.0, 30, 125.0, 20, 256, 0.9, 1000.0) ** 0.5
+    assert spread / 10_000 == pytest.approx(0.0045, abs=0.0002)
+    assert preemption.updates_variance(6720.0, 30, 125.0, 20, 256, 0.9, 1000.0, effect=4.0) ** 0.5 == pytest.approx(
+        2 * spread
+    )
+
+
+def test_varying_rate_needs_the_integral_of_the_product() -> None:
+    """D6: rate 2 on the first half, workers 10 on the second: nothing is done; the printed form says 500."""
+    assert preemption.expected_updates([0, 50, 100], [0, 10], [2, 0], 1, 1) == 0.0
+    hours = np.linspace(0, 2 * np.pi, 1001)
+    middle = (hours[1:] + hours[:-1]) / 2
+    diurnal = 1 + 0.5 * np.sin(middle)
+    true = preemption.expected_updates(hours, diurnal, diurnal, 1, 1)
+    assert true / (2 * np.pi) == pytest.approx(1.125, abs=1e-4)
+
+
+def test_design_effect_is_the_variance_ratio() -> None:
+    rng = np.random.default_rng(3)
+    clustered = (rng.random((20_000, 5)) < 0.5).repeat(4, axis=1).sum(axis=1)
+    alone = (rng.random((20_000, 20)) < 0.5).sum(axis=1)
+    assert clustered.var() / alone.var() == pytest.approx(preemption.design_effect([4] * 5), rel=0.05)
+    assert preemption.design_effect([]) == 1.0
+
+
+def test_jensen_factor_against_simulation() -> None:
+    updates = np.random.default_rng(4).normal(500, 30, 400_000)
+    assert np.mean(0.99**updates) / 0.99**500 == pytest.approx(preemption.jensen_factor(0.99, 900.0), rel=0.01)
+
+
+def test_a_step_longer_than_a_spell_is_refused() -> None:
+    with pytest.raises(ValueError, match="step_s"):
+        preemption.step_probabilities(200.0, 0.9, 1000.0)
