@@ -1,0 +1,173 @@
+"""Parameter blobs: a flat float32 vector behind a fixed header, so that a torn or foreign blob is refused, never used.
+
+Layout, little-endian, 96 bytes before the body: magic `DLBB`, u8 schema version = 1, u8 kind (`w` weights, `g`
+gradient), u8 dtype (1 = float32), u8 reserved = 0, job name in 64 bytes (padded with zeros), i64 model version, u64
+numel, u32 crc32 of the body, u32 crc32 of the header before it; then numel float32. The header is a multiple of 32
+bytes long, which keeps the body aligned.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from doll.errors import BlobError
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Kind: TypeAlias = Literal["w", "g"]
+
+MAGIC: Final = b"DLBB"
+SCHEMA_VERSION: Final = 1
+FLOAT32: Final = 1
+MAX_BLOB_BYTES: Final = 500_000_000  # Redis refuses a string above 512 MB
+_HEADER: Final = struct.Struct("<4sBcBB64sqQII")
+HEADER_BYTES: Final = _HEADER.size
+_JOB_BYTES: Final = 64
+_KINDS: Final = {"w": "weights", "g": "gradient"}
+
+
+class Blobs(Protocol):
+    """Where weights and gradients wait between two processes: a cache with time to live, never the truth.
+
+    Calls block while the service is away, and raise `ServiceUnavailableError` where waiting is given up. Every one may
+    be repeated.
+    """
+
+    def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
+        """Store `parts`, joined, under `key` for `ttl_s` seconds; replaces what was there.
+
+        Raises:
+            BlobError: above `MAX_BLOB_BYTES`.
+        """
+
+    def get(self, key: str) -> Buffer | None:
+        """What is under `key`; None where nothing is (any more)."""
+
+    def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
+        """As `get`, for each key in turn."""
+
+    def delete(self, *keys: str) -> None:
+        """Forget `keys`; a key that is not there is no error."""
+
+
+def weights_key(job: str, ps_epoch: int, version: int) -> str:
+    """Key of the weights of `version`. By the PS epoch, a fenced server never overwrites its successor's weights."""
+    return f"doll:{job}:w:{ps_epoch}:{version}"
+
+
+def gradient_key(job: str, ps_epoch: int, grant: int) -> str:
+    """Key of the gradient that answers one grant."""
+    return f"doll:{job}:g:{ps_epoch}:{grant}"
+
+
+def latest_key(job: str) -> str:
+    """Key of the pointer to the newest weights (see `Latest`)."""
+    return f"doll:{job}:w:latest"
+
+
+class Latest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Pointer to the newest published weights. It is written after the blob that it names."""
+
+    ps_epoch: int
+    version: int
+    key: str
+
+
+def encode_latest(latest: Latest) -> list[Buffer]:
+    """`latest` as MessagePack, in the form that `Blobs.put` takes."""
+    return [msgspec.msgpack.encode(latest)]
+
+
+def decode_latest(data: Buffer) -> Latest:
+    """The pointer in `data`.
+
+    Raises:
+        BlobError: not a pointer of this schema.
+    """
+    try:
+        return msgspec.msgpack.decode(data, type=Latest)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        raise BlobError(
+            f"expected a pointer to the newest weights (ps_epoch, version, key), got {len(data)} other bytes"
+        ) from exc
+
+
+def encode_blob(array: npt.NDArray[np.float32], *, job: str, kind: Kind, version: int) -> list[Buffer]:
+    """Header and body of a blob. The body is a view of `array`, not a copy: do not change `array` before it is stored.
+
+    Args:
+        array: float32, shape (numel,), C-contiguous.
+        version: weights: their version; gradient: the version it was computed at.
+
+    Raises:
+        ValueError: another dtype or shape.
+    """
+    if array.dtype != np.dtype("<f4") or array.ndim != 1 or not array.flags.c_contiguous:
+        raise ValueError(f"expected contiguous float32 of shape (numel,), got {array.dtype} of shape {array.shape}")
+    body = array.view(np.uint8).data
+    return [_header(job, kind, version, array.size, zlib.crc32(body)), body]
+
+
+def decode_blob(data: Buffer, *, job: str, kind: Kind, version: int, numel: int) -> npt.NDArray[np.float32]:
+    """The vector in `data`: float32, shape (numel,), a read-only view of `data` where that is read-only.
+
+    Raises:
+        BlobError: torn, changed on the way, or of another job, kind, version or size; the message says which.
+    """
+    what = f"{_KINDS[kind]} blob of job {job!r}, version {version}"
+    if len(data) < HEADER_BYTES:
+        raise BlobError(f"{what}: expected a header of {HEADER_BYTES} bytes, got {len(data)} bytes")
+    magic, schema, kind_, dtype, _, job_, version_, numel_, body_crc, header_crc = _HEADER.unpack_from(data)
+    if magic != MAGIC or schema != SCHEMA_VERSION:
+        raise BlobError(f"{what}: expected magic {MAGIC!r}, schema {SCHEMA_VERSION}; got {magic!r}, {schema}")
+    view = memoryview(data)
+    if zlib.crc32(view[: HEADER_BYTES - 4]) != header_crc:
+        raise BlobError(f"{what}: the header's checksum does not match: changed on the way")
+    came = (job_.rstrip(b"\0").decode("utf-8", "replace"), kind_.decode("latin-1"), dtype, version_, numel_)
+    names = ("job", "kind", "dtype", "version", "numel")
+    for name, expected, got in zip(names, (job, kind, FLOAT32, version, numel), came, strict=True):
+        if expected != got:
+            raise BlobError(f"{what}: expected {name} {expected!r}, got {got!r}")
+    body = view[HEADER_BYTES:]
+    if len(body) != 4 * numel:
+        raise BlobError(f"{what}: expected {4 * numel} bytes of float32, got {len(body)}")
+    if zlib.crc32(body) != body_crc:
+        raise BlobError(f"{what}: the body's checksum does not match: changed on the way")
+    return np.frombuffer(body, dtype="<f4")
+
+
+class BlobInfo(NamedTuple):
+    """What a blob's header says."""
+
+    job: str
+    kind: str
+    version: int
+    numel: int
+
+
+def blob_info(data: Buffer) -> BlobInfo:
+    """What the header of `data` says, unchecked but for its form; for readers that do not know the version beforehand.
+
+    Raises:
+        BlobError: no blob of this schema.
+    """
+    if len(data) < HEADER_BYTES:
+        raise BlobError(f"expected a blob header of {HEADER_BYTES} bytes, got {len(data)} bytes")
+    magic, schema, kind, _, _, job, version, numel, _, _ = _HEADER.unpack_from(data)
+    if magic != MAGIC or schema != SCHEMA_VERSION:
+        raise BlobError(f"expected a blob (magic {MAGIC!r}, schema {SCHEMA_VERSION}), got {magic!r}, {schema}")
+    return BlobInfo(job.rstrip(b"\0").decode("utf-8", "replace"), kind.decode("latin-1"), version, numel)
+
+
+def _header(job: str, kind: Kind, version: int, numel: int, body_crc: int) -> bytes:
+    name = job.encode()
+    if len(name) > _JOB_BYTES:
+        raise ValueError(f"expected a job name of at most {_JOB_BYTES} bytes, got {job!r}")
+    head = _HEADER.pack(MAGIC, SCHEMA_VERSION, kind.encode(), FLOAT32, 0, name, version, numel, body_crc, 0)[:-4]
+    return head + struct.pack("<I", zlib.crc32(head))

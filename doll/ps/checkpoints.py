@@ -1,0 +1,186 @@
+"""Checkpoints: the durable model, and the truth that every restart begins from.
+
+A checkpoint is one file: magic `DLCK`, u8 schema version = 1, three zero bytes, u64 length of the head, the head in
+MessagePack (see `_Head`), the engine's state, the tensors as safetensors, and the sha256 of all that. A later parameter
+server has a higher `ps_epoch`, and what it writes is the newer truth even where its version is lower: it may have had
+to go back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Final, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import safetensors
+import safetensors.numpy
+
+from doll.errors import CheckpointError
+from doll.fingerprint import difference
+
+MAGIC: Final = b"DLCK"
+SCHEMA_VERSION: Final = 1
+_PREFIX: Final = struct.Struct("<4sB3xQ")
+_DIGEST_BYTES: Final = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """One durable model.
+
+    Attributes:
+        fingerprint: of task, model and batch size; a job of another fingerprint cannot go on from here.
+        ps_epoch: of the parameter server that wrote it.
+        version: model version, J.
+        state: the engine's snapshot (MessagePack), opaque to stores.
+        tensors: weights and optimizer state by name, any dtype that safetensors holds.
+    """
+
+    job: str
+    fingerprint: str
+    ps_epoch: int
+    version: int
+    state: bytes
+    tensors: Mapping[str, npt.NDArray[Any]]
+
+
+class CheckpointStore(Protocol):
+    """Where one job's checkpoints are. All calls raise `CheckpointError` where the store cannot be read or written."""
+
+    def claim_epoch(self) -> int:
+        """A ps_epoch above all that the store has seen, durably the caller's own: two callers never get the same.
+
+        Not to be repeated lightly: each call fences every earlier one.
+        """
+
+    def newest_epoch(self) -> int:
+        """The highest ps_epoch claimed or saved, 0 where there is none; above one's own, one is fenced. Repeatable."""
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Store `checkpoint`, whole or not at all; durable on return. May be repeated.
+
+        Raises:
+            FencedError: a higher epoch has been claimed. Nothing is stored.
+            CheckpointError: another job's, or a version below one that this epoch has saved.
+        """
+
+    def load_newest(self, fingerprint: str | None) -> Checkpoint | None:
+        """The newest checkpoint that is whole; None where there is none at all. May be repeated.
+
+        A damaged one is passed over with a warning.
+
+        Args:
+            fingerprint: what the checkpoint must have; None accepts any, for tools that only look.
+
+        Raises:
+            CheckpointError: it belongs to another job or fingerprint, or there are checkpoints but none is whole.
+        """
+
+    def versions(self) -> list[tuple[int, int]]:
+        """(ps_epoch, version) of each checkpoint held, oldest first, whole or not. May be repeated."""
+
+
+class DamagedError(CheckpointError):
+    """The bytes are torn or changed: an earlier checkpoint may serve."""
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Head(msgspec.Struct, frozen=True, kw_only=True):
+    job: str
+    fingerprint: str
+    ps_epoch: _Count
+    version: _Count
+    state_bytes: _Count
+    tensors_bytes: _Count
+
+
+def encode_checkpoint(checkpoint: Checkpoint) -> list[bytes]:
+    """The bytes of a checkpoint, in parts to be written one after the other."""
+    # safetensors writes the memory of an array that is not C-contiguous in its own order: wrong values, and no error.
+    tensors = safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in checkpoint.tensors.items()})
+    head = msgspec.msgpack.encode(
+        _Head(
+            job=checkpoint.job,
+            fingerprint=checkpoint.fingerprint,
+            ps_epoch=checkpoint.ps_epoch,
+            version=checkpoint.version,
+            state_bytes=len(checkpoint.state),
+            tensors_bytes=len(tensors),
+        )
+    )
+    parts = [_PREFIX.pack(MAGIC, SCHEMA_VERSION, len(head)), head, checkpoint.state, tensors]
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return [*parts, digest.digest()]
+
+
+def decode_checkpoint(data: bytes) -> Checkpoint:
+    """The checkpoint in `data`.
+
+    Raises:
+        DamagedError: torn or changed.
+        CheckpointError: whole, but of a schema that this build does not read.
+    """
+    if len(data) < _PREFIX.size + _DIGEST_BYTES:
+        raise DamagedError(f"expected a checkpoint, got {len(data)} bytes")
+    view = memoryview(data)
+    if hashlib.sha256(view[:-_DIGEST_BYTES]).digest() != view[-_DIGEST_BYTES:]:
+        raise DamagedError("the checksum does not match: torn or changed")
+    magic, schema, head_bytes = _PREFIX.unpack_from(data)
+    if magic != MAGIC or schema != SCHEMA_VERSION:
+        raise CheckpointError(
+            f"expected a checkpoint of schema {SCHEMA_VERSION}, got {magic!r}, schema {schema}: use the release that "
+            "wrote it"
+        )
+    try:
+        head = msgspec.msgpack.decode(view[_PREFIX.size : _PREFIX.size + head_bytes], type=_Head)
+        start = _PREFIX.size + head_bytes
+        middle = start + head.state_bytes
+        if middle + head.tensors_bytes != len(data) - _DIGEST_BYTES:
+            raise ValueError(f"{head.state_bytes} bytes of state and {head.tensors_bytes} of tensors are not all of it")
+        tensors = safetensors.numpy.load(data[middle : middle + head.tensors_bytes])
+    except (
+        *(msgspec.MsgspecError, UnicodeDecodeError, safetensors.SafetensorError),
+        *(KeyError, ValueError),  # a dtype or a shape that safetensors knows and numpy does not
+    ) as exc:
+        raise DamagedError(f"the contents do not fit the schema: {type(exc).__name__}: {exc}") from exc
+    return Checkpoint(
+        job=head.job,
+        fingerprint=head.fingerprint,
+        ps_epoch=head.ps_epoch,
+        version=head.version,
+        state=data[start:middle],
+        tensors=tensors,
+    )
+
+
+def check_owner(checkpoint: Checkpoint, *, job: str, fingerprint: str | None, where: str) -> None:
+    """Refuse a checkpoint that another job, or another model of the same job, has written.
+
+    Raises:
+        CheckpointError: names both and says what to do.
+    """
+    if checkpoint.job != job:
+        raise CheckpointError(
+            f"{where}: expected a checkpoint of job {job!r}, got one of job {checkpoint.job!r}: give each job its own "
+            "checkpoint.folder"
+        )
+    if fingerprint is not None and checkpoint.fingerprint != fingerprint:
+        raise CheckpointError(
+            f"{where}: {_told(fingerprint, checkpoint.fingerprint)}: the task, model or batch size has changed since "
+            "this job began; restore them, or rename the job to begin a new one"
+        )
+
+
+def _told(expected: str, got: str) -> str:
+    if "=" not in expected:
+        return f"expected fingerprint {expected!r}, got {got!r}"
+    return difference(expected, got)

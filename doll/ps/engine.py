@@ -1,0 +1,642 @@
+"""The parameter server's state machine: events in, actions out, no I/O, no clock.
+
+It knows where every batch of every worker stands, lets a policy decide which batches start and which gradients are
+applied together, and keeps the one invariant: each batch is applied at most once, in its stream's order, so what is
+applied of a stream is always a prefix and one integer per partition is the whole ledger (digest 1.2, "Batches as
+offset ranges").
+
+Order of effects (design, section 5): grant -> push -> fetched -> apply -> checkpoint -> durable -> acknowledge. A
+batch whose owner goes, times out or loses its gradient goes back to the front of its owner's queue together with
+every later batch of the same owner that is still being computed; its place in the group is taken by another (digest
+D3).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop
+from itertools import count
+
+from doll.config import StopConfig
+from doll.errors import IllegalEventError
+from doll.ps.events import (
+    Action,
+    AppliedBatch,
+    ApplyUpdate,
+    CheckpointStored,
+    DropGradient,
+    EngineSnapshot,
+    Event,
+    FetchGradient,
+    Finish,
+    GradientFetched,
+    GradientLost,
+    RepublishWeights,
+    SendDurable,
+    SendFence,
+    SendGrant,
+    SendHello,
+    SendWelcome,
+    StopRequested,
+    StoreCheckpoint,
+    Tick,
+)
+from doll.ps.policies.base import Policy, Token
+from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push
+
+# Epochs handed out by one parameter server lie in [ps_epoch << 20, (ps_epoch + 1) << 20): a later server's are always
+# higher, so it need not remember what its predecessor handed out after the last checkpoint.
+_EPOCHS_PER_SERVER_BITS = 20
+_FENCED_REMEMBERED = 16
+_STORY_LENGTH = 30
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What the engine is told once. Times in seconds."""
+
+    num_workers: int
+    records_per_batch: int
+    max_pending_batches: int  # a worker holds at most so many batches that are not durable
+    lease_s: float
+    grant_timeout_s: float
+    checkpoint_every_updates: int
+    checkpoint_every_s: float
+    sum_reduction: bool = False  # apply the sum of the sample gradients, not their mean (the paper's literal rule)
+    stop: StopConfig = field(default_factory=StopConfig)
+
+
+@dataclass(slots=True)
+class _Grant:
+    number: int
+    token: int
+    version: int
+    announced_order: int  # place in the order of announcements, kept when the batch goes back to the queue
+    granted_at_s: float
+    push: Push | None = None  # set once the push is accepted; the gradient is then being fetched
+    held: bool = False
+    received_at_s: float = 0.0
+
+
+class Slot:
+    """One worker slot: four counters over its stream (see `doll.ps.policies.base`) and who embodies it now."""
+
+    __slots__ = (
+        "announced",
+        "applied",
+        "computing_grants",
+        "durable",
+        "epoch",
+        "fenced",
+        "held_grants",
+        "instance",
+        "joined",
+        "lag",
+        "last_heard_s",
+        "left",
+        "present",
+        "retained",
+        "stalled",
+        "waiting",
+        "waiting_orders",
+    )
+
+    def __init__(self, applied: int, epoch: int, instance: str) -> None:
+        self.applied = applied
+        self.durable = applied
+        self.announced = applied
+        self.held_grants: deque[_Grant] = deque()
+        self.computing_grants: deque[_Grant] = deque()
+        self.waiting_orders: deque[int] = deque()
+        self.waiting = 0  # batches that may be granted; the engine keeps it with `_recount`
+        self.epoch = epoch
+        self.instance = instance
+        self.fenced: deque[str] = deque(maxlen=_FENCED_REMEMBERED)
+        self.joined = False  # this server has seen its Join
+        self.present = False  # heard of within its lease
+        self.left = False  # said goodbye: only a new Join brings it back
+        self.stalled = False  # let a grant time out: gets nothing more until it is heard to have finished something
+        self.last_heard_s = 0.0
+        self.retained = 0
+        self.lag = 0
+
+    @property
+    def up(self) -> bool:
+        return self.present and not self.left
+
+    @property
+    def held(self) -> int:
+        return len(self.held_grants)
+
+    @property
+    def computing(self) -> int:
+        return len(self.computing_grants)
+
+    @property
+    def received(self) -> int:
+        return self.applied + len(self.held_grants)
+
+    @property
+    def granted(self) -> int:
+        return self.received + len(self.computing_grants)
+
+
+class Engine:
+    """The state of one parameter server; it changes only through `handle`."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        policy: Policy,
+        *,
+        ps_epoch: int,
+        now: float,
+        origins: Sequence[int] | None = None,
+        snapshot: EngineSnapshot | None = None,
+    ) -> None:
+        """A fresh engine (with `origins`: first offset of the job in each partition) or one restored from `snapshot`.
+
+        Raises:
+            ValueError: neither or both are given, or they are not for `settings.num_workers` workers.
+        """
+        if (origins is None) == (snapshot is None):
+            raise ValueError("expected either origins (a new job) or a snapshot (a resumed one)")
+        n = settings.num_workers
+        if snapshot is None:
+            snapshot = EngineSnapshot(
+                version=0, origins=tuple(origins or ()), records_per_batch=settings.records_per_batch, applied=(0,) * n,
+                epochs=(0,) * n, instances=("",) * n, samples_total=0, elapsed_s=0.0, counters={},
+            )  # fmt: skip
+        if len(snapshot.origins) != n or len(snapshot.applied) != n:
+            raise ValueError(f"expected {n} workers, got origins {snapshot.origins} and applied {snapshot.applied}")
+        if snapshot.records_per_batch != settings.records_per_batch:
+            raise ValueError(
+                f"expected {snapshot.records_per_batch} records per batch, got {settings.records_per_batch}"
+            )
+        self.settings = settings
+        self.policy = policy
+        self.ps_epoch = ps_epoch
+        self.version = snapshot.version
+        self.origins = snapshot.origins
+        self.samples_total = snapshot.samples_total
+        self.counters: Counter[str] = Counter(snapshot.counters)
+        self.finished: str | None = None
+        self.stopping: str | None = None
+        self.durable_version = snapshot.version
+        self._slots = [Slot(*args) for args in zip(snapshot.applied, snapshot.epochs, snapshot.instances, strict=True)]
+        self._grants: dict[int, tuple[int, _Grant]] = {}  # grant number -> (worker, grant): computing or held
+        self._grant_numbers = count(1)
+        self._orders = count()
+        self._epoch_counter = 0
+        self._saving: tuple[int, tuple[int, ...]] | None = None  # (version, applied) of the checkpoint under way
+        self._saved_at_s = now
+        self._elapsed_before_s = snapshot.elapsed_s
+        self._first_update_at_s: float | None = None if snapshot.version == 0 else now
+        self._compute_mean_s = 0.0
+        self._num_held = 0
+        self._num_computing = 0
+        # Kept rather than looked for: nothing that happens at every event may cost time for every worker.
+        self._num_waiting = 0
+        self._ready: set[int] = set()  # workers with batches that may be granted
+        self._most_unsaved = 0  # of any worker: batches that are in the model and not durable
+        self._story: deque[tuple[float, Event]] = deque(maxlen=_STORY_LENGTH)
+
+    # --- what policies see (doll.ps.policies.base.View) -------------------------------------------------------------
+
+    @property
+    def num_held(self) -> int:
+        return self._num_held
+
+    @property
+    def num_computing(self) -> int:
+        return self._num_computing
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    def workers(self) -> Iterable[tuple[int, Slot]]:
+        return enumerate(self._slots)
+
+    def waiting_order(self) -> Iterator[tuple[int, int]]:
+        slots = self._slots
+        place = 0
+        workers: Iterable[int] = self._ready
+        while heap := [(slots[worker].waiting_orders[place], worker) for worker in workers]:
+            heapify(heap)  # a policy that wants the first few pays for those only
+            taken = []
+            while heap:
+                _, worker = heappop(heap)
+                taken.append(worker)
+                yield worker, place
+            place += 1
+            workers = [worker for worker in taken if slots[worker].waiting > place]
+
+    def held_order(self) -> Sequence[Token]:
+        # Grants are numbered as they are made, and a dictionary keeps that order.
+        return [Token(worker, grant.token) for worker, grant in self._grants.values() if grant.held]
+
+    # --- one way in -------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take one event at time `now` (seconds, monotonic) and say what is to be done, in this order.
+
+        Refused messages (late, duplicate, fenced, out of range) change nothing but a counter.
+
+        Raises:
+            IllegalEventError: the runner reports the outcome of something that was never ordered.
+        """
+        self._story.append((now, event))
+        actions: list[Action] = []
+        if self.finished is not None:
+            return actions
+        match event:
+            case Join():
+                self._on_join(event, now, actions)
+            case Announce():
+                self._on_announce(event, now, actions)
+            case Push():
+                self._on_push(event, now, actions)
+            case Nack():
+                self._on_nack(event, now, actions)
+            case Alive():
+                if self._heard(event.worker, event.epoch, now, actions):
+                    slot = self._slots[event.worker]
+                    slot.retained, slot.lag = event.retained, event.lag
+            case Leave():
+                if self._heard(event.worker, event.epoch, now, actions):
+                    self._slots[event.worker].left = True
+                    self._go_down(event.worker, "leave", actions)
+            case Evaluated():
+                self._on_evaluated(event)
+            case GradientFetched():
+                self._on_fetched(event, now)
+            case GradientLost():
+                self._on_lost(event, actions)
+            case CheckpointStored():
+                self._on_stored(event, now, actions)
+            case Tick():
+                self._on_tick(now, actions)
+            case StopRequested():
+                self._stop(event.reason)
+        self._advance(now, actions)
+        return actions
+
+    def snapshot(self, now: float) -> EngineSnapshot:
+        """What a checkpoint keeps of the engine."""
+        return EngineSnapshot(
+            version=self.version,
+            origins=self.origins,
+            records_per_batch=self.settings.records_per_batch,
+            applied=tuple(slot.applied for slot in self._slots),
+            epochs=tuple(slot.epoch for slot in self._slots),
+            instances=tuple(slot.instance for slot in self._slots),
+            samples_total=self.samples_total,
+            elapsed_s=self._elapsed_s(now),
+            counters=dict(self.counters),
+        )
+
+    def check_invariants(self) -> None:
+        """Assert what must hold after every event; for tests."""
+        assert self._num_held == sum(slot.held for slot in self._slots)
+        assert self._num_computing == sum(slot.computing for slot in self._slots)
+        assert len(self._grants) == self._num_held + self._num_computing
+        assert list(self._grants) == sorted(self._grants)
+        assert self._most_unsaved == max(slot.applied - slot.durable for slot in self._slots)
+        assert self._num_waiting == sum(slot.waiting for slot in self._slots)
+        assert self._ready == {worker for worker, slot in enumerate(self._slots) if slot.waiting}
+        for slot in self._slots:
+            assert slot.durable <= slot.applied <= slot.announced
+            assert slot.granted + len(slot.waiting_orders) == slot.announced
+            tokens = [grant.token for grant in (*slot.held_grants, *slot.computing_grants)]
+            assert tokens == list(range(slot.applied, slot.granted)), (
+                "a stream's batches are in flight in order, without a hole"
+            )
+            assert slot.waiting == (len(slot.waiting_orders) if slot.up and not slot.stalled else 0)
+            assert slot.up or not slot.computing, "nobody waits for a worker that is gone"
+            assert all(grant.push is not None and grant.held for grant in slot.held_grants)
+            assert not any(grant.held for grant in slot.computing_grants)
+        if self.policy.exact_version:
+            versions = {grant.version for _, grant in self._grants.values()}
+            assert versions <= {self.version}, "a group's gradients are all of one version"
+
+    # --- workers come and go ----------------------------------------------------------------------------------------
+
+    def _on_join(self, event: Join, now: float, actions: list[Action]) -> None:
+        if not 0 <= event.worker < len(self._slots):
+            self.counters["refused_unknown_worker"] += 1
+            return
+        slot = self._slots[event.worker]
+        if event.instance in slot.fenced or 0 < event.epoch < slot.epoch:
+            self.counters["refused_fenced"] += 1
+            actions.append(SendFence(event.worker, event.instance))
+            return
+        if event.instance != slot.instance:
+            if slot.instance:
+                self._fence(event.worker, actions)
+            slot.instance = event.instance
+            # A process that already holds an epoch (its server died before a checkpoint kept it) goes on with it.
+            slot.epoch = event.epoch or self._new_epoch()
+            self.counters["joined"] += 1
+        elif not slot.epoch:
+            slot.epoch = self._new_epoch()
+        self._go_down(event.worker, "rejoin", actions)
+        slot.announced = slot.granted
+        slot.waiting_orders.clear()
+        slot.joined = slot.present = True
+        slot.left = slot.stalled = False
+        slot.last_heard_s = now
+        self._recount(event.worker)
+        actions.append(SendWelcome(event.worker, slot.instance, slot.epoch, slot.durable))
+
+    def _fence(self, worker: int, actions: list[Action]) -> None:
+        slot = self._slots[worker]
+        slot.fenced.append(slot.instance)
+        actions.append(SendFence(worker, slot.instance))
+
+    def _new_epoch(self) -> int:
+        self._epoch_counter += 1
+        return (self.ps_epoch << _EPOCHS_PER_SERVER_BITS) + self._epoch_counter
+
+    def _heard(self, worker: int, epoch: int, now: float, actions: list[Action]) -> bool:
+        """A message from a worker came: is it from the incarnation that counts? Then it is alive."""
+        if not 0 <= worker < len(self._slots):
+            self.counters["refused_unknown_worker"] += 1
+            return False
+        slot = self._slots[worker]
+        if epoch != slot.epoch or slot.left:
+            self.counters["refused_fenced"] += 1
+            return False
+        if not slot.joined:
+            # This server has restarted and the worker has not joined it yet: its Hello is on the way or was missed.
+            self.counters["refused_not_joined"] += 1
+            actions.append(SendHello(worker))
+            return False
+        if not slot.present:
+            slot.present = True
+            self._recount(worker)
+        slot.last_heard_s = now
+        return True
+
+    def _recount(self, worker: int) -> None:
+        """Whatever may have changed how many batches of this worker can be granted ends with this."""
+        slot = self._slots[worker]
+        waiting = len(slot.waiting_orders) if slot.present and not slot.left and not slot.stalled else 0
+        if waiting != slot.waiting:
+            self._num_waiting += waiting - slot.waiting
+            slot.waiting = waiting
+            (self._ready.add if waiting else self._ready.discard)(worker)
+
+    def _go_down(self, worker: int, cause: str, actions: list[Action]) -> None:
+        slot = self._slots[worker]
+        if slot.computing_grants:
+            self._return_from(worker, slot.computing_grants[0].token, cause, actions)
+        if cause != "rejoin":
+            self.counters["workers_lost"] += 1
+            slot.present = False
+            self._recount(worker)
+
+    def _return_from(self, worker: int, token: int, cause: str, actions: list[Action]) -> None:
+        """Take batch `token` and every later one of this worker that has no gradient yet back into the queue."""
+        slot = self._slots[worker]
+        while slot.computing_grants and slot.computing_grants[-1].token >= token:
+            grant = slot.computing_grants.pop()
+            del self._grants[grant.number]
+            self._num_computing -= 1
+            slot.waiting_orders.appendleft(grant.announced_order)
+            self.counters["returned"] += 1
+            self.counters[f"returned_{cause}"] += 1
+            if grant.push is not None and grant.push.key:
+                actions.append(DropGradient(grant.push.key, cause))
+        self._recount(worker)
+
+    # --- the life of a batch ----------------------------------------------------------------------------------------
+
+    def _on_announce(self, event: Announce, now: float, actions: list[Action]) -> None:
+        if not self._heard(event.worker, event.epoch, now, actions):
+            return
+        slot = self._slots[event.worker]
+        too_many = event.until - slot.durable > self.settings.max_pending_batches
+        if event.first < 0 or event.until < event.first or event.first > slot.announced or too_many:
+            # A hole in the announcements, or more than a worker may hold: it is out of step, let it join again.
+            self.counters["refused_announce"] += 1
+            actions.append(SendHello(event.worker))
+            return
+        for _ in range(slot.announced, event.until):
+            slot.waiting_orders.append(next(self._orders))
+            slot.announced += 1
+        self._recount(event.worker)
+
+    def _find(self, worker: int, ps_epoch: int, number: int, token: int) -> _Grant | None:
+        """The grant that a worker answers, if it still stands."""
+        known = self._grants.get(number)
+        if ps_epoch != self.ps_epoch or known is None or known[0] != worker or known[1].token != token:
+            return None
+        return known[1]
+
+    def _on_push(self, event: Push, now: float, actions: list[Action]) -> None:
+        if not self._heard(event.worker, event.epoch, now, actions):
+            self._drop(event, "fenced", actions)
+            return
+        slot = self._slots[event.worker]
+        if slot.stalled:
+            slot.stalled = False
+            self._recount(event.worker)
+        grant = self._find(event.worker, event.ps_epoch, event.grant, event.token)
+        if grant is None:
+            self.counters["refused_late"] += 1
+            self._drop(event, "late", actions)
+        elif grant.push is not None:
+            self.counters["refused_duplicate"] += 1
+        elif grant is not slot.computing_grants[0] or event.version != grant.version or event.n_samples < 0:
+            # Out of its stream's order, or of another version: never apply it; the timeout brings the batch back.
+            self.counters["refused_order"] += 1
+            self._drop(event, "order", actions)
+        else:
+            grant.push, grant.received_at_s = event, now
+            self._compute_mean_s += 0.2 * ((now - grant.granted_at_s) - self._compute_mean_s)
+            if event.key:
+                actions.append(FetchGradient(grant.number, event.key, event.version))
+            else:
+                self._hold(event.worker, grant)
+
+    def _drop(self, event: Push, reason: str, actions: list[Action]) -> None:
+        if event.key:
+            actions.append(DropGradient(event.key, reason))
+
+    def _on_fetched(self, event: GradientFetched, now: float) -> None:
+        known = self._grants.get(event.grant)
+        if known is None:
+            return  # its owner went down while the gradient was on its way: the batch is back in the queue
+        worker, grant = known
+        if grant.push is None or grant is not self._slots[worker].computing_grants[0]:
+            raise IllegalEventError(f"gradient of grant {event.grant} was not asked for; story: {list(self._story)}")
+        self._hold(worker, grant)
+
+    def _hold(self, worker: int, grant: _Grant) -> None:
+        slot = self._slots[worker]
+        slot.computing_grants.popleft()
+        slot.held_grants.append(grant)
+        grant.held = True
+        self._num_computing -= 1
+        self._num_held += 1
+
+    def _on_lost(self, event: GradientLost, actions: list[Action]) -> None:
+        known = self._grants.get(event.grant)
+        if known is not None:
+            worker, grant = known
+            if grant.held:
+                raise IllegalEventError(f"gradient of grant {event.grant} is held already; story: {list(self._story)}")
+            self._return_from(worker, grant.token, "blob_lost", actions)
+
+    def _on_nack(self, event: Nack, now: float, actions: list[Action]) -> None:
+        if not self._heard(event.worker, event.epoch, now, actions):
+            return
+        grant = self._find(event.worker, event.ps_epoch, event.grant, event.token)
+        if grant is None or grant.push is not None:
+            self.counters["refused_late"] += 1
+            return
+        self._return_from(event.worker, event.token, f"nack_{event.reason}", actions)
+        if event.reason == "weights":
+            actions.append(RepublishWeights(self.version))
+        else:
+            # The worker does not hold a batch that it announced: it is out of step. Nothing is granted until it has
+            # joined.
+            slot = self._slots[event.worker]
+            slot.announced = slot.granted
+            slot.waiting_orders.clear()
+            self._recount(event.worker)
+            actions.append(SendHello(event.worker))
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def _advance(self, now: float, actions: list[Action]) -> None:
+        """Apply what belongs together and start what may start, until nothing changes."""
+        while self.stopping is None:
+            batch = self.policy.collect(self)
+            if batch:
+                self._apply(batch, now, actions)
+                continue
+            starts = self.policy.start(self)
+            if not starts:
+                break
+            for worker in starts:
+                self._grant(worker, now, actions)
+        self._save_if_due(now, actions)
+
+    def _grant(self, worker: int, now: float, actions: list[Action]) -> None:
+        slot = self._slots[worker]
+        if not slot.waiting:
+            raise IllegalEventError(f"policy {self.policy.name} starts worker {worker}, which has no waiting batch")
+        grant = _Grant(next(self._grant_numbers), slot.granted, self.version, slot.waiting_orders.popleft(), now)
+        self._recount(worker)
+        slot.computing_grants.append(grant)
+        self._num_computing += 1
+        self._grants[grant.number] = (worker, grant)
+        actions.append(SendGrant(worker, slot.epoch, grant.token, grant.number, self.version))
+
+    def _apply(self, batch: Sequence[Token], now: float, actions: list[Action]) -> None:
+        applied: list[AppliedBatch] = []
+        for worker, token in batch:
+            slot = self._slots[worker]
+            grant = slot.held_grants.popleft()
+            if grant.token != token or token != slot.applied or grant.push is None:
+                raise IllegalEventError(
+                    f"policy {self.policy.name} applies batch {token} of worker {worker} out of order"
+                )
+            slot.applied += 1
+            self._most_unsaved = max(self._most_unsaved, slot.applied - slot.durable)
+            del self._grants[grant.number]
+            lo = self.origins[worker] + token * self.settings.records_per_batch
+            hi = lo + self.settings.records_per_batch
+            applied.append(AppliedBatch(grant.number, lo, hi, grant.granted_at_s, grant.received_at_s, grant.push))
+        self._num_held -= len(applied)
+        samples = sum(item.push.n_samples for item in applied)
+        self.samples_total += samples
+        self.version += 1
+        if self._first_update_at_s is None:
+            self._first_update_at_s = now
+        scale = 1.0 if self.settings.sum_reduction else 1.0 / max(samples, 1)
+        actions.append(ApplyUpdate(self.version, tuple(applied), scale, self.samples_total))
+        self._stop_if_enough()
+
+    def _stop_if_enough(self) -> None:
+        stop = self.settings.stop
+        if stop.updates is not None and self.version >= stop.updates:
+            self._stop(f"updates: {self.version} reached")
+        elif stop.samples is not None and self.samples_total >= stop.samples:
+            self._stop(f"samples: {self.samples_total} reached")
+
+    def _elapsed_s(self, now: float) -> float:
+        return self._elapsed_before_s + (0.0 if self._first_update_at_s is None else now - self._first_update_at_s)
+
+    # --- durability and the end -------------------------------------------------------------------------------------
+
+    def _save_if_due(self, now: float, actions: list[Action]) -> None:
+        if self._saving is not None or self.finished is not None:
+            return
+        unsaved = self.version - self.durable_version
+        final = self.stopping is not None
+        if not unsaved and not final:
+            return
+        # Half of what a worker may hold: it must not come to a halt only because a checkpoint is not due yet.
+        crowded = self._most_unsaved >= max(1, self.settings.max_pending_batches // 2)
+        overdue = now - self._saved_at_s >= self.settings.checkpoint_every_s
+        if final or crowded or overdue or unsaved >= self.settings.checkpoint_every_updates:
+            snapshot = self.snapshot(now)
+            self._saving = (self.version, snapshot.applied)
+            self._saved_at_s = now
+            actions.append(StoreCheckpoint(self.version, snapshot))
+
+    def _on_stored(self, event: CheckpointStored, now: float, actions: list[Action]) -> None:
+        if self._saving is None or self._saving[0] != event.version:
+            raise IllegalEventError(
+                f"checkpoint of version {event.version} was not ordered; story: {list(self._story)}"
+            )
+        version, applied = self._saving
+        self._saving = None
+        self.durable_version = version
+        for worker, (slot, until) in enumerate(zip(self._slots, applied, strict=True)):
+            if until > slot.durable:
+                slot.durable = until
+                actions.append(SendDurable(worker, until))
+        self._most_unsaved = max(slot.applied - slot.durable for slot in self._slots)
+        if self.stopping is not None and version == self.version:
+            self.finished = self.stopping
+            actions.append(Finish(self.finished, version))
+
+    def _on_tick(self, now: float, actions: list[Action]) -> None:
+        timeout_s = max(self.settings.grant_timeout_s, 5.0 * self._compute_mean_s)
+        for worker, slot in enumerate(self._slots):
+            if slot.up and now - slot.last_heard_s > self.settings.lease_s:
+                self._go_down(worker, "lease", actions)
+            elif slot.computing_grants and slot.computing_grants[0].push is None:
+                first = slot.computing_grants[0]
+                # The clock of a batch starts when the worker could start on it: batches of one worker are serial.
+                if (
+                    now - max(first.granted_at_s, slot.held_grants[-1].received_at_s if slot.held_grants else 0.0)
+                    > timeout_s
+                ):
+                    self._return_from(worker, first.token, "timeout", actions)
+                    slot.stalled = True
+                    self._recount(worker)
+        self._stop_if_enough()  # a server that starts again on a finished job has nothing to add to it
+        stop_s = self.settings.stop.seconds
+        if stop_s is not None and self._first_update_at_s is not None and self._elapsed_s(now) >= stop_s:
+            self._stop(f"seconds: {self._elapsed_s(now):.1f} passed")
+
+    def _on_evaluated(self, event: Evaluated) -> None:
+        if event.ps_epoch != self.ps_epoch or event.version > self.version:
+            self.counters["refused_evaluated"] += 1
+            return
+        stop = self.settings.stop
+        if stop.accuracy is not None and event.accuracy is not None and event.accuracy >= stop.accuracy:
+            self._stop(f"accuracy: {event.accuracy:.4f} at version {event.version} reached {stop.accuracy}")
+        elif stop.loss is not None and event.loss <= stop.loss:
+            self._stop(f"loss: {event.loss:.4f} at version {event.version} reached {stop.loss}")
+
+    def _stop(self, reason: str) -> None:
+        if self.stopping is None:
+            self.stopping = reason

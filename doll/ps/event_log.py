@@ -1,0 +1,78 @@
+"""Everything that one parameter server was told, kept in a file: the run can be replayed to the bit.
+
+The file is a sequence of length-prefixed MessagePack entries, each one event with its time and, for a fetched
+gradient, its blob. Before them stands what the server started from: the checkpoint, or the origins of a new job.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+
+from doll.errors import RecordError
+from doll.ps.blobs import Buffer
+from doll.ps.events import Event
+from doll.ps.start import Start
+
+_LENGTH: Final = struct.Struct("<I")
+T = TypeVar("T")
+
+
+class Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One event, its time on the server's monotonic clock (seconds), and its gradient blob or b\"\"."""
+
+    event: Event
+    now: float
+    gradient: bytes = b""
+
+
+class FileEventLog:
+    """Writes entries to `path`, which must not exist. What is written outlives the process, also after SIGKILL."""
+
+    def __init__(self, path: Path, start: Start) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("xb", buffering=0)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._append(start)
+
+    def write(self, event: Event, now: float, gradient: Buffer | None = None) -> None:
+        self._append(Entry(event, now, b"" if gradient is None else bytes(gradient)))
+
+    def _append(self, item: Start | Entry) -> None:
+        data = self._encoder.encode(item)
+        self._file.write(_LENGTH.pack(len(data)) + data)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_log(path: Path) -> tuple[Start, Iterator[Entry]]:
+    """What the server of an event log started from, and its entries; a torn last entry (it was killed) ends them.
+
+    Raises:
+        RecordError: it is not an event log of this build; of an entry, when its turn comes.
+    """
+    items = _items(path)
+    start = _decode(next(items, b""), Start, path)
+    return start, (_decode(data, Entry, path) for data in items)
+
+
+def _items(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
+            (length,) = _LENGTH.unpack(head)
+            data = file.read(length)
+            if len(data) < length:
+                return
+            yield data
+
+
+def _decode(data: bytes, kind: type[T], path: Path) -> T:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.MsgspecError as exc:
+        raise RecordError(f"{path}: not an event log of this build: {exc}") from exc

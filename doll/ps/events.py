@@ -1,0 +1,179 @@
+"""What the engine is told and what it asks for.
+
+Events are facts: the records that workers and the evaluator send (`doll.records`), and those below, which the runner
+makes. All of them are encodable, so a run's event log can be kept and replayed. Actions are orders that the runner
+carries out; where an order has an outcome that matters, the runner reports it as an event.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, Record
+
+# --- events ---------------------------------------------------------------------------------------------------------
+
+
+class GradientFetched(Record, frozen=True):
+    """The gradient of this grant is in the parameter server's memory, checked."""
+
+    grant: int
+
+
+class GradientLost(Record, frozen=True):
+    """The gradient of this grant is not in the blob store, or is torn."""
+
+    grant: int
+    reason: str
+
+
+class CheckpointStored(Record, frozen=True):
+    """The checkpoint of this version is durable."""
+
+    version: int
+
+
+class Tick(Record, frozen=True):
+    """Time has passed. Leases, timeouts and checkpoints fall due only here, so that a replay sees the same."""
+
+
+class StopRequested(Record, frozen=True):
+    """Somebody (Ctrl-C, SIGTERM) wants the job to end in order."""
+
+    reason: str
+
+
+Event = (
+    Join | Announce | Push | Nack | Alive | Leave | Evaluated
+    | GradientFetched | GradientLost | CheckpointStored | Tick | StopRequested
+)  # fmt: skip
+
+# --- actions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SendWelcome:
+    """Answer a Join: this process is worker `worker`, with this epoch, and reads from batch `next_token`."""
+
+    worker: int
+    instance: str
+    epoch: int
+    next_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendFence:
+    """Tell an older incarnation to exit."""
+
+    worker: int
+    instance: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendHello:
+    """Ask this worker to join again: its messages do not fit what the engine knows of it."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendGrant:
+    """Publish the current weights if they are not, then let the worker compute."""
+
+    worker: int
+    epoch: int
+    token: int
+    grant: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RepublishWeights:
+    """The weights of the current version are gone from the blob store: put them there again."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchGradient:
+    """Get this gradient; report GradientFetched or GradientLost."""
+
+    grant: int
+    key: str
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropGradient:
+    """A gradient that will not be applied: its blob can go."""
+
+    key: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedBatch:
+    """One batch of an update, with what its worker reported."""
+
+    grant: int
+    lo: int
+    hi: int
+    granted_at_s: float
+    received_at_s: float
+    push: Push
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyUpdate:
+    """Sum these gradients in this order, scale, step: the model becomes `version`; they count as applied."""
+
+    version: int
+    batches: tuple[AppliedBatch, ...]
+    scale: float
+    samples_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCheckpoint:
+    """Save weights, optimizer and `snapshot` together; report CheckpointStored."""
+
+    version: int
+    snapshot: EngineSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class SendDurable:
+    """Batches of this worker below `until` are in a checkpoint."""
+
+    worker: int
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The job is over and its last version is durable: tell everybody and end."""
+
+    reason: str
+    version: int
+
+
+Action = (
+    SendWelcome | SendFence | SendHello | SendGrant | RepublishWeights | FetchGradient | DropGradient
+    | ApplyUpdate | StoreCheckpoint | SendDurable | Finish
+)  # fmt: skip
+
+
+class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the engine must remember over a restart. What is not applied is announced again by its worker."""
+
+    version: int
+    origins: tuple[int, ...]
+    records_per_batch: int
+    applied: tuple[int, ...]  # batches of each worker in the model: always a prefix of its stream
+    epochs: tuple[int, ...]
+    instances: tuple[str, ...]
+    samples_total: int
+    elapsed_s: float  # since the first update of the job
+    counters: dict[str, int]

@@ -1,0 +1,182 @@
+"""`doll ps`: one parameter server process, from start to end of the job."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+
+from doll import topics
+from doll.config import JobConfig
+from doll.errors import RecordError
+from doll.faults import fault_point
+from doll.health import Pulse, pulse_of
+from doll.memory import keep_freed_memory
+from doll.model import build, fingerprint
+from doll.ps import events as ev
+from doll.ps.checkpoints import Checkpoint
+from doll.ps.event_log import FileEventLog
+from doll.ps.kafka_link import KafkaLink
+from doll.ps.optim import Optimizer
+from doll.ps.redis_blobs import RedisBlobs
+from doll.ps.server import ParameterServer
+from doll.ps.standby import wait_for_lease
+from doll.ps.start import Start, make_engine
+from doll.ps.stores import open_store
+from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, decode
+from doll.services import Services, connect_redis, require
+from doll.task import load_task
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_FROM_WORKERS = (Join, Announce, Push, Nack, Alive, Leave, Evaluated)
+# Ticks decide leases (seconds) and checkpoints (seconds): twenty a second are plenty and cost nothing.
+_POLL_S = 0.05
+_LEAVE_S = 2.0  # for the last records to be delivered: whoever sent SIGTERM will not wait long
+
+
+class _Signals:
+    """SIGINT asks for the end of the job; SIGTERM only for the end of this process: a successor may go on."""
+
+    def __init__(self) -> None:
+        self.end_job = False
+        self.leave = False
+        signal.signal(signal.SIGINT, self._on_int)
+        signal.signal(signal.SIGTERM, self._on_term)
+
+    def _on_int(self, number: int, frame: FrameType | None) -> None:
+        self.end_job = True
+
+    def _on_term(self, number: int, frame: FrameType | None) -> None:
+        self.leave = True
+
+
+def run_ps(config: JobConfig, services: Services, run_folder: Path, *, standby: bool = False) -> int:
+    """Serve the job until its stop rule is met (0), or until SIGTERM (0, after a checkpoint; the job can be resumed).
+
+    Args:
+        standby: begin when nothing has been heard of another server for `ps.lease_s`.
+
+    Raises:
+        DollError: services are not there, the task does not load, the checkpoint is of another job or model, a newer
+            server has claimed the job, or the model diverged.
+    """
+    with pulse_of("ps-standby" if standby else "ps", config) as pulse:
+        return _run(config, services, run_folder, standby, pulse)
+
+
+def _run(config: JobConfig, services: Services, run_folder: Path, standby: bool, pulse: Pulse) -> int:
+    import torch
+
+    signals = _Signals()
+    keep_freed_memory()
+    torch.set_num_threads(1)
+    require(config, services)
+    topics.ensure(config, services)
+    topics.check(config, services)
+    model = build(config, load_task(config))
+    mark = fingerprint(config, model)
+    store = open_store(config, run_folder)
+    store.load_newest(mark)  # refused before the claim: a wrong job file must not fence the server that runs
+    if standby:
+        pulse.waits_for("the silence of the parameter server (standby)")
+    if standby and not wait_for_lease(config, services, lambda: signals.leave):
+        return 0
+    ps_epoch = store.claim_epoch()
+    fault_point("ps.after_claim")
+    checkpoint = store.load_newest(mark)  # from here on no earlier server can add one
+    link = KafkaLink(config, services)
+
+    def give_up() -> bool:
+        pulse.beat("loop")  # while Redis is away the loop stands still, and a restart would not help
+        return signals.leave
+
+    redis_blobs = RedisBlobs(connect_redis(services), give_up=give_up)
+    link.open()
+    start = _start(config, link, checkpoint, ps_epoch)
+    optimizer = Optimizer(model, config.training.optimizer)
+    engine = make_engine(config, start, optimizer)
+    log_path = run_folder / "events" / f"ps-{ps_epoch:06d}.log"
+    event_log = FileEventLog(log_path, start) if config.checkpoint.event_log else None
+    server = ParameterServer(
+        config, engine=engine, optimizer=optimizer, blobs=redis_blobs, store=store, outbox=link, fingerprint=mark,
+        event_log=event_log,
+    )  # fmt: skip
+    log.info(
+        "started", ps_epoch=ps_epoch, version=engine.version, policy=engine.policy.name, parameters=model.num_parameters
+    )
+    try:
+        server.open()
+        pulse.expect("loop")
+        pulse.expect("kafka", vital=False)
+        pulse.waits_for("")
+        _serve(server, link, signals, config.ps.lease_s, pulse)
+        pulse.waits_for("the delivery of the last records")
+        _deliver(link, signals, pulse)
+    finally:
+        server.close()
+        link.close()
+        redis_blobs.close()
+        if event_log is not None:
+            event_log.close()
+    return 0
+
+
+def _serve(server: ParameterServer, link: KafkaLink, signals: _Signals, lease_s: float, pulse: Pulse) -> None:
+    engine = server.engine
+    turned_s = time.monotonic()
+    while engine.finished is None:
+        values = link.poll(_POLL_S)
+        now = time.monotonic()
+        pulse.beat("loop")
+        if link.heard():
+            pulse.beat("kafka")
+        if now - turned_s > lease_s:
+            # Frozen, or waiting for Redis: a standby may have taken over, and then nothing may be written any more.
+            log.warning("was_away", seconds=round(now - turned_s, 1))
+            server.stop_if_superseded()
+        turned_s = now
+        for value in values:
+            try:
+                record = decode(value)
+            except RecordError as exc:
+                engine.counters["refused_record"] += 1
+                log.warning("record_refused", topic="up", reason=str(exc))
+                continue
+            if isinstance(record, _FROM_WORKERS):
+                server.feed(record)
+            else:
+                engine.counters["refused_record"] += 1
+                log.warning(
+                    "record_refused", topic="up", reason=f"{type(record).__name__} does not belong on this topic"
+                )
+        if signals.end_job:
+            server.feed(ev.StopRequested(reason="interrupted"))
+        if signals.leave:
+            link.flush(_LEAVE_S)
+            server.save_now()
+            log.info("leaving", version=engine.version, reason="SIGTERM; the job can be resumed")
+            return
+        server.turn()
+
+
+def _deliver(link: KafkaLink, signals: _Signals, pulse: Pulse) -> None:
+    """Hand everything to Kafka before this process ends; without it nobody would learn that the job has ended."""
+    said = False
+    while (left := link.flush(_LEAVE_S)) and not signals.leave:
+        pulse.beat("loop")
+        if not said:
+            log.warning("kafka_away", undelivered=left, hint="waiting until it is back, to say that the job has ended")
+        said = True
+
+
+def _start(config: JobConfig, link: KafkaLink, checkpoint: Checkpoint | None, ps_epoch: int) -> Start:
+    now = time.monotonic()
+    if checkpoint is not None:
+        log.info("resumed", version=checkpoint.version, from_ps_epoch=checkpoint.ps_epoch)
+        return Start.resume(ps_epoch, now, checkpoint)
+    at = 0 if config.data.start == "earliest" else 1
+    origins = [link.watermarks(config.topic("samples"), partition)[at] for partition in range(config.data.workers)]
+    return Start(ps_epoch, now, tuple(origins))

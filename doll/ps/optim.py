@@ -1,0 +1,140 @@
+"""The step: gradients summed in a fixed order in float32, scaled, given to torch's optimizers on one flat parameter.
+
+torch's functions `sgd` and `adam` are called, not its optimizer classes: constructing one of these imports torch's
+compiler, 5 s of CPU here at each start of a parameter server, restarts after a crash included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, assert_never
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from doll.config import AdamConfig, OptimizerConfig, SgdConfig
+from doll.errors import CheckpointError, DollError
+from doll.model import FlatModel
+
+WEIGHTS = "weights"
+_STATE = "optimizer."
+_ADAM_EPSILON = 1e-8
+
+
+class DivergedError(DollError):
+    """The gradient is not finite: the model has diverged, and applying it would destroy it."""
+
+
+class Optimizer:
+    """Owns the flat weights at the parameter server.
+
+    Differs from the paper: the mean gradient over the update's samples is applied, not the sum (digest D2); the
+    caller's `scale` decides.
+    """
+
+    def __init__(self, model: FlatModel, config: OptimizerConfig) -> None:
+        self._flat = model.flat
+        self._num_parameters = model.num_parameters
+        self._parameters = model.flat[: model.num_parameters]
+        self._sum = torch.zeros_like(model.flat)
+        self._config = config
+        self._state: dict[str, torch.Tensor] = {}  # named as torch's optimizer classes name it
+
+    @property
+    def weights(self) -> npt.NDArray[np.float32]:
+        """Parameters, then buffers: float32, shape (numel,), a view of the live tensor."""
+        array: npt.NDArray[np.float32] = self._flat.detach().numpy()
+        return array
+
+    def apply(self, gradients: Sequence[npt.NDArray[np.float32]], scale: float, num_samples: int) -> None:
+        """One step on `scale` times the sum of `gradients`, added in the order given.
+
+        Args:
+            gradients: float32, shape (numel,) each: sums over samples; for buffers, values times samples.
+            scale: 1 / num_samples for the mean.
+            num_samples: of all gradients together.
+
+        Raises:
+            DivergedError: the sum is not finite; the weights are unchanged.
+        """
+        if not gradients:
+            return  # nothing but refused records: the version counts, the weights stay
+        total = self._sum
+        total.copy_(_tensor(gradients[0]))
+        for gradient in gradients[1:]:
+            total += _tensor(gradient)
+        if not bool(torch.isfinite(total).all()):
+            raise DivergedError(
+                "the gradient is not finite (NaN or infinity): expected a model that converges; "
+                "lower training.optimizer.lr, or look for extreme values in the stream; the last checkpoint is intact"
+            )
+        n = self._num_parameters
+        total[n:] /= max(num_samples, 1)
+        total[:n] *= scale
+        with torch.no_grad():
+            self._step(total[:n])
+            self._flat[n:] = total[n:]
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """Copies of weights and optimizer state, by name, for a checkpoint."""
+        tensors = {f"{_STATE}{key}": value.numpy().copy() for key, value in self._state.items()}
+        return {WEIGHTS: self.weights.copy(), **tensors}
+
+    def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Go on from a checkpoint's tensors.
+
+        Raises:
+            CheckpointError: the weights are not there or have another size.
+        """
+        weights = tensors.get(WEIGHTS)
+        if weights is None or weights.shape != tuple(self._flat.shape):
+            came = "nothing" if weights is None else weights.shape
+            raise CheckpointError(f"expected weights of shape {tuple(self._flat.shape)}, got {came}")
+        with torch.no_grad():
+            self._flat.copy_(torch.from_numpy(np.array(weights)))
+        self._state = {
+            key.removeprefix(_STATE): torch.from_numpy(np.array(value))
+            for key, value in tensors.items()
+            if key.startswith(_STATE)
+        }
+
+    def _step(self, gradient: torch.Tensor) -> None:
+        """One step on `gradient`, float32, shape (num_parameters,)."""
+        config, state, parameters = self._config, self._state, [self._parameters]
+        match config:
+            case SgdConfig():
+                buffers = [state.get("momentum_buffer")]
+                sgd(
+                    parameters, [gradient], buffers, foreach=False, weight_decay=config.weight_decay,
+                    momentum=config.momentum, lr=config.lr, dampening=0.0, nesterov=config.nesterov, maximize=False,
+                )  # fmt: skip
+                if buffers[0] is not None:
+                    state["momentum_buffer"] = buffers[0]
+            case AdamConfig():
+                if not state:
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(self._parameters)
+                    state["exp_avg_sq"] = torch.zeros_like(self._parameters)
+                adam(
+                    parameters, [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
+                    foreach=False, amsgrad=False, beta1=config.beta1, beta2=config.beta2, lr=config.lr,
+                    weight_decay=config.weight_decay, eps=_ADAM_EPSILON, maximize=False,
+                )  # fmt: skip
+            case _:
+                assert_never(config)
+
+
+def _tensor(gradient: npt.NDArray[np.float32]) -> torch.Tensor:
+    # A blob's view is read-only, which torch warns about; it is only read here.
+    return torch.frombuffer(gradient.data, dtype=torch.float32) if gradient.flags.writeable else _read_only(gradient)
+
+
+def _read_only(gradient: npt.NDArray[np.float32]) -> torch.Tensor:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return torch.from_numpy(gradient)

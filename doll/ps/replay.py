@@ -1,0 +1,68 @@
+"""The same log makes the same model: an event log through a fresh engine and optimizer, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from doll.config import JobConfig
+from doll.model import build, fingerprint
+from doll.ps import events as ev
+from doll.ps.blobs import blob_info, decode_blob
+from doll.ps.checkpoints import Checkpoint
+from doll.ps.event_log import read_log
+from doll.ps.optim import Optimizer
+from doll.ps.start import make_engine
+from doll.task import load_task
+
+
+def replay(
+    config: JobConfig, path: Path, *, on_update: Callable[[int, npt.NDArray[np.float32]], Any] | None = None
+) -> Iterator[Checkpoint]:
+    """Each checkpoint that the server of the event log at `path` ordered, in order, bit for bit.
+
+    The last ones may never have been stored, where the server was killed. A checkpoint made on SIGTERM is not among
+    them: no event asked for it.
+
+    Args:
+        config: the job file that the server ran with.
+        on_update: told of the first version and of each later one: its number and its weights, float32, shape (numel,);
+            they are the live array, so copy what is to be kept.
+
+    Raises:
+        RecordError: not an event log of this build.
+        DivergedError: the log ends where the model diverged.
+        ConfigError: the task does not load.
+    """
+    start, entries = read_log(path)
+    model = build(config, load_task(config))
+    mark = fingerprint(config, model)
+    optimizer = Optimizer(model, config.training.optimizer)
+    engine = make_engine(config, start, optimizer)
+    gradients: dict[int, npt.NDArray[np.float32]] = {}
+    if on_update is not None:
+        on_update(engine.version, optimizer.weights)
+    for entry in entries:
+        if isinstance(entry.event, ev.GradientFetched):
+            version = blob_info(entry.gradient).version
+            size = optimizer.weights.size
+            gradients[entry.event.grant] = decode_blob(
+                entry.gradient, job=config.job, kind="g", version=version, numel=size
+            )
+        for action in engine.handle(entry.event, entry.now):
+            match action:
+                case ev.ApplyUpdate():
+                    parts = [gradients.pop(item.grant) for item in action.batches if item.push.key]
+                    optimizer.apply(parts, action.scale, sum(item.push.n_samples for item in action.batches))
+                    if on_update is not None:
+                        on_update(action.version, optimizer.weights)
+                case ev.StoreCheckpoint():
+                    yield Checkpoint(
+                        job=config.job, fingerprint=mark, ps_epoch=start.ps_epoch, version=action.version,
+                        state=msgspec.msgpack.encode(action.snapshot), tensors=optimizer.tensors(),
+                    )  # fmt: skip

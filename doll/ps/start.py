@@ -1,0 +1,62 @@
+"""What a parameter server starts from: a checkpoint, or the origins of a new job; and the engine that comes of it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from doll.config import JobConfig
+from doll.ps.checkpoints import Checkpoint, decode_checkpoint, encode_checkpoint
+from doll.ps.engine import Engine, EngineSettings
+from doll.ps.optim import Optimizer
+from doll.ps.policies import make_policy
+from doll.ps.server import restore
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True):
+    """The same start makes the same engine and weights, in a server and in a replay of its event log.
+
+    Attributes:
+        ps_epoch: the server's own.
+        now: its monotonic clock, seconds.
+        origins: first offset of the job in each partition; empty where there is a checkpoint.
+        checkpoint: as `encode_checkpoint` writes it, or b"" for a new job.
+    """
+
+    ps_epoch: int
+    now: float
+    origins: tuple[int, ...] = ()
+    checkpoint: bytes = b""
+
+    @classmethod
+    def resume(cls, ps_epoch: int, now: float, checkpoint: Checkpoint) -> Start:
+        """Go on from `checkpoint`."""
+        return cls(ps_epoch, now, (), b"".join(encode_checkpoint(checkpoint)))
+
+
+def make_engine(config: JobConfig, start: Start, optimizer: Optimizer) -> Engine:
+    """The engine at its start; `optimizer` takes over the checkpoint's tensors.
+
+    Raises:
+        CheckpointError: the checkpoint is torn, or does not fit the model.
+    """
+    settings, policy = engine_settings(config), make_policy(config.training.policy)
+    if not start.checkpoint:
+        return Engine(settings, policy, ps_epoch=start.ps_epoch, now=start.now, origins=start.origins)
+    checkpoint = decode_checkpoint(start.checkpoint)
+    optimizer.load(checkpoint.tensors)
+    return Engine(settings, policy, ps_epoch=start.ps_epoch, now=start.now, snapshot=restore(checkpoint))
+
+
+def engine_settings(config: JobConfig) -> EngineSettings:
+    """The engine's part of the job file."""
+    return EngineSettings(
+        num_workers=config.data.workers,
+        records_per_batch=config.data.records_per_batch,
+        max_pending_batches=config.worker.max_pending_batches,
+        lease_s=config.worker.lease_s,
+        grant_timeout_s=config.worker.grant_timeout_s,
+        checkpoint_every_updates=config.checkpoint.every_updates,
+        checkpoint_every_s=config.checkpoint.every_s,
+        sum_reduction=config.training.reduction == "sum",
+        stop=config.stop,
+    )

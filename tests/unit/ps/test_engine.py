@@ -1,0 +1,320 @@
+"""The engine, one behaviour at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import pytest
+from doll.config import StopConfig
+from doll.errors import IllegalEventError
+from doll.ps import events as ev
+from doll.ps.engine import Engine, EngineSettings
+from doll.ps.policies import Asp, Bsp, Doll, Policy
+from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push
+
+T = TypeVar("T")
+LEASE_S = 8.0
+TIMEOUT_S = 30.0
+
+
+def settings(workers: int = 3, **changes: object) -> EngineSettings:
+    values: dict[str, object] = {
+        "num_workers": workers, "records_per_batch": 4, "max_pending_batches": 8, "lease_s": LEASE_S,
+        "grant_timeout_s": TIMEOUT_S, "checkpoint_every_updates": 1000, "checkpoint_every_s": 1000.0,
+    }  # fmt: skip
+    return EngineSettings(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Bench:
+    """An engine whose workers are moved by hand; gradients are found unless told otherwise."""
+
+    def __init__(self, policy: Policy, workers: int = 3, **changes: object) -> None:
+        self.now = 0.0
+        self.engine = Engine(
+            settings(workers, **changes), policy, ps_epoch=1, now=0.0, origins=[100 * n for n in range(workers)]
+        )
+        self.epochs: dict[int, int] = {}
+        self.grants: dict[tuple[int, int], ev.SendGrant] = {}
+
+    def tell(self, event: ev.Event) -> list[ev.Action]:
+        actions = self.engine.handle(event, self.now)
+        self.engine.check_invariants()
+        for action in actions:
+            if isinstance(action, ev.SendGrant):
+                self.grants[action.worker, action.token] = action
+        return actions
+
+    def join(self, *workers: int) -> None:
+        for worker in workers:
+            (welcome,) = only(self.tell(Join(worker=worker, instance=f"w{worker}")), ev.SendWelcome)
+            self.epochs[worker] = welcome.epoch
+
+    def announce(self, worker: int, first: int, until: int) -> list[ev.Action]:
+        return self.tell(Announce(worker=worker, epoch=self.epochs[worker], first=first, until=until))
+
+    def push(self, worker: int, token: int, **changes: object) -> list[ev.Action]:
+        grant = self.grants[worker, token]
+        values: dict[str, object] = {
+            "worker": worker, "epoch": self.epochs[worker], "token": token, "ps_epoch": 1, "grant": grant.grant,
+            "version": grant.version, "key": f"g{grant.grant}", "n_samples": 4, "loss_sum": 4.0,
+        }  # fmt: skip
+        actions = self.tell(Push(**{**values, **changes}))  # type: ignore[arg-type]
+        for fetch in only(actions, ev.FetchGradient):
+            actions = actions + self.tell(ev.GradientFetched(grant=fetch.grant))
+        return actions
+
+
+def only(actions: Sequence[ev.Action], kind: type[T]) -> list[T]:
+    return [action for action in actions if isinstance(action, kind)]
+
+
+def granted(actions: Sequence[ev.Action]) -> list[tuple[int, int]]:
+    return [(action.worker, action.token) for action in only(actions, ev.SendGrant)]
+
+
+def test_a_group_starts_when_k_batches_are_there_and_prefers_distinct_workers() -> None:
+    bench = Bench(Doll(3))
+    bench.join(0, 1, 2)
+    assert granted(bench.announce(0, 0, 2)) == []
+    assert granted(bench.announce(1, 0, 1)) == [(0, 0), (1, 0), (0, 1)], "three batches: worker 0 has to give two"
+    for worker, token in [(0, 0), (1, 0), (0, 1)]:
+        actions = bench.push(worker, token)
+    (update,) = only(actions, ev.ApplyUpdate)
+    assert update.version == 1
+    assert [(item.push.worker, item.push.token, item.lo, item.hi) for item in update.batches] == [
+        (0, 0, 0, 4), (1, 0, 100, 104), (0, 1, 4, 8)
+    ]  # fmt: skip
+    assert update.scale == pytest.approx(1 / 12)
+    assert granted(bench.announce(0, 2, 5)) == [(0, 2), (0, 3), (0, 4)], "K above the number of workers that have data"
+
+
+def test_a_worker_that_goes_is_replaced_at_the_same_version() -> None:
+    """Digest D3: nobody waits for a ghost, and the group is still of one version."""
+    bench = Bench(Doll(2))
+    bench.join(0, 1, 2)
+    bench.announce(0, 0, 1)
+    bench.announce(1, 0, 1)
+    bench.push(0, 0)
+    bench.announce(2, 0, 1)
+    actions = bench.tell(Leave(worker=1, epoch=bench.epochs[1], cause="spot"))
+    assert granted(actions) == [(2, 0)]
+    (update,) = only(bench.push(2, 0), ev.ApplyUpdate)
+    assert [item.push.worker for item in update.batches] == [0, 2]
+
+
+def test_a_silent_worker_loses_its_grants_with_its_lease_and_may_come_back() -> None:
+    bench = Bench(Doll(1))
+    bench.join(0)
+    bench.announce(0, 0, 1)
+    bench.now = LEASE_S + 1
+    bench.tell(ev.Tick())
+    assert bench.engine.num_computing == 0
+    late = bench.push(0, 0)
+    assert only(late, ev.ApplyUpdate) == [], "the grant was taken back: a late gradient is refused"
+    assert granted(late) == [(0, 0)], "but the worker is alive, and computes it again"
+    assert only(bench.push(0, 0), ev.ApplyUpdate)
+
+
+def test_a_grant_that_takes_too_long_goes_to_somebody_else() -> None:
+    bench = Bench(Doll(1), workers=2)
+    bench.join(0, 1)
+    bench.announce(0, 0, 1)
+    bench.announce(1, 0, 1)
+    bench.now = TIMEOUT_S - 1
+    for worker in (0, 1):
+        bench.tell(Alive(worker=worker, epoch=bench.epochs[worker]))
+    bench.now = TIMEOUT_S + 1
+    assert granted(bench.tell(ev.Tick())) == [(1, 0)], "worker 0 is stuck: it gets nothing until it is heard to finish"
+
+
+def test_a_lost_gradient_takes_later_batches_of_its_worker_back_too() -> None:
+    """Otherwise a later batch could be applied before an earlier one, and the applied set were no prefix."""
+    bench = Bench(Doll(2), workers=1)
+    bench.join(0)
+    bench.announce(0, 0, 2)
+    grant = bench.grants[0, 0]
+    push = Push(
+        worker=0,
+        epoch=bench.epochs[0],
+        token=0,
+        ps_epoch=1,
+        grant=grant.grant,
+        version=0,
+        key="k",
+        n_samples=4,
+        loss_sum=0.0,
+    )
+    bench.tell(push)
+    actions = bench.tell(ev.GradientLost(grant=grant.grant, reason="gone"))
+    assert granted(actions) == [(0, 0), (0, 1)]
+    assert bench.engine.counters["returned_blob_lost"] == 2
+
+
+def test_duplicates_and_foreign_grants_are_refused() -> None:
+    bench = Bench(Doll(2), workers=2)
+    bench.join(0, 1)
+    bench.announce(0, 0, 1)
+    bench.announce(1, 0, 1)
+    bench.push(0, 0)
+    assert only(bench.push(0, 0), ev.FetchGradient) == []
+    assert only(bench.push(1, 0, ps_epoch=7), ev.FetchGradient) == []
+    assert only(bench.push(1, 0, epoch=3), ev.FetchGradient) == []
+    assert only(bench.push(1, 0, version=5), ev.FetchGradient) == []
+    assert only(bench.push(1, 0), ev.ApplyUpdate)
+    counters = bench.engine.counters
+    assert (counters["refused_duplicate"], counters["refused_fenced"], counters["refused_order"]) == (1, 1, 1)
+    assert counters["refused_late"] == 1
+
+
+def test_a_newer_incarnation_fences_the_older_and_reads_on_from_the_durable_batch() -> None:
+    bench = Bench(Doll(1), workers=1)
+    bench.join(0)
+    bench.announce(0, 0, 2)
+    bench.push(0, 0)
+    old = bench.epochs[0]
+    actions = bench.tell(Join(worker=0, instance="second"))
+    assert [fence.instance for fence in only(actions, ev.SendFence)] == ["w0"]
+    (welcome,) = only(actions, ev.SendWelcome)
+    assert welcome.epoch > old
+    assert welcome.next_token == 0, "batch 0 is applied, but no checkpoint has it yet"
+    assert only(bench.tell(Join(worker=0, instance="w0", epoch=old)), ev.SendFence)
+    assert bench.tell(Announce(worker=0, epoch=old, first=0, until=2)) == []
+    assert granted(bench.tell(Announce(worker=0, epoch=welcome.epoch, first=0, until=2))) == [(0, 1)]
+
+
+def test_epochs_of_a_later_server_are_higher_whatever_the_earlier_one_handed_out() -> None:
+    first = Bench(Doll(1), workers=1)
+    first.join(0)
+    first.tell(Join(worker=0, instance="b"))
+    second = Engine(settings(1), Doll(1), ps_epoch=2, now=0.0, origins=[0])
+    (welcome,) = only(second.handle(Join(worker=0, instance="c"), 0.0), ev.SendWelcome)
+    assert welcome.epoch > 1 << 20
+    assert welcome.epoch >> 20 == 2
+
+
+def test_durable_is_said_only_after_the_checkpoint() -> None:
+    bench = Bench(Doll(1), workers=1, checkpoint_every_updates=2)
+    bench.join(0)
+    bench.announce(0, 0, 3)
+    bench.push(0, 0)
+    actions = bench.push(0, 1)
+    (save,) = only(actions, ev.StoreCheckpoint)
+    assert (save.version, save.snapshot.applied) == (2, (2,))
+    bench.push(0, 2)
+    assert [(item.worker, item.until) for item in only(bench.tell(ev.CheckpointStored(version=2)), ev.SendDurable)] == [
+        (0, 2)
+    ]
+
+
+def test_a_full_worker_makes_a_checkpoint_due() -> None:
+    """It holds what is not durable; without this it would stand still until the clock says so."""
+    bench = Bench(Doll(1), workers=1)
+    bench.join(0)
+    bench.announce(0, 0, 8)
+    saved = [only(bench.push(0, token), ev.StoreCheckpoint) for token in range(4)]
+    assert [bool(item) for item in saved] == [False, False, False, True]
+
+
+def test_more_than_a_worker_may_hold_is_refused() -> None:
+    bench = Bench(Doll(1), workers=1)
+    bench.join(0)
+    assert only(bench.announce(0, 0, 10**9), ev.SendHello)
+    assert only(bench.announce(0, 5, 6), ev.SendHello), "a hole: batch 0 to 4 were never announced"
+    assert bench.engine.num_waiting == 0
+
+
+def test_missing_weights_are_published_again_and_the_batch_is_granted_again() -> None:
+    bench = Bench(Doll(1), workers=1)
+    bench.join(0)
+    bench.announce(0, 0, 1)
+    grant = bench.grants[0, 0].grant
+    actions = bench.tell(Nack(worker=0, epoch=bench.epochs[0], token=0, ps_epoch=1, grant=grant, reason="weights"))
+    assert [type(action) for action in actions] == [ev.RepublishWeights, ev.SendGrant]
+
+
+def test_bsp_waits_for_every_live_worker_and_keeps_the_push_of_one_that_left() -> None:
+    bench = Bench(Bsp())
+    bench.join(0, 1, 2)
+    for worker in range(3):
+        bench.announce(worker, 0, 2)
+    bench.push(0, 0)
+    bench.push(1, 0)
+    bench.tell(Leave(worker=1, epoch=bench.epochs[1], cause="spot"))
+    actions = bench.tell(Leave(worker=2, epoch=bench.epochs[2], cause="spot"))
+    (update,) = only(actions, ev.ApplyUpdate)
+    assert [item.push.worker for item in update.batches] == [0, 1]
+    assert granted(actions) == [(0, 1)]
+
+
+def test_asp_applies_each_gradient_at_once_on_whatever_version() -> None:
+    bench = Bench(Asp(), workers=2)
+    bench.join(0, 1)
+    bench.announce(0, 0, 2)
+    bench.announce(1, 0, 1)
+    assert bench.grants[1, 0].version == 0
+    bench.push(0, 0)
+    (update,) = only(bench.push(1, 0), ev.ApplyUpdate)
+    assert (update.version, update.batches[0].push.version) == (2, 0)
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason"),
+    [
+        (StopConfig(updates=1), "updates"),
+        (StopConfig(samples=4), "samples"),
+        (StopConfig(accuracy=0.9), "accuracy"),
+        (StopConfig(loss=0.5), "loss"),
+        (StopConfig(seconds=5), "seconds"),
+    ],
+)
+def test_stop_rules_end_the_job_after_a_last_checkpoint(stop: StopConfig, reason: str) -> None:
+    bench = Bench(Doll(1), workers=1, stop=stop)
+    bench.join(0)
+    bench.announce(0, 0, 1)
+    actions = bench.push(0, 0)
+    bench.now = 6.0
+    actions += bench.tell(Evaluated(ps_epoch=1, version=1, loss=0.4, accuracy=0.95))
+    actions += bench.tell(ev.Tick())
+    (save,) = only(actions, ev.StoreCheckpoint)
+    assert only(actions, ev.Finish) == []
+    actions = bench.tell(ev.CheckpointStored(version=save.version))
+    (finish,) = only(actions, ev.Finish)
+    assert finish.reason.startswith(reason)
+    assert only(actions, ev.SendDurable)
+    assert bench.tell(ev.Tick()) == [], "nothing comes after the end"
+
+
+def test_a_server_that_starts_again_on_a_finished_job_adds_nothing() -> None:
+    bench = Bench(Doll(1), workers=1, stop=StopConfig(updates=1))
+    bench.join(0)
+    bench.announce(0, 0, 2)
+    bench.push(0, 0)
+    snapshot = bench.engine.snapshot(0.0)
+    again = Engine(settings(1, stop=StopConfig(updates=1)), Doll(1), ps_epoch=2, now=0.0, snapshot=snapshot)
+    assert [type(action) for action in again.handle(ev.Tick(), 0.0)] == [ev.StoreCheckpoint]
+    assert only(again.handle(ev.CheckpointStored(version=1), 0.0), ev.Finish)
+
+
+def test_an_evaluation_of_another_server_does_not_stop_the_job() -> None:
+    bench = Bench(Doll(1), workers=1, stop=StopConfig(accuracy=0.9))
+    bench.tell(Evaluated(ps_epoch=0, version=0, loss=0.1, accuracy=1.0))
+    assert bench.engine.stopping is None
+
+
+def test_an_outcome_that_was_never_ordered_is_a_bug_and_says_so() -> None:
+    bench = Bench(Doll(1), workers=1)
+    with pytest.raises(IllegalEventError, match="version 3 was not ordered"):
+        bench.engine.handle(ev.CheckpointStored(version=3), 0.0)
+
+
+def test_messages_before_a_restarted_server_knows_the_worker_ask_it_to_join() -> None:
+    bench = Bench(Doll(1), workers=1)
+    bench.join(0)
+    snapshot = bench.engine.snapshot(0.0)
+    again = Engine(settings(1), Doll(1), ps_epoch=2, now=0.0, snapshot=snapshot)
+    assert only(again.handle(Alive(worker=0, epoch=bench.epochs[0]), 0.0), ev.SendHello)
+    assert (
+        only(again.handle(Join(worker=0, instance="w0", epoch=bench.epochs[0]), 0.0), ev.SendWelcome)[0].epoch
+        == bench.epochs[0]
+    )

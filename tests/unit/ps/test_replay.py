@@ -1,0 +1,210 @@
+"""An event log through a fresh engine and optimizer makes the same model, to the bit, whatever happened on the way."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doll.config import JobConfig, parse
+from doll.errors import RecordError
+from doll.model import build, fingerprint
+from doll.ps import events as ev
+from doll.ps.blobs import encode_blob, gradient_key
+from doll.ps.checkpoints import Checkpoint
+from doll.ps.event_log import FileEventLog, read_log
+from doll.ps.optim import DivergedError, Optimizer
+from doll.ps.replay import replay
+from doll.ps.server import ParameterServer
+from doll.ps.start import Start, make_engine
+from doll.records import Announce, AnyRecord, Grant, Join, Metric, Push, Welcome
+from doll.task import load_task
+from doll.testing import MemoryBlobs, MemoryStore
+
+JOB = """
+job: replayed
+task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 5, hidden: [7]}}
+data: {workers: 3, batch_size: 4}
+training: {policy: {name: doll, group_size: 2}, optimizer: {name: sgd, lr: 0.1, momentum: 0.9}}
+checkpoint: {every_updates: 3, every_s: 1000, event_log: true}
+"""
+
+
+class Outbox:
+    """Keeps what was mailed; Kafka acknowledges at once."""
+
+    def __init__(self) -> None:
+        self.mail: list[AnyRecord] = []
+        self.sent = 0
+
+    def down(self, worker: int, record: AnyRecord) -> None:
+        self.mail.append(record)
+
+    def update(self, record: AnyRecord) -> None:
+        self.sent += 1
+
+    def metric(self, record: Metric) -> None:
+        pass
+
+    def updates_acknowledged(self) -> int:
+        return self.sent
+
+
+class Run:
+    """One server with random gradients, random order of answers, lost blobs and workers that come again."""
+
+    def __init__(self, folder: Path, store: MemoryStore, *overrides: str, seed: int = 0) -> None:
+        self.config: JobConfig = parse(JOB, overrides)
+        self.rng, self.numbers = random.Random(seed), np.random.default_rng(seed)
+        self.store, self.blobs, self.box, self.now = store, MemoryBlobs(), Outbox(), 5.0
+        model = build(self.config, load_task(self.config))
+        mark = fingerprint(self.config, model)
+        self.optimizer = Optimizer(model, self.config.training.optimizer)
+        ps_epoch = store.claim_epoch()
+        held = store.load_newest(mark)
+        start = Start(ps_epoch, self.now, (0, 10, 20)) if held is None else Start.resume(ps_epoch, self.now, held)
+        self.path = folder / f"ps-{ps_epoch}.log"
+        self.log = FileEventLog(self.path, start)
+        self.server = ParameterServer(
+            self.config, engine=make_engine(self.config, start, self.optimizer), optimizer=self.optimizer,
+            blobs=self.blobs, store=store, outbox=self.box, fingerprint=mark, clock=self.clock, event_log=self.log,
+        )  # fmt: skip
+        self.server.open()
+        self.weights = {self.server.engine.version: self.optimizer.weights.tobytes()}
+        self.epochs = [0] * self.config.data.workers
+        for worker in range(self.config.data.workers):
+            self.join(worker)
+
+    def clock(self) -> float:
+        self.now += self.rng.random() / 100
+        return self.now
+
+    def join(self, worker: int) -> None:
+        self.server.feed(Join(worker=worker, instance=f"{worker}-{self.rng.random()}"))
+        welcome = next(record for record in reversed(self.box.mail) if isinstance(record, Welcome))
+        self.epochs[worker] = welcome.epoch
+        first = welcome.next_token
+        self.server.feed(Announce(worker=worker, epoch=welcome.epoch, first=first, until=first + 8))
+
+    def play(self, updates: int) -> None:
+        until = self.server.engine.version + updates
+        while self.server.engine.version < until:
+            grants = [record for record in self.box.mail if isinstance(record, Grant)]
+            self.box.mail.clear()
+            self.rng.shuffle(grants)
+            for grant in grants:
+                self.answer(grant)
+            for worker in range(self.config.data.workers):
+                if self.rng.random() < 0.1 or not grants:
+                    self.join(worker)
+            self.server.turn()
+
+    def answer(self, grant: Grant) -> None:
+        fate = self.rng.random()
+        key = gradient_key(self.config.job, grant.ps_epoch, grant.grant) if fate > 0.1 else ""
+        if fate > 0.3:
+            gradient = self.numbers.normal(size=self.optimizer.weights.size).astype(np.float32)
+            self.blobs.put(key, encode_blob(gradient, job=self.config.job, kind="g", version=grant.version), 600.0)
+        self.server.feed(
+            Push(
+                worker=grant.worker, epoch=grant.epoch, token=grant.token, ps_epoch=grant.ps_epoch, grant=grant.grant,
+                version=grant.version, key=key, n_samples=4 if key else 0, loss_sum=4.0,
+            )
+        )  # fmt: skip
+        self.weights[self.server.engine.version] = self.optimizer.weights.tobytes()
+
+    def close(self) -> None:
+        self.server.close()
+        self.log.close()
+
+
+def assert_equal(ours: Checkpoint, theirs: Checkpoint) -> None:
+    assert (ours.version, ours.ps_epoch, ours.state) == (theirs.version, theirs.ps_epoch, theirs.state)
+    assert ours.fingerprint == theirs.fingerprint
+    assert {name: tensor.tobytes() for name, tensor in ours.tensors.items()} == {
+        name: tensor.tobytes() for name, tensor in theirs.tensors.items()
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("training.policy={name: asp}", "training.optimizer={name: adam}"),
+        ("training.policy={name: bsp}", "training.reduction=sum", "training.optimizer.lr=0.001"),
+    ],
+    ids=["doll", "asp-adam", "bsp-sum"],
+)
+def test_the_replay_of_a_run_and_of_its_successor_is_equal(
+    tmp_path: Path, overrides: tuple[str, ...], seed: int
+) -> None:
+    """The first server dies after its last checkpoint; the second begins from that checkpoint, momentum included."""
+    store = MemoryStore("replayed", keep=100)
+    lost = 0
+    for part in (1, 2):
+        run = Run(tmp_path, store, *overrides, seed=10 * seed + part)
+        run.play(20)
+        run.close()
+        replayed: dict[int, bytes] = {}
+
+        def note(version: int, weights: Any, into: dict[int, bytes] = replayed) -> None:
+            into[version] = weights.tobytes()
+
+        ordered = {item.version: item for item in replay(run.config, run.path, on_update=note)}
+        # With asp one event may make several updates; only the last of them was seen here.
+        assert {version: replayed[version] for version in run.weights} == run.weights
+        held = store.load_newest(None)
+        assert held is not None
+        assert held.ps_epoch == part
+        assert_equal(ordered[held.version], held)
+        lost += run.server.engine.counters["returned_blob_lost"]
+    assert lost > 0
+
+
+def test_a_killed_servers_log_ends_with_what_is_whole(tmp_path: Path) -> None:
+    run = Run(tmp_path, MemoryStore("replayed"))
+    run.play(6)
+    run.close()
+    data = run.path.read_bytes()
+    whole = len(list(read_log(run.path)[1]))
+    run.path.write_bytes(data[:-3])
+    assert len(list(read_log(run.path)[1])) == whole - 1
+    list(replay(run.config, run.path))
+
+
+def test_what_is_written_is_there_without_a_close(tmp_path: Path) -> None:
+    """SIGKILL runs no handler: nothing may wait in a buffer of the process."""
+    log = FileEventLog(tmp_path / "events" / "a.log", Start(1, 0.0, (0,)))
+    log.write(ev.Tick(), 1.5)
+    start, entries = read_log(tmp_path / "events" / "a.log")
+    assert start == Start(1, 0.0, (0,))
+    assert [(entry.event, entry.now) for entry in entries] == [(ev.Tick(), 1.5)]
+    log.close()
+
+
+def test_a_log_is_never_written_over(tmp_path: Path) -> None:
+    FileEventLog(tmp_path / "a.log", Start(1, 0.0, (0,))).close()
+    with pytest.raises(FileExistsError):
+        FileEventLog(tmp_path / "a.log", Start(1, 0.0, (0,)))
+
+
+@pytest.mark.parametrize("data", [b"", b"garbage", b"\x03\0\0\0abc"])
+def test_a_file_that_is_no_event_log_is_refused(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "not.log"
+    path.write_bytes(data)
+    with pytest.raises(RecordError, match="not an event log of this build"):
+        read_log(path)
+
+
+def test_a_log_that_ends_in_divergence_diverges_again(tmp_path: Path) -> None:
+    run = Run(tmp_path, MemoryStore("replayed"))
+    run.play(4)
+    run.numbers = type("Nan", (), {"normal": staticmethod(lambda size: np.full(size, np.nan))})()  # type: ignore[assignment]
+    with pytest.raises(DivergedError):
+        run.play(4)
+    run.close()
+    with pytest.raises(DivergedError):
+        list(replay(run.config, run.path))

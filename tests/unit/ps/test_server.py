@@ -1,0 +1,489 @@
+"""The parameter server without wires: what it does, in which order, and what each crash between two steps leaves."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import structlog
+from doll.config import JobConfig, parse
+from doll.errors import CheckpointError, FencedError
+from doll.model import build, fingerprint
+from doll.ps.blobs import decode_blob, decode_latest, encode_blob, gradient_key, latest_key
+from doll.ps.checkpoints import Checkpoint
+from doll.ps.optim import DivergedError, Optimizer
+from doll.ps.server import ParameterServer, restore
+from doll.ps.start import Start, make_engine
+from doll.records import (
+    Announce,
+    AnyRecord,
+    Durable,
+    Epoch,
+    Fence,
+    Finished,
+    Grant,
+    Hello,
+    Join,
+    Metric,
+    Nack,
+    Push,
+    Stop,
+    Update,
+    Welcome,
+)
+from doll.task import load_task
+from doll.testing import MemoryBlobs, MemoryStore
+
+JOB = """
+job: unit
+task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 3}}
+data: {workers: 2, batch_size: 4}
+training: {policy: {name: doll, group_size: 2}, optimizer: {name: sgd, lr: 0.1, momentum: 0.9}}
+checkpoint: {every_updates: 1, every_s: 1000}
+"""
+
+
+@dataclass
+class Mailbox:
+    """An outbox whose Kafka acknowledges update records only when it is told to."""
+
+    mail: list[tuple[int, AnyRecord]] = field(default_factory=list)
+    updates: list[AnyRecord] = field(default_factory=list)
+    metrics: list[Metric] = field(default_factory=list)
+    acknowledged: int | None = None  # None: all, at once
+
+    def down(self, worker: int, record: AnyRecord) -> None:
+        self.mail.append((worker, record))
+
+    def update(self, record: AnyRecord) -> None:
+        self.updates.append(record)
+
+    def metric(self, record: Metric) -> None:
+        self.metrics.append(record)
+
+    def updates_acknowledged(self) -> int:
+        return len(self.updates) if self.acknowledged is None else self.acknowledged
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [record for _, record in self.mail if isinstance(record, kind)]
+
+
+class Rig:
+    """A server, and workers whose gradients are whatever the test says."""
+
+    def __init__(self, *overrides: str, store: MemoryStore | None = None) -> None:
+        self.config: JobConfig = parse(JOB, overrides)
+        self.now = 0.0
+        self.box, self.blobs = Mailbox(), MemoryBlobs(clock=lambda: self.now)
+        self.store = store or MemoryStore("unit")
+        model = build(self.config, load_task(self.config))
+        self.mark = fingerprint(self.config, model)
+        self.optimizer = Optimizer(model, self.config.training.optimizer)
+        self.ps_epoch = self.store.claim_epoch()
+        checkpoint = self.store.load_newest(self.mark)
+        start = (
+            Start(self.ps_epoch, 0.0, (100, 200))
+            if checkpoint is None
+            else Start.resume(self.ps_epoch, 0.0, checkpoint)
+        )
+        self.server = ParameterServer(
+            self.config, engine=make_engine(self.config, start, self.optimizer), optimizer=self.optimizer,
+            blobs=self.blobs, store=self.store, outbox=self.box, fingerprint=self.mark, clock=lambda: self.now,
+        )  # fmt: skip
+        self.server.open()
+
+    @property
+    def size(self) -> int:
+        return int(self.optimizer.weights.size)
+
+    def join(self) -> None:
+        for worker in (0, 1):
+            self.server.feed(Join(worker=worker, instance=f"i{worker}"))
+        self.epochs = {record.worker: record.epoch for record in self.box.of(Welcome)}
+
+    def announce(self, worker: int, first: int, until: int) -> None:
+        self.server.feed(Announce(worker=worker, epoch=self.epochs[worker], first=first, until=until))
+
+    def answer(self, grant: Grant, value: float = 1.0, *, store: bool = True, key: str | None = None) -> None:
+        """Push a gradient of this value everywhere, as the sum over 4 samples."""
+        name = gradient_key("unit", grant.ps_epoch, grant.grant) if key is None else key
+        if store and name:
+            gradient = np.full(self.size, value, np.float32)
+            self.blobs.put(name, encode_blob(gradient, job="unit", kind="g", version=grant.version), 60.0)
+        self.server.feed(
+            Push(
+                worker=grant.worker, epoch=grant.epoch, token=grant.token, ps_epoch=grant.ps_epoch, grant=grant.grant,
+                version=grant.version, key=name, n_samples=4 if name else 0, loss_sum=8.0 if name else 0.0,
+                metric_sums={"accuracy": 2.0} if name else {}, dead=() if name else (100,),
+            )
+        )  # fmt: skip
+
+    def grants(self) -> list[Grant]:
+        """Those since the last call."""
+        found = self.box.of(Grant)[self.answered :]
+        self.answered += len(found)
+        return found
+
+    answered = 0
+
+    def update(self, value: float = 1.0) -> None:
+        """One batch of each worker, applied."""
+        at = self.server.engine.version
+        for worker in (0, 1):
+            self.announce(worker, at, at + 1)
+        for grant in self.grants():
+            self.answer(grant, value)
+        assert self.server.engine.version == at + 1
+
+    def pass_time(self, seconds: float) -> None:
+        """Unless the thread that writes checkpoints is at work: its time is not the clock's."""
+        if self.server._saving is None:
+            self.now += seconds
+
+    def turn_until(self, condition: Callable[[], bool]) -> None:
+        """The checkpoint is written by a thread: give it the time that it takes."""
+        deadline_s = time.monotonic() + 10
+        while not condition():
+            assert time.monotonic() < deadline_s
+            self.server.turn()
+
+
+@pytest.fixture
+def rig() -> Any:
+    made = Rig()
+    made.join()
+    yield made
+    made.server.close()
+
+
+def test_it_says_that_it_is_there_before_anything_else() -> None:
+    rig = Rig()
+    (epoch,) = rig.box.updates
+    assert isinstance(epoch, Epoch)
+    assert (epoch.ps_epoch, epoch.resumed_version, epoch.origins, epoch.records_per_batch) == (1, 0, (100, 200), 4)
+    assert rig.box.mail == [(0, Hello(ps_epoch=1)), (1, Hello(ps_epoch=1))]
+    rig.server.close()
+
+
+def test_weights_are_there_before_the_grant_and_only_the_newest_are_kept(rig: Rig) -> None:
+    seen = []
+
+    class Watching(Mailbox):
+        def down(self, worker: int, record: AnyRecord) -> None:
+            if isinstance(record, Grant):
+                seen.append(rig.blobs.get(record.key) is not None)
+            super().down(worker, record)
+
+    rig.box.__class__ = Watching
+    for _ in range(6):
+        rig.update()
+    assert seen == [True] * 12
+    kept = [key for key in rig.blobs.keys() if ":w:1:" in key]  # noqa: SIM118 - not a dict
+    assert kept == [f"doll:unit:w:1:{version}" for version in (2, 3, 4, 5)]  # blobs.keep_versions
+    pointer = rig.blobs.get(latest_key("unit"))
+    assert pointer is not None
+    latest = decode_latest(pointer)
+    assert latest.version == 5  # of the last grant: version 6 is asked for by nobody yet
+    blob = rig.blobs.get(latest.key)
+    assert blob is not None
+    decode_blob(blob, job="unit", kind="w", version=5, numel=rig.size)
+
+
+def test_an_update_is_recorded_with_its_lineage(rig: Rig) -> None:
+    before = rig.optimizer.weights.copy()
+    rig.update(value=2.0)
+    update = rig.box.updates[-1]
+    assert isinstance(update, Update)
+    assert (update.version, update.n_samples, update.samples_total) == (1, 8, 8)
+    assert (update.loss, update.metrics) == (2.0, {"accuracy": 0.5})
+    assert [(m.worker, m.token, m.lo, m.hi, m.base_version) for m in update.members] == [
+        (0, 0, 100, 104, 0),
+        (1, 0, 200, 204, 0),
+    ]
+    np.testing.assert_allclose(rig.optimizer.weights, before - 0.1 * (2.0 + 2.0) / 8)
+    # The gradients are of no use any more.
+    assert not any(":g:" in key for key in rig.blobs.keys())  # noqa: SIM118 - not a dict
+
+
+def test_a_checkpoint_waits_for_the_update_records_and_durable_waits_for_the_checkpoint(rig: Rig) -> None:
+    rig.box.acknowledged = 1  # the Epoch record only
+    rig.update()
+    for _ in range(3):
+        rig.server.turn()
+    assert rig.store.saved == []
+    assert rig.box.of(Durable) == []
+
+    release = threading.Event()
+    save = rig.store.save
+
+    def slow(checkpoint: Checkpoint) -> None:
+        assert release.wait(10)
+        save(checkpoint)
+
+    rig.store.save = slow  # type: ignore[method-assign]
+    rig.box.acknowledged = 2
+    for _ in range(3):
+        rig.server.turn()
+    assert rig.box.of(Durable) == []  # ordered, being written, not durable
+
+    release.set()
+    rig.turn_until(lambda: bool(rig.box.of(Durable)))
+    assert rig.store.saved == [(1, 1)]
+    assert rig.box.of(Durable) == [Durable(ps_epoch=1, worker=worker, until=1) for worker in (0, 1)]
+
+
+def test_what_a_checkpoint_holds_is_one_moment_also_when_learning_goes_on(rig: Rig) -> None:
+    """Weights, optimizer and counts of the version that was ordered, not of the one at which it is written."""
+    rig.box.acknowledged = 1
+    rig.update()
+    weights = rig.optimizer.weights.copy()
+    rig.update()
+    rig.box.acknowledged = None
+    rig.turn_until(lambda: rig.server.engine.durable_version >= 1)
+    held = rig.store.load_newest(rig.mark)
+    assert held is not None
+    if held.version == 1:
+        assert held.tensors["weights"].tobytes() == weights.tobytes()
+        assert restore(held).applied == (1, 1)
+    assert restore(held).version == held.version
+
+
+def test_a_lost_gradient_is_computed_again(rig: Rig) -> None:
+    rig.announce(0, 0, 1)
+    rig.announce(1, 0, 1)
+    first, second = rig.grants()
+    rig.answer(first)
+    rig.answer(second, store=False)
+    assert rig.server.engine.version == 0
+    (again,) = rig.grants()
+    assert (again.worker, again.token, again.version) == (second.worker, second.token, 0)
+    assert again.grant != second.grant
+    rig.answer(second)  # the old answer comes late: refused, and its blob is dropped
+    assert rig.server.engine.version == 0
+    assert rig.server.engine.counters["refused_late"] == 1
+    rig.answer(again)
+    assert rig.server.engine.version == 1
+
+
+@pytest.mark.parametrize("damage", ["torn", "other version", "other size", "garbage"])
+def test_a_gradient_that_is_not_the_one_that_was_asked_for_is_never_applied(rig: Rig, damage: str) -> None:
+    rig.announce(0, 0, 1)
+    rig.announce(1, 0, 1)
+    first, second = rig.grants()
+    before = rig.optimizer.weights.copy()
+    rig.answer(first)
+    values = {
+        "torn": b"".join(encode_blob(np.ones(rig.size, np.float32), job="unit", kind="g", version=0))[:-4],
+        "other version": b"".join(encode_blob(np.ones(rig.size, np.float32), job="unit", kind="g", version=7)),
+        "other size": b"".join(encode_blob(np.ones(3, np.float32), job="unit", kind="g", version=0)),
+        "garbage": b"garbage",
+    }
+    rig.blobs.put(gradient_key("unit", 1, second.grant), [values[damage]], 60.0)
+    rig.answer(second, store=False)
+    assert rig.server.engine.version == 0
+    assert rig.optimizer.weights.tobytes() == before.tobytes()
+    assert len(rig.grants()) == 1
+
+
+def test_weights_that_a_worker_misses_are_published_again(rig: Rig) -> None:
+    rig.announce(0, 0, 1)
+    rig.announce(1, 0, 1)
+    first, second = rig.grants()
+    rig.blobs.wipe()
+    nack = Nack(worker=0, epoch=first.epoch, token=0, ps_epoch=1, grant=first.grant, reason="weights")
+    rig.server.feed(nack)
+    (again,) = rig.grants()
+    assert again.key == second.key
+    assert rig.blobs.get(again.key) is not None
+
+
+def test_batches_without_a_usable_sample_make_a_version_and_change_no_weight(rig: Rig) -> None:
+    before = rig.optimizer.weights.copy()
+    rig.announce(0, 0, 1)
+    rig.announce(1, 0, 1)
+    for grant in rig.grants():
+        rig.answer(grant, key="")
+    update = rig.box.updates[-1]
+    assert isinstance(update, Update)
+    assert (update.version, update.n_samples, update.loss) == (1, 0, 0.0)
+    assert update.members[0].dead == (100,)
+    assert rig.optimizer.weights.tobytes() == before.tobytes()
+
+
+def test_a_model_that_diverges_ends_the_server_and_leaves_the_checkpoint_intact(rig: Rig) -> None:
+    rig.update()
+    rig.turn_until(lambda: rig.server.engine.durable_version == 1)
+    weights = rig.optimizer.weights.copy()
+    with pytest.raises(DivergedError):
+        rig.update(value=float("nan"))
+    held = rig.store.load_newest(rig.mark)
+    assert held is not None
+    assert held.version == 1
+    assert held.tensors["weights"].tobytes() == weights.tobytes()
+    assert not any(isinstance(record, Update) and record.version == 2 for record in rig.box.updates)
+
+
+def test_a_fenced_server_stops_and_saves_nothing(rig: Rig) -> None:
+    rig.update()
+    rig.store.claim_epoch()  # a successor
+    with pytest.raises(FencedError, match="epoch 1 is over: epoch 2"):
+        rig.turn_until(lambda: False)
+    assert rig.store.saved == []
+    assert rig.box.of(Durable) == []
+
+
+def test_a_superseded_server_with_nothing_to_save_stops_too(rig: Rig) -> None:
+    """It hears workers answer a newer server, and asks the store whether that is so: anybody may write to the topic."""
+    newer = Nack(worker=0, epoch=rig.epochs[0], token=0, ps_epoch=2, grant=1, reason="batch")
+    rig.server.feed(newer)
+    rig.store.claim_epoch()
+    with pytest.raises(FencedError, match="epoch 1 is over: epoch 2"):
+        rig.server.feed(newer)
+
+
+def test_a_checkpoint_that_cannot_be_saved_is_not_durable(rig: Rig) -> None:
+    """It is tried again for `checkpoint.retry_s`: ending at once would only lose what is learned meanwhile."""
+    rig.store.fail_next(*[CheckpointError("disk full")] * 3)
+    rig.update()
+    with structlog.testing.capture_logs() as logs:
+        while len([entry for entry in logs if entry["event"] == "checkpoint_not_saved"]) < 3:
+            assert rig.box.of(Durable) == []
+            rig.pass_time(0.5)
+            rig.server.turn()
+    rig.now += 1.0
+    rig.turn_until(lambda: bool(rig.box.of(Durable)))
+    assert rig.store.saved == [(1, 1)]
+
+
+def test_a_store_that_stays_away_ends_the_server(rig: Rig) -> None:
+    rig.store.fail_next(*[CheckpointError("disk full")] * 1000)
+    rig.update()
+
+    def later() -> bool:
+        rig.pass_time(0.5)
+        return rig.now > 100
+
+    with pytest.raises(CheckpointError, match="disk full"):
+        rig.turn_until(later)
+    assert 60 < rig.now < 65
+    assert rig.box.of(Durable) == []
+
+
+def test_the_end_comes_when_the_last_version_is_durable() -> None:
+    rig = Rig("stop.updates=2")
+    rig.join()
+    rig.box.acknowledged = 0
+    rig.update()
+    rig.update()
+    for _ in range(3):
+        rig.server.turn()
+    assert rig.server.engine.finished is None
+    assert not any(isinstance(record, Finished) for record in rig.box.updates)
+    rig.box.acknowledged = None
+    rig.turn_until(lambda: rig.server.engine.finished is not None)
+    finished = rig.box.updates[-1]
+    assert isinstance(finished, Finished)
+    assert (finished.version, finished.reason) == (2, "updates: 2 reached")
+    assert rig.store.saved[-1] == (1, 2)
+    assert [worker for worker, record in rig.box.mail if isinstance(record, Stop)] == [0, 1]
+    pointer = rig.blobs.get(latest_key("unit"))
+    assert pointer is not None
+    assert decode_latest(pointer).version == 2  # the evaluator's last word is about it
+    rig.server.close()
+
+
+def test_leaving_saves_only_what_kafka_has_records_of() -> None:
+    rig = Rig("checkpoint.every_updates=1000")
+    rig.join()
+    rig.update()
+    rig.box.acknowledged = 1
+    rig.server.save_now()
+    assert rig.store.saved == []
+    rig.box.acknowledged = None
+    rig.server.save_now()
+    assert rig.store.saved == [(1, 1)]
+    rig.server.close()
+
+
+def test_a_successor_goes_on_from_the_checkpoint_and_does_the_rest_again() -> None:
+    """Crash after apply, before the checkpoint: version 2 is void, its batches are granted again."""
+    rig = Rig()
+    rig.join()
+    rig.update(1.0)
+    rig.turn_until(lambda: rig.server.engine.durable_version == 1)
+    rig.box.acknowledged = 0
+    rig.update(2.0)
+    weights = rig.optimizer.weights.copy()
+    rig.server.close()
+
+    heir = Rig(store=rig.store)
+    (epoch,) = heir.box.updates
+    assert isinstance(epoch, Epoch)
+    assert (epoch.ps_epoch, epoch.resumed_version, epoch.origins) == (2, 1, (100, 200))
+    heir.join()
+    assert [record.next_token for record in heir.box.of(Welcome)] == [1, 1]
+    heir.update(2.0)
+    assert heir.optimizer.weights.tobytes() == weights.tobytes()  # momentum went with the checkpoint
+    assert all(grant.key.startswith("doll:unit:w:2:") for grant in heir.box.of(Grant))
+    heir.server.close()
+
+
+def test_crash_after_the_checkpoint_before_durable_is_said_in_the_next_welcome() -> None:
+    rig = Rig()
+    rig.join()
+    rig.update()
+    order = rig.store.save
+    saved, release = threading.Event(), threading.Event()
+
+    def save(checkpoint: Checkpoint) -> None:
+        order(checkpoint)
+        saved.set()
+        assert release.wait(10)
+
+    rig.store.save = save  # type: ignore[method-assign]
+    rig.server.turn()
+    assert saved.wait(10)
+    assert rig.box.of(Durable) == []  # it died here
+    release.set()
+    rig.server.close()
+    del rig.store.save
+    heir = Rig(store=rig.store)
+    heir.join()
+    assert [record.next_token for record in heir.box.of(Welcome)] == [1, 1]
+    heir.server.close()
+
+
+def test_an_older_incarnation_is_fenced(rig: Rig) -> None:
+    rig.announce(0, 0, 1)
+    old = rig.epochs[0]
+    rig.server.feed(Join(worker=0, instance="newer"))
+    assert rig.box.of(Fence) == [Fence(ps_epoch=1, worker=0, instance="i0")]
+    welcome = rig.box.of(Welcome)[-1]
+    assert (welcome.instance, welcome.epoch > old) == ("newer", True)
+    rig.server.feed(Announce(worker=0, epoch=old, first=0, until=2))
+    assert rig.server.engine.counters["refused_fenced"] == 1
+
+
+def test_it_measures_itself_once_a_second(rig: Rig) -> None:
+    rig.now = 2.0
+    rig.server.turn()
+    rig.server.turn()
+    (metric,) = rig.box.metrics
+    assert metric.source == "ps"
+    assert metric.values["version"] == 0
+    assert metric.values["worker_1_up"] == 1.0
+    assert metric.values["joined_total"] == 2
+
+
+def test_a_state_of_another_build_is_not_taken_for_one() -> None:
+    checkpoint = Checkpoint(
+        job="unit", fingerprint="", ps_epoch=1, version=1, state=msgspec.msgpack.encode({"version": 1}), tensors={}
+    )
+    with pytest.raises(msgspec.ValidationError):
+        restore(checkpoint)

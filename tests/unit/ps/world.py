@@ -1,0 +1,343 @@
+"""A small world around the real engine and the real worker protocol: streams, channels, blobs, crashes, virtual time.
+
+Each channel is FIFO, as Kafka's partitions are; which channel moves next is the test's choice. Nothing sleeps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from doll.config import AspPolicyConfig, BspPolicyConfig, DollPolicyConfig, PolicyConfig, StopConfig
+from doll.consumers.batching import Batcher
+from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, GradientDone, Send, WorkerCore
+from doll.ps import events as ev
+from doll.ps.engine import Engine, EngineSettings
+from doll.ps.policies import make_policy
+from doll.ps.policies.base import Policy
+from doll.records import AnyRecord, Durable, Fence, Grant, Hello, Join, Welcome
+
+POLICIES: dict[str, PolicyConfig] = {
+    "doll": DollPolicyConfig(group_size=3),
+    "bsp": BspPolicyConfig(name="bsp"),
+    "asp": AspPolicyConfig(name="asp"),
+}
+
+
+@dataclass(frozen=True)
+class Applied:
+    """One update in the lineage, as the `updates` topic would carry it."""
+
+    ps_epoch: int
+    version: int
+    members: tuple[tuple[int, int, int], ...]  # (worker, token, base version)
+
+
+@dataclass
+class Process:
+    """One worker process: joining until it is welcomed, then a WorkerCore."""
+
+    worker: int
+    instance: str
+    reads_from: int  # position in its down channel
+    core: WorkerCore | None = None
+    batcher: Batcher[int] | None = None
+    position: int = 0
+    computing: deque[Compute] = field(default_factory=deque)
+    outbox: deque[AnyRecord] = field(default_factory=deque)
+    paused: bool = False
+    dead: bool = False
+
+
+class World:
+    engine_class: type[Engine] = Engine
+
+    def __init__(self, policy: str, workers: int = 3, records_per_batch: int = 2, max_pending: int = 6) -> None:
+        self.policy = POLICIES[policy]
+        self.settings = EngineSettings(
+            num_workers=workers, records_per_batch=records_per_batch, max_pending_batches=max_pending, lease_s=4.0,
+            grant_timeout_s=5.0, checkpoint_every_updates=3, checkpoint_every_s=5.0, stop=StopConfig(),
+        )  # fmt: skip
+        self.now = 0.0
+        self.origins = [10 * (n + 1) for n in range(workers)]
+        self.high = list(self.origins)  # next offset to be produced, per stream
+        self.down: list[list[AnyRecord]] = [[] for _ in range(workers)]
+        self.blobs: set[str] = set()
+        self.updates: list[Applied] = []
+        self.epochs: list[tuple[int, int]] = []  # (ps_epoch, resumed version)
+        self.stored: ev.EngineSnapshot | None = None
+        self.saving: deque[ev.StoreCheckpoint] = deque()
+        self.ps_epoch = 0
+        self.engine: Engine | None = None
+        self.processes: list[Process] = []
+        self.instances = 0
+        self.acknowledged = list(self.origins)
+        self.start_ps()
+        for n in range(workers):
+            self.start_worker(n)
+
+    # --- the parameter server ------------------------------------------------------------------------------------
+
+    def start_ps(self) -> None:
+        self.ps_epoch += 1
+        policy = self.make_policy()
+        if self.stored is None:
+            self.engine = self.engine_class(
+                self.settings, policy, ps_epoch=self.ps_epoch, now=self.now, origins=self.origins
+            )
+        else:
+            self.engine = self.engine_class(
+                self.settings, policy, ps_epoch=self.ps_epoch, now=self.now, snapshot=self.stored
+            )
+        self.epochs.append((self.ps_epoch, self.engine.version))
+        self.saving.clear()
+        for process in self.processes:
+            process.outbox.clear()  # the new server reads `up` from its end
+        for mail in self.down:
+            mail.append(Hello(ps_epoch=self.ps_epoch))
+
+    def make_policy(self) -> Policy:
+        return make_policy(self.policy)
+
+    def kill_ps(self) -> None:
+        self.engine = None
+        self.saving.clear()
+
+    def tell(self, event: ev.Event) -> None:
+        engine = self.engine
+        if engine is None:
+            return  # nobody reads; the message is behind the next server's start position
+        queue = deque(engine.handle(event, self.now))
+        engine.check_invariants()
+        while queue:
+            queue.extend(self._perform(engine, queue.popleft()))
+
+    def _perform(self, engine: Engine, action: ev.Action) -> list[ev.Action]:
+        match action:
+            case ev.SendWelcome(worker, instance, epoch, next_token):
+                self.down[worker].append(
+                    Welcome(
+                        ps_epoch=self.ps_epoch,
+                        worker=worker,
+                        instance=instance,
+                        epoch=epoch,
+                        origin=self.origins[worker],
+                        next_token=next_token,
+                        fingerprint="",
+                    )
+                )
+            case ev.SendFence(worker, instance):
+                self.down[worker].append(Fence(ps_epoch=self.ps_epoch, worker=worker, instance=instance))
+            case ev.SendHello(worker):
+                self.down[worker].append(Hello(ps_epoch=self.ps_epoch))
+            case ev.SendGrant(worker, epoch, token, grant, version):
+                key = f"w:{self.ps_epoch}:{version}"
+                self.blobs.add(key)
+                self.down[worker].append(
+                    Grant(
+                        ps_epoch=self.ps_epoch,
+                        worker=worker,
+                        epoch=epoch,
+                        token=token,
+                        grant=grant,
+                        version=version,
+                        key=key,
+                    )
+                )
+            case ev.RepublishWeights(version):
+                self.blobs.add(f"w:{self.ps_epoch}:{version}")
+            case ev.FetchGradient(grant, key, _):
+                there = key in self.blobs
+                event = ev.GradientFetched(grant=grant) if there else ev.GradientLost(grant=grant, reason="missing")
+                more = engine.handle(event, self.now)
+                engine.check_invariants()
+                return more
+            case ev.DropGradient(key, _):
+                self.blobs.discard(key)
+            case ev.ApplyUpdate(version, batches, _, _):
+                members = tuple((item.push.worker, item.push.token, item.push.version) for item in batches)
+                self.updates.append(Applied(self.ps_epoch, version, members))
+            case ev.StoreCheckpoint():
+                self.saving.append(action)
+            case ev.SendDurable(worker, until):
+                self.down[worker].append(Durable(ps_epoch=self.ps_epoch, worker=worker, until=until))
+            case ev.Finish():
+                pass
+        return []
+
+    def store_checkpoint(self) -> None:
+        if self.saving and self.engine is not None:
+            order = self.saving.popleft()
+            self.stored = order.snapshot
+            self.tell(ev.CheckpointStored(version=order.version))
+
+    # --- workers -------------------------------------------------------------------------------------------------
+
+    def start_worker(self, worker: int) -> None:
+        self.instances += 1
+        process = Process(worker, f"i{self.instances}", reads_from=len(self.down[worker]))
+        self.processes.append(process)
+        process.outbox.append(Join(worker=worker, instance=process.instance))
+
+    def live(self, worker: int) -> list[Process]:
+        return [p for p in self.processes if p.worker == worker and not p.dead]
+
+    def kill_worker(self, worker: int) -> None:
+        for process in self.live(worker)[:1]:
+            process.dead = True
+
+    def send(self, process: Process) -> None:
+        if process.outbox and not process.paused:
+            self.tell(process.outbox.popleft())  # type: ignore[arg-type]
+
+    def receive(self, process: Process) -> None:
+        mail = self.down[process.worker]
+        if process.paused or process.dead or process.reads_from >= len(mail):
+            return
+        record = mail[process.reads_from]
+        process.reads_from += 1
+        if process.core is None:
+            match record:
+                case Welcome() if record.instance == process.instance:
+                    process.core = WorkerCore(record, max_pending=self.settings.max_pending_batches, now=self.now)
+                    process.batcher = Batcher(
+                        origin=record.origin,
+                        records_per_batch=self.settings.records_per_batch,
+                        next_token=record.next_token,
+                    )
+                    process.position = process.batcher.next_offset
+                case Hello():
+                    process.outbox.append(Join(worker=process.worker, instance=process.instance))
+                case Fence() if record.instance == process.instance:
+                    process.dead = True
+        else:
+            self._do(process, process.core.mail(record, self.now))
+
+    def read(self, process: Process) -> None:
+        core, batcher = process.core, process.batcher
+        if core is None or batcher is None or process.paused or process.dead:
+            return
+        while core.has_room and process.position < self.high[process.worker]:
+            offset = process.position
+            process.position += 1
+            done = list(batcher.feed(offset, offset))
+            for raw in done:
+                self._do(process, core.batch_ready(Batch(raw.token, None, len(raw.records), self.now)))
+            if done:
+                return
+
+    def compute(self, process: Process, *, blob_lost: bool = False) -> None:
+        core = process.core
+        if core is None or not process.computing or process.paused or process.dead:
+            return
+        item = process.computing.popleft()
+        if not core.is_current(item.grant):
+            return
+        if item.grant.key not in self.blobs:
+            self._do(process, core.weights_missing(item.grant))
+            return
+        key = f"g:{item.grant.ps_epoch}:{item.grant.grant}"
+        if not blob_lost:
+            self.blobs.add(key)
+        done = GradientDone(key, 1.0, {}, 0.1, 0.0, 0.0)
+        self._do(process, core.gradient_done(item.grant, item.batch, done, self.now))
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        for process in self.processes:
+            if process.core is not None and not process.dead and not process.paused:
+                self._do(process, process.core.tick(self.now))
+            elif process.core is None and not process.dead and not process.paused and not process.outbox:
+                process.outbox.append(Join(worker=process.worker, instance=process.instance))
+        self.tell(ev.Tick())
+
+    def leave(self, process: Process) -> None:
+        if process.core is not None and not process.dead:
+            process.core.drain()
+            self._do(process, list(process.core.leave("sigterm")))
+            while process.outbox:
+                self.tell(process.outbox.popleft())  # type: ignore[arg-type]
+            process.dead = True
+
+    def _do(self, process: Process, actions: list[object]) -> None:
+        for action in actions:
+            match action:
+                case Send(record):
+                    process.outbox.append(record)
+                case Compute():
+                    process.computing.append(action)
+                case Acknowledge(until):
+                    lo = self.origins[process.worker] + until * self.settings.records_per_batch
+                    # Kafka's committed offset never runs ahead of the durable model.
+                    assert self.stored is not None
+                    assert until <= self.stored.applied[process.worker]
+                    self.acknowledged[process.worker] = max(self.acknowledged[process.worker], lo)
+                case Exit(code, _):
+                    process.dead = True
+                    if code:
+                        self.start_worker(process.worker)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """No more faults: everybody alive and one process per worker; run until nothing moves any more."""
+        if self.engine is None:
+            self.start_ps()
+        for worker in range(self.settings.num_workers):
+            for process in self.live(worker):
+                process.paused = False
+        quiet_s = 0
+        for _ in range(600):
+            before = len(self.updates)
+            for worker in range(self.settings.num_workers):
+                if not self.live(worker):  # as a supervisor would
+                    self.start_worker(worker)
+            for _ in range(12):
+                for process in list(self.processes):
+                    self.send(process)
+                    self.receive(process)
+                    self.read(process)
+                    self.compute(process)
+                self.store_checkpoint()
+            quiet_s = quiet_s + 1 if before == len(self.updates) and self._idle() else 0
+            if quiet_s > 40:  # longer than every lease and repetition
+                return
+            self.tick(1.0)
+        raise AssertionError("the world does not come to rest")
+
+    def _idle(self) -> bool:
+        assert self.engine is not None
+        quiet = all(
+            not p.outbox and not p.computing and p.reads_from >= len(self.down[p.worker])
+            for p in self.processes
+            if not p.dead
+        )
+        return quiet and self.engine.num_computing == 0 and self.engine.durable_version == self.engine.version
+
+    def lineage(self) -> list[Applied]:
+        """The updates that are in the model: those that no later server started before."""
+        valid: dict[int, Applied] = {}
+        for update in self.updates:
+            void = any(epoch > update.ps_epoch and resumed < update.version for epoch, resumed in self.epochs)
+            if not void:
+                assert update.version not in valid
+                valid[update.version] = update
+        assert sorted(valid) == list(range(1, len(valid) + 1))
+        return [valid[version] for version in sorted(valid)]
+
+    def check_ledger(self) -> None:
+        """Every batch of the lineage once, each stream a prefix, groups of one version and of the right size."""
+        assert self.engine is not None
+        applied = [0] * self.settings.num_workers
+        for update in self.lineage():
+            for worker, token, base in update.members:
+                assert token == applied[worker], f"worker {worker}: batch {token} applied, {applied[worker]} expected"
+                applied[worker] += 1
+                if self.engine.policy.exact_version:
+                    assert base == update.version - 1
+                assert base < update.version
+            if isinstance(self.policy, DollPolicyConfig):
+                assert len(update.members) == self.policy.group_size
+            if isinstance(self.policy, AspPolicyConfig):
+                assert len(update.members) == 1
+        assert tuple(applied) == self.engine.snapshot(self.now).applied
