@@ -1,0 +1,72 @@
+"""Algorithm 1: cut one partition into batches with fixed bounds.
+
+Batch j covers offsets [origin + j * records_per_batch, origin + (j + 1) * records_per_batch). The bounds do not
+depend on when or how often records are read, so a crash and a second reading give the same batch again. (Differs from
+the paper, which counts samples in memory; digest 1.2, D1.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class RawBatch(Generic[R]):
+    """The records of one batch, in offset order, not decoded yet.
+
+    `gaps` are offset ranges [lo, hi) inside the batch in which the log holds no record (transaction markers,
+    compaction, retention).
+    """
+
+    token: int
+    lo: int
+    hi: int
+    records: list[tuple[int, R]] = field(default_factory=list)
+    gaps: list[tuple[int, int]] = field(default_factory=list)
+
+
+class Batcher(Generic[R]):
+    """Collects records of one partition into batches."""
+
+    def __init__(self, *, origin: int, records_per_batch: int, next_token: int) -> None:
+        """Start at the first offset of batch `next_token`."""
+        if records_per_batch < 1:
+            raise ValueError(f"expected records_per_batch >= 1, got {records_per_batch}")
+        self._origin = origin
+        self._size = records_per_batch
+        self._batch = self._open(next_token)
+        self.next_offset = self._batch.lo
+
+    def _open(self, token: int) -> RawBatch[R]:
+        lo = self._origin + token * self._size
+        return RawBatch(token, lo, lo + self._size)
+
+    def feed(self, offset: int, record: R) -> Iterator[RawBatch[R]]:
+        """Take the record at `offset`; yield every batch that it completes, in order.
+
+        An offset below the next expected one was seen before and is ignored. Skipped offsets become gaps, and batches
+        that lie wholly in a gap come out empty, so that every batch number appears exactly once.
+        """
+        if offset < self.next_offset:
+            return
+        while offset >= self._batch.hi:
+            self._gap_to(self._batch.hi)
+            yield self._close()
+        self._gap_to(offset)
+        self._batch.records.append((offset, record))
+        self.next_offset = offset + 1
+        if self.next_offset == self._batch.hi:
+            yield self._close()
+
+    def _gap_to(self, offset: int) -> None:
+        if offset > self.next_offset:
+            self._batch.gaps.append((self.next_offset, offset))
+            self.next_offset = offset
+
+    def _close(self) -> RawBatch[R]:
+        batch, self._batch = self._batch, self._open(self._batch.token + 1)
+        return batch

@@ -1,0 +1,167 @@
+"""Records to tensors: what can be used goes into the batch, what cannot is refused with a reason. Nothing raises.
+
+A task's `decode_block` is tried first, on all records at once; only where it refuses, records are looked at one by one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.errors import SampleError
+from doll.packing import unpack
+from doll.task import Sample, Task, as_features
+
+REASON_LENGTH = 500
+_NUMBERS = "biufc"  # numpy's kinds: boolean, integer, unsigned, floating, complex
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Samples of one record that cannot be used. `whole`: none of the record's samples can."""
+
+    offset: int
+    reason: str
+    samples: int
+    whole: bool
+
+
+@dataclass(slots=True)
+class Decoded:
+    """The usable samples of a batch, in stream order: x of shape (n, ...), y of shape (n, ...)."""
+
+    x: npt.NDArray[Any]
+    y: npt.NDArray[Any]
+    refused: list[Refused] = field(default_factory=list)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.x)
+
+
+def decode_records(
+    task: Task, records: Sequence[tuple[int, bytes | None]], *, samples_per_record: int, max_record_bytes: int
+) -> Decoded:
+    """Decode the records of one batch.
+
+    Args:
+        records: (offset, value) in offset order.
+        samples_per_record: m; above 1, each value is a packed record (`doll.packing`) of at most m samples.
+        max_record_bytes: a longer record is refused unread.
+    """
+    refused: list[Refused] = []
+    pieces: list[tuple[int, list[bytes], memoryview | None, int]] = []  # offset, samples, block, width
+    for offset, value in records:
+        if not value:
+            refused.append(Refused(offset, "empty value: expected a sample", 1, True))
+        elif len(value) > max_record_bytes:
+            reason = f"record of {len(value)} bytes: expected at most {max_record_bytes} (data.max_record_bytes)"
+            refused.append(Refused(offset, reason, 1, True))
+        elif samples_per_record == 1:
+            pieces.append((offset, [value], memoryview(value), len(value)))
+        else:
+            try:
+                packed = unpack(value, samples_per_record)
+            except SampleError as exc:
+                refused.append(Refused(offset, str(exc), 1, True))
+            else:
+                pieces.append((offset, packed.samples() if not packed.width else [], packed.body, packed.width))
+    decoded = _fast(task, pieces) or _one_by_one(task, pieces, refused)
+    refused.sort(key=lambda item: item.offset)
+    decoded.refused = refused
+    return decoded
+
+
+def _fast(task: Task, pieces: Sequence[tuple[int, list[bytes], memoryview | None, int]]) -> Decoded | None:
+    """All records in one go, if they are of one width, the task can, and every sample is good."""
+    widths = {width for _, _, _, width in pieces}
+    if len(widths) != 1 or 0 in widths:
+        return None
+    (width,) = widths
+    blocks = [block for _, _, block, _ in pieces if block is not None]
+    block = blocks[0] if len(blocks) == 1 else memoryview(b"".join(blocks))
+    try:
+        pair = task.decode_block(block, width)
+        if pair is None:
+            return None
+        x, y = as_features(pair[0]), np.asarray(pair[1])
+        return Decoded(x, y) if _all_good(task, x, y, len(block) // width) else None
+    except Exception:  # the user's code may raise, or return, anything; record by record will tell which and why
+        return None
+
+
+def _all_good(task: Task, x: npt.NDArray[Any], y: npt.NDArray[Any], count: int) -> bool:
+    """What `_check` asks of each sample, asked of all `count` at once."""
+    if x.dtype.kind not in _NUMBERS or y.dtype.kind not in _NUMBERS or not len(x) == len(y) == count:
+        return False
+    if task.input_shape is not None and x.shape[1:] != task.input_shape:
+        return False
+    if any(np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all() for array in (x, y)):
+        return False
+    if task.num_classes is None or count == 0:
+        return True
+    return y.ndim == 1 and bool(((y >= 0) & (y < task.num_classes) & (np.floor(y) == y)).all())
+
+
+def _one_by_one(
+    task: Task, pieces: Sequence[tuple[int, list[bytes], memoryview | None, int]], refused: list[Refused]
+) -> Decoded:
+    rows: list[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]] = []
+    reasons: dict[int, list[str]] = {}
+    totals: Counter[int] = Counter()
+    for offset, samples, block, width in pieces:
+        if not samples and block is not None:
+            samples = [bytes(block[at : at + width]) for at in range(0, len(block), width)]
+        totals[offset] += len(samples)
+        for sample in samples:
+            try:
+                rows.append((offset, *_check(task, task.decode(sample))))
+            except Exception as exc:  # whatever the user's decode raises is the reason
+                text = str(exc) if isinstance(exc, SampleError) else f"{type(exc).__name__}: {exc}"
+                reasons.setdefault(offset, []).append(text[:REASON_LENGTH])
+    rows = _same_shape(task, rows, reasons)
+    for offset, texts in reasons.items():
+        refused.append(Refused(offset, texts[0], len(texts), len(texts) == totals[offset]))
+    if not rows:
+        return Decoded(np.zeros((0,), np.float32), np.zeros((0,), np.float32))
+    return Decoded(np.stack([x for _, x, _ in rows]), np.stack([y for _, _, y in rows]))
+
+
+def _check(task: Task, sample: Sample | tuple[Any, Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    x, y = as_features(sample[0]), np.asarray(sample[1])
+    for name, array in (("x", x), ("y", y)):
+        if array.dtype.kind not in _NUMBERS:
+            what = "mixed or ragged values" if array.dtype == object else f"values of type {array.dtype}"
+            raise SampleError(f"expected numbers in {name}, got {what}")
+    if task.input_shape is not None and x.shape != task.input_shape:
+        raise SampleError(f"expected x of shape {task.input_shape}, got {x.shape}")
+    if np.issubdtype(x.dtype, np.floating) and not np.isfinite(x).all():
+        raise SampleError("x holds NaN or infinity")
+    if np.issubdtype(y.dtype, np.floating) and not np.isfinite(y).all():
+        raise SampleError("y is NaN or infinite")
+    if task.num_classes is not None and not (y.ndim == 0 and float(y).is_integer() and 0 <= y < task.num_classes):
+        raise SampleError(f"expected a class 0 to {task.num_classes - 1}, got {y.tolist()!r}"[:REASON_LENGTH])
+    return x, y
+
+
+def _same_shape(
+    task: Task, rows: list[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]], reasons: dict[int, list[str]]
+) -> list[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]]:
+    """Without a declared shape, the shape that most samples of the batch have is the right one."""
+    shapes = Counter((x.shape, y.shape) for _, x, y in rows)
+    if len(shapes) <= 1:
+        return rows
+    (usual, _) = shapes.most_common(1)[0]
+    kept = []
+    for offset, x, y in rows:
+        if (x.shape, y.shape) == usual:
+            kept.append((offset, x, y))
+        else:
+            text = f"expected x {usual[0]} and y {usual[1]} as most of the batch, got x {x.shape} and y {y.shape}"
+            reasons.setdefault(offset, []).append(text)
+    return kept

@@ -1,0 +1,461 @@
+"""The worker's Faust app: two thin agents around `WorkerCore`.
+
+`samples` (Algorithm 1) cuts the stream into batches; `mail` (Algorithm 2) takes grants and durable watermarks.
+Gradients run in a thread of their own, so the event loop stays free for heartbeats. Offsets are acknowledged in order
+and only when the parameter server says that they are durable; `CrashingSupervisor` ends the process on any surprise,
+because an agent that is restarted in place has lost its position (reference faust-kafka 1.1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import faust
+from faust.types import TP
+
+from doll.config import JobConfig
+from doll.consumers.batching import Batcher, RawBatch
+from doll.consumers.decoding import Decoded, decode_records
+from doll.consumers.gradient import GradientComputer
+from doll.consumers.link import WorkerLink
+from doll.consumers.worker import Acknowledge, Action, Batch, Compute, Exit, GradientDone, Send, WorkerCore
+from doll.errors import BlobError, RecordError, ServiceUnavailableError
+from doll.faults import fault_point
+from doll.health import Pulse
+from doll.ps.blobs import Blobs, decode_blob, encode_blob, gradient_key
+from doll.records import Announce, DeadLetter, Grant, Push, Welcome, decode
+from doll.services import Services, kafka_credentials
+from doll.task import Task
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_TICK_S = 0.1
+_WATERMARKS_EVERY_S = 2.0
+_DEAD_LETTER_BYTES = 65_536  # a dead letter keeps so much of the record; the rest is still at its offset
+_STOP_S = 1.5  # what Faust needs to stop, taken off the time to drain
+
+
+class DollApp(faust.App):  # type: ignore[misc]
+    """A Faust app on the `doll://` transport."""
+
+    fixed_partitions: dict[str, list[int]]
+    start_offsets: dict[TP, int]
+    fetch_max_wait_ms: int
+
+
+class WorkerShell:
+    """Connects one `WorkerCore` to Faust, the blob store and the model."""
+
+    def __init__(
+        self,
+        config: JobConfig,
+        services: Services,
+        *,
+        welcome: Welcome,
+        mail_offset: int,
+        task: Task,
+        computer: GradientComputer,
+        blobs: Blobs,
+        link: WorkerLink,
+        folder: Path,
+        told_to_leave: Callable[[], bool] = lambda: False,
+        pulse: Pulse | None = None,
+    ) -> None:
+        """
+        Args:
+            told_to_leave: whether SIGTERM came before Faust took the signals over; nobody else would heed that one.
+        """
+        self.exit_code = 0
+        self._told_to_leave = told_to_leave
+        self._pulse = pulse or Pulse(f"worker-{welcome.worker}")
+        self._config = config
+        self._worker = welcome.worker
+        self._task = task
+        self._computer = computer
+        self._blobs = blobs
+        self._link = link
+        self._core = WorkerCore(
+            welcome,
+            max_pending=config.worker.max_pending_batches,
+            now=time.monotonic(),
+            market=os.environ.get("DOLL_MARKET", ""),
+        )
+        self._batcher: Batcher[Any] = Batcher(
+            origin=welcome.origin, records_per_batch=config.data.records_per_batch, next_token=welcome.next_token
+        )
+        self._compute_queue: asyncio.Queue[Compute] = asyncio.Queue()
+        self._cut: deque[RawBatch[Any]] = deque()  # read and not decoded yet
+        self._cut_ready = asyncio.Event()
+        self._room = asyncio.Event()
+        self._unacknowledged: deque[tuple[int, list[Any]]] = deque()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch")
+        self._samples_topic = config.topic("samples")
+        self._mail_topic = config.topic("down")
+        self._mail_next = mail_offset
+        self._progress_s = time.monotonic()
+        self._highs = (self._batcher.next_offset, mail_offset)
+        self._exiting = False
+        self.app = self._make_app(services, folder, mail_offset)
+        self.faust_worker: _FaustWorker | None = None
+
+    def _make_app(self, services: Services, folder: Path, mail_offset: int) -> DollApp:
+        config, n = self._config, self._worker
+        folder.mkdir(parents=True, exist_ok=True)
+        app = DollApp(
+            f"doll-{config.job}-w{n}",
+            broker=[f"doll://{address}" for address in services.kafka.split(",")],
+            broker_credentials=_credentials(config),
+            broker_commit_interval=1.0,
+            topic_allow_declare=False,
+            topic_disable_leader=True,
+            web_enabled=False,
+            value_serializer="raw",
+            key_serializer="raw",
+            table_standby_replicas=0,
+            stream_wait_empty=False,
+            stream_buffer_maxsize=_buffer_records(config),
+            consumer_max_fetch_size=max(1 << 20, config.data.max_record_bytes),
+            agent_supervisor="mode.CrashingSupervisor",
+            autodiscover=False,
+            datadir=str(folder),
+            store="memory://",
+        )
+        app.fixed_partitions = {self._samples_topic: [n], self._mail_topic: [n]}
+        app.start_offsets = {
+            TP(self._samples_topic, n): self._batcher.next_offset,
+            TP(self._mail_topic, n): mail_offset,
+        }
+        app.fetch_max_wait_ms = config.worker.fetch_max_wait_ms
+        samples = app.topic(self._samples_topic, value_type=bytes, value_serializer="raw")
+        mail = app.topic(self._mail_topic, value_type=bytes, value_serializer="raw")
+        app.agent(samples, name="samples")(self._read_samples)
+        app.agent(mail, name="mail")(self._read_mail)
+        app.task(self._prepare)
+        app.task(self._compute)
+        app.task(self._tick)
+        app.task(self._watch)
+        return app
+
+    # --- Algorithm 1 ------------------------------------------------------------------------------------------------
+
+    async def _read_samples(self, stream: Any) -> None:
+        """Cut the stream into batches, and never wait: Faust delivers all topics in one loop, so a sample that finds
+        its queue full would hold up the very mail (durable watermarks) that makes room again."""
+        samples = TP(self._samples_topic, self._worker)
+        batcher, cut = self._batcher, self._cut
+        high = _cut_batches(self._config)
+        async for event in stream.noack().events():
+            message = event.message
+            self._progress_s = time.monotonic()
+            for raw in batcher.feed(message.offset, message):
+                cut.append(raw)
+                self._cut_ready.set()
+            if len(cut) >= high:
+                # Not pause_partitions: that silently drops what is fetched already and not delivered.
+                self.app.consumer.on_buffer_full(samples)
+
+    async def _prepare(self) -> None:
+        """Decode and announce batches while there is room; read on when few are left."""
+        loop = asyncio.get_running_loop()
+        samples = TP(self._samples_topic, self._worker)
+        core, cut, high = self._core, self._cut, _cut_batches(self._config)
+        while True:
+            while not cut:
+                self._cut_ready.clear()
+                await self._cut_ready.wait()
+            while not core.has_room or core.draining:
+                self._room.clear()
+                await self._room.wait()
+            raw = cut.popleft()
+            if len(cut) <= high // 2:
+                self.app.consumer.on_buffer_drop(samples)
+            records = [(offset, item.value) for offset, item in raw.records]
+            try:
+                decoded = await loop.run_in_executor(self._executor, self._decode, records)
+            except ServiceUnavailableError as exc:  # Kafka does not take a dead letter
+                self._do([Exit(1, str(exc))])
+                return
+            messages = [item for _, item in raw.records]
+            for item in messages:
+                item.value = None  # decoded: the bytes need not wait for the checkpoint
+            self._unacknowledged.append((raw.token, messages))
+            core.next_offset = raw.hi
+            self._do(core.batch_ready(_batch(raw, decoded)))
+            self._progress_s = time.monotonic()
+
+    def _decode(self, records: Sequence[tuple[int, bytes | None]]) -> Decoded:
+        data = self._config.data
+        decoded = decode_records(
+            self._task, records, samples_per_record=data.samples_per_record, max_record_bytes=data.max_record_bytes
+        )
+        if decoded.refused:
+            values = {offset: value or b"" for offset, value in records}
+            letters = [
+                DeadLetter(
+                    worker=self._worker, partition=self._worker, offset=item.offset, reason=item.reason,
+                    payload=values[item.offset][:_DEAD_LETTER_BYTES], payload_bytes=len(values[item.offset]),
+                    samples=item.samples, whole=item.whole, time_s=time.time(),
+                )
+                for item in decoded.refused
+            ]  # fmt: skip
+            first = decoded.refused[0]
+            log.warning("dead_lettered", records=len(letters), first_offset=first.offset, first_reason=first.reason)
+            self._link.dead_letters(letters)
+        return decoded
+
+    # --- Algorithm 2 ------------------------------------------------------------------------------------------------
+
+    async def _read_mail(self, stream: Any) -> None:
+        async for event in stream.events():
+            self._mail_next = event.message.offset + 1
+            try:
+                record = decode(event.value)
+            except RecordError as exc:
+                log.warning("record_refused", topic="down", reason=str(exc))
+                continue
+            self._do(self._core.mail(record, time.monotonic()))
+
+    async def _compute(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            item = await self._compute_queue.get()
+            if not self._core.is_current(item.grant):
+                continue
+            granted_at_s = time.monotonic()
+            try:
+                done = await loop.run_in_executor(self._executor, self._gradient, item.grant, item.batch)
+            except ServiceUnavailableError as exc:
+                self._do([Exit(1, str(exc))])
+                return
+            except Exception as exc:  # the user's forward, loss or metrics
+                log.error("task_failed", batch=item.batch.token, error=f"{type(exc).__name__}: {exc}", exc_info=True)
+                self._do([Exit(1, f"{self._config.task.cls} failed on batch {item.batch.token}: {exc}")])
+                return
+            if done is None:
+                self._do(self._core.weights_missing(item.grant))
+            else:
+                self._do(self._core.gradient_done(item.grant, item.batch, done, granted_at_s))
+
+    def _gradient(self, grant: Grant, batch: Batch) -> GradientDone | None:
+        """Runs in the torch thread. None: the weights are not in the blob store."""
+        if batch.num_samples == 0:
+            return GradientDone("", 0.0, {}, 0.0, 0.0, 0.0)
+        computer, job = self._computer, self._config.job
+        started = time.perf_counter()
+        if computer.loaded != grant.key:
+            data = self._blobs.get(grant.key)
+            if data is None:
+                return None
+            try:
+                weights = decode_blob(data, job=job, kind="w", version=grant.version, numel=computer.weights.size)
+            except BlobError as exc:
+                log.warning("weights_refused", key=grant.key, reason=str(exc))
+                return None
+            computer.load(grant.key, weights)
+        fetched = time.perf_counter()
+        gradient = computer.compute(batch.data.x, batch.data.y)
+        computed = time.perf_counter()
+        key = gradient_key(job, grant.ps_epoch, grant.grant)
+        parts = encode_blob(gradient.values, job=job, kind="g", version=grant.version)
+        self._blobs.put(key, parts, self._config.blobs.ttl_s)
+        stored = time.perf_counter()
+        fault_point("worker.after_blob")
+        return GradientDone(
+            key, gradient.loss_sum, gradient.metric_sums, computed - fetched, fetched - started, stored - computed
+        )
+
+    # --- actions and time -------------------------------------------------------------------------------------------
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Send(record):
+                    self._link.send(record)
+                    if isinstance(record, Announce):
+                        fault_point("worker.after_announce", self._settle)
+                    elif isinstance(record, Push):
+                        fault_point("worker.after_push", self._settle)
+                case Compute():
+                    self._compute_queue.put_nowait(action)
+                case Acknowledge(until):
+                    fault_point("worker.after_durable")
+                    self._acknowledge(until)
+                case Exit(code, reason):
+                    self.exit(code, reason)
+
+    def _settle(self) -> None:
+        self._link.flush(10.0)
+
+    def _acknowledge(self, until: int) -> None:
+        consumer = self.app.consumer
+        while self._unacknowledged and self._unacknowledged[0][0] < until:
+            for message in self._unacknowledged.popleft()[1]:
+                message.ack(consumer)
+        self._room.set()
+
+    async def _tick(self) -> None:
+        self._pulse.expect("loop")
+        self._pulse.expect("kafka", vital=False)
+        self._pulse.waits_for("")
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._pulse.beat("loop")
+            self._link.poll()
+            if self._told_to_leave() and not self._core.draining and self.faust_worker is not None:
+                self.faust_worker._on_sigterm()
+            self._do(self._core.tick(time.monotonic()))
+
+    async def _watch(self) -> None:
+        """Lag, and the watchdog: records are there and none comes, so this process is of no use (reference 1.1)."""
+        loop = asyncio.get_running_loop()
+        mail_at, mail_moved_s = self._mail_next, time.monotonic()
+        while True:
+            await asyncio.sleep(_WATERMARKS_EVERY_S)
+            try:
+                low, high = await loop.run_in_executor(None, self._link.watermarks, self._samples_topic, self._worker)
+                _, mail_high = await loop.run_in_executor(None, self._link.watermarks, self._mail_topic, self._worker)
+            except ServiceUnavailableError:
+                self._progress_s = mail_moved_s = time.monotonic()  # Kafka is away; its client has said so
+                continue
+            now = time.monotonic()
+            self._pulse.beat("kafka")
+            next_offset = self._batcher.next_offset
+            self._core.lag = max(0, high - next_offset) + len(self._cut) * self._config.data.records_per_batch
+            if low > next_offset:
+                self.exit(1, lost_to_retention(self._samples_topic, self._worker, next_offset, low))
+            if self._mail_next != mail_at or mail_high <= self._mail_next:
+                mail_at, mail_moved_s = self._mail_next, now
+            waiting = not self._core.has_room or self._core.draining
+            if high <= next_offset or waiting:
+                self._progress_s = now
+            stalled_s = now - min(self._progress_s, mail_moved_s)
+            if stalled_s > self._config.worker.stall_s:
+                self.exit(
+                    1, f"records are there and none has come for {stalled_s:.0f} s (worker.stall_s): starting again"
+                )
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """SIGTERM or a notice: announce nothing more, finish the gradient under way, say goodbye."""
+        if self._core.draining:
+            return
+        self._core.drain()
+        self._pulse.waits_for("its end (draining)")
+        deadline_s = time.monotonic() + max(0.0, self._config.worker.drain_s - _STOP_S)
+        log.info("draining", budget_s=self._config.worker.drain_s, owes_gradient=self._core.busy)
+        while self._core.busy and time.monotonic() < deadline_s:
+            await asyncio.sleep(0.02)
+        self._do(list(self._core.leave("sigterm")))
+        self._link.flush(1.0)
+
+    def exit(self, code: int, reason: str) -> None:
+        """End this process soon, in order if Faust lets us, in any case."""
+        if self._exiting:
+            return
+        self._exiting = True
+        self.exit_code = code
+        (log.error if code else log.info)("exiting", code=code, reason=reason)
+        self._link.flush(1.0)
+        end_within(self._config.worker.drain_s, code)
+        if self.faust_worker is not None:
+            self.faust_worker.shut_down()
+
+
+class _FaustWorker(faust.Worker):  # type: ignore[misc]
+    """Drains before it stops."""
+
+    shell: WorkerShell
+
+    def _on_sigterm(self) -> None:
+        end_within(self.shell._config.worker.drain_s, 0)
+        asyncio.ensure_future(self._drain_and_stop(), loop=self.loop)  # noqa: RUF006 - the loop runs until it is done
+
+    _on_sigint = _on_sigterm
+
+    async def _drain_and_stop(self) -> None:
+        await self.shell.drain()
+        super()._on_sigterm()
+
+    def shut_down(self) -> None:
+        super()._on_sigterm()
+
+
+def run_shell(shell: WorkerShell) -> int:
+    """Run the Faust app until the worker's end; its exit code."""
+    loop = _new_loop()
+    asyncio.set_event_loop(loop)
+    worker = _FaustWorker(
+        shell.app, loop=loop, quiet=True, loglevel="WARN", override_logging=False, redirect_stdouts=False, daemon=True
+    )
+    worker.shell = shell
+    shell.faust_worker = worker
+    try:
+        worker.execute_from_commandline()
+    except SystemExit as exc:
+        code = exc.code if isinstance(exc.code, int) else 1
+        return shell.exit_code or code
+    return shell.exit_code
+
+
+def end_within(seconds: float, code: int) -> None:
+    """End this process with `code` after `seconds`, whatever it is doing: a spot machine will not wait either."""
+    timer = threading.Timer(seconds, os._exit, args=(code,))
+    timer.daemon = True
+    timer.start()
+
+
+def lost_to_retention(topic: str, partition: int, next_offset: int, low: int) -> str:
+    """The message for records that Kafka deleted before they were learned."""
+    return (
+        f"{topic}/{partition}: records {next_offset} to {low - 1} were deleted by retention before they were learned; "
+        "expected them in the log: raise data.retention_hours, or start a new job (another job name)"
+    )
+
+
+def _batch(raw: RawBatch[Any], decoded: Decoded) -> Batch:
+    return Batch(
+        token=raw.token, data=decoded, num_samples=decoded.num_samples, complete_at_s=time.monotonic(),
+        dead=tuple(item.offset for item in decoded.refused if item.whole), gaps=tuple(raw.gaps),
+        dead_samples=sum(item.samples for item in decoded.refused if not item.whole),
+    )  # fmt: skip
+
+
+def _buffer_records(config: JobConfig) -> int:
+    return config.worker.stream_buffer_records or max(64, 4096 // config.data.samples_per_record)
+
+
+def _cut_batches(config: JobConfig) -> int:
+    """Batches that may wait to be decoded before reading stops."""
+    return max(2, _buffer_records(config) // config.data.records_per_batch)
+
+
+def _credentials(config: JobConfig) -> Any:
+    import ssl
+
+    ca = os.environ.get("DOLL_KAFKA_CA")
+    context = ssl.create_default_context(cafile=ca) if config.kafka.security.endswith("ssl") else None
+    credentials = kafka_credentials(config)
+    if credentials is not None:
+        username, password = credentials
+        return faust.SASLCredentials(
+            username=username, password=password, ssl_context=context, mechanism="SCRAM-SHA-512"
+        )
+    return None if context is None else faust.SSLCredentials(context)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()  # type: ignore[no-any-return]

@@ -1,0 +1,144 @@
+"""A worker's wires beside Faust: sends to `up` and `dead`, asks where partitions begin and end, and joins the job.
+
+confluent-kafka sends, because its producer keeps order, retries for ever and never doubles a record; Faust only reads.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Callable
+
+from confluent_kafka import Consumer, Producer, TopicPartition
+
+from doll import topics
+from doll.config import JobConfig
+from doll.errors import FencedError, RecordError
+from doll.records import AnyRecord, DeadLetter, Fence, Hello, Join, Stop, Welcome, decode, encode
+from doll.services import Services, kafka_settings
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_WATERMARK_TIMEOUT_S = 5.0
+_JOIN_AGAIN_S = 2.0
+_SAY_AGAIN_S = 10.0
+
+
+class JobEndedError(Exception):
+    """The parameter server said Stop while this worker was joining."""
+
+
+class WorkerLink:
+    """Kafka, as one worker uses it beside Faust. `send` and `dead_letters` may be called from any thread."""
+
+    def __init__(self, config: JobConfig, services: Services, worker: int) -> None:
+        self._worker = worker
+        self._address = services.kafka
+        self._up = config.topic("up")
+        self._dead = config.topic("dead")
+        self._down = config.topic("down")
+        self._key = str(worker).encode()
+        self._producer = Producer(
+            kafka_settings(
+                config, services, acks="all", enable_idempotence=True, linger_ms=0, message_timeout_ms=0,
+                message_max_bytes=32 * 1024 * 1024,
+            )
+        )  # fmt: skip
+        self._consumer = Consumer(
+            kafka_settings(
+                config, services, group_id=f"doll-{config.job}-join-{uuid.uuid4().hex[:8]}", enable_auto_commit=False,
+                auto_offset_reset="earliest",
+            )
+        )  # fmt: skip
+
+    def send(self, record: AnyRecord) -> None:
+        """Queue a record for the parameter server; order is kept, delivery is retried until it succeeds."""
+        self._produce(self._up, encode(record), 0)
+
+    def dead_letters(self, letters: list[DeadLetter]) -> None:
+        """Store refused records; returns when Kafka has them, so that no update can count them before."""
+        for letter in letters:
+            self._produce(self._dead, encode(letter), 0)
+        while letters and self._producer.flush(1.0):
+            continue
+
+    def _produce(self, topic: str, value: bytes, partition: int) -> None:
+        while True:
+            try:
+                self._producer.produce(topic, value=value, key=self._key, partition=partition)
+            except BufferError:
+                self._producer.poll(0.1)  # Kafka is away and the queue is full: wait, nothing may be dropped
+            else:
+                self._producer.poll(0)
+                return
+
+    def poll(self) -> None:
+        """Let the client library report what was delivered; call it now and then."""
+        self._producer.poll(0)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until what was sent has arrived, at most `timeout_s`."""
+        self._producer.flush(timeout_s)
+
+    def watermarks(self, topic: str, partition: int) -> tuple[int, int]:
+        """(low, high): the first offset that the partition still holds, and the one that its next record gets.
+
+        Raises:
+            ServiceUnavailableError: Kafka does not answer.
+        """
+        return topics.watermarks(self._consumer, self._address, topic, partition, _WATERMARK_TIMEOUT_S)
+
+    def join(self, instance: str, should_stop: Callable[[], bool]) -> tuple[Welcome, int] | None:
+        """Ask the parameter server for a place; wait for it as long as it takes, saying so.
+
+        Returns:
+            The Welcome and the offset after it on this worker's `down` partition; None if `should_stop` said so.
+
+        Raises:
+            FencedError: a newer incarnation of this worker is there.
+            JobEndedError: the job is over.
+        """
+        # Mail from before this moment is not for this process. The offset is explicit: see reference faust-kafka 8.
+        _, at = self.watermarks(self._down, self._worker)
+        self._consumer.assign([TopicPartition(self._down, self._worker, at)])
+        asked_s = said_s = float("-inf")
+        started_s = time.monotonic()
+        try:
+            while not should_stop():
+                now = time.monotonic()
+                if now - asked_s >= _JOIN_AGAIN_S:
+                    self.send(Join(worker=self._worker, instance=instance))
+                    asked_s = now
+                if now - started_s >= _SAY_AGAIN_S and now - said_s >= _SAY_AGAIN_S:
+                    log.warning(
+                        "waiting_for_parameter_server", waited_s=round(now - started_s), start="doll ps --job JOB.yaml"
+                    )
+                    said_s = now
+                message = self._consumer.poll(0.2)
+                if message is None or message.error() is not None:
+                    continue
+                record = _readable(message.value())
+                match record:
+                    case Welcome() if record.instance == instance:
+                        return record, int(message.offset()) + 1
+                    case Fence() if record.instance == instance:
+                        raise FencedError(f"worker {self._worker} has been replaced by a newer process")
+                    case Hello():
+                        asked_s = float("-inf")
+                    case Stop():
+                        raise JobEndedError(record.reason)
+        finally:
+            self._consumer.unassign()
+        return None
+
+    def close(self) -> None:
+        self._consumer.close()
+
+
+def _readable(value: bytes | None) -> AnyRecord | None:
+    try:
+        return decode(value)
+    except RecordError as exc:
+        log.warning("record_refused", topic="down", reason=str(exc))
+        return None

@@ -1,0 +1,92 @@
+"""`doll worker`: one worker process, from joining the job to its end."""
+
+from __future__ import annotations
+
+import signal
+import uuid
+from pathlib import Path
+from types import FrameType
+
+from doll import topics
+from doll.config import JobConfig
+from doll.consumers.faust_app import WorkerShell, lost_to_retention, run_shell
+from doll.consumers.gradient import GradientComputer
+from doll.consumers.link import JobEndedError, WorkerLink
+from doll.errors import ConfigError, DollError
+from doll.fingerprint import difference
+from doll.health import Pulse, pulse_of
+from doll.memory import keep_freed_memory
+from doll.model import build, fingerprint
+from doll.ps.redis_blobs import RedisBlobs
+from doll.services import Services, connect_redis, require
+from doll.task import load_task
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+
+def run_worker(config: JobConfig, services: Services, worker: int, run_folder: Path) -> int:
+    """Work as worker `worker` until the job ends or SIGTERM (0), or this process is of no use (1: start it again).
+
+    Raises:
+        DollError: services are not there, the task does not load, the parameter server runs another job file, or
+        records
+            that were not learned yet are gone from Kafka.
+    """
+    with pulse_of(f"worker-{worker}", config) as pulse:
+        return _run(config, services, worker, run_folder, pulse)
+
+
+def _run(config: JobConfig, services: Services, worker: int, run_folder: Path, pulse: Pulse) -> int:
+    import torch
+
+    keep_freed_memory()
+    torch.set_num_threads(config.worker.torch_threads)
+    if not 0 <= worker < config.data.workers:
+        raise ConfigError(
+            f"--worker: expected 0 to {config.data.workers - 1} (data.workers is {config.data.workers}), got {worker}"
+        )
+    stopping = _StopFlag()
+    require(config, services)
+    topics.check(config, services)
+    task = load_task(config)
+    model = build(config, task)
+    mark = fingerprint(config, model)
+    link = WorkerLink(config, services, worker)
+    pulse.waits_for("the parameter server's answer")
+    try:
+        joined = link.join(uuid.uuid4().hex, stopping)
+    except JobEndedError as exc:
+        log.info("job_ended", reason=str(exc))
+        return 0
+    if joined is None:
+        return 0
+    welcome, mail_offset = joined
+    if welcome.fingerprint != mark:
+        raise ConfigError(f"the parameter server runs another job file: {difference(welcome.fingerprint, mark)}")
+    start = welcome.origin + welcome.next_token * config.data.records_per_batch
+    low, _ = link.watermarks(config.topic("samples"), worker)
+    if start < low:
+        raise DollError(lost_to_retention(config.topic("samples"), worker, start, low))
+    log.info("joined", worker=worker, epoch=welcome.epoch, from_offset=start)
+    blobs = RedisBlobs(connect_redis(services), give_up=stopping)
+    shell = WorkerShell(
+        config, services, welcome=welcome, mail_offset=mail_offset, task=task, computer=GradientComputer(task, model),
+        blobs=blobs, link=link, folder=run_folder / "faust" / f"worker-{worker}", told_to_leave=stopping,
+        pulse=pulse,
+    )  # fmt: skip
+    return run_shell(shell)
+
+
+class _StopFlag:
+    """SIGTERM before Faust takes the signals over."""
+
+    def __init__(self) -> None:
+        self._set = False
+        signal.signal(signal.SIGTERM, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._set = True
+
+    def __call__(self) -> bool:
+        return self._set

@@ -1,0 +1,69 @@
+"""`doll://`: Faust's aiokafka transport with fixed partitions instead of group membership.
+
+Worker n reads partition n, always. A consumer group would stop all workers whenever one joins or leaves, and give a
+dead worker's partition away only after a session timeout; with `assign` a restart takes a second (reference
+faust-kafka 1.3, 1.4). Two processes on one partition are told apart by epochs at the parameter server.
+
+The app carries `fixed_partitions: {topic: [partition]}`, `start_offsets: {TP: offset}` and `fetch_max_wait_ms: int`.
+Private attributes of Faust and aiokafka are used: their versions are pinned exactly (ADR 0002).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from aiokafka.structs import TopicPartition
+from faust.transport.drivers import aiokafka as driver
+from faust.types import TP
+
+
+class AssignedThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
+    """Assigns the app's fixed partitions and starts them at its offsets."""
+
+    _generation = 0
+
+    def _create_worker_consumer(self, transport: Any) -> Any:
+        consumer = super()._create_worker_consumer(transport)
+        consumer._fetch_max_wait_ms = self.app.fetch_max_wait_ms  # Faust hard-codes 1500
+        return consumer
+
+    async def subscribe(self, topics: Iterable[str]) -> None:
+        await self.call_thread(self._assign, sorted(topics))
+
+    async def _assign(self, topics: list[str]) -> None:
+        consumer = self._ensure_consumer()
+        wanted = self.app.fixed_partitions
+        partitions = {TP(topic, partition) for topic in topics for partition in wanted.get(topic, ())}
+        if self._generation and partitions == self.assignment():
+            return
+        self.app.on_rebalance_start()
+        if self._generation:
+            await self.on_partitions_revoked(self.assignment())
+        consumer.assign([TopicPartition(*tp) for tp in partitions])
+        self._generation += 1
+        self.app.consumer_generation_id = self._generation
+        # Not awaited: on_partitions_assigned waits until this subscribe() has returned.
+        self._assigned = asyncio.ensure_future(self.on_partitions_assigned(partitions, self._generation))
+
+    async def seek_to_committed(self) -> Mapping[TP, int]:
+        """The server's durable watermark is the truth, not Kafka's committed offset, which may lag or expire."""
+        consumer = self._ensure_consumer()
+        offsets = dict(await self.call_thread(consumer.seek_to_committed))
+        for tp, offset in self.app.start_offsets.items():
+            partition = TopicPartition(*tp)
+            consumer.seek(partition, offset)
+            offsets[partition] = offset
+        return offsets
+
+
+class AssignedConsumer(driver.Consumer):  # type: ignore[misc]
+    def _new_consumer_thread(self) -> AssignedThread:
+        return AssignedThread(self, loop=self.loop, beacon=self.beacon)
+
+
+class Transport(driver.Transport):  # type: ignore[misc]
+    """Registered as `doll` in the entry point group `faust.transports`."""
+
+    Consumer = AssignedConsumer

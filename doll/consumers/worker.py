@@ -1,0 +1,289 @@
+"""A worker's protocol with the parameter server: events in, actions out, no I/O, no clock.
+
+It keeps every batch until the server says that it is durable, announces it, answers grants and joins again when a new
+server says Hello. Whatever message is lost, announcing again heals it; whatever message comes twice, the server
+refuses it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from doll.records import (
+    Alive,
+    Announce,
+    AnyRecord,
+    Durable,
+    Fence,
+    Grant,
+    Hello,
+    Join,
+    Leave,
+    Nack,
+    Push,
+    Stop,
+    Welcome,
+)
+
+ALIVE_EVERY_S = 1.0
+# Every lost announcement is healed within this time; one small message per worker.
+ANNOUNCE_EVERY_S = 3.0
+
+
+@dataclass(slots=True)
+class Batch:
+    """A decoded batch that the worker holds until it is durable.
+
+    `data` is what the gradient needs (opaque here), `num_samples` how many usable samples it has.
+    """
+
+    token: int
+    data: Any
+    num_samples: int
+    complete_at_s: float
+    dead: tuple[int, ...] = ()
+    gaps: tuple[tuple[int, int], ...] = ()
+    dead_samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GradientDone:
+    """The gradient of a grant is in the blob store under `key` (\"\" when the batch holds no usable sample)."""
+
+    key: str
+    loss_sum: float
+    metric_sums: dict[str, float]
+    compute_s: float
+    fetch_s: float
+    store_s: float
+
+
+# --- actions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send this record to the parameter server, in order."""
+
+    record: AnyRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Compute this grant's gradient on this batch; report `gradient_done` or `weights_missing`."""
+
+    grant: Grant
+    batch: Batch
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledge:
+    """Batches below `until` are durable: acknowledge their offsets to Kafka, in order."""
+
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """End this process. `code` 0: the job is over or another took this place; 1: restart me."""
+
+    code: int
+    reason: str
+
+
+Action = Send | Compute | Acknowledge | Exit
+
+
+class WorkerCore:
+    """One incarnation of worker `worker`, from its Welcome on."""
+
+    def __init__(self, welcome: Welcome, *, max_pending: int, now: float, market: str = "") -> None:
+        self.worker = welcome.worker
+        self.instance = welcome.instance
+        self.epoch = welcome.epoch
+        self.ps_epoch = welcome.ps_epoch
+        self.max_pending = max_pending
+        self.market = market
+        self.draining = False
+        self._batches: deque[Batch] = deque()  # not durable, consecutive tokens from self._durable
+        self._durable = welcome.next_token
+        self._grants: dict[int, Grant] = {}  # token -> newest grant that is not answered
+        self._alive_at_s = now
+        self._announced_at_s = now
+        self.next_offset = 0
+        self.lag = 0
+
+    @property
+    def retained(self) -> int:
+        """Batches held that are not durable."""
+        return len(self._batches)
+
+    @property
+    def next_token(self) -> int:
+        """The batch that comes next out of the stream."""
+        return self._durable + len(self._batches)
+
+    @property
+    def has_room(self) -> bool:
+        """May another batch be read? Otherwise the stream waits (back-pressure)."""
+        return len(self._batches) < self.max_pending
+
+    @property
+    def busy(self) -> bool:
+        """A granted gradient is still owed."""
+        return bool(self._grants)
+
+    def batch_ready(self, batch: Batch) -> list[Action]:
+        """The next batch of the stream is complete and decoded.
+
+        Raises:
+            ValueError: it is not the next one.
+        """
+        if batch.token != self.next_token:
+            raise ValueError(f"expected batch {self.next_token}, got {batch.token}")
+        self._batches.append(batch)
+        if self.draining:
+            return []
+        return [Send(Announce(worker=self.worker, epoch=self.epoch, first=batch.token, until=batch.token + 1))]
+
+    def mail(self, record: AnyRecord, now: float) -> list[Action]:
+        """A record came on this worker's `down` partition."""
+        match record:
+            case Fence() if record.instance == self.instance:
+                return [Exit(0, "fenced: a newer incarnation of this worker is alive")]
+            case Fence():
+                return []
+            case Hello() if record.ps_epoch >= self.ps_epoch:
+                # Old grants are void: their server is gone, or it has lost track of us.
+                self.ps_epoch = record.ps_epoch
+                self._grants.clear()
+                return [] if self.draining else [Send(self.join())]
+            case Welcome() if record.ps_epoch >= self.ps_epoch:
+                return self._on_welcome(record)
+            case Grant() if record.ps_epoch == self.ps_epoch and record.epoch == self.epoch:
+                return self._on_grant(record)
+            case Durable() if record.ps_epoch == self.ps_epoch:
+                return self._on_durable(record.until)
+            case Stop() if record.ps_epoch >= self.ps_epoch:
+                return [Exit(0, f"job ended ({record.reason})")]
+        return []
+
+    def join(self) -> Join:
+        """What to answer to a Hello."""
+        return Join(worker=self.worker, instance=self.instance, epoch=self.epoch)
+
+    def _on_welcome(self, record: Welcome) -> list[Action]:
+        if record.instance != self.instance:
+            if record.epoch > self.epoch:
+                return [Exit(0, "fenced: a newer incarnation of this worker has been welcomed")]
+            return []
+        self.ps_epoch, self.epoch = record.ps_epoch, record.epoch
+        if record.next_token < self._durable:
+            return [
+                Exit(
+                    1,
+                    f"the durable model went back to batch {record.next_token} of {self._durable}: reading again",
+                )
+            ]
+        if record.next_token > self.next_token:
+            return [
+                Exit(
+                    1,
+                    f"the durable model is at batch {record.next_token}, {self.next_token} were read: reading again",
+                )
+            ]
+        return [*self._on_durable(record.next_token), *self._announce_all()]
+
+    def _on_grant(self, grant: Grant) -> list[Action]:
+        at = grant.token - self._durable
+        if not 0 <= at < len(self._batches):
+            nack = Nack(
+                worker=self.worker,
+                epoch=self.epoch,
+                token=grant.token,
+                ps_epoch=grant.ps_epoch,
+                grant=grant.grant,
+                reason="batch",
+            )
+            return [Send(nack)]
+        self._grants[grant.token] = grant
+        return [Compute(grant, self._batches[at])]
+
+    def is_current(self, grant: Grant) -> bool:
+        """Is this grant's gradient still wanted, as far as this worker knows? A later grant replaces it."""
+        return self._grants.get(grant.token) == grant
+
+    def gradient_done(self, grant: Grant, batch: Batch, done: GradientDone, granted_at_s: float) -> list[Action]:
+        """The gradient is in the blob store."""
+        if not self.is_current(grant):
+            return []
+        del self._grants[grant.token]
+        push = Push(
+            worker=self.worker, epoch=self.epoch, token=grant.token, ps_epoch=grant.ps_epoch, grant=grant.grant,
+            version=grant.version, key=done.key, n_samples=batch.num_samples, loss_sum=done.loss_sum,
+            metric_sums=done.metric_sums, dead=batch.dead, gaps=batch.gaps, dead_samples=batch.dead_samples,
+            compute_s=done.compute_s, fetch_s=done.fetch_s, store_s=done.store_s,
+            wait_s=max(0.0, granted_at_s - batch.complete_at_s), market=self.market,
+        )  # fmt: skip
+        return [Send(push)]
+
+    def weights_missing(self, grant: Grant) -> list[Action]:
+        """The weights of this grant are not in the blob store: never compute on others (reference 4.3)."""
+        if not self.is_current(grant):
+            return []
+        del self._grants[grant.token]
+        nack = Nack(
+            worker=self.worker,
+            epoch=self.epoch,
+            token=grant.token,
+            ps_epoch=grant.ps_epoch,
+            grant=grant.grant,
+            reason="weights",
+        )
+        return [Send(nack)]
+
+    def _on_durable(self, until: int) -> list[Action]:
+        if until <= self._durable:
+            return []
+        while self._batches and self._durable < until:
+            self._grants.pop(self._batches.popleft().token, None)
+            self._durable += 1
+        return [Acknowledge(self._durable)]
+
+    def _announce_all(self) -> list[Action]:
+        if self.draining or not self._batches:
+            return []
+        return [Send(Announce(worker=self.worker, epoch=self.epoch, first=self._durable, until=self.next_token))]
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed: sign of life, and announce again what is not durable."""
+        actions: list[Action] = []
+        if now - self._alive_at_s >= ALIVE_EVERY_S:
+            self._alive_at_s = now
+            actions.append(
+                Send(
+                    Alive(
+                        worker=self.worker,
+                        epoch=self.epoch,
+                        retained=self.retained,
+                        next_offset=self.next_offset,
+                        lag=self.lag,
+                    )
+                )
+            )
+        if now - self._announced_at_s >= ANNOUNCE_EVERY_S:
+            self._announced_at_s = now
+            actions += self._announce_all()
+        return actions
+
+    def drain(self) -> None:
+        """The end is near (SIGTERM, a spot notice): announce nothing more; finish what is under way."""
+        self.draining = True
+
+    def leave(self, cause: str) -> Sequence[Action]:
+        """Say goodbye: what is held goes back to the queue and waits for the next incarnation."""
+        self._grants.clear()
+        return [Send(Leave(worker=self.worker, epoch=self.epoch, cause=cause))]

@@ -1,0 +1,97 @@
+"""Algorithm 1: whatever is missing, comes twice or is read again after a crash, the bounds are the same."""
+
+from __future__ import annotations
+
+import pytest
+from doll.consumers.batching import Batcher, RawBatch
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def feed(batcher: Batcher[int], offsets: list[int]) -> list[RawBatch[int]]:
+    return [batch for offset in offsets for batch in batcher.feed(offset, offset)]
+
+
+def check(batch: RawBatch[int], origin: int, size: int) -> None:
+    """Fixed bounds; each offset is a record or in a gap, once."""
+    assert (batch.lo, batch.hi) == (origin + batch.token * size, origin + (batch.token + 1) * size)
+    covered = [offset for offset, _ in batch.records] + [o for lo, hi in batch.gaps for o in range(lo, hi)]
+    assert sorted(covered) == list(range(batch.lo, batch.hi))
+    assert [offset for offset, _ in batch.records] == sorted(offset for offset, _ in batch.records)
+    assert all(offset == record for offset, record in batch.records)
+    assert all(lo < hi for lo, hi in batch.gaps)
+
+
+def test_full_batches_come_out_as_soon_as_their_last_record_is_there() -> None:
+    batcher: Batcher[int] = Batcher(origin=100, records_per_batch=3, next_token=0)
+    assert feed(batcher, [100, 101]) == []
+    (batch,) = feed(batcher, [102])
+    assert batch == RawBatch(0, 100, 103, [(100, 100), (101, 101), (102, 102)], [])
+    assert batcher.next_offset == 103
+
+
+def test_it_begins_at_any_batch() -> None:
+    batcher: Batcher[int] = Batcher(origin=100, records_per_batch=3, next_token=5)
+    assert batcher.next_offset == 115
+    (batch,) = feed(batcher, list(range(110, 118)))
+    assert (batch.token, batch.lo, batch.hi) == (5, 115, 118)
+
+
+def test_a_gap_over_several_batches_gives_each_of_them() -> None:
+    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=4, next_token=0)
+    batches = feed(batcher, [0, 1, 14, 15])
+    assert [(b.token, [o for o, _ in b.records], b.gaps) for b in batches] == [
+        (0, [0, 1], [(2, 4)]),
+        (1, [], [(4, 8)]),
+        (2, [], [(8, 12)]),
+        (3, [14, 15], [(12, 14)]),
+    ]
+
+
+def test_a_batch_of_no_records_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected records_per_batch >= 1, got 0"):
+        Batcher(origin=0, records_per_batch=0, next_token=0)
+
+
+@given(
+    origin=st.integers(0, 1000),
+    size=st.integers(1, 7),
+    missing=st.sets(st.integers(0, 80)),
+    length=st.integers(0, 80),
+    again=st.lists(st.tuples(st.integers(0, 80), st.integers(0, 80)), max_size=4),
+)
+def test_gaps_and_duplicates_change_no_bounds(
+    origin: int, size: int, missing: set[int], length: int, again: list[tuple[int, int]]
+) -> None:
+    """The log with holes, in which a client rewinds now and then."""
+    log = [origin + i for i in range(length) if i not in missing]
+    read = list(log)
+    for at, back in sorted(again, reverse=True):
+        read[at:at] = read[max(0, at - back) : at]
+    batches = feed(Batcher(origin=origin, records_per_batch=size, next_token=0), read)
+    assert [batch.token for batch in batches] == list(range(len(batches)))
+    for batch in batches:
+        check(batch, origin, size)
+    assert batches == feed(Batcher(origin=origin, records_per_batch=size, next_token=0), log)
+    # All that can be told to be complete is out: records of a later batch have been seen, or its own last one.
+    complete = 0 if not log else (log[-1] + 1 - origin) // size
+    assert len(batches) == complete
+
+
+@given(
+    size=st.integers(1, 5),
+    missing=st.sets(st.integers(0, 60)),
+    crashes=st.lists(st.integers(1, 30), max_size=5),
+)
+def test_crashes_and_second_readings_give_every_batch_once_and_the_same(
+    size: int, missing: set[int], crashes: list[int]
+) -> None:
+    """Each process reads a while, dies, and the next begins at the first batch that did not come out."""
+    log = [i for i in range(61) if i not in missing]
+    whole = feed(Batcher(origin=0, records_per_batch=size, next_token=0), log)
+    found: list[RawBatch[int]] = []
+    for lifetime in [*crashes, len(log) + 1]:
+        batcher: Batcher[int] = Batcher(origin=0, records_per_batch=size, next_token=len(found))
+        start = len(found) * size
+        found += feed(batcher, [offset for offset in log if offset >= start][:lifetime])
+    assert found == whole

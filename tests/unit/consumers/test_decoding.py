@@ -1,0 +1,247 @@
+"""Records to tensors: each refusal with its reason; the fast path and the slow one agree on everything."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from doll.consumers.decoding import REASON_LENGTH, Decoded, decode_records
+from doll.errors import SampleError
+from doll.packing import pack
+from doll.task import Sample, Task
+from doll.tasks.synthetic import Gaussian
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+class Points(Task):
+    input_shape: tuple[int, ...] | None = (2,)
+    num_classes: int | None = 3
+
+    def decode(self, record: bytes) -> Sample:
+        event = json.loads(record)
+        return Sample(event["x"], event["y"])
+
+
+class Anything(Points):
+    input_shape = None
+    num_classes = None
+
+
+def point(x: Any, y: Any) -> bytes:
+    return json.dumps({"x": x, "y": y}).encode()
+
+
+GOOD = point([1, 2], 0)
+
+
+def decode(task: Task, *values: bytes | None, m: int = 1, limit: int = 1000) -> Decoded:
+    records = [(100 + i, value) for i, value in enumerate(values)]
+    return decode_records(task, records, samples_per_record=m, max_record_bytes=limit)
+
+
+def test_samples_come_out_in_stream_order_as_float32() -> None:
+    found = decode(Points(), point([1, 2], 0), point([3.5, 4], 2))
+    assert (found.num_samples, found.refused) == (2, [])
+    assert found.x.dtype == np.float32
+    np.testing.assert_array_equal(found.x, [[1, 2], [3.5, 4]])
+    np.testing.assert_array_equal(found.y, [0, 2])
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (None, "empty value: expected a sample"),
+        (b"", "empty value: expected a sample"),
+        (b"x" * 1001, "record of 1001 bytes: expected at most 1000 (data.max_record_bytes)"),
+        (b"garbage", "JSONDecodeError: Expecting value: line 1 column 1 (char 0)"),
+        (b'{"x": [1, 2]}', "KeyError: 'y'"),
+        (point([1], 0), "expected x of shape (2,), got (1,)"),
+        (point([[1, 2]], 0), "expected x of shape (2,), got (1, 2)"),
+        (point(5, 0), "expected x of shape (2,), got ()"),
+        (point([1, float("nan")], 0), "x holds NaN or infinity"),
+        (point([1, float("inf")], 0), "x holds NaN or infinity"),
+        (point([1, 2], float("nan")), "y is NaN or infinite"),
+        (point([1, 2], 3), "expected a class 0 to 2, got 3"),
+        (point([1, 2], -1), "expected a class 0 to 2, got -1"),
+        (point([1, 2], 1.5), "expected a class 0 to 2, got 1.5"),
+        (point([1, 2], [1]), "expected a class 0 to 2, got [1]"),
+        (point([1, None], 0), "expected numbers in x, got mixed or ragged values"),
+        (point(["1", "2"], 0), "expected numbers in x, got values of type <U1"),
+        (point([1, 2], "1"), "expected numbers in y, got values of type <U1"),
+        (point([1, 2], None), "expected numbers in y, got mixed or ragged values"),
+    ],
+)
+def test_each_refusal_has_its_reason_and_leaves_the_others_alone(value: bytes | None, reason: str) -> None:
+    found = decode(Points(), GOOD, value, GOOD)
+    (refused,) = found.refused
+    assert (refused.offset, refused.samples, refused.whole) == (101, 1, True)
+    assert refused.reason == reason
+    np.testing.assert_array_equal(found.x, [[1, 2], [1, 2]])
+
+
+def test_a_batch_of_nothing_usable_is_empty() -> None:
+    for values in ((None, b"", b"?"), ()):
+        found = decode(Points(), *values)
+        assert (found.num_samples, len(found.refused)) == (0, len(values))
+
+
+def test_whatever_the_users_code_raises_is_a_reason_of_bounded_length() -> None:
+    class Broken(Points):
+        def decode(self, record: bytes) -> Sample:
+            if record == b"told":
+                raise SampleError("not for me")
+            raise ZeroDivisionError("x" * 10_000)
+
+    found = decode(Broken(), b"a", b"told")
+    assert found.refused[0].reason == f"ZeroDivisionError: {'x' * 10_000}"[:REASON_LENGTH]
+    assert found.refused[1].reason == "not for me"
+
+
+def test_without_a_declared_shape_that_of_most_samples_is_right() -> None:
+    found = decode(Anything(), point([1, 2], 0), point([1, 2, 3], 0), point([3, 4], 7), point([5, 6], [1, 2]))
+    np.testing.assert_array_equal(found.x, [[1, 2], [3, 4]])
+    assert [item.offset for item in found.refused] == [101, 103]
+    assert "(3,)" in found.refused[0].reason
+
+
+def test_packed_records() -> None:
+    partly, wholly = pack([GOOD, b"?", point([1], 0)]), pack([b"?", b"??"])
+    found = decode(Points(), pack([GOOD, GOOD]), partly, wholly, GOOD, pack([GOOD] * 5), m=4)
+    assert found.num_samples == 3
+    assert [(item.offset, item.samples, item.whole) for item in found.refused] == [
+        (101, 2, False),
+        (102, 2, True),
+        (103, 1, True),
+        (104, 1, True),
+    ]
+    assert found.refused[0].reason.startswith("JSONDecodeError")
+    assert found.refused[2].reason.startswith("expected a packed record (first bytes DLPK)")
+    assert found.refused[3].reason.startswith("expected 1 to 4 samples")
+
+
+class Fast(Gaussian):
+    """Counts how it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__(features=2, classes=3)
+        self.blocks = self.singles = 0
+
+    def decode_block(self, block: memoryview, width: int) -> Any:
+        self.blocks += 1
+        return super().decode_block(block, width)
+
+    def decode(self, record: bytes) -> Sample:
+        self.singles += 1
+        return super().decode(record)
+
+
+class Slow(Fast):
+    def decode_block(self, block: memoryview, width: int) -> Any:
+        return None
+
+
+def row(a: float, b: float, y: float) -> bytes:
+    return struct.pack("<3f", a, b, y)
+
+
+def test_good_records_of_one_width_take_the_fast_path() -> None:
+    task = Fast()
+    decode(task, *[row(i, 1, 2) for i in range(5)])
+    decode(task, *[pack([row(i, 1, 2)] * 3) for i in range(5)], m=4)
+    assert (task.blocks, task.singles) == (2, 0)
+
+
+values = st.one_of(
+    st.floats(-10, 10, width=32), st.sampled_from([0.0, 1.0, 2.0, 3.0, -1.0, float("nan"), float("inf"), 1e38])
+)
+samples = st.one_of(
+    st.builds(row, values, values, st.sampled_from([0.0, 1.0, 2.0])),
+    st.builds(row, values, values, values),
+    st.binary(max_size=16),
+)
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.lists(samples.filter(bool), min_size=1, max_size=4).map(pack), st.none(), samples, st.just(b"x" * 2000)
+        ),
+        max_size=6,
+    )
+)
+def test_the_fast_path_equals_the_slow_one_on_packed_records(records: list[bytes | None]) -> None:
+    assert_equal(decode(Fast(), *records, m=3), decode(Slow(), *records, m=3))
+
+
+@given(st.lists(st.one_of(samples, st.none()), max_size=8))
+def test_the_fast_path_equals_the_slow_one(records: list[bytes | None]) -> None:
+    one, other = decode(Fast(), *records), decode(Slow(), *records)
+    assert_equal(one, other)
+    assert one.num_samples + sum(item.samples for item in one.refused) == len(records)
+
+
+def assert_equal(one: Decoded, other: Decoded) -> None:
+    assert one.refused == other.refused
+    assert one.num_samples == other.num_samples
+    if one.num_samples:
+        assert one.x.dtype == other.x.dtype
+        np.testing.assert_array_equal(one.x, other.x)
+        np.testing.assert_array_equal(one.y, other.y)
+
+
+def test_both_paths_give_float32() -> None:
+    class Double(Slow):
+        def decode_block(self, block: memoryview, width: int) -> Any:
+            return np.zeros((len(block) // width, 2)), np.zeros(len(block) // width, np.int64)
+
+    task = Double()
+    assert decode(task, row(0, 0, 0), row(0, 0, 0)).x.dtype == np.float32
+    assert task.singles == 0
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        (np.zeros((2, 2)), np.zeros(2)),  # a sample too few
+        (np.zeros((3, 5)), np.zeros(3)),  # another shape
+        (np.full((3, 2), np.nan), np.zeros(3)),
+        (np.zeros((3, 2)), np.full(3, 7)),  # no such class
+        (np.zeros((3, 2)), np.full(3, -1)),
+        (np.zeros((3, 2)), np.full(3, 0.5)),
+        (np.zeros((3, 2)), np.zeros((3, 1))),
+        (np.full((3, 2), "a"), np.zeros(3)),
+        (0.0, 1.0),
+        "nonsense",
+        ZeroDivisionError("inside the user's code"),
+    ],
+    ids=[
+        "none",
+        "few",
+        "shape",
+        "nan",
+        "class",
+        "negative",
+        "fraction",
+        "column",
+        "text",
+        "scalar",
+        "nonsense",
+        "raises",
+    ],
+)
+def test_a_fast_path_that_is_wrong_is_not_used(answer: Any) -> None:
+    class Wrong(Slow):
+        def decode_block(self, block: memoryview, width: int) -> Any:
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+    task = Wrong()
+    found = decode(task, row(1, 2, 0), row(3, 4, 1), row(5, 6, 2))
+    assert task.singles == 3
+    np.testing.assert_array_equal(found.x, [[1, 2], [3, 4], [5, 6]])

@@ -1,0 +1,172 @@
+"""Algorithm 2: the sum of the samples' gradients at exactly the given weights, and the buffers after the batch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from doll.config import parse
+from doll.consumers.gradient import GradientComputer
+from doll.errors import ConfigError
+from doll.fingerprint import difference
+from doll.model import FlatModel, build, fingerprint
+from doll.task import Sample, Task
+from doll.tasks.synthetic import Gaussian
+
+
+class Classes(Task):
+    input_shape = (5,)
+    num_classes = 3
+
+    def decode(self, record: bytes) -> Sample:
+        raise NotImplementedError
+
+
+class Values(Task):
+    input_shape = (5,)
+
+    def decode(self, record: bytes) -> Sample:
+        raise NotImplementedError
+
+
+def mlp(out: int) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Tanh(), torch.nn.Linear(4, out))
+
+
+def normed(out: int) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, out))
+
+
+def data(n: int, classes: bool, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(n, 5)).astype(np.float32)
+    return x, rng.integers(0, 3, n) if classes else rng.normal(size=n)
+
+
+def plain(module: torch.nn.Module, x: np.ndarray, y: np.ndarray, classes: bool) -> tuple[np.ndarray, float]:
+    """The gradient of the summed loss by torch alone, parameters one after another; and that loss."""
+    output = module(torch.from_numpy(x))
+    if classes:
+        loss = torch.nn.functional.cross_entropy(output, torch.from_numpy(y), reduction="sum")
+    else:
+        target = torch.from_numpy(y.astype(np.float32))
+        loss = torch.nn.functional.mse_loss(output[:, 0], target, reduction="sum")
+    gradients = torch.autograd.grad(loss, list(module.parameters()))
+    return np.concatenate([gradient.numpy().ravel() for gradient in gradients]), float(loss.detach())
+
+
+@pytest.mark.parametrize("make", [mlp, normed])
+@pytest.mark.parametrize("classes", [True, False], ids=["classes", "values"])
+@pytest.mark.parametrize("n", [2, 7, 64])
+def test_it_equals_a_plain_torch_computation_of_the_summed_loss(
+    make: Callable[[int], torch.nn.Module], classes: bool, n: int
+) -> None:
+    torch.manual_seed(0)
+    module = make(3 if classes else 1)
+    reference = copy.deepcopy(module).train()
+    model = FlatModel(module)
+    computer = GradientComputer(Classes() if classes else Values(), model)
+    x, y = data(n, classes)
+    found = computer.compute(x, y)
+    expected, loss = plain(reference, x, y, classes)
+    parameters = model.num_parameters
+    np.testing.assert_allclose(found.values[:parameters], expected, rtol=2e-4, atol=2e-5)
+    assert found.loss_sum == pytest.approx(loss, rel=1e-5)
+    buffers = [b.numpy().ravel() for _, b in reference.named_buffers() if b.is_floating_point()]
+    np.testing.assert_allclose(found.values[parameters:], n * np.concatenate([*buffers, np.zeros(0)]), rtol=1e-5)
+    if classes:
+        hits = (reference(torch.from_numpy(x)).argmax(1).numpy() == y).sum()
+        assert found.metric_sums["accuracy"] == pytest.approx(hits)
+    else:
+        assert found.metric_sums == {}
+
+
+def test_every_batch_begins_from_the_loaded_weights_and_buffers() -> None:
+    """The replica's running statistics move with each batch; the next load puts them back."""
+    torch.manual_seed(0)
+    computer = GradientComputer(Classes(), FlatModel(normed(3)))
+    weights = computer.weights.copy()
+    x, y = data(16, True)
+    computer.load("one", weights)
+    first = computer.compute(x, y).values.copy()
+    computer.compute(*data(16, True, seed=1))
+    computer.load("two", weights)
+    assert computer.loaded == "two"
+    assert computer.compute(x, y).values.tobytes() == first.tobytes()
+
+
+def test_weights_are_taken_over_to_the_bit_and_used() -> None:
+    torch.manual_seed(0)
+    computer = GradientComputer(Classes(), FlatModel(mlp(3)))
+    x, y = data(8, True)
+    before = computer.compute(x, y)
+    loss = before.loss_sum
+    weights = np.random.default_rng(1).normal(size=computer.weights.size).astype(np.float32)
+    computer.load("key", weights)
+    assert computer.weights.tobytes() == weights.tobytes()
+    assert computer.compute(x, y).loss_sum != loss
+    assert computer.weights.tobytes() == weights.tobytes()  # computing does not learn
+
+
+def test_weights_of_another_size_are_refused_and_nothing_counts_as_loaded() -> None:
+    computer = GradientComputer(Classes(), FlatModel(mlp(3)))
+    computer.load("good", computer.weights.copy())
+    with pytest.raises(ValueError, match="broadcast"):
+        computer.load("bad", np.zeros(3, np.float32))
+    assert computer.loaded is None
+
+
+def test_a_flat_model_is_one_vector_that_its_module_lives_in() -> None:
+    model = FlatModel(normed(3))
+    assert (model.num_parameters, model.num_buffers) == (5 * 4 + 4 + 4 + 4 + 4 * 3 + 3, 8)
+    with torch.no_grad():
+        model.flat.fill_(0.5)
+    assert all((p == 0.5).all() for p in model.module.parameters())
+    assert (model.module[1].running_mean == 0.5).all()  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (torch.nn.Flatten(), "no trainable parameter"),
+        (torch.nn.Linear(2, 2).double(), "expected float32 parameters, got torch.float64 for 'weight'"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_here_is_refused(module: torch.nn.Module, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        FlatModel(module)
+
+
+JOB = "job: j\ntask: {class: 'doll.tasks.synthetic:Gaussian'}\n"
+
+
+def test_every_process_builds_the_same_model_and_knows_when_it_is_another() -> None:
+    config = parse(JOB)
+    one, other = (build(config, Gaussian(hidden=(4,))) for _ in range(2))
+    assert one.flat.numpy().tobytes() == other.flat.numpy().tobytes()
+    assert fingerprint(config, one) == fingerprint(config, other)
+    reseeded = build(parse(JOB, ["seed=1"]), Gaussian(hidden=(4,)))
+    assert reseeded.flat.numpy().tobytes() != one.flat.numpy().tobytes()
+    assert fingerprint(config, reseeded) == fingerprint(config, one)
+    wider = build(config, Gaussian(hidden=(5,)))
+    told = difference(fingerprint(config, one), fingerprint(parse(JOB, ["data.batch_size=32"]), wider))
+    assert "parameters: expected 94, got 117" in told
+    assert "batch_size: expected 64, got 32" in told
+    assert "workers" not in told
+    assert "seed" not in told
+
+
+def test_a_single_usable_sample_is_learned_from_by_a_model_with_batch_norm() -> None:
+    """A batch may be left with one sample when the others were refused; torch would raise."""
+    model = FlatModel(normed(3))
+    computer = GradientComputer(Classes(), model)
+    buffers = computer.weights[model.num_parameters :].copy()
+    one = computer.compute(*data(1, classes=True))
+    assert np.isfinite(one.values).all()
+    assert np.any(one.values[: model.num_parameters])
+    np.testing.assert_array_equal(one.values[model.num_parameters :], buffers)
+    two = computer.compute(*data(2, classes=True))
+    assert np.any(two.values[model.num_parameters :] != 2 * buffers), "with two samples the statistics move again"
