@@ -1,0 +1,99 @@
+"""When samples arrive: processes as endless iterators of absolute send times, in seconds from the stream's start.
+
+Pure: the random generator is an argument. Give each stream its own child generator, and streams are independent.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.errors import ConfigError
+
+_BLOCK = 1024
+
+
+def poisson(rate_per_s: float, rng: np.random.Generator) -> Iterator[float]:
+    """Poisson arrivals: independent exponential gaps of mean 1 / `rate_per_s`.
+
+    Raises:
+        ValueError: `rate_per_s` is not positive and finite.
+    """
+    mean_gap_s = 1.0 / _checked(rate_per_s)
+    return _accumulate(rng.exponential(mean_gap_s, _BLOCK) for _ in itertools.count())
+
+
+def deterministic(rate_per_s: float, phase: float = 0.0) -> Iterator[float]:
+    """Evenly spaced arrivals, the first `phase` gaps after the start: streams of one rate with phases n/N interleave.
+
+    Raises:
+        ValueError: `rate_per_s` is not positive and finite.
+    """
+    rate_per_s = _checked(rate_per_s)
+    # A quotient for each time: a running sum of gaps would drift by its rounding.
+    return ((index + phase) / rate_per_s for index in itertools.count())
+
+
+def asap() -> Iterator[float]:
+    """Everything at once: the sender's speed is the rate."""
+    return itertools.repeat(0.0)
+
+
+def trace(gaps_s: Sequence[float] | npt.NDArray[np.float64], start: int = 0) -> Iterator[float]:
+    """Arrivals with the given gaps, beginning with gap number `start` and repeated without end.
+
+    Args:
+        gaps_s: seconds between arrivals, none negative, not all zero (see `parse_gaps`).
+        start: first gap to use, modulo their number; different starts keep streams of one trace apart.
+    """
+    gaps = np.roll(np.asarray(gaps_s, np.float64), -start)
+    return _accumulate(itertools.repeat(gaps))
+
+
+def parse_gaps(text: str, origin: str) -> npt.NDArray[np.float64]:
+    """Gaps in seconds, one a line; blank lines and lines that begin with # are skipped.
+
+    Raises:
+        ConfigError: a line is not a number of seconds >= 0, there is none, or all are zero.
+    """
+    gaps: list[float] = []
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = raw.strip()
+        if not line or line.startswith("#"):
+            continue
+        try:
+            gap_s = float(line)
+        except ValueError:
+            gap_s = math.nan
+        if not 0 <= gap_s < math.inf:
+            raise ConfigError(f"{origin}, line {number}: expected a gap in seconds >= 0, got {line[:60]!r}")
+        gaps.append(gap_s)
+    if not any(gaps):
+        raise ConfigError(f"{origin}: expected at least one gap above 0 seconds, got {len(gaps)} gaps")
+    return np.array(gaps)
+
+
+def merge(streams: Sequence[Iterable[float]]) -> Iterator[tuple[float, int]]:
+    """(time_s, stream) of all streams in time order. Where times are equal the streams take turns."""
+    # Without the running number, equal times would all come from the first stream (and `asap` knows no other).
+    numbered = (zip(times, itertools.count(), itertools.repeat(n)) for n, times in enumerate(streams))
+    return ((time_s, stream) for time_s, _, stream in heapq.merge(*numbered))
+
+
+def _accumulate(blocks: Iterable[npt.NDArray[np.float64]]) -> Iterator[float]:
+    now_s = 0.0
+    for gaps in blocks:
+        times = np.cumsum(gaps) + now_s
+        yield from times.tolist()
+        now_s = float(times[-1])
+
+
+def _checked(rate_per_s: float) -> float:
+    if not 0 < rate_per_s < math.inf:
+        raise ValueError(f"expected a rate above 0 and finite, got {rate_per_s} per second")
+    return rate_per_s

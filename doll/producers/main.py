@@ -1,0 +1,215 @@
+"""The producer process: sends the source's samples at their arrival times, and reports once a second."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from doll import packing, topics
+from doll.config import JobConfig
+from doll.errors import ServiceUnavailableError
+from doll.health import Pulse, pulse_of
+from doll.producers.kafka import Counts, SampleSender
+from doll.producers.pacing import Pacer
+from doll.producers.schedule import Event, events
+from doll.services import Services
+from doll.telemetry import get_logger
+
+_REPORT_S: Final = 1.0
+_LONGEST_SLEEP_S: Final = 0.25
+_DRAIN_S: Final = 8.0
+_READ_S: Final = 60.0  # one sample from the source: a file on a slow disk may take a while
+_NEW_TOPIC_S: Final = 10.0
+
+
+def run_producer(
+    config: JobConfig,
+    services: Services,
+    run_folder: Path | None = None,
+    *,
+    stop: threading.Event | None = None,
+    say: Callable[[str], None] | None = None,
+) -> int:
+    """Send the job's source until it ends, `source.limit_samples` is reached, or `stop` is set.
+
+    Without `stop`, SIGTERM and SIGINT end it (in the main thread). Either way what was sent is flushed and counted.
+
+    Args:
+        run_folder: where `producer.json`, the final counts of samples, is written.
+        say: told in words what a person would want to know; default: the log.
+
+    Returns:
+        The exit code of the process: 0 if every sample taken from the source was delivered, else 1.
+
+    Raises:
+        ConfigError: the source is not what was expected. What was sent until then is flushed first.
+        ServiceUnavailableError: Kafka is not there at the start, or refused the producer for good.
+    """
+    say = say or (lambda text: get_logger(__name__).info("producer", said=text))
+    topics.ensure(config, services)
+    feed = events(config, _samples_there(config, services))
+    sender = SampleSender(config, services, say)
+    with (
+        _stop_on_signals() if stop is None else contextlib.nullcontext(stop) as stopped,
+        pulse_of("producer", config) as pulse,
+    ):
+        run = _Run(config, sender, stopped, pulse)
+        try:
+            run.send_all(feed)
+        finally:
+            sender.drain(run.told_to_stop, _DRAIN_S)
+            run.report(time.monotonic())
+            sender.drain(run.told_to_stop, _DRAIN_S)
+            counts = sender.counts
+            unsent = f", {run.unsent} read from the source and not sent" if run.unsent else ""
+            say(f"{counts.delivered} samples delivered, {counts.failed} failed{unsent}")
+            if run_folder is not None:
+                _write_counts(run_folder / "producer.json", counts, run.unsent)
+    return 1 if counts.failed or run.unsent else 0
+
+
+class _Run:
+    """The paced loop and its report.
+
+    Attributes:
+        unsent: samples taken from the source that found no room before the end was asked for.
+    """
+
+    def __init__(self, config: JobConfig, sender: SampleSender, stop: threading.Event, pulse: Pulse) -> None:
+        self.unsent = 0
+        self._pulse = pulse
+        self._sender = sender
+        self._stop = stop
+        self._per_record = config.data.samples_per_record
+        self._limit = config.source.limit_samples if config.source else None
+        self._packs: list[list[bytes]] = [[] for _ in range(config.data.workers)]
+        self._behind_s = 0.0
+        self._reported_s = time.monotonic()
+        self._reported_sent = 0
+
+    def told_to_stop(self) -> bool:
+        """Asked by all that waits, so it is a sign of life too."""
+        self._pulse.beat("loop")
+        self._pulse.waits_for("Kafka" if self._sender.away else "")
+        return self._stop.is_set()
+
+    def send_all(self, feed: Iterator[Event]) -> None:
+        self._pulse.expect("loop", within_s=_READ_S)
+        self._pulse.waits_for("")
+        pacer = Pacer(time.monotonic())
+        taken = 0
+        try:
+            for time_s, stream, value in feed:
+                now_s = time.monotonic()
+                if value is None:
+                    pacer.idle(time_s, now_s)
+                while (wait_s := pacer.wait_s(time_s, now_s)) > 0 and not self._stop.is_set():
+                    self._stop.wait(min(wait_s, _LONGEST_SLEEP_S))
+                    now_s = self._tick()
+                if self._stop.is_set():
+                    return
+                self._behind_s = pacer.behind_s(time_s, now_s)
+                if now_s - self._reported_s >= _REPORT_S or value is None:
+                    self._tick()
+                if value is None:
+                    continue
+                self._add(stream, value)
+                taken += 1
+                if taken == self._limit:
+                    return
+        finally:
+            for stream, pack in enumerate(self._packs):
+                if pack:
+                    self._send_pack(stream, pack)
+
+    def report(self, now_s: float) -> None:
+        """Put the counts on the `metrics` topic."""
+        counts = self._sender.counts
+        elapsed_s = now_s - self._reported_s
+        rate_per_s = (counts.sent - self._reported_sent) / elapsed_s if elapsed_s > 0 else 0.0
+        self._reported_s, self._reported_sent = now_s, counts.sent
+        self._sender.send_metric(
+            {
+                "sent_total": counts.sent,
+                "delivered_total": counts.delivered,
+                "failed_total": counts.failed,
+                "rate_per_s": rate_per_s,
+                "behind_s": self._behind_s,
+            },
+            time.time(),
+        )
+
+    def _tick(self) -> float:
+        self._sender.poll()
+        self.told_to_stop()
+        now_s = time.monotonic()
+        if now_s - self._reported_s >= _REPORT_S:
+            self.report(now_s)
+        return now_s
+
+    def _add(self, stream: int, value: bytes) -> None:
+        if self._per_record == 1:
+            self._send(stream, value, 1)
+            return
+        pack = self._packs[stream]
+        pack.append(value)
+        if len(pack) == self._per_record:
+            self._send_pack(stream, pack)
+
+    def _send_pack(self, stream: int, pack: list[bytes]) -> None:
+        self._send(stream, packing.pack(pack), len(pack))
+        pack.clear()
+
+    def _send(self, stream: int, record: bytes, samples: int) -> None:
+        if not self._sender.send(stream, record, samples, self.told_to_stop):
+            self.unsent += samples
+
+
+def _samples_there(config: JobConfig, services: Services) -> list[int]:
+    """Samples that each stream holds already (some fewer where a record was packed in part).
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer.
+    """
+    name = config.topic("samples")
+    deadline_s = time.monotonic() + _NEW_TOPIC_S
+    while True:
+        try:
+            (found,) = (topic for topic in topics.describe(config, services) if topic.name == name)
+        except ServiceUnavailableError:
+            # A topic created a moment ago has a leader that may not know of it yet.
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.1)
+            continue
+        return [records * config.data.samples_per_record for records in found.high]
+
+
+@contextlib.contextmanager
+def _stop_on_signals() -> Iterator[threading.Event]:
+    stop = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(number, lambda *_: stop.set()) for number in numbers]
+    try:
+        yield stop
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _write_counts(path: Path, counts: Counts, unsent: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps({**dataclasses.asdict(counts), "unsent": unsent}) + "\n", encoding="utf-8")
+    os.replace(temporary, path)

@@ -1,0 +1,93 @@
+"""What is sent when and to which stream: the source's samples at the times of the arrival process."""
+
+from __future__ import annotations
+
+import itertools
+import typing
+from collections.abc import Iterator, Sequence
+
+from doll.config import JobConfig, StdinSource
+from doll.errors import ConfigError
+from doll.producers import arrivals, sources
+
+Event = tuple[float, int, bytes | None]  # arrival time in seconds, stream, sample; None: the source has nothing yet
+
+_STDIN = 0
+
+
+def events(config: JobConfig, starts: Sequence[int], *, pipe: int = _STDIN) -> Iterator[Event]:
+    """All samples of the job's source in the order of their arrival; ends when the source does.
+
+    `source.limit_samples` is not applied here.
+
+    Args:
+        starts: samples that each stream holds already (see `sources.open_streams`).
+        pipe: file descriptor that stands for standard input.
+
+    Raises:
+        ConfigError: the source or the trace of gaps is not what was expected.
+    """
+    if isinstance(config.source, StdinSource):
+        if len(set(config.rates_per_s())) > 1:
+            raise ConfigError(
+                "arrivals.rate_per_s: lines of stdin go to the streams in turn: expected one rate for all"
+            )
+        return _from_pipe(config, arrivals.merge(arrival_times(config, starts)), pipe)
+    values = sources.open_streams(config, starts)
+    return _from_streams(arrivals.merge(arrival_times(config, starts)), values)
+
+
+def arrival_times(config: JobConfig, starts: Sequence[int]) -> list[Iterator[float]]:
+    """The arrival process of each stream, each with its own child of the job's seed.
+
+    Raises:
+        ConfigError: the trace of gaps cannot be read.
+    """
+    workers = config.data.workers
+    rates = config.rates_per_s()
+    match config.arrivals.process:
+        case "asap":
+            return [arrivals.asap() for _ in range(workers)]
+        case "deterministic":
+            return [arrivals.deterministic(rate, n / workers) for n, rate in enumerate(rates)]
+        case "poisson":
+            rngs = [sources.child_rng(config.seed, sources.ARRIVALS, n, starts[n]) for n in range(workers)]
+            return [arrivals.poisson(rate, rng) for rate, rng in zip(rates, rngs, strict=True)]
+        case "trace":
+            assert config.arrivals.trace is not None  # checked with the job file
+            path = config.path(config.arrivals.trace)
+            try:
+                text = path.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as exc:
+                reason = getattr(exc, "strerror", None) or exc
+                raise ConfigError(f"arrivals.trace: expected a text file of gaps at {path}: {reason}") from exc
+            gaps = arrivals.parse_gaps(text, f"arrivals.trace {path}")
+            return [arrivals.trace(gaps, n * len(gaps) // workers) for n in range(workers)]
+        case _:
+            typing.assert_never(config.arrivals.process)
+
+
+def _from_streams(times: Iterator[tuple[float, int]], values: Sequence[Iterator[bytes]]) -> Iterator[Event]:
+    ended: set[int] = set()
+    for time_s, stream in times:
+        value = next(values[stream], None)
+        if value is not None:
+            yield time_s, stream, value
+            continue
+        ended.add(stream)
+        if len(ended) == len(values):
+            return
+
+
+def _from_pipe(config: JobConfig, times: Iterator[tuple[float, int]], pipe: int) -> Iterator[Event]:
+    from doll.producers.sources import lines
+
+    waiting = lines.read_pipe(pipe)
+    streams = itertools.cycle(range(config.data.workers))
+    for time_s, _ in times:
+        stream = next(streams)
+        while (line := next(waiting, b"")) is None:
+            yield time_s, stream, None
+        if not line:
+            return
+        yield time_s, stream, line

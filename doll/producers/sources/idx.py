@@ -1,0 +1,59 @@
+"""IDX files, MNIST's format, plain or .gz: two zero bytes, type 0x08, rank, then big-endian sizes, then bytes."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.errors import ConfigError
+
+
+def read(path: Path, rank: int, limit: int | None = None) -> npt.NDArray[np.uint8]:
+    """The first `limit` items (default: all) of an IDX file of unsigned bytes with `rank` dimensions.
+
+    Raises:
+        ConfigError: the file is not there, not IDX, of another type or rank, or shorter than it says.
+    """
+    expected = f"expected an IDX file of unsigned bytes with {rank} dimension{'s' * (rank > 1)}"
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            head = file.read(4 + 4 * rank)
+            if len(head) < 4 or head[:2] != b"\0\0":
+                raise ConfigError(f"{path}: {expected}, got first bytes {head[:4].hex() or '(empty file)'}")
+            if head[2] != 0x08 or head[3] != rank:
+                raise ConfigError(f"{path}: {expected}, got type 0x{head[2]:02x} with {head[3]} dimensions")
+            if len(head) < 4 + 4 * rank:
+                raise ConfigError(f"{path}: {expected}, got a header cut off after {len(head)} bytes")
+            count, *shape = struct.unpack_from(f">{rank}I", head, 4)
+            count = count if limit is None else min(count, limit)
+            size = math.prod(shape)
+            if not 0 < size <= 1 << 20:
+                raise ConfigError(f"{path}: expected items of 1 to {1 << 20} bytes, got sizes {shape}")
+            body = file.read(count * size)
+    except (OSError, EOFError, zlib.error) as exc:
+        raise ConfigError(f"{path}: {expected}: {getattr(exc, 'strerror', None) or exc}") from exc
+    if len(body) < count * size:
+        raise ConfigError(f"{path}: expected {count} items of {size} bytes, got {len(body)} bytes")
+    return np.frombuffer(body, np.uint8).reshape(count, *shape)
+
+
+def read_pair(
+    images: Path, labels: Path, limit: int | None = None
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """Images (n, height, width) and labels (n,) of two IDX files.
+
+    Raises:
+        ConfigError: as in `read`, or the two files differ in their number of items.
+    """
+    pixels, classes = read(images, 3, limit), read(labels, 1, limit)
+    if len(pixels) != len(classes):
+        raise ConfigError(
+            f"expected as many labels as images, got {len(pixels)} in {images}, {len(classes)} in {labels}"
+        )
+    return pixels, classes

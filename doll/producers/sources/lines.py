@@ -1,0 +1,70 @@
+"""Lines as records, byte for byte without the line end: files (plain or .gz) and standard input."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import os
+import select
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from doll.errors import ConfigError
+
+_CHUNK_BYTES = 65_536
+
+
+def read_file(path: Path, *, header: bool = False, repeat: bool = False) -> Iterator[bytes]:
+    """The lines of `path` in order, without blank ones.
+
+    Args:
+        header: leave out the first line.
+        repeat: begin again at the end.
+
+    Raises:
+        ConfigError: at once when the file cannot be read or holds no line; later when it is damaged further on.
+    """
+    once = _lines(path, header)
+    first = next(once, None)
+    if first is None:
+        raise ConfigError(f"{path}: expected at least one line{' after the header' * header}, got none")
+    lines = itertools.chain((first,), once)
+    if repeat:
+        again = itertools.chain.from_iterable(_lines(path, header) for _ in itertools.count())
+        return itertools.chain(lines, again)
+    return lines
+
+
+def _lines(path: Path, header: bool) -> Iterator[bytes]:
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            if header:
+                next(file, None)
+            for line in file:
+                if line := line.rstrip(b"\r\n"):
+                    yield line
+    except (OSError, EOFError, zlib.error) as exc:
+        raise ConfigError(
+            f"{path}: expected a readable file of lines: {getattr(exc, 'strerror', None) or exc}"
+        ) from exc
+
+
+def read_pipe(descriptor: int, *, patience_s: float = 0.02) -> Iterator[bytes | None]:
+    """The lines of a pipe or terminal as they come, without blank ones; None each `patience_s` in which none came.
+
+    A last line without line end counts as a line.
+    """
+    rest = b""
+    while True:
+        # Never a blocking read: whoever asks for lines must be able to stop.
+        if not select.select([descriptor], [], [], patience_s)[0]:
+            yield None
+            continue
+        chunk = os.read(descriptor, _CHUNK_BYTES)
+        if not chunk:
+            if rest := rest.rstrip(b"\r\n"):
+                yield rest
+            return
+        *lines, rest = (rest + chunk).split(b"\n")
+        yield from (stripped for line in lines if (stripped := line.rstrip(b"\r")))

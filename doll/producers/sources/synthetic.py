@@ -1,0 +1,48 @@
+"""Gaussian classes whose means can drift: little-endian float32 features, then the class as one float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+RADIUS = 3.0  # distance of every class mean from the origin, in standard deviations
+_BLOCK = 256
+
+
+def class_planes(features: int, classes: int, rng: np.random.Generator) -> tuple[npt.NDArray[np.float64], ...]:
+    """Two (classes, features) arrays: unit vectors to the class means, and the unit directions in which these drift."""
+    means = rng.standard_normal((classes, features))
+    means /= np.linalg.norm(means, axis=1, keepdims=True)
+    drift = rng.standard_normal((classes, features))
+    drift -= (drift * means).sum(axis=1, keepdims=True) * means
+    length = np.linalg.norm(drift, axis=1, keepdims=True)
+    # One dimension has no second direction: there a mean swings through the origin and back.
+    drift = np.divide(drift, length, out=np.zeros_like(drift), where=length > 1e-9)
+    return means, drift
+
+
+def samples(
+    planes: tuple[npt.NDArray[np.float64], ...], drift_per_sample: float, rng: np.random.Generator, start: int = 0
+) -> Iterator[bytes]:
+    """Record values without end.
+
+    Args:
+        planes: of `class_planes`; streams that share it learn the same concept.
+        drift_per_sample: how far each class mean moves with each sample of the stream, along a circle of `RADIUS`
+            around the origin: the drift never ends and the classes stay as hard to tell apart as they were.
+        start: samples of this stream that were drawn before; sets how far the means have moved.
+    """
+    means, drift = planes
+    classes, features = means.shape
+    while True:
+        labels = rng.integers(classes, size=_BLOCK)
+        angle = (drift_per_sample / RADIUS * np.arange(start, start + _BLOCK))[:, None]
+        centre = RADIUS * (np.cos(angle) * means[labels] + np.sin(angle) * drift[labels])
+        rows = np.empty((_BLOCK, features + 1), "<f4")
+        rows[:, :-1] = centre + rng.standard_normal((_BLOCK, features))
+        rows[:, -1] = labels
+        block, width = rows.tobytes(), rows.itemsize * (features + 1)
+        yield from (block[at : at + width] for at in range(0, len(block), width))
+        start += _BLOCK

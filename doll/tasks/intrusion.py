@@ -1,0 +1,113 @@
+"""Network intrusion detection on connection records of the KDD Cup 1999: CSV lines of 41 features and the label.
+
+Every transform is fixed beforehand: nothing is learned from records that a live stream would not have shown yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Literal
+
+import numpy as np
+
+from doll.errors import SampleError
+from doll.task import Sample, Task
+
+if TYPE_CHECKING:
+    import torch
+
+_COLUMNS: Final = 42
+_CATEGORICAL: Final = {1: b"protocol_type", 2: b"service", 3: b"flag"}
+_RATES: Final = frozenset((*range(24, 31), *range(33, 41)))  # fractions 0..1
+_NUMERIC: Final = tuple(column for column in range(41) if column not in _CATEGORICAL)
+_LOG_SCALE: Final = 0.25  # log1p of a megabyte is 14: this brings counts and bytes to the size of the rates
+
+FAMILIES: Final = ("normal", "dos", "probe", "r2l", "u2r")
+_FAMILY: Final = {
+    name: family
+    for family, names in enumerate(
+        (
+            "normal",
+            "apache2 back land mailbomb neptune pod processtable smurf teardrop udpstorm",
+            "ipsweep mscan nmap portsweep saint satan",
+            "ftp_write guess_passwd httptunnel imap multihop named phf sendmail snmpgetattack snmpguess spy "
+            "warezclient warezmaster worm xlock xsnoop",
+            "buffer_overflow loadmodule perl ps rootkit sqlattack xterm",
+        )
+    )
+    for name in names.split()
+}
+
+
+class Intrusion(Task):
+    """Tells attacks from normal connections, by a multi-layer perceptron.
+
+    Args:
+        classes: `binary` (0 normal, 1 attack) or `families` (normal, dos, probe, r2l, u2r).
+        hash_size: slots that protocol, service and flag are hashed into.
+        hidden: widths of the hidden layers; none: logistic regression.
+    """
+
+    num_classes: int
+
+    def __init__(
+        self,
+        classes: Literal["binary", "families"] = "binary",
+        hash_size: int = 128,
+        hidden: Sequence[int] = (64,),
+    ) -> None:
+        if classes not in ("binary", "families"):
+            raise ValueError(f"classes: expected binary or families, got {classes!r}")
+        if hash_size < 1 or not all(width > 0 for width in hidden):
+            raise ValueError(f"expected hash_size and hidden widths above 0, got {hash_size} and {list(hidden)}")
+        self.binary = classes == "binary"
+        self.num_classes = 2 if self.binary else len(FAMILIES)
+        self.hash_size = hash_size
+        self.hidden = tuple(hidden)
+        self.input_shape = (len(_NUMERIC) + hash_size,)
+
+    def build_model(self) -> torch.nn.Module:
+        from torch import nn
+
+        widths = (len(_NUMERIC) + self.hash_size, *self.hidden)
+        layers: list[nn.Module] = []
+        for before, after in itertools.pairwise(widths):
+            layers += [nn.Linear(before, after), nn.ReLU()]
+        return nn.Sequential(*layers, nn.Linear(widths[-1], self.num_classes))
+
+    def decode(self, record: bytes) -> Sample:
+        cells = record.strip().split(b",")
+        if len(cells) != _COLUMNS:
+            raise SampleError(f"expected {_COLUMNS} columns (41 features, then the label), got {len(cells)}")
+        x = np.zeros(len(_NUMERIC) + self.hash_size, np.float32)
+        x[: len(_NUMERIC)] = [_number(cells[column], column) for column in _NUMERIC]
+        for column, name in _CATEGORICAL.items():
+            # crc32 is the same in every process and version; Python's own hash of bytes is not.
+            x[len(_NUMERIC) + zlib.crc32(name + b"=" + cells[column].strip()) % self.hash_size] += 1.0
+        return Sample(x, self._class(cells[-1]))
+
+    def _class(self, cell: bytes) -> int:
+        label = cell.strip().rstrip(b".").decode("ascii", "replace")
+        if self.binary and label:
+            return int(label != "normal")
+        family = _FAMILY.get(label)
+        if family is None:
+            raise SampleError(f"expected `normal` or the name of an attack in the last column, got {label[:40]!r}")
+        return family
+
+
+def _number(cell: bytes, column: int) -> float:
+    try:
+        value = float(cell)
+    except ValueError:
+        value = math.nan
+    if column in _RATES:
+        if not 0 <= value <= 1:
+            raise SampleError(f"column {column + 1}: expected a fraction 0..1, got {cell[:40]!r}")
+        return value
+    if not 0 <= value < math.inf:
+        raise SampleError(f"column {column + 1}: expected a finite number >= 0, got {cell[:40]!r}")
+    return math.log1p(value) * _LOG_SCALE
