@@ -1,0 +1,1 @@
+"""Which worker runs in which market, and what becomes of that decision."""

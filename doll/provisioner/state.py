@@ -1,0 +1,160 @@
+"""What the planner is told, and what it is asked for: plain values, no I/O, all times in seconds of the job's clock."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.theory import checks
+from doll.theory.checks import Floats
+from doll.theory.cost import Prices
+
+Bools = npt.NDArray[np.bool_]
+Market = Literal["spot", "on_demand"]
+Rule = Literal["pace", "theorem"]
+
+
+@dataclass(frozen=True)
+class Alpha:
+    """Availability of spot: point estimate and interval, each in [0, 1]. `low` and `high` default to the point."""
+
+    point: float
+    low: float = math.nan
+    high: float = math.nan
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "low", self.point if math.isnan(self.low) else self.low)
+        object.__setattr__(self, "high", self.point if math.isnan(self.high) else self.high)
+        checks.fraction(point=self.point, low=self.low, high=self.high)
+
+
+@dataclass(frozen=True)
+class PlannerSettings:
+    """What the job asks for, and how the planner behaves.
+
+    Args:
+        updates: J, updates that meet the error target.
+        group_size: K.
+        batch_size: b.
+        deadline_s: θ on the job's clock, seconds.
+        budget_usd: most that the workers may cost; None for no bound.
+        replan_s: the planner is asked again at least this often; the guard relies on it.
+        boot_s: from a change of market to a worker that is ready.
+        cycle_s: mean up + down time of a spot worker, for the spread of forecasts and for `risk`.
+        rule: "pace" waits for spot while the slack allows and covers workers that are down when it does not;
+            "theorem" keeps Theorem 4/5's mix on the remaining work, as in the paper's adaptive provisioning.
+        guard: keep so much on-demand that the deadline holds even if all of spot went down now.
+        margin: fraction of the deadline held back, for noise in arrivals.
+        slack_reserve: rule "pace": fraction of the slack of a uniform pace that is kept before spot's outages are
+            covered; 0 spends the slack as soon as it can, 1 never falls behind the uniform pace.
+        risk: rule "theorem": accepted probability of missing the deadline; None plans on the expectation.
+        dwell_s: how long spot must have been available before a worker returns to it; None: 10 boots, at least 5
+            replanning periods.
+        dead_band: rule "theorem": changes of at most this many workers are not worth their moves.
+        max_returns: at most this fraction of the workers returns to spot in one step.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    updates: float
+    group_size: int
+    batch_size: int
+    deadline_s: float
+    budget_usd: float | None = None
+    replan_s: float = 60.0
+    boot_s: float = 90.0
+    cycle_s: float = 36_000.0
+    rule: Rule = "pace"
+    guard: bool = True
+    margin: float = 0.005
+    slack_reserve: float = 0.75
+    risk: float | None = None
+    dwell_s: float | None = None
+    dead_band: int = 2
+    max_returns: float = 1.0
+
+    def __post_init__(self) -> None:
+        checks.positive(updates=self.updates, group_size=self.group_size, batch_size=self.batch_size)
+        checks.positive(deadline_s=self.deadline_s, replan_s=self.replan_s, cycle_s=self.cycle_s)
+        checks.non_negative(boot_s=self.boot_s, dead_band=self.dead_band)
+        checks.fraction(margin=self.margin, slack_reserve=self.slack_reserve, max_returns=self.max_returns)
+        if self.dwell_s is not None:
+            checks.non_negative(dwell_s=self.dwell_s)
+        if self.risk is not None and not 0 < self.risk <= 0.5:
+            raise ValueError(f"risk: expected a probability in (0, 0.5], got {self.risk}")
+
+    @property
+    def samples(self) -> float:
+        """J K b."""
+        return self.updates * self.group_size * self.batch_size
+
+    @property
+    def dwell(self) -> float:
+        """Seconds that spot must have been available before a return."""
+        return max(10 * self.boot_s, 5 * self.replan_s) if self.dwell_s is None else self.dwell_s
+
+
+@dataclass(frozen=True)
+class PlannerState:
+    """Where the job stands.
+
+    Args:
+        clock_s: seconds since the job began.
+        updates_done: J_t; may be a fraction (work inside unfinished groups).
+        rates_per_s: λ_n as estimated, one per slot, shape (N,).
+        on_spot: current market of each slot, shape (N,): True on spot, False on-demand.
+        up: the slot's worker is ready and works, shape (N,).
+        alpha: availability of spot.
+        prices: current prices.
+        spent_usd: cost so far.
+        spot_open: spot is to be had for this slot now, shape (N,): for a slot on spot that it runs or boots, for one
+            on-demand what a probe said. Default: as `up` for slots on spot, True for the others.
+        spot_changed_s: since when `spot_open` is what it is, shape (N,). Default: since ever.
+        moved_s: when the slot last changed its market, shape (N,). Default: never.
+
+    Raises:
+        ValueError: shapes differ, or a number is out of its range.
+    """
+
+    clock_s: float
+    updates_done: float
+    rates_per_s: Floats
+    on_spot: Bools
+    up: Bools
+    alpha: Alpha
+    prices: Prices
+    spent_usd: float = 0.0
+    spot_open: Bools = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
+    spot_changed_s: Floats = field(default_factory=lambda: np.empty(0))
+    moved_s: Floats = field(default_factory=lambda: np.empty(0))
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "rates_per_s", checks.rates(self.rates_per_s))
+        shape = self.rates_per_s.shape
+        put(self, "on_spot", np.asarray(self.on_spot, dtype=np.bool_))
+        put(self, "up", np.asarray(self.up, dtype=np.bool_))
+        self._check_shapes("on_spot", "up")
+        # An empty array stands for "not said".
+        opened = np.asarray(self.spot_open, dtype=np.bool_)
+        put(self, "spot_open", opened if opened.size else self.up | ~self.on_spot)
+        for name in ("spot_changed_s", "moved_s"):
+            given = np.asarray(getattr(self, name), dtype=np.float64)
+            put(self, name, given if given.size else np.full(shape, -math.inf))
+        self._check_shapes("spot_open", "spot_changed_s", "moved_s")
+        checks.non_negative(updates_done=self.updates_done, spent_usd=self.spent_usd)
+
+    def _check_shapes(self, *names: str) -> None:
+        shape = self.rates_per_s.shape
+        for name in names:
+            if getattr(self, name).shape != shape:
+                raise ValueError(f"{name}: expected shape {shape}, one per slot, got {getattr(self, name).shape}")
+
+    @property
+    def num_workers(self) -> int:
+        return len(self.rates_per_s)

@@ -1,0 +1,86 @@
+"""The production planner as a market policy of the backtest: one planner state per job and tick."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from doll.provisioner.planner import plan, start
+from doll.provisioner.rivals import ON_DEMAND, SPOT, Choices, Job, Moment
+from doll.provisioner.state import Alpha, PlannerSettings, PlannerState
+from doll.theory.cost import Prices
+
+# Half a machine-hour up and half down before anything has been seen (Jeffreys' prior, weighed in hours).
+_PRIOR_S = 1800.0
+ADAPTIVE = "adaptive"
+
+
+class Adaptive:
+    """`doll.provisioner.planner`, asked at every tick for every job.
+
+    Its availability is tallied from slots on spot, as it would be live.
+    """
+
+    def __init__(self, name: str, settings: PlannerSettings | None = None) -> None:
+        """
+        Args:
+            settings: behaviour of the planner; what the job says (work, deadline, boot, tick) is put in at the start.
+        """
+        self.name = name
+        self._given = settings or PlannerSettings(updates=1, group_size=1, batch_size=1, deadline_s=1.0)
+
+    def start(self, job: Job) -> None:
+        self._job = job
+        self.settings = replace(
+            self._given, updates=job.samples, group_size=1, batch_size=1, deadline_s=job.deadline_s,
+            replan_s=job.tick_s, boot_s=job.boot_s,
+        )  # fmt: skip
+        shape = (job.num_jobs, job.num_slots)
+        self._last_up = np.zeros(shape, dtype=np.bool_)
+        self._changed_s = np.full(shape, -np.inf)
+        self._moved_s = np.full(shape, -np.inf)
+        self._choice: Choices = np.full(shape, SPOT)
+        self._on_s = np.full(job.num_jobs, _PRIOR_S)
+        self._off_s = np.full(job.num_jobs, _PRIOR_S)
+
+    def decide(self, moment: Moment) -> Choices:
+        job, first = self._job, moment.now_s == 0.0
+        if not first:
+            self._changed_s[moment.up != self._last_up] = moment.now_s
+        self._last_up = moment.up.copy()
+        on_spot = moment.choice == SPOT
+        self._on_s += job.tick_s * (on_spot & moment.up).sum(axis=1)
+        self._off_s += job.tick_s * (on_spot & ~moment.up).sum(axis=1)
+        alpha = self._on_s / (self._on_s + self._off_s)
+        choice = self._choice.copy()
+        unfinished = moment.done < job.samples * (1 - 1e-9)
+        for index in np.flatnonzero(unfinished):
+            state = PlannerState(
+                clock_s=moment.now_s,
+                updates_done=float(moment.done[index]),
+                rates_per_s=job.rates_per_s,
+                on_spot=on_spot[index],
+                up=moment.ready[index],
+                alpha=Alpha(float(alpha[index])),
+                prices=Prices(float(moment.price[index]), float(job.on_demand[index])),
+                spot_open=moment.up[index],
+                spot_changed_s=self._changed_s[index],
+                moved_s=self._moved_s[index],
+            )
+            made = start(state, self.settings) if first else plan(state, self.settings)
+            choice[index] = np.where(made.on_spot, SPOT, ON_DEMAND)
+            if not first:
+                self._moved_s[index, made.moved] = moment.now_s
+        self._choice = choice
+        return choice
+
+
+def planners() -> list[Adaptive]:
+    """The planner as it is used, without its guard, and under the paper's rule (Theorems 4 and 5 on what is left)."""
+    blank = PlannerSettings(updates=1, group_size=1, batch_size=1, deadline_s=1.0)
+    return [
+        Adaptive(ADAPTIVE, blank),
+        Adaptive("adaptive-no-guard", replace(blank, guard=False)),
+        Adaptive("adaptive-theorem", replace(blank, rule="theorem")),
+    ]

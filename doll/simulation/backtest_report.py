@@ -1,0 +1,191 @@
+"""What a backtest says: a table, a verdict on the planner, JSON, CSV and a picture."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from doll.simulation.adaptive import ADAPTIVE
+from doll.simulation.backtest import BacktestSettings, Row
+
+_UNIFORM = "uniform-progress"
+_POINTS_OVER_BEST = 5.0
+_SHARE_OF_MOVES = 1 / 3
+_ALL = 100.0 - 1e-9
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The planner against its bars.
+
+    Attributes:
+        all_met: every deadline of every trace set.
+        worst_points: most percent points of on-demand cost above the best rival that met every deadline there.
+        mean_points: the same over all sets and deadlines on average; negative: cheaper than the best rival.
+        moves_share: its moves over those of Uniform Progress, summed over all sets and deadlines.
+        moves_share_by_set: the same per trace set; NaN where Uniform Progress never moves.
+    """
+
+    all_met: bool
+    worst_points: float
+    worst_at: str
+    mean_points: float
+    moves_share: float
+    moves_share_by_set: dict[str, float]
+
+    @property
+    def ok(self) -> bool:
+        """All deadlines met, near the best rival's cost everywhere, with few moves."""
+        return self.all_met and self.worst_points <= _POINTS_OVER_BEST and self.moves_share < _SHARE_OF_MOVES
+
+    @property
+    def text(self) -> str:
+        over = [name for name, share in self.moves_share_by_set.items() if share >= _SHARE_OF_MOVES]
+        lines = [
+            f"adaptive: {'met every deadline' if self.all_met else 'MISSED deadlines'}; cost {self.mean_points:+.1f} "
+            f"points against the best rival that met all, at worst {self.worst_points:+.1f} ({self.worst_at}); "
+            f"{100 * self.moves_share:.0f} % of Uniform Progress's moves",
+        ]
+        if over:
+            lines.append(f"more than a third of Uniform Progress's moves on: {', '.join(over)}")
+        return "\n".join(lines)
+
+
+def verdict(rows: Sequence[Row]) -> Verdict:
+    """Hold the planner with its guard against the rivals."""
+    cells: dict[tuple[str, float], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault((row.trace_set, row.deadline_ratio), {})[row.policy] = row
+    points: dict[str, float] = {}
+    moves: dict[str, list[float]] = {}
+    for (name, ratio), cell in cells.items():
+        ours, uniform = cell[ADAPTIVE], cell[_UNIFORM]
+        rivals = [row for row in cell.values() if not row.policy.startswith(ADAPTIVE) and row.met_percent >= _ALL]
+        points[f"{name} x {ratio:g}"] = ours.cost_percent - min(row.cost_percent for row in rivals)
+        total = moves.setdefault(name, [0.0, 0.0])
+        total[0] += ours.moves_per_job
+        total[1] += uniform.moves_per_job
+    worst_at = max(points, key=lambda at: points[at])
+    return Verdict(
+        all_met=all(row.met_percent >= _ALL for row in rows if row.policy == ADAPTIVE),
+        worst_points=points[worst_at],
+        worst_at=worst_at,
+        mean_points=float(np.mean(list(points.values()))),
+        moves_share=_share(sum(ours for ours, _ in moves.values()), sum(uniform for _, uniform in moves.values())),
+        moves_share_by_set={name: _share(*pair) for name, pair in moves.items()},
+    )
+
+
+def _share(ours: float, uniform: float) -> float:
+    if uniform > 0:
+        return ours / uniform
+    return 0.0 if ours == 0 else math.inf
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One block per trace set and deadline, one line per policy."""
+    width = max(len(row.policy) for row in rows)
+    lines, at = [], None
+    for row in rows:
+        if at != (row.trace_set, row.deadline_ratio):
+            at = (row.trace_set, row.deadline_ratio)
+            lines += ["", f"{row.trace_set}, deadline {row.deadline_ratio:g} x, {row.jobs} jobs"]
+            lines.append(f"  {'policy':{width}}  met %  cost %  moves/job  x clairvoyant")
+        lines.append(
+            f"  {row.policy:{width}}  {row.met_percent:5.0f}  {row.cost_percent:6.1f}  {row.moves_per_job:9.1f}  "
+            f"{row.over_bound:13.3f}"
+        )
+    lines += ["", "all trace sets and deadlines", f"  {'policy':{width}}  met %  cost %  moves/job  x clairvoyant"]
+    for mean in overall(rows):
+        lines.append(
+            f"  {mean.policy:{width}}  {mean.met_percent:5.0f}  {mean.cost_percent:6.1f}  {mean.moves_per_job:9.1f}  "
+            f"{mean.over_bound:13.3f}"
+        )
+    return "\n".join(lines).lstrip("\n")
+
+
+def overall(rows: Sequence[Row]) -> list[Row]:
+    """One row per policy: means over trace sets and deadlines."""
+    found = []
+    for policy in dict.fromkeys(row.policy for row in rows):
+        own = [row for row in rows if row.policy == policy]
+        found.append(
+            Row(
+                trace_set="all",
+                deadline_ratio=math.nan,
+                policy=policy,
+                jobs=sum(row.jobs for row in own),
+                met_percent=float(np.mean([row.met_percent for row in own])),
+                cost_percent=float(np.mean([row.cost_percent for row in own])),
+                moves_per_job=float(np.mean([row.moves_per_job for row in own])),
+                over_bound=float(np.mean([row.over_bound for row in own])),
+            )
+        )
+    return found
+
+
+def to_json(rows: Sequence[Row], settings: BacktestSettings) -> dict[str, object]:
+    """Settings, one object per trace set, deadline and policy, means, and the verdict."""
+    judged = verdict(rows)
+    return {
+        "settings": {**asdict(settings), "rates_per_s": list(settings.rates_per_s)},
+        "rows": [row.to_dict() for row in rows],
+        "overall": [{**row.to_dict(), "deadline_ratio": None} for row in overall(rows)],
+        "verdict": {**asdict(judged), "ok": judged.ok},
+    }
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """One line per trace set, deadline and policy.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row.to_dict() for row in rows)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Cost and moves of every policy per trace set; hollow where a deadline was missed.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ratios = sorted({row.deadline_ratio for row in rows})
+    sets = list(dict.fromkeys(row.trace_set for row in rows))
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    figure = Figure(figsize=(5.0 * len(ratios), 2.4 + 0.75 * len(sets)), layout="constrained", dpi=110)
+    FigureCanvasAgg(figure)
+    figure.suptitle("Cost of meeting deadlines on recorded spot markets (hollow: deadlines missed)", fontsize=12)
+    grid = figure.subplots(2, len(ratios), squeeze=False, sharey=True)
+    for column, ratio in enumerate(ratios):
+        for index, policy in enumerate(policies):
+            own = [row for row in rows if row.policy == policy and row.deadline_ratio == ratio]
+            heights = [sets.index(row.trace_set) + 0.06 * (index - len(policies) / 2) for row in own]
+            faces = [f"C{index}" if row.met_percent >= _ALL else "none" for row in own]
+            for axes, values in (
+                (grid[0][column], [row.cost_percent for row in own]),
+                (grid[1][column], [row.moves_per_job for row in own]),
+            ):
+                axes.scatter(values, heights, s=26, facecolors=faces, edgecolors=f"C{index}", label=policy)
+        grid[0][column].set_title(f"deadline {ratio:g} x", fontsize=10)
+        grid[0][column].set_xlabel("cost, % of all on demand", fontsize=9)
+        grid[1][column].set_xlabel("moves per job", fontsize=9)
+        grid[1][column].set_xscale("symlog", linthresh=1)
+        for axes in grid[:, column]:
+            axes.set_yticks(range(len(sets)), sets, fontsize=8)
+            axes.grid(alpha=0.25)
+            axes.tick_params(labelsize=8)
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8, frameon=False)
+    figure.savefig(path)

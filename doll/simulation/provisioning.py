@@ -1,0 +1,67 @@
+"""The production planner inside the simulation: it sees of the simulated job what the controller sees of a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from doll.provisioner.planner import plan, start
+from doll.provisioner.state import Alpha, PlannerSettings, PlannerState
+from doll.simulation.system import System
+from doll.theory.cost import Prices
+
+# Half an hour up and half an hour down before anything has been seen.
+_PRIOR_S = 1800.0
+
+
+class Planned:
+    """Asks the planner every `settings.replan_s` and moves slots as it says.
+
+    Availability is tallied on slots that are on spot; rates are those of the simulation's settings.
+    """
+
+    def __init__(self, settings: PlannerSettings) -> None:
+        self.settings = settings
+        self.every_s = settings.replan_s
+        self._up_s = self._down_s = _PRIOR_S
+        self._there: list[bool] = []
+        self._changed_s: list[float] = []
+        self._moved_s: list[float] = []
+
+    def decide(self, system: System) -> Sequence[bool]:
+        now_s, n = system.now, system.settings.num_workers
+        first = not self._there
+        if first:
+            self._there = list(system.spot_there)
+            self._changed_s, self._moved_s = [-np.inf] * n, [-np.inf] * n
+        else:
+            self._look(system)
+        state = PlannerState(
+            clock_s=now_s,
+            updates_done=float(system.version),
+            rates_per_s=np.asarray(system.settings.rates_per_s, float),
+            on_spot=np.asarray(system.spot),
+            up=np.asarray(system.up),
+            alpha=Alpha(self._up_s / (self._up_s + self._down_s)),
+            prices=Prices(system.settings.spot_usd_per_hour, system.settings.on_demand_usd_per_hour),
+            spent_usd=system.usd,
+            spot_open=np.asarray(system.spot_there),
+            spot_changed_s=np.asarray(self._changed_s),
+            moved_s=np.asarray(self._moved_s),
+        )
+        made = start(state, self.settings) if first else plan(state, self.settings)
+        for slot in np.flatnonzero(made.moved):
+            self._moved_s[slot] = now_s
+        return [bool(spot) for spot in made.on_spot]
+
+    def _look(self, system: System) -> None:
+        for slot, (there, before) in enumerate(zip(system.spot_there, self._there, strict=True)):
+            if there != before:
+                self._there[slot] = there
+                self._changed_s[slot] = system.now
+            if system.spot[slot]:
+                if there:
+                    self._up_s += self.every_s
+                else:
+                    self._down_s += self.every_s

@@ -1,0 +1,205 @@
+"""What a simulation gives: a summary with formulas beside measurements, a CSV of the updates, and a picture."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.config import AspPolicyConfig, BspPolicyConfig, DollPolicyConfig
+from doll.evaluation.rates import (
+    Margin,
+    predicted_lockstep_rate,
+    predicted_update_rate,
+    stability_margin,
+    steady_update_rate,
+)
+from doll.simulation.settings import SimulationSettings
+from doll.simulation.system import System, Trajectory
+
+COLUMNS = ("update", "time_s", "waiting_batches", "workers_up", "group_s", "usd")
+# Enough for every pixel of a wide screen; the CSV keeps all rows.
+_PLOT_POINTS = 4000
+_MEASURED, _FORMULA = "#4c78a8", "#333333"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One run. Rates in updates per second; NaN where nothing can be said.
+
+    Attributes:
+        rate_formula: λ_U of Eq. (20): streams of slots that are up all the time, plus the availability's share of the
+            others.
+        rate_given_up_time: λ_U with the up-time that this run drew: what remains to tell apart is the queue.
+        rate_measured: updates over the run's seconds, from the first update on.
+        waiting_growth: queue at the end over the queue in the middle; far above 1: it grows without bound.
+        margin_sufficient, margin_necessary: Proposition 1 for the gradient time set; above 1 is stable in that form.
+    """
+
+    workers: int
+    spot: int
+    updates: int
+    seconds: float
+    rate_formula: float
+    rate_given_up_time: float
+    rate_measured: float
+    mean_up: float
+    mean_waiting_batches: float
+    max_waiting_batches: int
+    waiting_growth: float
+    mean_group_s: float
+    margin_sufficient: float
+    margin_necessary: float
+    preemptions: int
+    returned_batches: int
+    moves: int
+    usd: float
+    on_demand_usd: float
+    seed: int
+
+    @property
+    def cost_ratio(self) -> float:
+        """Cost over that of the same updates all on demand at the formula's rate; NaN without updates."""
+        return self.usd / self.on_demand_usd if self.on_demand_usd > 0 else math.nan
+
+    def to_dict(self) -> dict[str, float | int]:
+        """Plain numbers, for JSON."""
+        return {**asdict(self), "cost_ratio": self.cost_ratio}
+
+
+def group_size(settings: SimulationSettings) -> int:
+    """K: batches per update under the policy."""
+    match settings.policy:
+        case DollPolicyConfig(group_size=size):
+            return size
+        case BspPolicyConfig():
+            return settings.num_workers
+        case AspPolicyConfig():
+            return 1
+
+
+def formula_rate(settings: SimulationSettings, spot: Sequence[bool], alpha: float) -> float:
+    """λ_U in updates per second when spot slots are up a share `alpha` of the time.
+
+    Source: the DOLL paper, Eq. (1) and (20).
+
+    >>> from doll.config import DollPolicyConfig
+    >>> settings = SimulationSettings(rates_per_s=[125.0] * 64, batch_size=256, updates=1,
+    ...                               policy=DollPolicyConfig(group_size=20))
+    >>> formula_rate(settings, [False] * 64, alpha=0.9)
+    1.5625
+    """
+    rates = [rate * (alpha if is_spot else 1.0) for rate, is_spot in zip(settings.rates_per_s, spot, strict=True)]
+    if isinstance(settings.policy, BspPolicyConfig):
+        return predicted_lockstep_rate(rates, settings.batch_size)
+    return predicted_update_rate(rates, settings.batch_size, group_size(settings))
+
+
+def summarise(system: System, alpha: float) -> Summary:
+    """The summary of a run that has ended.
+
+    Args:
+        alpha: availability of spot slots that `rate_formula` assumes.
+    """
+    settings, kept = system.settings, system.trajectory
+    n, updates = settings.num_workers, system.version
+    k_b = group_size(settings) * settings.batch_size
+    margin = Margin(math.nan, math.nan)
+    if isinstance(settings.policy, DollPolicyConfig):
+        margin = stability_margin(settings.rates_per_s, settings.batch_size, group_size(settings), settings.compute_s)
+    drawn = sum(rate * system.slot_up_s(worker) for worker, rate in enumerate(settings.rates_per_s))
+    waiting = np.asarray(kept.waiting, float)
+    on_demand_rate = formula_rate(settings, [False] * n, 1.0)
+    return Summary(
+        workers=n,
+        spot=sum(system.spot),
+        updates=updates,
+        seconds=system.now,
+        rate_formula=formula_rate(settings, system.spot, alpha),
+        rate_given_up_time=drawn / k_b / system.now if system.now else math.nan,
+        rate_measured=steady_update_rate(kept.time_s, drop_fraction=0.0, drop_s=0.0),
+        mean_up=system.up_worker_s / system.now if system.now else math.nan,
+        mean_waiting_batches=float(waiting.mean()) if updates else math.nan,
+        max_waiting_batches=int(waiting.max()) if updates else 0,
+        waiting_growth=_growth(waiting),
+        mean_group_s=float(np.mean(kept.group_s)) if updates else math.nan,
+        margin_sufficient=margin.sufficient,
+        margin_necessary=margin.necessary,
+        preemptions=system.preemptions,
+        returned_batches=system.engine.counters["returned"],
+        moves=system.moves,
+        usd=system.usd,
+        on_demand_usd=updates / on_demand_rate * n * settings.on_demand_usd_per_hour / 3600.0,
+        seed=settings.seed,
+    )
+
+
+def _growth(waiting: npt.NDArray[np.float64]) -> float:
+    """Mean queue in the last tenth of the run over that in the tenth before its middle; 1 when it does not grow."""
+    n = len(waiting)
+    if n < 20:
+        return math.nan
+    middle = waiting[int(0.4 * n) : int(0.5 * n)].mean()
+    return float((waiting[int(0.9 * n) :].mean() + 1.0) / (middle + 1.0))
+
+
+def write_csv(kept: Trajectory, path: Path) -> None:
+    """One row per update.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        columns = zip(kept.time_s, kept.waiting, kept.up, kept.group_s, kept.usd, strict=True)
+        for update, (time_s, waiting, up, group_s, usd) in enumerate(columns, 1):
+            writer.writerow((update, f"{time_s:.6f}", waiting, up, f"{group_s:.6f}", f"{usd:.6f}"))
+
+
+def draw(kept: Trajectory, summary: Summary, path: Path) -> None:
+    """Updates against the formula, workers up, queue and cost over time, as a PNG.
+
+    Raises:
+        OSError: `path` cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    step = max(1, len(kept.time_s) // _PLOT_POINTS)
+    hours = [time_s / 3600.0 for time_s in islice(kept.time_s, None, None, step)]
+    updates = range(1, len(kept.time_s) + 1, step)
+    figure = Figure(figsize=(10.4, 7.0), layout="constrained", dpi=110)
+    FigureCanvasAgg(figure)
+    figure.suptitle(
+        f"{summary.workers} workers, {summary.spot} of them spot: {summary.updates} updates, "
+        f"rate / formula {summary.rate_measured / summary.rate_formula:.4f}",
+        fontsize=12,
+    )
+    ((done, up), (queue, cost)) = figure.subplots(2, 2)
+    done.plot(hours, updates, color=_MEASURED, label="simulated")
+    formula = [summary.rate_formula * 3600.0 * hour for hour in hours]
+    done.plot(hours, formula, "--", color=_FORMULA, label=f"λ_U t, λ_U = {summary.rate_formula:.4g}/s")
+    done.legend(fontsize=8, frameon=False)
+    up.step(hours, kept.up[::step], where="post", color=_MEASURED, linewidth=0.9)
+    up.set_ylim(0, summary.workers * 1.05)
+    queue.plot(hours, kept.waiting[::step], color=_MEASURED, linewidth=0.7)
+    cost.plot(hours, kept.usd[::step], color=_MEASURED)
+    for axes, title, label in (
+        (done, "Updates against theory", "updates"),
+        (up, "Workers up", "workers"),
+        (queue, "Batches waiting at each update", "batches"),
+        (cost, "Spent", "USD"),
+    ):
+        axes.set_title(title, fontsize=10)
+        axes.set_ylabel(label, fontsize=9)
+        axes.set_xlabel("hours", fontsize=9)
+        axes.grid(alpha=0.25)
+        axes.tick_params(labelsize=8)
+    figure.savefig(path)

@@ -1,0 +1,65 @@
+"""What a simulation is told: the job, the machines and how they vanish."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from doll.config import DollPolicyConfig, PolicyConfig
+from doll.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationSettings:
+    """One simulated job.
+
+    Attributes:
+        rates_per_s: λ_n, samples per second of each stream while its worker is up; its length is N.
+        batch_size: b, samples per batch.
+        policy: the consistency policy, with K for `doll`.
+        arrival_scv: c_A², squared coefficient of variation of the time between samples: 1 Poisson, 0 regular.
+        compute_s: μ_C, mean seconds per gradient of one batch.
+        compute: distribution of the gradient time.
+        updates: the run ends after so many model updates; None: only `seconds` ends it.
+        seconds: the run ends at this virtual time; None: only `updates` ends it.
+        random_phase: each worker begins with a batch that is filled to a random degree. Without it all batches of equal
+            streams complete together and stay in step for hundreds of seconds (digest 1.3, "Phase trap").
+        replacement: tell the engine of preemptions, so that it replaces lost batches (digest D3). False is the paper's
+            Algorithm 4 as printed: the group waits until the worker is back.
+        arrivals_pause: samples stop arriving at a worker that is down (the paper's model, digest 1.2 (a)). False: they
+            pile up in the log and a returned worker announces all of them.
+        sample_every_s: spacing of the rows of the time series; None: one row per update.
+    """
+
+    rates_per_s: Sequence[float]
+    batch_size: int
+    policy: PolicyConfig = field(default_factory=DollPolicyConfig)
+    arrival_scv: float = 1.0
+    compute_s: float = 0.02
+    compute: Literal["exponential", "constant"] = "exponential"
+    updates: int | None = None
+    seconds: float | None = None
+    random_phase: bool = True
+    replacement: bool = True
+    arrivals_pause: bool = True
+    spot_usd_per_hour: float = 0.158
+    on_demand_usd_per_hour: float = 0.286
+    checkpoint_every_updates: int = 100
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.rates_per_s or min(self.rates_per_s) <= 0:
+            raise ConfigError(f"expected one arrival rate above 0 per worker, got {list(self.rates_per_s)}")
+        if self.batch_size < 1 or self.compute_s < 0 or self.arrival_scv < 0:
+            raise ConfigError(
+                f"expected batch_size >= 1, compute_s >= 0 and arrival_scv >= 0, got {self.batch_size}, "
+                f"{self.compute_s} and {self.arrival_scv}"
+            )
+        if self.updates is None and self.seconds is None:
+            raise ConfigError("expected an end: a number of updates, or of seconds")
+
+    @property
+    def num_workers(self) -> int:
+        """N: streams and worker slots."""
+        return len(self.rates_per_s)

@@ -1,0 +1,389 @@
+"""One simulated job: the production engine and policy, moved by an event queue in virtual time.
+
+Per batch there are two events, its completion at the worker and the end of its gradient; samples are not simulated one
+by one, since the time in which b samples arrive can be drawn at once. The engine hears what it would hear in life:
+Join, Announce, Push and Leave. Gradients carry no numbers, so there is no blob to fetch, and a checkpoint is durable at
+once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import Protocol
+
+import numpy as np
+
+from doll.config import StopConfig
+from doll.ps.engine import Engine, EngineSettings
+from doll.ps.events import (
+    Action,
+    ApplyUpdate,
+    CheckpointStored,
+    Event,
+    Finish,
+    SendGrant,
+    SendWelcome,
+    StoreCheckpoint,
+)
+from doll.ps.policies import make_policy
+from doll.records import Announce, Join, Leave, Push
+from doll.simulation.preemption import Preemption
+from doll.simulation.randomness import Draw, compute_time, samples_time
+from doll.simulation.settings import SimulationSettings
+
+# Larger than any simulated queue: workers of the simulation are not held back, so that an unstable queue shows.
+_UNBOUNDED = 1 << 40
+_FOREVER_S = 1e18
+_PS_EPOCH = 1
+
+_BATCH, _COMPUTED, _SPAN, _BOOTED, _PLAN = range(5)
+
+
+class Provisioner(Protocol):
+    """Decides markets while the job runs."""
+
+    every_s: float
+
+    def decide(self, system: System) -> Sequence[bool]:
+        """True for each slot that is to be preemptible from now on."""
+        ...
+
+
+@dataclass
+class Trajectory:
+    """What is kept of a run: one row per update, and integrals over the run."""
+
+    time_s: list[float] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)  # batches queued at the update
+    up: list[int] = field(default_factory=list)  # workers up at the update
+    group_s: list[float] = field(default_factory=list)  # from the group's first grant to its update
+    usd: list[float] = field(default_factory=list)  # spent until the update
+
+
+class System:
+    """N workers, their machines and one engine.
+
+    Attributes:
+        now: virtual seconds since the start.
+        spot: which slots are preemptible.
+        up: which workers are up.
+        spot_there: where a preemptible machine is to be had, used or not.
+        moves: changes of market after the start.
+        preemptions: machines taken away from slots that used them.
+    """
+
+    def __init__(
+        self,
+        settings: SimulationSettings,
+        *,
+        spot: Sequence[bool] | None = None,
+        preemption: Preemption | None = None,
+        provisioner: Provisioner | None = None,
+        boot_s: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            spot: preemptible slots; default: none.
+            preemption: when preemptible machines are there; needed where a slot is or may become preemptible.
+            provisioner: moves slots between the markets while the job runs.
+            boot_s: from a machine's start to a working worker; it is billed.
+        """
+        n = settings.num_workers
+        self.settings = settings
+        self.now = 0.0
+        self.spot = list(spot) if spot is not None else [False] * n
+        if len(self.spot) != n:
+            raise ValueError(f"expected {n} slots, got {len(self.spot)}")
+        if preemption is None and (provisioner is not None or any(self.spot)):
+            raise ValueError("expected a preemption model: some slots are or may become preemptible")
+        self.trajectory = Trajectory()
+        self.moves = 0
+        self.preemptions = 0
+        self.boot_s = boot_s
+        self._provisioner = provisioner
+        self._seeds = np.random.SeedSequence(settings.seed)
+        rng = np.random.default_rng(self._seeds)
+        self._rng = rng
+        self._fill: Draw = samples_time(rng, settings.batch_size, settings.arrival_scv)
+        self._compute: Draw = compute_time(rng, settings.compute_s, settings.compute)
+        self._mean_gap_s = [1.0 / rate for rate in settings.rates_per_s]
+        # Where each stream stands. Its next batch is complete at `_complete_at`; `_left_s` was left of that when
+        # arrivals paused.
+        self.complete = [0] * n
+        self._announced = [0] * n
+        self._complete_at = [0.0] * n
+        self._left_s = [0.0] * n
+        self._turn = [0] * n  # a batch event of an earlier turn is void
+        # What each worker computes: a queue of granted batches, the first of which is under way while the worker is up.
+        self._granted: list[deque[SendGrant]] = [deque() for _ in range(n)]
+        self._work = [0] * n  # a compute event of an earlier number is void
+        self.up = [True] * n
+        self.num_up = n
+        self.spot_there = [True] * n
+        self._booted_at = [0.0] * n
+        self._epoch = [0] * n
+        self._lives = [0] * n
+        # Money and up-time, booked before every change.
+        self._booked_at = 0.0
+        self._usd = 0.0
+        self._up_worker_s = 0.0
+        self._num_on_demand = n - sum(self.spot)
+        self._num_spot_there = sum(self.spot)
+        self._up_s = [0.0] * n  # of each slot, until `_up_since` where it is up
+        self._up_since = [0.0] * n
+        self._queue: list[tuple[float, int, int, int]] = []  # (time, kind, worker, turn)
+        policy = make_policy(settings.policy)
+        engine_settings = EngineSettings(
+            num_workers=n, records_per_batch=settings.batch_size, max_pending_batches=_UNBOUNDED, lease_s=_FOREVER_S,
+            grant_timeout_s=_FOREVER_S, checkpoint_every_updates=settings.checkpoint_every_updates,
+            checkpoint_every_s=_FOREVER_S, stop=StopConfig(updates=settings.updates),
+        )  # fmt: skip
+        self.engine = Engine(engine_settings, policy, ps_epoch=_PS_EPOCH, now=0.0, origins=[0] * n)
+        self._spans = [preemption.spans(slot) if preemption is not None else None for slot in range(n)]
+        self._start()
+
+    # --- what a provisioner sees ------------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> int:
+        """J: updates applied."""
+        return self.engine.version
+
+    @property
+    def usd(self) -> float:
+        """Spent until now."""
+        return self._usd + self._usd_per_s * (self.now - self._booked_at)
+
+    @property
+    def up_worker_s(self) -> float:
+        """Integral of the number of workers up, worker-seconds."""
+        return self._up_worker_s + self.num_up * (self.now - self._booked_at)
+
+    def slot_up_s(self, worker: int) -> float:
+        """Seconds for which this worker has been up."""
+        return self._up_s[worker] + (self.now - self._up_since[worker] if self.up[worker] else 0.0)
+
+    # --- the run ----------------------------------------------------------------------------------------------------
+
+    def run(self, progress: Callable[[int, float], None] | None = None) -> Trajectory:
+        """Run to the end that the settings name. `progress(updates, seconds)` is called now and then."""
+        end_s = self.settings.seconds if self.settings.seconds is not None else _FOREVER_S
+        queue, engine = self._queue, self.engine
+        count = 0
+        while queue and engine.finished is None:
+            time, kind, worker, turn = heappop(queue)
+            if time > end_s:
+                self.now = end_s
+                break
+            self.now = time
+            if kind == _BATCH:
+                if turn == self._turn[worker]:
+                    self._on_batch(worker)
+            elif kind == _COMPUTED:
+                if turn == self._work[worker]:
+                    self._on_computed(worker)
+            elif kind == _SPAN:
+                self._on_span(worker)
+            elif kind == _BOOTED:
+                self._settle(worker)
+            else:
+                self._on_plan()
+            count += 1
+            if progress is not None and not count & 0xFFF:
+                progress(engine.version, time)
+        if progress is not None:
+            progress(engine.version, self.now)
+        return self.trajectory
+
+    def _start(self) -> None:
+        settings = self.settings
+        b, n = settings.batch_size, settings.num_workers
+        for worker in range(n):
+            spans = self._spans[worker]
+            if spans is not None:
+                there, seconds = next(spans)
+                self.spot_there[worker] = there
+                self._queue.append((seconds, _SPAN, worker, 0))
+            self._left_s[worker] = self._first_batch_s(b) * self._mean_gap_s[worker]
+            self._complete_at[worker] = self._left_s[worker]
+            if self.spot[worker] and not self.spot_there[worker]:
+                self.up[worker] = False
+                self.num_up -= 1
+                self._num_spot_there -= 1
+            if self.up[worker] or not settings.arrivals_pause:
+                self._queue.append((self._complete_at[worker], _BATCH, worker, 0))
+        heapify(self._queue)
+        for worker in range(n):
+            if self.up[worker] or not settings.replacement:
+                self._join(worker)
+        if self._provisioner is not None:
+            heappush(self._queue, (0.0, _PLAN, 0, 0))
+
+    def _first_batch_s(self, b: int) -> float:
+        """Time to the first complete batch, in mean gaps: of b samples less those that are there already."""
+        if not self.settings.random_phase:
+            return self._fill()
+        missing = b - int(self._rng.integers(b))
+        scv = self.settings.arrival_scv
+        if scv == 0.0:
+            return missing - float(self._rng.random())
+        return float(self._rng.standard_gamma(missing / scv)) * scv
+
+    def _tell(self, event: Event) -> list[Action]:
+        actions = self.engine.handle(event, self.now)
+        for action in actions:
+            kind = type(action)
+            if kind is SendGrant:
+                self._on_grant(action)  # type: ignore[arg-type]
+            elif kind is ApplyUpdate:
+                self._on_update(action)  # type: ignore[arg-type]
+            elif kind is StoreCheckpoint:
+                self._tell(CheckpointStored(version=action.version))  # type: ignore[union-attr]
+            elif kind is Finish:
+                break
+        return actions
+
+    # --- the life of a batch ----------------------------------------------------------------------------------------
+
+    def _on_batch(self, worker: int) -> None:
+        self.complete[worker] += 1
+        at = self.now + self._fill() * self._mean_gap_s[worker]
+        self._complete_at[worker] = at
+        heappush(self._queue, (at, _BATCH, worker, self._turn[worker]))
+        if self.up[worker]:
+            self._announce(worker)
+
+    def _announce(self, worker: int) -> None:
+        first, until = self._announced[worker], self.complete[worker]
+        if first < until:
+            self._announced[worker] = until
+            self._tell(Announce(worker=worker, epoch=self._epoch[worker], first=first, until=until))
+
+    def _on_grant(self, grant: SendGrant) -> None:
+        worker = grant.worker
+        granted = self._granted[worker]
+        granted.append(grant)
+        if len(granted) == 1 and self.up[worker]:
+            self._begin(worker)
+
+    def _begin(self, worker: int) -> None:
+        heappush(self._queue, (self.now + self._compute(), _COMPUTED, worker, self._work[worker]))
+
+    def _on_computed(self, worker: int) -> None:
+        granted = self._granted[worker]
+        grant = granted.popleft()
+        if granted:
+            self._begin(worker)
+        push = Push(
+            worker=worker, epoch=grant.epoch, token=grant.token, ps_epoch=_PS_EPOCH, grant=grant.grant,
+            version=grant.version, key="", n_samples=self.settings.batch_size, loss_sum=0.0,
+        )  # fmt: skip
+        self._tell(push)
+
+    def _on_update(self, update: ApplyUpdate) -> None:
+        kept = self.trajectory
+        kept.time_s.append(self.now)
+        kept.waiting.append(self.engine.num_waiting)
+        kept.up.append(self.num_up)
+        kept.group_s.append(self.now - update.batches[0].granted_at_s)
+        kept.usd.append(self.usd)
+
+    # --- machines come and go ---------------------------------------------------------------------------------------
+
+    @property
+    def _usd_per_s(self) -> float:
+        """On-demand machines cost until the end, preemptible ones only while they are there."""
+        settings = self.settings
+        usd_per_hour = (
+            self._num_on_demand * settings.on_demand_usd_per_hour + self._num_spot_there * settings.spot_usd_per_hour
+        )
+        return usd_per_hour / 3600.0
+
+    def _book(self) -> None:
+        """Book what was spent and how many were up since the last change; to be called before a change."""
+        self._usd, self._up_worker_s, self._booked_at = self.usd, self.up_worker_s, self.now
+
+    def _on_span(self, worker: int) -> None:
+        spans = self._spans[worker]
+        assert spans is not None
+        there, seconds = next(spans)
+        heappush(self._queue, (self.now + seconds, _SPAN, worker, 0))
+        if there == self.spot_there[worker]:
+            return
+        self.spot_there[worker] = there
+        if self.spot[worker]:
+            self._book()
+            self._num_spot_there += 1 if there else -1
+            if there:
+                self._boot(worker)
+            else:
+                self.preemptions += 1
+            self._settle(worker)
+
+    def _boot(self, worker: int) -> None:
+        self._booted_at[worker] = self.now + self.boot_s
+        if self.boot_s > 0:
+            heappush(self._queue, (self._booted_at[worker], _BOOTED, worker, 0))
+
+    def _settle(self, worker: int) -> None:
+        """Bring the worker up or down as its machine is."""
+        there = self.spot_there[worker] if self.spot[worker] else True
+        wanted = there and self.now >= self._booted_at[worker]
+        if wanted != self.up[worker]:
+            (self._come if wanted else self._go)(worker)
+
+    def _on_plan(self) -> None:
+        provisioner = self._provisioner
+        assert provisioner is not None
+        heappush(self._queue, (self.now + provisioner.every_s, _PLAN, 0, 0))
+        for worker, spot in enumerate(provisioner.decide(self)):
+            if spot != self.spot[worker]:
+                # Break before make: the old machine is given back, then the new one boots.
+                self._book()
+                self.moves += self.now > 0  # the first choice is no move
+                self.spot[worker] = spot
+                self._num_on_demand += -1 if spot else 1
+                if self.spot_there[worker]:
+                    self._num_spot_there += 1 if spot else -1
+                if self.now > 0:
+                    self._boot(worker)
+                self._settle(worker)
+
+    def _go(self, worker: int) -> None:
+        self._book()
+        self._up_s[worker] += self.now - self._up_since[worker]
+        self.up[worker] = False
+        self.num_up -= 1
+        self._work[worker] += 1  # a gradient under way is lost
+        if self.settings.arrivals_pause:
+            self._turn[worker] += 1
+            self._left_s[worker] = self._complete_at[worker] - self.now
+        if self.settings.replacement:
+            self._granted[worker].clear()
+            self._tell(Leave(worker=worker, epoch=self._epoch[worker], cause="preempted"))
+
+    def _come(self, worker: int) -> None:
+        self._book()
+        self._up_since[worker] = self.now
+        self.up[worker] = True
+        self.num_up += 1
+        if self.settings.arrivals_pause:
+            at = self.now + self._left_s[worker]
+            self._complete_at[worker] = at
+            heappush(self._queue, (at, _BATCH, worker, self._turn[worker]))
+        if self.settings.replacement:
+            self._join(worker)
+        elif self._granted[worker]:
+            self._begin(worker)
+        self._announce(worker)
+
+    def _join(self, worker: int) -> None:
+        """A new machine embodies this worker: it announces again what is not durable."""
+        self._lives[worker] += 1
+        for action in self._tell(Join(worker=worker, instance=f"{worker}.{self._lives[worker]}")):
+            if type(action) is SendWelcome:
+                self._epoch[worker] = action.epoch
+                self._announced[worker] = action.next_token
