@@ -1,0 +1,21 @@
+"""DOLL: online learning on live streams, on machines that can vanish.
+
+Importing this package starts nothing, opens nothing and does not import torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["Sample", "Task", "__version__"]
+
+if TYPE_CHECKING:
+    from doll.task import Sample, Task
+
+
+def __getattr__(name: str) -> Any:
+    # `Task` needs numpy and, when it is used, torch; `import doll` must stay free of both.
+    if name in ("Sample", "Task"):
+        import doll.task
+
+        return getattr(doll.task, name)
+    raise AttributeError(f"module 'doll' has no attribute {name!r}")

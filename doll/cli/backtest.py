@@ -1,0 +1,106 @@
+"""`doll backtest`: the planner and its rivals on recorded spot markets."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from doll.cli.errors import usage
+from doll.cli.options import JsonOption, emit
+
+if TYPE_CHECKING:
+    from doll.provisioner.rivals import MarketPolicy
+    from doll.provisioner.traces import TraceSet
+    from doll.simulation.backtest import BacktestSettings, Row
+
+
+def backtest(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Recorded markets, in the form of docs/traces.md or a known one.")
+    ],
+    workers: Annotated[int, typer.Option(min=1, help="N: slots of the job.")] = 64,
+    job_hours: Annotated[float, typer.Option(help="Length of the job with everything on demand.")] = 12.0,
+    deadline: Annotated[
+        list[float] | None,
+        typer.Option(help="Deadline over that length; may be repeated [default: 1.05, 1.1, 1.5].", show_default=False),
+    ] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Jobs per trace set and deadline.")] = 12,
+    boot_s: Annotated[float, typer.Option(min=0, help="From a machine's start to a working worker.")] = 180.0,
+    tick_s: Annotated[float, typer.Option(min=1, help="Time between two decisions.")] = 180.0,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="Only trace sets whose name contains this; may be repeated.")
+    ] = None,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Processes that replay [default: one per core].", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same windows.")] = 0,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for backtest.json, .csv and .png.")] = None,
+    export: Annotated[
+        Path | None, typer.Option("--export", help="Write the traces to this folder in the documented form, and end.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Replay recorded prices and availability: the production planner, with and without its guard, and its rivals.
+
+    Per policy: deadlines met, cost in percent of all on demand, moves between the markets per job, cost over that of a
+    clairvoyant. Costs and deadlines are those of many jobs that begin at random times of the recordings.
+
+    Example: doll backtest my-traces --out backtest
+    """
+    from doll.provisioner.traces import load, write_folder
+    from doll.simulation.backtest import BacktestSettings
+
+    sets = load(folder)
+    if only:
+        sets = [found for found in sets if any(part in found.name for part in only)]
+        if not sets:
+            raise usage(f"--only: no trace set of {folder} has {' or '.join(only)} in its name")
+    if export is not None:
+        write_folder(sets, export)
+        emit(as_json, {"folder": str(export), "sets": [found.name for found in sets]}, f"written: {export}")
+        return
+    ratios = tuple(deadline or (1.05, 1.1, 1.5))
+    if min(ratios) < 1 or job_hours <= 0:
+        raise usage(f"expected deadlines of at least 1 and hours above 0, got {ratios} and {job_hours}")
+    settings = BacktestSettings(
+        rates_per_s=(125.0,) * workers, job_hours=job_hours, deadline_ratios=ratios, windows=windows, boot_s=boot_s,
+        tick_s=tick_s, seed=seed,
+    )  # fmt: skip
+    rows = _run(processes or os.cpu_count() or 1, sets, settings)
+    from doll.simulation.backtest_report import draw, table, to_json, verdict, write_csv
+
+    content = to_json(rows, settings)
+    text = table(rows) + "\n\n" + verdict(rows).text
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        import json
+
+        (out / "backtest.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_csv(rows, out / "backtest.csv")
+        draw(rows, out / "backtest.png")
+        text += f"\nwritten: {out / 'backtest.json'}, .csv, .png"
+    emit(as_json, content, text)
+
+
+def policies() -> list[MarketPolicy]:
+    """The planner in its three forms, and everything that it is held against."""
+    from doll.provisioner.rivals import rivals
+    from doll.simulation.adaptive import planners
+
+    return [*rivals(), *planners()]
+
+
+def _run(processes: int, sets: list[TraceSet], settings: BacktestSettings) -> list[Row]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from doll.simulation.parallel import backtest_on
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("replaying", total=len(sets) * len(settings.deadline_ratios))
+        return backtest_on(
+            processes, sets, settings, policies, lambda done: bar.update(task, advance=1, description=done)
+        )

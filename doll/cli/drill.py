@@ -1,0 +1,47 @@
+"""`doll drill`: `doll up` with a plan of faults, and a table of what came of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from doll.cli.runfolder import RunFolder, write_json
+from doll.cli.up import run_up
+from doll.drill.conductor import Conductor
+from doll.errors import ConfigError
+
+if TYPE_CHECKING:
+    from doll.cli.live import View
+    from doll.config import JobConfig
+
+
+class _Drill(Conductor):
+    """Also keeps every fault in the run folder."""
+
+    def __init__(self, config: JobConfig, run: RunFolder, view: View, faults: int, seed: int) -> None:
+        super().__init__(config, faults=faults, seed=seed, say=view.say)
+        self._run = run
+
+    def facts(self) -> dict[str, Any]:
+        write_json(self._run.path / "faults.json", self.log())
+        return super().facts()
+
+
+def run_drill(config: JobConfig, runs_folder: Path, *, faults: int, seed: int, as_json: bool = False) -> int:
+    """Run the job until `faults` faults are recovered from; the exit code, as of `run_up`.
+
+    Raises:
+        ConfigError: the job cannot be run this way.
+        ServiceUnavailableError: Kafka or Redis cannot be found or started.
+    """
+    from doll.config import StopConfig
+
+    if config.source is None:
+        raise ConfigError("source: expected one in the job file: a drill needs a stream that lasts")
+    endless = config.model_copy(update={"stop": StopConfig()})
+    return run_up(
+        endless,
+        runs_folder,
+        as_json=as_json,
+        companion=lambda run, view: _Drill(endless, run, view, faults, seed),
+    )

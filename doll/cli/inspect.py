@@ -1,0 +1,114 @@
+"""Commands that look at a job from outside: its topics, its state, its ledger."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from doll.cli.runfolder import Target, read_json
+from doll.errors import ServiceUnavailableError
+
+if TYPE_CHECKING:
+    from doll.ledger_report import LedgerReport
+    from doll.services import Services
+
+
+class Found(NamedTuple):
+    """A finding in both forms: for `--json`, and for people."""
+
+    content: Any
+    text: str
+
+
+def audit_target(target: Target) -> LedgerReport:
+    """Audit the job.
+
+    Raises:
+        ServiceUnavailableError: its broker is not there; for a run that has ended, the message names its report.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    from doll.audit import audit
+    from doll.ps.stores import open_store
+
+    services = _reach(target)
+    return audit(target.config, services, open_store(target.config, target.run.path))
+
+
+def topics_of(target: Target, *, create: bool) -> Found:
+    """The job's topics with their partitions and offsets.
+
+    Raises:
+        ConfigError: a topic has another number of partitions than the job.
+        ServiceUnavailableError: the broker is not there.
+    """
+    from doll import topics
+
+    services = _reach(target)
+    if create:
+        topics.ensure(target.config, services)
+    infos = topics.describe(target.config, services)
+    if not infos:
+        hint = (
+            f"no topic of job {target.config.job} at {services.kafka}; create them with: doll topics JOB.yaml --create"
+        )
+        return Found([], hint)
+    width = max(len(info.name) for info in infos)
+    lines = [f"{'topic':<{width}}  partitions     records  offsets"]
+    for info in infos:
+        records = sum(info.high) - sum(info.low)
+        spans = ", ".join(f"{low}..{high}" for low, high in zip(info.low[:8], info.high[:8], strict=True))
+        more = ", ..." if info.partitions > 8 else ""
+        lines.append(f"{info.name:<{width}}  {info.partitions:>10}  {records:>10}  {spans}{more}")
+    return Found([dataclasses.asdict(info) for info in infos], "\n".join(lines))
+
+
+def status_of(target: Target) -> Found:
+    """Where the job stands, from its topics; for a run that has ended, from its report.
+
+    Raises:
+        ServiceUnavailableError: the broker is not there and there is no report.
+    """
+    if target.given_run and target.run.report.exists():
+        report = read_json(target.run.report)
+        from doll.cli.report import summary
+
+        return Found(report, summary(report))
+    from doll.cli.live import one_line, worker_table
+    from doll.cli.progress import ProgressModel
+    from doll.evaluation.kafka_tail import Tail
+
+    services = _reach(target)
+    config = target.config
+    model = ProgressModel(config, time.monotonic())
+    with Tail(config, services, (config.topic("updates"), config.topic("metrics"))) as tail:
+        for one in tail.read_history():
+            model.feed(one.record)
+    snapshot = model.snapshot(time.monotonic())
+    state = "finished: " + snapshot.finished if snapshot.finished else "running, or waiting to go on"
+    content = {**dataclasses.asdict(snapshot), "prequential": snapshot.prequential._asdict()}
+    content["margin"] = snapshot.margin._asdict()
+    content.pop("seconds")
+    text = f"{config.job} ({state})\n{one_line(snapshot, config.stop)}\n{worker_table(snapshot)}"
+    return Found(content, text)
+
+
+def _reach(target: Target) -> Services:
+    from doll.services import require
+
+    services = target.services()
+    try:
+        require(target.config, services, timeout_s=5.0)
+    except ServiceUnavailableError as error:
+        if target.given_run and target.run.report.exists():
+            raise ServiceUnavailableError(
+                f"the broker of this run is gone ({services.kafka}): its audit, made before it ended, is in "
+                f"{target.run.report} under 'audit'"
+            ) from error
+        if target.given_run:
+            raise ServiceUnavailableError(
+                f"the broker of this run is gone ({services.kafka}), and it left no report: it was killed before its "
+                f"end. Its checkpoints are in {target.run.path / 'checkpoints'}; `doll export` reads them"
+            ) from error
+        raise
+    return services

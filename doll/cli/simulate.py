@@ -1,0 +1,234 @@
+"""`doll simulate`: a whole job in virtual time, from a job file or from flags."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from doll.cli.errors import usage
+from doll.cli.options import JobArgument, JobOption, JsonOption, SetOption, emit, target
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.simulation.preemption import Preemption
+    from doll.simulation.report import Summary
+    from doll.simulation.settings import SimulationSettings
+    from doll.simulation.system import System
+
+
+class ComputeTime(StrEnum):
+    exponential = "exponential"
+    constant = "constant"
+
+
+def simulate(
+    job: JobArgument = None,
+    job_option: JobOption = None,
+    overrides: SetOption = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="N [default: data.workers, else 64].", show_default=False)
+    ] = None,
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(help="Samples per second and worker, 125 by default; N times for unequal streams."),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="b [default: data.batch_size, else 256].", show_default=False)
+    ] = None,
+    group_size: Annotated[
+        int | None, typer.Option(min=1, help="K [default: the job's policy, else 20].", show_default=False)
+    ] = None,
+    updates: Annotated[
+        int | None,
+        typer.Option(min=1, help="End after so many updates [default: the job's, else 10000].", show_default=False),
+    ] = None,
+    seconds: Annotated[float | None, typer.Option(min=0, help="End at this virtual time.")] = None,
+    compute_s: Annotated[float, typer.Option(min=0, help="Mean seconds per gradient of a batch.")] = 0.02,
+    compute: Annotated[ComputeTime, typer.Option(help="Distribution of gradient times.")] = ComputeTime.exponential,
+    arrival_scv: Annotated[float, typer.Option(min=0, help="Variation of arrivals: 1 Poisson, 0 regular.")] = 1.0,
+    spot: Annotated[int, typer.Option(min=0, help="Preemptible slots, the slowest streams first.")] = 0,
+    alpha: Annotated[float, typer.Option(help="Share of time for which a preemptible machine is up.")] = 0.9,
+    cycle_s: Annotated[float, typer.Option(help="Mean time from one preemption of a machine to its next.")] = 1000.0,
+    traces: Annotated[
+        Path | None, typer.Option(help="Recorded availability in place of --alpha: a folder as in docs/traces.md.")
+    ] = None,
+    pool: Annotated[str | None, typer.Option(help="The pool of --traces [default: its first].")] = None,
+    deadline_s: Annotated[
+        float | None, typer.Option(min=0, help="Let the planner move slots so that the updates are done by then.")
+    ] = None,
+    replan_s: Annotated[float, typer.Option(help="How often the planner is asked.")] = 60.0,
+    boot_s: Annotated[float, typer.Option(min=0, help="From a machine's start to a working worker.")] = 0.0,
+    spot_price: Annotated[float, typer.Option(min=0, help="USD per hour.")] = 0.158,
+    on_demand_price: Annotated[float, typer.Option(min=0, help="USD per hour.")] = 0.286,
+    replacement: Annotated[
+        bool,
+        typer.Option("--replacement/--literal", help="Replace batches of lost workers, or wait (paper as printed)."),
+    ] = True,
+    arrivals_pause: Annotated[
+        bool,
+        typer.Option("--arrivals-pause/--arrivals-pile-up", help="What samples do while their worker is down."),
+    ] = True,
+    random_phase: Annotated[
+        bool, typer.Option("--random-phase/--in-step", help="Begin with batches filled at random, or all empty.")
+    ] = True,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same run.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for summary.json, updates.csv and simulation.png.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate a whole job in virtual time: arrivals, batches, groups, gradients, preemptions, the planner.
+
+    The parameter server's engine and policies are the production ones; nothing sleeps. Prints the update rate beside
+    the formula's.
+
+    Example: doll simulate --spot 30 --alpha 0.9 --out simulated
+    """
+    from doll.simulation.settings import SimulationSettings
+
+    config = None
+    if job is not None or job_option is not None:
+        config = target(job, job_option, overrides).config
+    elif overrides:
+        raise usage("--set: expected a job file beside it")
+    settings = SimulationSettings(
+        **_settings(config, workers, rate, batch_size, group_size, updates, seconds),
+        arrival_scv=arrival_scv, compute_s=compute_s, compute=compute.value, random_phase=random_phase,
+        replacement=replacement, arrivals_pause=arrivals_pause, spot_usd_per_hour=spot_price,
+        on_demand_usd_per_hour=on_demand_price, seed=seed,
+    )  # fmt: skip
+    if spot > settings.num_workers:
+        raise usage(f"--spot: expected 0 .. {settings.num_workers} (the workers), got {spot}")
+    if pool is not None and traces is None:
+        raise usage("--pool: expected --traces beside it")
+    preemption, alpha = _preemption(settings, alpha, cycle_s, traces, pool)
+    system = _system(settings, spot, preemption, deadline_s, replan_s, boot_s)
+    _run(system)
+    from doll.evaluation.history import plain
+    from doll.simulation.report import draw, summarise, write_csv
+
+    summary = summarise(system, alpha)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_csv(system.trajectory, out / "updates.csv")
+        (out / "summary.json").write_text(json.dumps(plain(summary.to_dict()), indent=2) + "\n", encoding="utf-8")
+        draw(system.trajectory, summary, out / "simulation.png")
+    emit(as_json, summary.to_dict(), _text(summary, settings, deadline_s, out))
+
+
+def _settings(
+    config: JobConfig | None, workers: int | None, rate: list[float] | None, batch_size: int | None,
+    group_size: int | None, updates: int | None, seconds: float | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Streams, batch, policy and end: flags first, then the job file, then the paper's setting."""
+    from doll.config import DollPolicyConfig, PolicyConfig
+
+    policy: PolicyConfig = DollPolicyConfig(group_size=group_size or 20)
+    if config is not None:
+        workers = workers or config.data.workers
+        batch_size = batch_size or config.data.batch_size
+        if group_size is None:
+            policy = config.training.policy
+        if rate is None:
+            rate = config.rates_per_s()
+            if config.arrivals.process == "asap":
+                raise usage("the job file's source sends as fast as it can: expected --rate, samples per second")
+            rate = rate if len(set(rate)) > 1 else rate[:1]
+        if updates is None and seconds is None:
+            updates, seconds = config.stop.updates, config.stop.seconds
+    rate, workers = rate or [125.0], workers or (len(rate) if rate and len(rate) > 1 else 64)
+    if len(rate) not in (1, workers):
+        raise usage(f"--rate: expected one, or one for each of {workers} workers, got {len(rate)}")
+    if updates is None and seconds is None:
+        updates = 10_000
+    rates = rate * workers if len(rate) == 1 else rate
+    return {
+        "rates_per_s": rates, "batch_size": batch_size or 256, "policy": policy, "updates": updates,
+        "seconds": seconds,
+    }  # fmt: skip
+
+
+def _preemption(
+    settings: SimulationSettings, alpha: float, cycle_s: float, traces: Path | None, pool: str | None
+) -> tuple[Preemption, float]:
+    """When preemptible machines are up, and for which share of the time."""
+    import numpy as np
+
+    from doll.simulation.preemption import Markov, Recorded
+
+    if traces is None:
+        # A stream of its own: what arrives does not depend on how machines vanish.
+        return Markov(alpha, cycle_s, np.random.default_rng((settings.seed, 1))), alpha
+    from doll.provisioner.traces import load
+
+    pools = {found.name: found for trace_set in load(traces) for found in trace_set.pools}
+    chosen = next(iter(pools.values())) if pool is None else pools.get(pool)
+    if chosen is None:
+        raise usage(f"--pool: expected one of {', '.join(sorted(pools))}; got {pool}")
+    return Recorded.of(chosen, settings.num_workers), chosen.alpha
+
+
+def _system(
+    settings: SimulationSettings, spot: int, preemption: Preemption, deadline_s: float | None, replan_s: float,
+    boot_s: float,
+) -> System:  # fmt: skip
+    from doll.simulation.system import System
+
+    n = settings.num_workers
+    if deadline_s is None:
+        slowest = sorted(range(n), key=lambda slot: settings.rates_per_s[slot])[:spot]
+        return System(settings, spot=[slot in set(slowest) for slot in range(n)], preemption=preemption, boot_s=boot_s)
+    if settings.updates is None:
+        raise usage("--deadline-s: expected --updates too, the work that is to be done by then")
+    from doll.provisioner.state import PlannerSettings
+    from doll.simulation.provisioning import Planned
+    from doll.simulation.report import group_size
+
+    planner = PlannerSettings(
+        updates=settings.updates, group_size=group_size(settings), batch_size=settings.batch_size,
+        deadline_s=deadline_s, replan_s=replan_s, boot_s=boot_s,
+    )  # fmt: skip
+    return System(settings, spot=[True] * n, preemption=preemption, provisioner=Planned(planner), boot_s=boot_s)
+
+
+def _run(system: System) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    settings = system.settings
+    total = settings.updates if settings.updates is not None else settings.seconds
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %"))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("simulating", total=total)
+
+        def show(updates: int, seconds: float) -> None:
+            done = updates if settings.updates is not None else seconds
+            bar.update(task, completed=done, description=f"{updates} updates, {seconds:.0f} s simulated")
+
+        system.run(show)
+
+
+def _text(summary: Summary, settings: SimulationSettings, deadline_s: float | None, out: Path | None) -> str:
+    ratio = summary.rate_measured / summary.rate_given_up_time
+    lines = [
+        f"{summary.updates} updates in {summary.seconds:.1f} simulated s; {summary.workers} workers, "
+        f"{summary.mean_up:.2f} up on average, {summary.preemptions} preemptions",
+        f"update rate: {summary.rate_measured:.5g} /s; formula {summary.rate_formula:.5g} /s; with the up-time drawn "
+        f"{summary.rate_given_up_time:.5g} /s (measured {100 * (ratio - 1):+.2f} %)",
+        f"queue: {summary.mean_waiting_batches:.2f} batches on average, {summary.max_waiting_batches} at most; a group "
+        f"takes {summary.mean_group_s:.4g} s",
+        f"Proposition 1: margin {summary.margin_sufficient:.3g} in the sufficient form, "
+        f"{summary.margin_necessary:.3g} in the necessary one (above 1 is stable)",
+        f"cost: {summary.usd:.2f} USD, {100 * summary.cost_ratio:.2f} % of all on demand; {summary.moves} moves",
+    ]
+    if deadline_s is not None:
+        done = settings.updates is not None and summary.updates >= settings.updates
+        met = done and summary.seconds <= deadline_s
+        lines.append(f"deadline {deadline_s:.1f} s: {'met' if met else 'MISSED'}")
+    if out is not None:
+        lines.append(f"written: {out / 'summary.json'}, updates.csv, simulation.png")
+    return "\n".join(lines)

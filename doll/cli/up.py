@@ -1,0 +1,415 @@
+"""`doll up`: everything of one job on this machine, from an empty folder to an audited, exported model.
+
+Order of effects: 1. run folder; 2. fork server, Kafka and Redis; 3. topics; 4. roles; 5. learning, until the parameter
+server says Finished, the source has ended, somebody interrupts, or a role cannot be kept alive; 6. the parameter
+server's last checkpoint, the evaluator's last evaluation; 7. audit, export, plots, report; 8. all that started ends.
+Whatever happens from 4 on, 7 is done with what there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from doll.cli import runfolder
+from doll.cli.closing import close, shown
+from doll.cli.interrupts import Interrupts
+from doll.cli.live import View, make_view
+from doll.cli.options import emit
+from doll.cli.progress import ProgressModel
+from doll.cli.report import Outcome, summary
+from doll.cli.runfolder import RunFolder, write_json
+from doll.errors import ConfigError, DollError, ServiceUnavailableError
+from doll.health import PORT_ENV
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.evaluation.kafka_tail import Tail
+    from doll.local.roles import ForkServer
+    from doll.local.stack import Stack
+    from doll.local.supervisor import Handle, Restart, RoleSpec, Supervisor
+    from doll.records import AnyRecord
+
+POLL_S = 0.1
+LOOK_AT_ENDS_EVERY_S = 1.0
+# A source that has ended leaves fewer batches than a group: nothing more will come of them.
+IDLE_AFTER_SOURCE_S = 5.0
+PRODUCER_WAITS_S = 20.0
+PS_STOP_S = 30.0
+EVALUATOR_LAST_S = 60.0
+INTERRUPTED = "stopped by you"
+SOURCE_ENDED = "the source has ended"
+
+
+class Companion(Protocol):
+    """Goes along with a run, as a drill does."""
+
+    def feed(self, record: AnyRecord) -> None:
+        """A record of the topics `updates` and `metrics`."""
+
+    def turn(self, supervisor: Supervisor, stack: Stack) -> str | None:
+        """Called several times a second while the job learns: why it shall end now, or None."""
+
+    def close(self) -> None:
+        """The job learns no more. It may be repeated."""
+
+    def facts(self) -> dict[str, Any]:
+        """What it adds to `report.json`."""
+
+
+def run_up(
+    config: JobConfig,
+    runs_folder: Path,
+    *,
+    as_json: bool = False,
+    companion: Callable[[RunFolder, View], Companion] | None = None,
+) -> int:
+    """Run the job; the exit code: 0 done, 1 failed, 4 audit failed.
+
+    Raises:
+        ConfigError: the job cannot be run this way.
+        ServiceUnavailableError: Kafka or Redis cannot be found or started.
+    """
+    check_runnable(config)
+    run = runfolder.create(runs_folder, config.job, datetime.now())
+    config = _resolved(config, run)
+    with run.held():
+        run.write_job(config)
+        return run_in(run, config, as_json=as_json, companion=companion)
+
+
+def check_runnable(config: JobConfig) -> None:
+    """What can be known before anything starts.
+
+    Raises:
+        ConfigError: the job cannot be run this way.
+    """
+    from doll.cli.taskcheck import check_files, check_task
+    from doll.config import StdinSource
+
+    if isinstance(config.source, StdinSource) and sys.stdin.isatty():
+        raise ConfigError("source.kind: stdin: expected a pipe, got a terminal; as in: my-events | doll up JOB.yaml")
+    check_files(config)
+    check_task(config)
+
+
+def run_in(
+    run: RunFolder,
+    config: JobConfig,
+    *,
+    as_json: bool,
+    companion: Callable[[RunFolder, View], Companion] | None = None,
+) -> int:
+    """Run the job in a folder that holds its resolved job file, from its checkpoints if it has any; the exit code."""
+    with Interrupts() as interrupts, make_view(config.stop) as view:
+        view.say(f"job {config.job}: run folder {shown(run.path)}")
+        report = _Up(config, run, view, interrupts, companion(run, view) if companion is not None else None).run()
+    emit(as_json, report, summary(report))
+    return int(report["exit_code"])
+
+
+def _resolved(config: JobConfig, run: RunFolder) -> JobConfig:
+    """`config` with the folders that depend on where it was found made absolute."""
+    from doll.ps.stores import checkpoint_place
+
+    place = checkpoint_place(config, run.path)
+    checkpoint = config.checkpoint.model_copy(update={"folder": place.resolve() if isinstance(place, Path) else place})
+    return config.model_copy(update={"checkpoint": checkpoint, "base_folder": config.base_folder.resolve()})
+
+
+class _Up:
+    """One run, from the first process to the last."""
+
+    def __init__(
+        self, config: JobConfig, run: RunFolder, view: View, interrupts: Interrupts, companion: Companion | None = None
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._view = view
+        self._interrupts = interrupts
+        self._companion = companion
+        self._model = ProgressModel(config, time.monotonic())
+        self._restarts: Counter[str] = Counter()
+        self._finished = False
+        self._looked_s = 0.0
+        self._pids: dict[str, int] = {}
+        self._health_ports: dict[str, int] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Everything between the run folder and the report."""
+        from doll import topics
+        from doll.evaluation.kafka_tail import Tail
+        from doll.local.roles import ForkServer
+        from doll.local.stack import local_stack
+        from doll.local.supervisor import Supervisor
+
+        config, run, say = self._config, self._run, self._view.say
+        with contextlib.ExitStack() as open_:
+            open_.enter_context(_logging_to(run.logs / "up.log"))
+            say("loading torch in the background, looking for Kafka and Redis")
+            # Started first: it loads torch while the broker comes up.
+            forks = open_.enter_context(ForkServer(run.logs / "forkserver.log"))
+            stack = open_.enter_context(local_stack(config, run.path, say))
+            topics.ensure(config, stack.services)
+            kinds = {"kafka_kind": stack.kafka_kind, "redis_kind": stack.redis_kind, "notes": stack.notes}
+            run.write_stack(stack.services, **kinds)
+            tail = open_.enter_context(Tail(config, stack.services, (config.topic("updates"), config.topic("metrics"))))
+            supervisor = Supervisor(self._launcher(forks), on_restart=self._restarted)
+            self._interrupts.orderly = True
+            started_s = time.monotonic()
+            outcome = Outcome("", 0, 0.0, kafka_kind=stack.kafka_kind, redis_kind=stack.redis_kind)
+            outcome.notes = tuple(stack.notes)
+            try:
+                try:
+                    self._start_roles(supervisor, stack)
+                    outcome.reason = self._learn(supervisor, tail, stack)
+                    self._part()
+                    outcome.seconds = time.monotonic() - started_s
+                    outcome.exit_code = self._verdict(outcome)
+                    self._wind_down(supervisor, tail)
+                except DollError as error:
+                    say(f"failed: {error}")
+                    outcome.reason, outcome.error, outcome.exit_code = "failed", str(error), error.exit_code
+                    outcome.seconds = outcome.seconds or time.monotonic() - started_s
+                self._part()
+                supervisor.stop(("producer", "ps", "worker-*", "evaluator"), grace_s=config.worker.drain_s)
+            except KeyboardInterrupt:
+                say("stopped at once: nothing is saved beyond the last checkpoint")
+                outcome.reason, outcome.error, outcome.exit_code = INTERRUPTED, "interrupted twice", 1
+                outcome.seconds = outcome.seconds or time.monotonic() - started_s
+            self._part()
+            self._read_on(tail)
+            outcome.restarts = dict(self._restarts)
+            if self._companion is not None:
+                outcome.more = self._companion.facts()
+            return close(config, run, self._model, outcome, self._view, forks, stack.services)
+
+    def _part(self) -> None:
+        if self._companion is not None:
+            self._companion.close()
+
+    # --- learning
+
+    def _start_roles(self, supervisor: Supervisor, stack: Stack) -> None:
+        config = self._config
+
+        def start(name: str, role: str, *more: int) -> None:
+            supervisor.start(self._spec(stack, name, role, *more))
+
+        self._view.say(
+            f"starting the parameter server and {config.data.workers} workers (the first waits for torch's import)"
+        )
+        start("ps", "ps_role")
+        for worker in range(config.data.workers):
+            start(f"worker-{worker}", "worker_role", worker)
+        if config.evaluation.enabled:
+            start("evaluator", "evaluator_role")
+        if config.source is None:
+            self._view.say(
+                f"no source in the job file: waiting for samples on topic {config.topic('samples')} at "
+                f"{stack.services.kafka}, or from: doll produce --job {shown(self._run.path)} --stdin"
+            )
+
+    def _spec(self, stack: Stack, name: str, role: str, *more: int) -> RoleSpec:
+        from doll.local.supervisor import RoleSpec
+
+        common = [str(self._run.job), stack.services.kafka, stack.services.redis, str(self._run.path)]
+        env = {} if self._config.health.base_port is not None else {PORT_ENV: str(self._health_port(name))}
+        return RoleSpec(name, f"doll.cli.roles:{role}", self._run.logs / f"{name}.log", [*common, *more], env)
+
+    def _health_port(self, name: str) -> int:
+        """A port for this role's probes; it keeps it over restarts."""
+        from doll.local.processes import free_port
+
+        if name not in self._health_ports:
+            self._health_ports[name] = free_port()
+            write_json(self._run.health, self._health_ports)
+        return self._health_ports[name]
+
+    def _launcher(self, forks: ForkServer) -> Callable[[RoleSpec], Handle]:
+        """Starts a role by a fork; but the producer that reads our standard input as a program of its own."""
+        from doll.config import StdinSource
+        from doll.local.processes import spawn
+
+        def launch(spec: RoleSpec) -> Handle:
+            if spec.name == "producer" and isinstance(self._config.source, StdinSource):
+                argv = [sys.executable, "-m", "doll", "produce", "--job", str(self._run.path), "--stdin"]
+                return spawn(argv, spec.log_path, spec.env, stdin=sys.stdin.fileno())
+            return forks.launch(spec)
+
+        return launch
+
+    def _start_producer(self, supervisor: Supervisor, stack: Stack, waited_s: float) -> None:
+        """Start the source when the workers are up: what piles up before would be learned in one burst."""
+        due = self._config.source is not None and "producer" not in supervisor.exit_codes()
+        if due and (waited_s > PRODUCER_WAITS_S or all(line.up for line in self._model.worker_lines())):
+            self._view.say("starting the producer")
+            supervisor.start(self._spec(stack, "producer", "producer_role"))
+
+    def _note_processes(self, supervisor: Supervisor) -> None:
+        """Keep `roles.json` true: the process ids by name, for drills and for people who look for a process."""
+        pids = {name: handle.pid for name, handle in supervisor.handles().items()}
+        if pids != self._pids:
+            self._pids = pids
+            write_json(self._run.roles, pids)
+
+    def _restarted(self, restart: Restart) -> None:
+        from doll.local.processes import exit_text
+
+        self._restarts[restart.name] += 1
+        text = f"{restart.name} ended with {exit_text(restart.exit_code)}: restarted after {restart.backoff_s:g} s"
+        self._model.note(text, time.monotonic())
+        self._view.say(text)
+
+    def _learn(self, supervisor: Supervisor, tail: Tail, stack: Stack) -> str:
+        """Follow the job to its end; why it ended.
+
+        Raises:
+            DollError: a role, or the broker, cannot be kept alive.
+        """
+        started_s = idle_since_s = time.monotonic()
+        version = -1
+        while True:
+            self._follow(tail)
+            self._start_producer(supervisor, stack, time.monotonic() - started_s)
+            if self._finished:
+                finished = self._model.history.finished
+                return finished.reason if finished is not None else "finished"
+            if self._interrupts.asked:
+                self._view.say("stopping: the parameter server writes a last checkpoint (once more to stop at once)")
+                return INTERRUPTED
+            supervisor.poll()
+            self._note_processes(supervisor)
+            self._revive(stack)
+            if self._companion is not None and (reason := self._companion.turn(supervisor, stack)) is not None:
+                return reason
+            codes = supervisor.exit_codes()
+            if codes.get("ps") == 0:
+                self._read_on(tail)
+                if not self._finished:
+                    raise ServiceUnavailableError(
+                        f"the parameter server ended by itself; see {self._run.logs / 'ps.log'}"
+                    )
+                continue
+            # What workers say of their lag is up to two seconds old: the wait begins when the source has ended.
+            if codes.get("producer") != 0 or self._model.history.version != version:
+                idle_since_s, version = time.monotonic(), self._model.history.version
+            if codes.get("producer") == 0 and self._all_read() and self._idle(time.monotonic() - idle_since_s):
+                return SOURCE_ENDED
+
+    def _follow(self, tail: Tail) -> None:
+        """Take in what is new and show it; returns after `POLL_S` at the latest."""
+        for one in tail.poll(POLL_S):
+            self._feed(one.topic, one.offset, one.record, tail)
+        now_s = time.monotonic()
+        if not self._model.rate_is_stated and now_s - self._looked_s > LOOK_AT_ENDS_EVERY_S:
+            self._looked_s = now_s
+            ends = tail.partition_ends(self._config.topic("samples"), self._config.data.workers)
+            if ends is not None:
+                self._model.look_at_ends(time.monotonic(), ends)
+        self._view.show(lambda: self._model.snapshot(time.monotonic()))
+
+    def _read_on(self, tail: Tail) -> None:
+        """Take in all that there is by now."""
+        for one in tail.read_on():
+            self._feed(one.topic, one.offset, one.record, tail)
+
+    def _feed(self, topic: str, offset: int, record: Any, tail: Tail) -> None:
+        told = len(self._model.all_events)
+        self._model.feed(record)
+        if self._companion is not None:
+            self._companion.feed(record)
+        for _, text in self._model.all_events[told:]:
+            self._view.say(text)
+        # A Finished of an earlier run of this job is history: its topics may outlive it on a broker that is not ours.
+        if topic == self._config.topic("updates") and offset >= tail.ends[topic]:
+            self._finished = self._model.history.finished is not None
+
+    def _all_read(self) -> bool:
+        """Whether the workers are up and have read all there is, by what the parameter server says."""
+        return all(line.up and line.lag_records == 0 for line in self._model.worker_lines())
+
+    def _idle(self, waited_s: float) -> bool:
+        """Whether no update for so long means that none will come: a group may still be computed, even one by one."""
+        group_s = self._config.group_size * self._model.history.service_s()
+        return waited_s > max(IDLE_AFTER_SOURCE_S, 3 * group_s if math.isfinite(group_s) else 0.0)
+
+    def _revive(self, stack: Stack) -> None:
+        """Start a broker or Redis of ours again that has died; everybody waits for it meanwhile."""
+        for name, server in (("Kafka", stack.kafka), ("Redis", stack.redis)):
+            if server is not None and server.pid is None:
+                text = f"{name} died: starting it again"
+                self._restarts[name.lower()] += 1
+                self._model.note(text, time.monotonic())
+                self._view.say(text)
+                server.start()
+
+    def _verdict(self, outcome: Outcome) -> int:
+        """1 where the stream ended before a stop rule was met."""
+        stop = self._config.stop.model_dump(exclude_none=True)
+        if outcome.reason == SOURCE_ENDED and stop:
+            rules = ", ".join(f"{name} {value:g}" for name, value in stop.items())
+            outcome.error = f"the source ended before the stop rule ({rules}) was met: give it more samples"
+            return 1
+        return 0
+
+    # --- the end
+
+    def _wind_down(self, supervisor: Supervisor, tail: Tail) -> None:
+        """Let the parameter server save and say Stop, then the evaluator measure the last version."""
+        handles = supervisor.handles()
+        if (producer := handles.get("producer")) is not None:
+            producer.terminate()
+        if (ps := handles.get("ps")) is not None:
+            self._view.say("saving the last checkpoint")
+            if not self._finish(ps, tail):
+                self._view.say(f"the parameter server does not end within {PS_STOP_S:g} s: killed")
+                ps.kill()
+        if (evaluator := handles.get("evaluator")) is not None:
+            self._view.say("evaluating the last version")
+            self._await(evaluator, EVALUATOR_LAST_S if self._finished else POLL_S, tail)
+
+    def _finish(self, ps: Handle, tail: Tail) -> bool:
+        """Have the parameter server end the job; False when it does not in time."""
+        from doll.local.roles import Role
+
+        for _ in range(round(PS_STOP_S)):
+            # SIGINT ends the job, SIGTERM would only end the process. Early in its life it does not listen yet.
+            if not self._finished and isinstance(ps, Role):
+                ps.send_signal(signal.SIGINT)
+            if self._await(ps, 1.0, tail):
+                return True
+        return False
+
+    def _await(self, handle: Handle, timeout_s: float, tail: Tail) -> bool:
+        """Follow the job until a process has ended; False when it has not in time."""
+        deadline_s = time.monotonic() + timeout_s
+        while handle.poll() is None:
+            if time.monotonic() > deadline_s:
+                return False
+            self._follow(tail)
+        return True
+
+
+@contextlib.contextmanager
+def _logging_to(path: Path) -> Iterator[None]:
+    """This process's own log goes to a file: on the terminal it would tear the live view."""
+    import structlog
+
+    from doll import telemetry
+
+    telemetry.configure(process="up")
+    with path.open("a", encoding="utf-8", buffering=1) as file:
+        structlog.configure(logger_factory=structlog.PrintLoggerFactory(file=file))
+        try:
+            yield
+        finally:
+            structlog.configure(logger_factory=structlog.PrintLoggerFactory(file=sys.stderr))

@@ -1,0 +1,250 @@
+"""Injects a plan's faults into a running `doll up`, one after the other, and ends the job when all are recovered from.
+
+It is called a few times a second and never waits itself. What it freezes it thaws, and a frozen process that has been
+replaced (a zombie) must end by itself once it is thawed: where one lives on, the drill has failed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from doll.drill.plan import Fault, Target, make_plan
+from doll.drill.recovery import Recoveries
+from doll.errors import DollError
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.local.stack import Stack
+    from doll.local.supervisor import Handle, RoleSpec, Supervisor
+    from doll.records import AnyRecord
+
+# Kafka's own start takes up to 15 s on a busy machine, a parameter server's 3 s; beyond this nothing will come.
+_PATIENCE_S: Final = 90.0
+_ZOMBIE_S: Final = 45.0
+_CALM_S: Final = 3.0  # the job goes on for so long after the last recovery
+
+
+class DrillError(DollError):
+    """The job does not go on after a fault, or a replaced process lives on."""
+
+
+@dataclass(slots=True)
+class _Frozen:
+    role: str
+    thaw: Callable[[], None]
+    at_s: float
+
+
+@dataclass(slots=True)
+class _Ending:
+    """A process that no supervisor looks after and that must end by itself.
+
+    A zombie's successor runs already; that of a process that was told to leave starts when it has left.
+    """
+
+    spec: RoleSpec
+    handle: Handle
+    by_s: float
+    zombie: bool
+
+    @property
+    def role(self) -> str:
+        return self.spec.name
+
+
+class Conductor:
+    """One drill.
+
+    Args:
+        faults: how many.
+        say: told each fault.
+        clock: wall clock in seconds, as in `Update.time_s`.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        *,
+        faults: int,
+        seed: int,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._config = config
+        self._number = faults
+        self._seed = seed
+        self._say = say
+        self._clock = clock
+        self._plan: tuple[Fault, ...] = ()
+        self._next = 0
+        self._recoveries = Recoveries()
+        self._ready_s: float | None = None  # since when nothing is open
+        self._learning = False
+        self._frozen: list[_Frozen] = []
+        self._ending: list[_Ending] = []
+
+    def feed(self, record: AnyRecord) -> None:
+        """A record of the `updates` or `metrics` topic."""
+        from doll.records import Update
+
+        self._learning = self._learning or isinstance(record, Update)
+        self._recoveries.feed(record)
+
+    def turn(self, supervisor: Supervisor, stack: Stack) -> str | None:
+        """Do what is due; why the job ends now, or None.
+
+        Raises:
+            DrillError: no update came for a long time after a fault, or a zombie does not end.
+        """
+        now = self._clock()
+        if not self._plan:
+            if not self._learning:
+                return None
+            self._plan = make_plan(
+                self._number, self._seed, workers=self._config.data.workers, targets=self._targets(stack)
+            )
+        self._thaw(now)
+        self._see_ends(supervisor, now)
+        if late := [one for one in self._recoveries.open if now - one.time_s > _PATIENCE_S]:
+            raise DrillError(
+                f"no update for {now - late[0].time_s:.0f} s after fault {late[0].fault.number} "
+                f"({late[0].fault.kind.name} of {late[0].fault.role}); expected one within {_PATIENCE_S:g} s"
+            )
+        if self._recoveries.open:
+            self._ready_s = None
+        elif self._ready_s is None:
+            self._ready_s = now
+        if self._next < len(self._plan):
+            fault = self._plan[self._next]
+            if self._is_due(fault, now) and self._inject(fault, supervisor, stack, now):
+                self._next += 1
+            return None
+        calm = self._ready_s is not None and now - self._ready_s > _CALM_S
+        return f"drill: {self._number} faults" if calm and not self._frozen and not self._ending else None
+
+    def close(self) -> None:
+        """Leave nothing frozen and no zombie; it may be repeated."""
+        for frozen in self._frozen:
+            frozen.thaw()
+        for ending in self._ending:
+            ending.handle.kill()
+        self._frozen, self._ending = [], []
+
+    def facts(self) -> dict[str, Any]:
+        """What `report.json` says of the drill."""
+        return {"drill_seed": self._seed, "faults_planned": self._number} | self._recoveries.report()
+
+    def log(self) -> list[dict[str, Any]]:
+        """Every fault with its time and recovery, for a file."""
+        return [
+            {
+                "number": one.fault.number, "kind": one.fault.kind.name, "role": one.fault.role, "time_s": one.time_s,
+                "hold_s": round(one.fault.hold_s, 3), "hurried": one.fault.hurried, "recovery_s": one.recovery_s,
+            }
+            for one in self._recoveries.injected
+        ]  # fmt: skip
+
+    def _targets(self, stack: Stack) -> set[Target]:
+        from doll.config import StdinSource
+
+        targets: set[Target] = {"worker", "ps"}
+        if self._config.source is not None and not isinstance(self._config.source, StdinSource):
+            targets.add("producer")
+        if self._config.evaluation.enabled:
+            targets.add("evaluator")
+        # Only what is ours to break.
+        if stack.redis is not None:
+            targets.add("redis")
+        if stack.kafka is not None:
+            targets.add("kafka")
+        return targets
+
+    def _is_due(self, fault: Fault, now: float) -> bool:
+        if not self._recoveries.injected:
+            return True
+        if fault.hurried:
+            return now - self._recoveries.injected[-1].time_s >= fault.gap_s
+        return self._ready_s is not None and now - self._ready_s >= fault.gap_s
+
+    # --- breaking things
+
+    def _inject(self, fault: Fault, supervisor: Supervisor, stack: Stack, now: float) -> bool:
+        """Whether it was possible; otherwise its target is down or frozen, and it is tried again."""
+        role = fault.role
+        if any(frozen.role == role for frozen in self._frozen) or any(
+            ending.role == role and not ending.zombie for ending in self._ending
+        ):
+            return False
+        if fault.kind.target in ("redis", "kafka"):
+            server = stack.redis if fault.kind.target == "redis" else stack.kafka
+            if server is None or server.pid is None:
+                return False
+            self._told(fault, now)
+            if fault.kind.action == "kill":
+                server.kill()  # whoever runs the job starts it again
+            else:
+                pid = server.pid
+                self._freeze(role, fault.hold_s, now, lambda number: os.kill(pid, number))
+            return True
+        handle = supervisor.handles().get(role)
+        if handle is None:
+            return False
+        self._told(fault, now)
+        supervisor.forgive(role)
+        match fault.kind.action:
+            case "kill":
+                handle.kill()
+            case "freeze":
+                self._freeze(role, fault.hold_s, now, handle.send_signal)
+            case "zombie":
+                self._freeze(role, fault.hold_s, now, handle.send_signal)
+                spec, zombie = supervisor.release(role)
+                supervisor.start(spec)
+                self._ending.append(_Ending(spec, zombie, now + fault.hold_s + _ZOMBIE_S, zombie=True))
+            case "preempt":
+                handle.terminate()
+                spec, leaving = supervisor.release(role)
+                self._ending.append(_Ending(spec, leaving, now + _ZOMBIE_S, zombie=False))
+        return True
+
+    def _told(self, fault: Fault, now: float) -> None:
+        self._recoveries.inject(fault, now)
+        self._ready_s = None
+        self._say(f"fault {fault.number} of {len(self._plan)}: {fault.kind.action} {fault.role}")
+
+    def _freeze(self, role: str, hold_s: float, now: float, send: Callable[[int], None]) -> None:
+        send(signal.SIGSTOP)
+
+        def thaw() -> None:
+            try:
+                send(signal.SIGCONT)
+            except ProcessLookupError:
+                return  # it was killed while it was frozen
+
+        self._frozen.append(_Frozen(role, thaw, now + hold_s))
+
+    def _thaw(self, now: float) -> None:
+        for frozen in [frozen for frozen in self._frozen if now >= frozen.at_s]:
+            self._frozen.remove(frozen)
+            frozen.thaw()
+
+    def _see_ends(self, supervisor: Supervisor, now: float) -> None:
+        for ending in list(self._ending):
+            if ending.handle.poll() is not None:
+                self._ending.remove(ending)
+                if not ending.zombie:
+                    supervisor.start(ending.spec)
+            elif ending.zombie and supervisor.exit_codes().get(ending.role) == 0:
+                # It was frozen before it had joined, and has joined now: it is the newer one, and the other has left.
+                self._ending.remove(ending)
+                supervisor.adopt(ending.spec, ending.handle)
+            elif now > ending.by_s:
+                what = "was replaced" if ending.zombie else "was told to leave"
+                raise DrillError(
+                    f"{ending.role} (process {ending.handle.pid}) {what} and has not ended within {_ZOMBIE_S:g} s"
+                )

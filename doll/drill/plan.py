@@ -1,0 +1,106 @@
+"""Which faults a drill injects, in which order and how far apart. Pure: one seed, one plan."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Final, Literal
+
+Target = Literal["worker", "ps", "producer", "evaluator", "redis", "kafka"]
+Action = Literal["kill", "freeze", "zombie", "preempt"]
+
+# A fault in so many (of 10) does not wait until the one before it is recovered from: faults meet in the real world too.
+_HURRIED: Final = 0.2
+_GAP_S: Final = (0.3, 1.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A way to disturb a job.
+
+    Attributes:
+        action: kill is SIGKILL; freeze is SIGSTOP and later SIGCONT; zombie is a freeze during which a successor
+            starts; preempt is SIGTERM, and a successor when the process has gone.
+        weight: how often it is drawn, relative to the others.
+        hold_s: the shortest and the longest freeze.
+    """
+
+    target: Target
+    action: Action
+    weight: float
+    hold_s: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def name(self) -> str:
+        return f"{self.target}_{self.action}"
+
+
+KINDS: Final = (
+    Kind("worker", "kill", 30),
+    Kind("worker", "freeze", 8, (1.0, 6.0)),
+    Kind("worker", "zombie", 8, (1.0, 3.0)),
+    Kind("worker", "preempt", 8),
+    Kind("ps", "kill", 15),
+    Kind("ps", "freeze", 5, (0.5, 3.0)),
+    Kind("ps", "zombie", 5, (1.0, 3.0)),
+    Kind("ps", "preempt", 4),
+    Kind("redis", "kill", 8),
+    Kind("redis", "freeze", 3, (0.5, 3.0)),
+    Kind("kafka", "kill", 4),
+    Kind("kafka", "freeze", 3, (0.5, 4.0)),
+    Kind("producer", "kill", 2),
+    Kind("evaluator", "kill", 2),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        number: 1 for the first.
+        worker: which worker, where the kind is about one.
+        gap_s: at the earliest so long after the fault before it, or after the recovery from that one.
+        hold_s: how long it is frozen.
+        hurried: it does not wait for the recovery from the fault before it.
+    """
+
+    number: int
+    kind: Kind
+    worker: int
+    gap_s: float
+    hold_s: float
+    hurried: bool
+
+    @property
+    def role(self) -> str:
+        """Name of the process: `worker-3`, `ps`, `redis`."""
+        return f"worker-{self.worker}" if self.kind.target == "worker" else self.kind.target
+
+
+def make_plan(faults: int, seed: int, *, workers: int, targets: Collection[Target]) -> tuple[Fault, ...]:
+    """`faults` faults on `targets`. Every possible kind comes once before the weights decide, as far as they reach.
+
+    Raises:
+        ValueError: fewer than one fault, or nothing to break.
+    """
+    kinds = [kind for kind in KINDS if kind.target in targets]
+    if faults < 1 or not kinds:
+        raise ValueError(f"expected at least one fault and one target, got {faults} and {sorted(targets)}")
+    rng = random.Random(seed)
+    # The heavier kinds come first where there are fewer faults than kinds.
+    drawn = sorted(kinds, key=lambda kind: -kind.weight)[:faults]
+    rng.shuffle(drawn)
+    drawn += rng.choices(kinds, [kind.weight for kind in kinds], k=faults - len(drawn))
+    return tuple(
+        Fault(
+            number=number,
+            kind=kind,
+            worker=rng.randrange(workers),
+            gap_s=rng.uniform(*_GAP_S),
+            hold_s=rng.uniform(*kind.hold_s),
+            hurried=rng.random() < _HURRIED,
+        )
+        for number, kind in enumerate(drawn, 1)
+    )

@@ -1,0 +1,112 @@
+"""How long a job needs after each fault until its model moves again. Pure: times are arguments."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from doll.drill.plan import Fault
+from doll.records import AnyRecord, Epoch, Update
+
+
+@dataclass(slots=True)
+class Injected:
+    """A fault that has happened.
+
+    Attributes:
+        time_s: wall clock, as in `Update.time_s`.
+        above_epoch: the update that ends it is of a later parameter server than this one; -1: of any.
+        recovery_s: from the fault to the first update that came after it; None while there is none.
+    """
+
+    fault: Fault
+    time_s: float
+    above_epoch: int
+    recovery_s: float | None = None
+
+
+class Recoveries:
+    """Faults, and the updates that show that the job goes on. Feed it each record of `updates`."""
+
+    def __init__(self) -> None:
+        self.injected: list[Injected] = []
+        self._ps_epoch = 0
+        self._open: list[Injected] = []
+
+    def inject(self, fault: Fault, time_s: float) -> None:
+        """A fault happens now."""
+        # A message may be on its way when its sender dies: only the successor's updates show that there is one.
+        replaced = fault.kind.target == "ps" and fault.kind.action != "freeze"
+        self.injected.append(Injected(fault, time_s, self._ps_epoch if replaced else -1))
+        self._open.append(self.injected[-1])
+
+    def feed(self, record: AnyRecord) -> None:
+        """A record of the `updates` topic."""
+        match record:
+            case Epoch():
+                self._ps_epoch = max(self._ps_epoch, record.ps_epoch)
+            case Update():
+                self._ps_epoch = max(self._ps_epoch, record.ps_epoch)
+                for one in self._open:
+                    if record.time_s > one.time_s and record.ps_epoch > one.above_epoch:
+                        one.recovery_s = record.time_s - one.time_s
+                self._open = [one for one in self._open if one.recovery_s is None]
+            case _:
+                pass
+
+    @property
+    def open(self) -> tuple[Injected, ...]:
+        """Faults that no update has followed yet, in order."""
+        return tuple(self._open)
+
+    def report(self) -> dict[str, Any]:
+        """What `report.json` says of a drill. `ps_recovery_s` is of the parameter server's deaths by SIGKILL alone."""
+        by_kind: dict[str, list[Injected]] = {}
+        for one in self.injected:
+            by_kind.setdefault(one.fault.kind.name, []).append(one)
+        deaths = [one for one in self.injected if one.fault.kind.name == "ps_kill"]
+        return {
+            "faults": dict(sorted(Counter(one.fault.kind.name for one in self.injected).items())),
+            "recoveries": len(self.injected) - len(self._open),
+            "recovery_s": _spread(self.injected),
+            "ps_recovery_s": _spread(deaths),
+            "recovery_s_by_kind": {name: _spread(found) for name, found in sorted(by_kind.items())},
+        }
+
+
+def _spread(injected: Iterable[Injected]) -> dict[str, float | None]:
+    found = [one.recovery_s for one in injected if one.recovery_s is not None]
+    return {
+        "p50": round(statistics.median(found), 3) if found else None,
+        "max": round(max(found), 3) if found else None,
+    }
+
+
+def table(report: Mapping[str, Any]) -> list[str]:
+    """The drill's part of a report as lines for people."""
+    rows = [("fault", "times", "p50 s", "max s")]
+    for name, count in report["faults"].items():
+        rows.append((name, str(count), *_cells(report["recovery_s_by_kind"][name])))
+    rows.append(("all", str(sum(report["faults"].values())), *_cells(report["recovery_s"])))
+    lines = [f"  {name:<16}{times:>6}{p50:>9}{most:>9}" for name, times, p50, most in rows]
+    audit = report["audit"]
+    per_record = report["batch_size"] // report["records_per_batch"]
+    lost, twice = (
+        ("not known: no audit",) * 2
+        if audit is None
+        else (str(audit["missing"] * per_record), str(audit["duplicate"] * per_record))
+    )
+    return [
+        "drill: seconds from a fault to the next update",
+        *lines,
+        f"  recoveries {report['recoveries']} of {sum(report['faults'].values())}, samples lost {lost}, "
+        f"samples twice {twice}",
+    ]
+
+
+def _cells(spread: Mapping[str, float | None]) -> tuple[str, str]:
+    p50, most = ("-" if spread[name] is None else f"{spread[name]:.2f}" for name in ("p50", "max"))
+    return p50, most

@@ -1,0 +1,68 @@
+"""Errors, grouped by what the caller can do about them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+
+class DollError(Exception):
+    """Root of all errors that DOLL raises on purpose; the command line prints it and exits with `exit_code`."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(DollError):
+    """The job file, an override or a command-line value is wrong: fix it."""
+
+    exit_code = 2
+
+
+class ServiceUnavailableError(DollError):
+    """Kafka, Redis or a tool that is needed to start them is not there: start it, or correct the address."""
+
+
+class RecordError(DollError):
+    """Bytes from a topic are not a control record that this build reads: counted and refused."""
+
+
+class BlobError(DollError):
+    """A parameter or gradient blob is missing, torn, or belongs to another job or version: refused."""
+
+
+class SampleError(DollError):
+    """One user record is not a sample of the task: it goes to the dead-letter topic with this message as its reason."""
+
+
+class CheckpointError(DollError):
+    """A checkpoint is unreadable, or belongs to another job or model."""
+
+
+class FencedError(DollError):
+    """A newer incarnation of this process is alive: stop at once and write nothing more."""
+
+
+class IllegalEventError(DollError):
+    """An event that the engine must never see (a bug). The state is unchanged."""
+
+
+class InfeasiblePlanError(DollError):
+    """Deadline, error target and budget cannot be met together: relax the constraint that binds.
+
+    Attributes:
+        constraint: what binds: "deadline", "budget", "error", "risk" or "stability"; "" where the raiser names none.
+        nearest: values that would be feasible, each alone and all else equal, by their name with its unit.
+    """
+
+    exit_code = 3
+
+    def __init__(self, message: str, *, constraint: str = "", nearest: Mapping[str, float] | None = None) -> None:
+        super().__init__(message)
+        self.constraint = constraint
+        self.nearest: dict[str, float] = dict(nearest or {})
+
+
+class AuditError(DollError):
+    """The ledger does not balance: an offset is missing or was applied twice."""
+
+    exit_code = 4

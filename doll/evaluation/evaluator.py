@@ -1,0 +1,174 @@
+"""The evaluator: follows a job's updates, measures published weights on held-out samples, and says what it found.
+
+Order of its effects, and what a crash between any two does: 1. measure a version; 2. append it to `evaluations.csv`;
+3. publish `Evaluated` and a `Metric`. A crash after 1 loses a number that the next incarnation measures again; after 2
+the topic lacks one row of the file. `updates.csv` is rebuilt from the topic by each incarnation.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from doll import telemetry
+from doll.errors import BlobError, CheckpointError, ServiceUnavailableError
+from doll.evaluation.csvfile import CsvFile, read_rows
+from doll.evaluation.heldout import HeldOut, HeldOutError
+from doll.evaluation.history import History
+from doll.model import FlatModel, build
+from doll.ps.blobs import Blobs, decode_blob, decode_latest, latest_key, weights_key
+from doll.records import AnyRecord
+from doll.task import load_task
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from doll.config import JobConfig
+
+    CheckpointedWeights = Callable[[FlatModel], tuple[int, npt.NDArray[np.float32]] | None]
+
+log = telemetry.get_logger(__name__)
+
+
+class Evaluation(NamedTuple):
+    """Held-out error of one version."""
+
+    ps_epoch: int
+    version: int
+    error: HeldOutError
+    seconds: float
+    time_s: float
+
+
+class Evaluator:
+    """Keeps the history, measures versions. It reads Redis; it publishes nothing itself.
+
+    Args:
+        blobs: where weights are published; its calls may raise `ServiceUnavailableError`: that round is then left out.
+        checkpointed: reads (version, weights) of the newest checkpoint, for a last version whose blob is gone.
+        run_folder: gets `updates.csv` and `evaluations.csv`.
+
+    Raises:
+        ConfigError: the task cannot be loaded, or its model or held-out set fails.
+        OSError: the run folder cannot be written.
+    """
+
+    def __init__(self, config: JobConfig, blobs: Blobs, checkpointed: CheckpointedWeights, run_folder: Path) -> None:
+        self._config = config
+        self._blobs = blobs
+        self._checkpointed = checkpointed
+        task = load_task(config)
+        self._model = build(config, task)
+        self._held_out = HeldOut(task, config.evaluation.max_samples)
+        self._redis_away = False
+        self._last: tuple[int, int] | None = None
+        self.history = History()
+        run_folder.mkdir(parents=True, exist_ok=True)
+        self._restore(run_folder / "evaluations.csv")
+        self._updates_file = CsvFile(run_folder / "updates.csv", self.history.updates)
+        self._evaluations_file = CsvFile(run_folder / "evaluations.csv", self.history.evaluations)
+        if not len(self._held_out):
+            log.info("no_held_out_samples", hint="only prequential error is shown; give the task a holdout()")
+
+    def _restore(self, path: Path) -> None:
+        if not path.exists():
+            return
+        for row in read_rows(path):
+            if {"time_s", "ps_epoch", "version", "loss"} <= row.keys():
+                self.history.evaluated(
+                    time_s=row["time_s"],
+                    ps_epoch=int(row["ps_epoch"]),
+                    version=int(row["version"]),
+                    loss=row["loss"],
+                    accuracy=row.get("accuracy"),
+                )
+
+    @property
+    def has_held_out(self) -> bool:
+        return len(self._held_out) > 0
+
+    def feed(self, records: list[AnyRecord]) -> None:
+        """Take in records of the `updates` topic and bring the files up to them."""
+        changed = [self.history.feed(record) for record in records]
+        self._updates_file.sync(changed=any(changed))
+        if any(changed):
+            self._evaluations_file.sync(changed=True)
+
+    def newest(self) -> Evaluation | None:
+        """Measure the newest published weights; None when they are measured already, or cannot be had now."""
+        if not self.has_held_out:
+            return None
+        try:
+            pointer = self._blobs.get(latest_key(self._config.job))
+            if pointer is None:
+                return None
+            latest = decode_latest(pointer)
+            if (latest.ps_epoch, latest.version) == self._last or latest.ps_epoch < self.history.ps_epoch:
+                return None
+            weights = self._fetch(latest.key, latest.version)
+        except ServiceUnavailableError as exc:
+            self._tell_redis(away=str(exc))
+            return None
+        except BlobError as exc:
+            log.warning("blob_refused", reason=str(exc))
+            return None
+        self._tell_redis(away="")
+        return None if weights is None else self._measure(latest.ps_epoch, latest.version, weights)
+
+    def final(self, ps_epoch: int, version: int) -> Evaluation | None:
+        """Measure exactly `version`, the last one: from Redis, else from the checkpoint that must hold it.
+
+        None when there is nothing to measure on, it is measured already, or neither has it (logged).
+        """
+        if not self.has_held_out or self._last == (ps_epoch, version):
+            return None
+        try:
+            weights = self._fetch(weights_key(self._config.job, ps_epoch, version), version)
+        except (ServiceUnavailableError, BlobError) as exc:
+            log.warning("final_weights_not_in_redis", reason=str(exc))
+            weights = None
+        if weights is None:
+            try:
+                stored = self._checkpointed(self._model)
+            except CheckpointError as exc:
+                log.warning("checkpoint_refused", reason=str(exc))
+                stored = None
+            if stored is None or stored[0] != version:
+                log.warning("final_weights_not_found", version=version, checkpoint=stored and stored[0])
+                return None
+            weights = stored[1]
+        return self._measure(ps_epoch, version, weights)
+
+    def _fetch(self, key: str, version: int) -> npt.NDArray[np.float32] | None:
+        data = self._blobs.get(key)
+        if data is None:
+            return None
+        return decode_blob(data, job=self._config.job, kind="w", version=version, numel=self._model.flat.numel())
+
+    def _measure(self, ps_epoch: int, version: int, weights: npt.NDArray[np.float32]) -> Evaluation:
+        started_s = time.monotonic()
+        with torch.no_grad():
+            self._model.flat.copy_(torch.from_numpy(weights.copy()))  # a copy: the blob is read-only memory
+        error = self._held_out.evaluate(self._model.module)
+        self._last = (ps_epoch, version)
+        found = Evaluation(ps_epoch, version, error, time.monotonic() - started_s, time.time())
+        self.history.evaluated(
+            time_s=found.time_s, ps_epoch=ps_epoch, version=version, loss=error.loss, accuracy=error.accuracy
+        )
+        self._evaluations_file.sync()
+        return found
+
+    def _tell_redis(self, away: str) -> None:
+        if bool(away) == self._redis_away:
+            return
+        self._redis_away = bool(away)
+        if away:
+            log.warning("redis_away", reason=away, hint="held-out evaluation goes on when it is back")
+        else:
+            log.info("redis_back")

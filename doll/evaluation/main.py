@@ -1,0 +1,150 @@
+"""The evaluator's process: Kafka and Redis in, `Evaluated` and metrics out, until the job has ended."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from doll import telemetry
+from doll.evaluation.kafka_tail import Tail
+from doll.health import Pulse, pulse_of
+from doll.records import AnyRecord, Evaluated, Metric, encode
+from doll.services import Services, connect_redis, kafka_settings
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.evaluation.evaluator import Evaluation, Evaluator
+
+log = telemetry.get_logger(__name__)
+
+NICENESS = 10  # measuring must not slow learning down
+POLL_S = 0.2
+FLUSH_S = 10.0
+ASK_KAFKA_S = 5.0
+MEASURE_S = 300.0  # one round over a large held-out set, on a machine whose workers come first
+# A job that finished before this process started may be about to go on: a new parameter server says so within seconds.
+RESUME_GRACE_S = 15.0
+
+
+def run_evaluator(config: JobConfig, services: Services, run_folder: Path) -> int:
+    """Evaluate until the job has finished or SIGTERM comes; 0.
+
+    Needs the main thread: it takes over SIGTERM and SIGINT while it runs.
+
+    Raises:
+        ConfigError: the task cannot be used.
+        ServiceUnavailableError: Kafka does not answer at the start. Later it is waited for, as Redis always is.
+    """
+    with suppress(OSError):
+        os.nice(NICENESS)
+    with _told_to_stop() as stop, pulse_of("evaluator", config) as pulse:
+        return _run(config, services, run_folder, stop, pulse)
+
+
+def _run(config: JobConfig, services: Services, run_folder: Path, stop: threading.Event, pulse: Pulse) -> int:
+    import torch
+    from confluent_kafka import Producer
+
+    from doll.evaluation.evaluator import Evaluator
+    from doll.ps.redis_blobs import RedisBlobs
+
+    torch.set_num_threads(1)
+    # One failed call ends a round of evaluation, it does not hold up the updates.
+    blobs = RedisBlobs(connect_redis(services, timeout_s=5.0), give_up=lambda: True)
+    producer = Producer(kafka_settings(config, services, acks="all", linger_ms=5))
+    try:
+        evaluator = Evaluator(config, blobs, _checkpoint_reader(config, run_folder), run_folder)
+        with Tail(config, services, (config.topic("updates"),)) as tail:
+            _follow(config, evaluator, tail, producer, stop, pulse)
+    finally:
+        producer.flush(FLUSH_S)
+        blobs.close()
+    return 0
+
+
+def _follow(
+    config: JobConfig, evaluator: Evaluator, tail: Tail, producer: Any, stop: threading.Event, pulse: Pulse
+) -> None:
+    topic = config.topic("updates")
+    started_s = next_s = ask_s = time.monotonic()
+    pulse.expect("loop", within_s=MEASURE_S)
+    pulse.expect("kafka", within_s=MEASURE_S + 3 * ASK_KAFKA_S, vital=False)
+    pulse.waits_for("")
+    while not stop.is_set():
+        pulse.beat("loop")
+        if time.monotonic() >= ask_s:
+            ask_s = time.monotonic() + ASK_KAFKA_S
+            if tail.partition_ends(topic, 1) is not None:
+                pulse.beat("kafka")
+        tailed = tail.poll(POLL_S)
+        evaluator.feed([one.record for one in tailed])
+        producer.poll(0)
+        finished = evaluator.history.finished
+        # What is in the topic from before is history, unless nothing follows it.
+        news = tail.past(topic) and (
+            any(one.offset >= tail.ends[topic] for one in tailed) or time.monotonic() - started_s > RESUME_GRACE_S
+        )
+        if finished is not None and news:
+            _publish(config, evaluator, producer, evaluator.final(finished.ps_epoch, finished.version))
+            log.info("job_finished", version=finished.version, reason=finished.reason)
+            return
+        now_s = time.monotonic()
+        if now_s < next_s or not tail.past(topic):
+            continue
+        _publish(config, evaluator, producer, evaluator.newest())
+        # At most half of a processor, however large the model or the held-out set.
+        ended_s = time.monotonic()
+        next_s = max(now_s + config.evaluation.every_s, 2 * ended_s - now_s)
+
+
+def _publish(config: JobConfig, evaluator: Evaluator, producer: Any, found: Evaluation | None) -> None:
+    if found is None:
+        return
+    error = found.error
+    running, window = evaluator.history.prequential.running(), evaluator.history.prequential.windowed()
+    values = {
+        **error.metrics,
+        "version": float(found.version),
+        "ps_epoch": float(found.ps_epoch),
+        "loss": error.loss,
+        "evaluate_s": found.seconds,
+        "prequential_loss": running.loss,
+        "prequential_window_loss": window.loss,
+    }
+    evaluated = Evaluated(ps_epoch=found.ps_epoch, version=found.version, loss=error.loss, accuracy=error.accuracy)
+    known = {name: value for name, value in values.items() if not math.isnan(value)}
+    _send(producer, config.topic("up"), evaluated, key=b"evaluator")
+    _send(producer, config.topic("metrics"), Metric(source="evaluator", values=known, time_s=found.time_s))
+
+
+def _send(producer: Any, topic: str, record: AnyRecord, key: bytes | None = None) -> None:
+    # With the broker away for long the queue fills: a measurement that is lost is made again a second later.
+    with suppress(BufferError):
+        producer.produce(topic, encode(record), key=key)
+        producer.poll(0)
+
+
+def _checkpoint_reader(config: JobConfig, run_folder: Path) -> Any:
+    """Reads version and weights of the newest checkpoint of the job."""
+    from doll.evaluation.checkpointed import newest_weights
+
+    return lambda model: newest_weights(config, run_folder, model)
+
+
+@contextmanager
+def _told_to_stop() -> Iterator[threading.Event]:
+    """An event that SIGTERM or SIGINT sets."""
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,135 @@
+"""Update rates: what theory says, what was measured, and how near the job is to the edge of stability.
+
+Source: the DOLL paper, Eq. (1) and Proposition 1. Symbols: λ_A arrivals at one worker (samples/s), b batch size, K
+group size, C time to turn one granted batch into a stored gradient (s).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from doll.theory.queueing import harmonic as harmonic
+
+# Start-up that says nothing about the steady state: connections, first weights, cold caches.
+DROP_FRACTION = 0.1
+DROP_S = 3.0
+
+
+def predicted_update_rate(rates_per_s: Sequence[float], batch_size: int, group_size: int) -> float:
+    """λ_U = (sum of the arrival rates) / (K b), updates per second, when the workers keep up.
+
+    Args:
+        rates_per_s: samples per second of each stream, N of them.
+        batch_size: b, samples.
+        group_size: K, batches per update.
+
+    Source: the DOLL paper, Eq. (1), for streams of unequal rates.
+
+    >>> predicted_update_rate([125.0] * 64, batch_size=256, group_size=20)
+    1.5625
+    """
+    _check(batch_size, group_size)
+    return sum(rates_per_s) / (group_size * batch_size)
+
+
+def predicted_lockstep_rate(rates_per_s: Sequence[float], batch_size: int) -> float:
+    """Updates per second when each takes one batch of every worker: the slowest stream sets the pace.
+
+    >>> predicted_lockstep_rate([100.0, 50.0], batch_size=10)
+    5.0
+    """
+    _check(batch_size, 1)
+    return min(rates_per_s, default=0.0) / batch_size
+
+
+def steady_update_rate(times_s: Sequence[float], drop_fraction: float = DROP_FRACTION, drop_s: float = DROP_S) -> float:
+    """Updates per second over the steady part of a run; NaN with fewer than two updates there.
+
+    The start is left out: the larger of `drop_fraction` of the run and `drop_s`, but never more than half of the run.
+    n updates span n - 1 gaps, so the rate is (n - 1) / (last - first).
+
+    Args:
+        times_s: completion time of each update, seconds, in order.
+
+    >>> steady_update_rate([0.0, 0.5, 1.0, 1.5, 2.0], drop_s=0.0, drop_fraction=0.0)
+    2.0
+    """
+    if len(times_s) < 2:
+        return math.nan
+    first, last = times_s[0], times_s[-1]
+    span = last - first
+    start = first + min(max(drop_fraction * span, drop_s), 0.5 * span)
+    steady = [time for time in times_s if time >= start]
+    if len(steady) < 2 or steady[-1] <= steady[0]:
+        return math.nan
+    return (len(steady) - 1) / (steady[-1] - steady[0])
+
+
+class Margin(NamedTuple):
+    """How far a job is from instability; above 1 is stable in that form.
+
+    Attributes:
+        sufficient: (b / sum of rates) / μ_C. Above 1 the job is stable even if all K batches run one by one.
+        necessary: (b / sum of rates) / ((H_K / K) μ_C): the K batches at K distinct workers, exponential C. Below 1 the
+            queue grows without bound, unless C varies less than an exponential time.
+    """
+
+    sufficient: float
+    necessary: float
+
+
+def stability_margin(rates_per_s: Sequence[float], batch_size: int, group_size: int, service_s: float) -> Margin:
+    """Proposition 1 for a job whose mean service time of one batch is `service_s` (compute + fetch + store).
+
+    NaN without a service time or without arrivals; 0 when arrivals are unlimited (`asap`).
+
+    Source: the DOLL paper, Proposition 1. Differs from the paper: the harmonic number H_K in place of log K.
+
+    >>> round(stability_margin([125.0] * 64, 256, 20, service_s=0.032).sufficient, 6)
+    1.0
+    """
+    _check(batch_size, group_size)
+    total = sum(rates_per_s)
+    if not service_s > 0 or not total > 0:
+        return Margin(math.nan, math.nan)
+    sufficient = batch_size / total / service_s
+    return Margin(sufficient, sufficient * group_size / harmonic(group_size))
+
+
+class ArrivalMeter:
+    """Arrival rates measured from the ends (high watermarks) of the partitions, for sources whose rate nobody states.
+
+    The rate of a stream is the growth of its end between the first look and the last look that saw it grow, so that a
+    source that has ended does not dilute it.
+    """
+
+    def __init__(self, samples_per_record: int = 1) -> None:
+        self._samples_per_record = samples_per_record
+        self._first: dict[int, tuple[float, int]] = {}
+        self._last: dict[int, tuple[float, int]] = {}
+
+    def look(self, now_s: float, ends: Sequence[int]) -> None:
+        """The partitions' ends as seen at `now_s` (monotonic seconds)."""
+        for partition, end in enumerate(ends):
+            # The clock of a stream starts with its first growth: before that the producer was still starting.
+            first = self._first.get(partition)
+            if first is None or (partition not in self._last and end == first[1]):
+                self._first[partition] = (now_s, end)
+            elif end > self._last.get(partition, first)[1]:
+                self._last[partition] = (now_s, end)
+
+    def rates_per_s(self) -> list[float]:
+        """Samples per second of each stream; 0 where nothing has arrived yet."""
+        rates = []
+        for partition in sorted(self._first):
+            t0, n0 = self._first[partition]
+            t1, n1 = self._last.get(partition, (t0, n0))
+            rates.append((n1 - n0) * self._samples_per_record / (t1 - t0) if t1 > t0 else 0.0)
+        return rates
+
+
+def _check(batch_size: int, group_size: int) -> None:
+    if batch_size < 1 or group_size < 1:
+        raise ValueError(f"expected a batch size and a group size of at least 1, got {batch_size} and {group_size}")

@@ -1,0 +1,70 @@
+"""Die at a named place, for tests: every gap between two side effects has a fault point that a test can trigger.
+
+`DOLL_FAULT=ps.after_apply@3` kills the process (SIGKILL) when it comes to that point for the third time. Where
+`DOLL_FAULT_MARKER` names a file, only the first process that gets there dies: its successor finds the file and lives.
+Without `DOLL_FAULT` a point costs one lookup.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from doll.errors import ConfigError
+
+POINTS: Final = (
+    "worker.after_announce",
+    "worker.after_blob",
+    "worker.after_push",
+    "worker.after_durable",
+    "ps.after_claim",
+    "ps.after_weights",
+    "ps.after_grant",
+    "ps.after_apply",
+    "ps.after_update",
+    "ps.mid_checkpoint",
+    "ps.after_checkpoint",
+    "ps.after_durable",
+)
+ENV: Final = "DOLL_FAULT"
+MARKER_ENV: Final = "DOLL_FAULT_MARKER"
+
+_hits: Counter[str] = Counter()
+
+
+def fault_point(name: str, settle: Callable[[], object] | None = None) -> None:
+    """Die here if the environment says so.
+
+    Args:
+        settle: called before dying, so that the effect that the point comes after has left this process.
+
+    Raises:
+        ConfigError: `DOLL_FAULT` is not `point@count`, or names no point.
+    """
+    wanted = os.environ.get(ENV)
+    if not wanted:
+        return
+    point, _, count = wanted.partition("@")
+    if point not in POINTS or not count.isdecimal():
+        raise ConfigError(f"{ENV}: expected point@count with a point of {', '.join(POINTS)}; got {wanted!r}")
+    if point != name:
+        return
+    _hits[name] += 1
+    if _hits[name] == int(count) and _is_first():
+        if settle is not None:
+            settle()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _is_first() -> bool:
+    marker = os.environ.get(MARKER_ENV)
+    if marker is None:
+        return True
+    try:
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+    except FileExistsError:
+        return False
+    return True

@@ -1,0 +1,51 @@
+"""What must agree between a checkpoint, the parameter server and its workers, as `key=value` words. Pure.
+
+The batch grid is in it: a batch is identified by its number, so its size cannot change under a running ledger.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+
+def join(config: JobConfig, *, parameters: int, buffers: int, shapes: int) -> str:
+    """The fingerprint of a job and its model.
+
+    Args:
+        parameters: how many trainable numbers the model has; `buffers`: how many others.
+        shapes: checksum of the names and shapes of the model's tensors.
+    """
+    job, model = words(config), {"parameters": parameters, "buffers": buffers, "shapes": f"{shapes:08x}"}
+    first = {key: job.pop(key) for key in ("job", "task")}
+    return " ".join(f"{key}={value}" for key, value in {**first, **model, **job}.items())
+
+
+def words(config: JobConfig) -> dict[str, str]:
+    """The part of a fingerprint that the job file says, without the model."""
+    return {
+        "job": config.job,
+        "task": config.task.cls,
+        "workers": str(config.data.workers),
+        "batch_size": str(config.data.batch_size),
+        "samples_per_record": str(config.data.samples_per_record),
+        "optimizer": config.training.optimizer.name,
+    }
+
+
+def parse(fingerprint: str) -> dict[str, str]:
+    """The words of a fingerprint by key."""
+    return dict(word.partition("=")[::2] for word in fingerprint.split())
+
+
+def difference(expected: str, got: str) -> str:
+    """The words in which two fingerprints differ, for an error message."""
+    return differences(parse(expected), parse(got))
+
+
+def differences(expected: dict[str, str], got: dict[str, str]) -> str:
+    """As `difference`, of words; empty where they agree."""
+    keys = [key for key in {**expected, **got} if expected.get(key) != got.get(key)]
+    return ", ".join(f"{key}: expected {expected.get(key, 'nothing')}, got {got.get(key, 'nothing')}" for key in keys)

@@ -1,0 +1,87 @@
+"""Sets of offsets as sorted lists of half-open ranges [lo, hi)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+Span: TypeAlias = tuple[int, int]
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """What `spans`, in any order, cover; sorted, disjoint, not touching.
+
+    >>> union([(5, 7), (0, 2), (2, 3), (6, 9), (4, 4)])
+    [(0, 3), (5, 9)]
+    """
+    merged: list[Span] = []
+    for lo, hi in sorted(spans):
+        if lo >= hi:
+            continue
+        if merged and lo <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(hi, merged[-1][1]))
+        else:
+            merged.append((lo, hi))
+    return merged
+
+
+def overlaps(spans: Iterable[Span]) -> list[Span]:
+    """What at least two of `spans` cover.
+
+    >>> overlaps([(0, 4), (3, 6), (3, 5), (8, 9), (8, 9)])
+    [(3, 5), (8, 9)]
+    """
+    twice: list[Span] = []
+    reached: int | None = None
+    for lo, hi in sorted(spans):
+        if lo >= hi:
+            continue
+        if reached is not None and lo < reached:
+            twice.append((lo, min(hi, reached)))
+        reached = hi if reached is None else max(reached, hi)
+    return union(twice)
+
+
+def subtract(spans: Sequence[Span], less: Sequence[Span]) -> list[Span]:
+    """`spans` without `less`; both as `union` returns them.
+
+    >>> subtract([(0, 10), (20, 30)], [(3, 5), (8, 22), (29, 40)])
+    [(0, 3), (5, 8), (22, 29)]
+    """
+    rest: list[Span] = []
+    at = 0
+    for lo, hi in spans:
+        while at < len(less) and less[at][1] <= lo:
+            at += 1
+        k = at
+        while k < len(less) and less[k][0] < hi:
+            if lo < less[k][0]:
+                rest.append((lo, less[k][0]))
+            lo = max(lo, less[k][1])
+            k += 1
+        if lo < hi:
+            rest.append((lo, hi))
+    return rest
+
+
+def intersect(spans: Sequence[Span], other: Sequence[Span]) -> list[Span]:
+    """What both cover; both as `union` returns them.
+
+    >>> intersect([(0, 10), (20, 30)], [(5, 25)])
+    [(5, 10), (20, 25)]
+    """
+    return subtract(spans, subtract(spans, other))
+
+
+def points(offsets: Iterable[int]) -> list[Span]:
+    """The set of single `offsets`.
+
+    >>> points([4, 2, 3, 9, 3])
+    [(2, 5), (9, 10)]
+    """
+    return union((offset, offset + 1) for offset in offsets)
+
+
+def size(spans: Iterable[Span]) -> int:
+    """Number of offsets in disjoint `spans`."""
+    return sum(hi - lo for lo, hi in spans)

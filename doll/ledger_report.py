@@ -1,0 +1,114 @@
+"""What an audit found: counts, and the ranges of offsets that do not balance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, NamedTuple
+
+_NAMED: Final = 8  # ranges that a message names; the report holds them all
+
+
+class Range(NamedTuple):
+    """Offsets [lo, hi) of one partition."""
+
+    partition: int
+    lo: int
+    hi: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.partition}: {self.lo}" if self.hi == self.lo + 1 else f"{self.partition}: {self.lo}-{self.hi - 1}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionLine:
+    """The account of one partition; counts are offsets, and produced is the sum of those after it."""
+
+    partition: int
+    origin: int
+    applied_until: int
+    end: int
+    produced: int
+    applied: int
+    pending: int
+    dead: int
+    gaps: int
+    missing: int
+    twice: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerReport:
+    """The account of a job.
+
+    Attributes:
+        version: of the durable model, written by parameter server epoch `ps_epoch`.
+        updates: update records that the durable model contains.
+        unsaved: update records after it, not durable yet.
+        redone: void update records: their batches were lost with a server and applied again.
+        produced: offsets from the job's origin to the partitions' ends; the sum of the six counts below.
+        gaps: offsets at which the log holds no record.
+        missing: ranges below the durable model's reach that are in no update, or dead without a dead letter.
+        twice: ranges that more than one update of the durable model applied.
+        gap_ranges: where the `gaps` are.
+        partly_dead_samples: samples refused inside packed records whose other samples were applied.
+        problems: what else does not fit, one sentence each.
+    """
+
+    version: int
+    ps_epoch: int
+    updates: int
+    unsaved: int
+    redone: int
+    produced: int
+    applied: int
+    pending: int
+    dead: int
+    gaps: int
+    missing: tuple[Range, ...]
+    twice: tuple[Range, ...]
+    gap_ranges: tuple[Range, ...]
+    partly_dead_samples: int
+    partitions: tuple[PartitionLine, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """True where the ledger balances."""
+        return not (self.missing or self.twice or self.problems)
+
+    def summary(self) -> str:
+        """The result in one line."""
+        gaps = f", {self.gaps} without a record" if self.gaps else ""
+        others = f"; {len(self.problems)} other problems" if self.problems else ""
+        return (
+            f"audit: {self.produced} offsets produced, {self.applied} applied exactly once, "
+            f"{self.pending} not yet applied, {count(self.missing)} missing, {count(self.twice)} twice, "
+            f"{self.dead} dead-lettered{gaps}{others}"
+        )
+
+    def complaints(self) -> list[str]:
+        """What is wrong, one line each, with offsets; empty where all is well."""
+        lines = [f"missing: {named(self.missing)}"] if self.missing else []
+        lines += [f"applied twice: {named(self.twice)}"] if self.twice else []
+        return [*lines, *self.problems]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report in plain values, for JSON; ranges are [partition, lo, hi]."""
+        plain = asdict(self)
+        for name in ("missing", "twice", "gap_ranges"):
+            plain[name] = [list(item) for item in getattr(self, name)]
+        return {"ok": self.ok, "summary": self.summary(), **plain}
+
+
+def count(ranges: Sequence[Range]) -> int:
+    """Number of offsets in disjoint `ranges`."""
+    return sum(item.hi - item.lo for item in ranges)
+
+
+def named(ranges: Sequence[Range]) -> str:
+    """The first of `ranges` for people: `partition 0: 64-127, partition 2: 7, and 3 more ranges`."""
+    more = f", and {len(ranges) - _NAMED} more ranges" if len(ranges) > _NAMED else ""
+    return ", ".join(f"partition {item}" for item in ranges[:_NAMED]) + more

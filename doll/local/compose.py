@@ -1,0 +1,83 @@
+"""Kafka and Redis from the docker-compose.yml of the checkout, where a container engine answers."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from doll.errors import ServiceUnavailableError
+
+FILE_NAME: Final = "docker-compose.yml"
+_PORTS: Final = {"kafka": 9092, "redis": 6379}  # ports in the containers, published on loopback
+_ASK_S: Final = 15.0
+_UP_S: Final = 600.0  # the first time images are pulled
+
+
+@dataclass(frozen=True)
+class Compose:
+    """The services of one compose file.
+
+    Attributes:
+        file: the compose file.
+        service: `kafka` or `redis`.
+    """
+
+    file: Path
+    service: str
+
+    def is_running(self) -> bool:
+        """Whether somebody has started the service before us."""
+        return bool(self._run("ps", "--quiet", "--status", "running", self.service, timeout_s=_ASK_S).strip())
+
+    def up(self) -> str:
+        """Start the service, wait until it is healthy, and return `host:port`.
+
+        Raises:
+            ServiceUnavailableError: docker fails; the message ends with its output.
+        """
+        self._run("up", "--detach", "--wait", self.service, timeout_s=_UP_S)
+        address = self._run("port", self.service, str(_PORTS[self.service]), timeout_s=_ASK_S).strip()
+        return address.replace("0.0.0.0", "127.0.0.1").replace("localhost", "127.0.0.1")
+
+    def down(self) -> None:
+        """Stop and remove the service's container."""
+        self._run("rm", "--stop", "--force", self.service, timeout_s=60.0)
+
+    def _run(self, *arguments: str, timeout_s: float) -> str:
+        command = ["docker", "compose", "--file", str(self.file), *arguments]
+        try:
+            told = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+        except subprocess.TimeoutExpired as exc:
+            raise ServiceUnavailableError(f"`{' '.join(command)}` did not end within {timeout_s:g} s") from exc
+        if told.returncode != 0:
+            output = "\n".join(told.stderr.splitlines()[-15:])
+            raise ServiceUnavailableError(f"`{' '.join(command)}` failed:\n{output}")
+        return told.stdout
+
+
+def find(job_folder: Path) -> Path | str:
+    """The compose file beside the job file or above it up to the checkout's root, else why there is none to use."""
+    file = next((folder / FILE_NAME for folder in _upwards(job_folder) if (folder / FILE_NAME).is_file()), None)
+    if file is None:
+        return f"no {FILE_NAME} beside the job file"
+    if shutil.which("docker") is None:
+        return "no docker on PATH"
+    try:
+        told = subprocess.run(["docker", "info"], capture_output=True, timeout=_ASK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return "docker's engine does not answer"
+    return file if told.returncode == 0 else "docker's engine does not answer"
+
+
+def _upwards(folder: Path) -> list[Path]:
+    folders = []
+    for candidate in (folder.resolve(), *folder.resolve().parents):
+        folders.append(candidate)
+        if (candidate / ".git").exists() or (candidate / "pyproject.toml").is_file():
+            return folders
+    return folders[:1]  # not in a checkout: somebody else's compose file further up is not ours to start

@@ -1,0 +1,278 @@
+"""A real Apache Kafka of our own: one KRaft node on loopback, broker and controller in one Java process."""
+
+from __future__ import annotations
+
+import base64
+import subprocess
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from doll.errors import ServiceUnavailableError
+from doll.local import kafka_jars, processes
+
+if TYPE_CHECKING:
+    from confluent_kafka.admin import AdminClient
+
+READY_TOPIC: Final = "doll-ready"  # holds the record that shows that a broker works
+_START_S: Final = 90.0  # 3 s here; a loaded machine, or a log to recover, takes far longer
+_BIND_TRIES: Final = 5
+# Beside the plain listener, which our own probe and the broker itself use.
+_SECURE: Final = """\
+listeners=PLAINTEXT://{host}:{port},CONTROLLER://{host}:{controller_port},SASL_SSL://{host}:{secure_port}
+advertised.listeners=PLAINTEXT://{host}:{port},SASL_SSL://{host}:{secure_port}
+listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SASL_SSL:SASL_SSL
+sasl.enabled.mechanisms=SCRAM-SHA-512
+listener.name.sasl_ssl.scram-sha-512.sasl.jaas.config=\
+  org.apache.kafka.common.security.scram.ScramLoginModule required;
+listener.name.sasl_ssl.ssl.keystore.type=PEM
+listener.name.sasl_ssl.ssl.keystore.location={identity}
+"""
+_JVM_FLAGS: Final = ("-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto")
+
+# Sessions of 3 s: with Kafka's 9 s a killed broker needs 14 s, not 6, until it serves again.
+_PROPERTIES: Final = """\
+process.roles=broker,controller
+node.id=1
+controller.quorum.voters=1@{host}:{controller_port}
+listeners=PLAINTEXT://{host}:{port},CONTROLLER://{host}:{controller_port}
+advertised.listeners=PLAINTEXT://{host}:{port}
+inter.broker.listener.name=PLAINTEXT
+controller.listener.names=CONTROLLER
+listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT
+log.dirs={folder}/data
+auto.create.topics.enable=false
+delete.topic.enable=true
+num.partitions=1
+default.replication.factor=1
+min.insync.replicas=1
+offsets.topic.replication.factor=1
+offsets.topic.num.partitions=1
+transaction.state.log.replication.factor=1
+transaction.state.log.min.isr=1
+transaction.state.log.num.partitions=1
+share.coordinator.state.topic.replication.factor=1
+share.coordinator.state.topic.min.isr=1
+group.initial.rebalance.delay.ms=0
+broker.session.timeout.ms=3000
+broker.heartbeat.interval.ms=500
+message.max.bytes=33554432
+replica.fetch.max.bytes=33554432
+log.segment.bytes=134217728
+log.cleaner.dedupe.buffer.size=4194304
+"""
+
+
+class LocalKafka:
+    """One Kafka node. Use it as a context manager, or call `start` and `stop`.
+
+    Its data, in `folder`, and its ports outlive `stop`, `kill` and `restart`. Data that is there already is served.
+
+    Args:
+        identity: a PEM file with a private key (PKCS 8) and its certificates: then there is also a listener with TLS
+            and SCRAM-SHA-512, at `secure_address`. Its users are made by an admin client at `address`.
+
+    Attributes:
+        log_path: what the node writes to its log.
+    """
+
+    def __init__(
+        self, folder: Path, *, say: Callable[[str], None] = lambda text: None, identity: Path | None = None
+    ) -> None:
+        self._folder = folder.resolve()
+        self._say = say
+        self._identity = identity
+        self._port = 0
+        self._secure_port = 0
+        self._cluster_id = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self.log_path = self._folder / "kafka.log"
+
+    @property
+    def address(self) -> str:
+        """`127.0.0.1:port`; empty before the first start."""
+        return f"{processes.LOOPBACK}:{self._port}" if self._port else ""
+
+    @property
+    def secure_address(self) -> str:
+        """As `address`, of the listener with TLS and SASL; empty where there is none."""
+        return f"{processes.LOOPBACK}:{self._secure_port}" if self._secure_port else ""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self) -> None:
+        """Start the node and return when it has acknowledged a record and committed an offset.
+
+        Raises:
+            ServiceUnavailableError: Java or the jars cannot be had, or it does not come up (the message shows its log).
+        """
+        jars = kafka_jars.ensure(self._say)
+        for _ in range(1 if self._port else _BIND_TRIES):
+            if not self._port:
+                self._configure()
+                self._format(jars)
+            if self._launch(jars):
+                return
+            if "Address already in use" not in processes.tail(self.log_path, 200):
+                break
+            self._port = 0  # another run was faster to take a port: choose others
+        raise ServiceUnavailableError(
+            f"Kafka does not start; the end of {self.log_path}:\n{processes.tail(self.log_path)}"
+        )
+
+    def _configure(self) -> None:
+        """Choose ports and write the settings."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self.log_path.unlink(missing_ok=True)
+        self._port, controller_port = processes.free_port(), processes.free_port()
+        text = _PROPERTIES.format(
+            host=processes.LOOPBACK, port=self._port, controller_port=controller_port, folder=self._folder
+        )
+        if self._identity is not None:
+            self._secure_port = processes.free_port()
+            # A property that comes twice has its last value.
+            text += _SECURE.format(
+                host=processes.LOOPBACK, port=self._port, controller_port=controller_port,
+                secure_port=self._secure_port, identity=self._identity.resolve(),
+            )  # fmt: skip
+        self._properties.write_text(text, encoding="utf-8")
+
+    def _format(self, jars: Path) -> None:
+        """Make an empty data folder, or find out whose the one in place is."""
+        meta = self._folder / "data" / "meta.properties"
+        if meta.is_file():
+            self._cluster_id = dict(
+                line.split("=", 1) for line in meta.read_text(encoding="utf-8").splitlines() if "=" in line
+            )["cluster.id"]
+            return
+        self._cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+        # With `=`: one id in 64 begins with a dash, and would be taken for an option.
+        arguments = ["format", f"--cluster-id={self._cluster_id}", "-c", str(self._properties)]
+        if self._java(jars, "kafka.tools.StorageTool", arguments).wait() != 0:
+            raise ServiceUnavailableError(f"Kafka cannot make its data folder:\n{processes.tail(self.log_path)}")
+
+    @property
+    def _properties(self) -> Path:
+        return self._folder / "server.properties"
+
+    def _java(self, jars: Path, main_class: str, arguments: list[str]) -> subprocess.Popen[bytes]:
+        java = kafka_jars.find_java()
+        assert java is not None, "kafka_jars.ensure has found it"
+        quiet = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", "-Dorg.slf4j.simpleLogger.showDateTime=true"
+        return processes.spawn([java, *_JVM_FLAGS, *quiet, "-cp", f"{jars}/*", main_class, *arguments], self.log_path)
+
+    def _launch(self, jars: Path) -> bool:
+        """Whether our own node serves; False where its process has ended or does not come up in time."""
+        self._process = self._java(jars, "kafka.Kafka", [str(self._properties)])
+        try:
+            if _Probe(self.address, self._cluster_id, lambda: self.pid is not None).run():
+                return True
+        except BaseException:
+            self.kill()
+            raise
+        self.kill()
+        return False
+
+    def stop(self) -> None:
+        """End the node; its data stays. It may be repeated."""
+        if self._process is not None:
+            processes.end(self._process, grace_s=10.0)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def restart(self) -> None:
+        """Stop it if it runs, and start it again with its data at the same address (about 7 s)."""
+        self.stop()
+        self.start()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+class _Probe:
+    """Find out whether a node serves: an open port says little.
+
+    A record acknowledged to an idempotent producer shows that it writes and hands out producer ids; a committed offset,
+    that `__consumer_offsets` is there: while it is being made, a consumer with a group may wait for minutes.
+    """
+
+    def __init__(self, address: str, cluster_id: str, alive: Callable[[], bool]) -> None:
+        self._settings = {"bootstrap.servers": address, "log_level": 0, "reconnect.backoff.max.ms": 200}
+        self._settings["error_cb"] = lambda error: None
+        self._cluster_id = cluster_id
+        self._alive = alive
+        self._deadline_s = time.monotonic() + _START_S
+
+    def run(self) -> bool:
+        from confluent_kafka.admin import AdminClient
+
+        return (
+            self._retry(self._is_ours, AdminClient(self._settings))
+            and self._retry(self._writes)
+            and self._retry(self._commits)
+        )
+
+    def _retry(self, step: Callable[..., bool], *args: Any) -> bool:
+        from confluent_kafka import KafkaException
+
+        while self._alive() and time.monotonic() < self._deadline_s:
+            try:
+                if step(*args):
+                    return True
+            except KafkaException:
+                pass  # not yet: the node's parts come up one after another
+            time.sleep(0.05)
+        return False
+
+    def _is_ours(self, admin: AdminClient) -> bool:
+        """Our own node answers (two runs may have picked one port), and the topic for the record exists."""
+        from confluent_kafka import KafkaError, KafkaException
+        from confluent_kafka.admin import NewTopic
+
+        metadata = admin.list_topics(timeout=1.0)
+        if metadata.cluster_id != self._cluster_id or not metadata.brokers:
+            return False
+        if READY_TOPIC in metadata.topics:
+            return all(partition.leader >= 0 for partition in metadata.topics[READY_TOPIC].partitions.values())
+        topic = NewTopic(READY_TOPIC, num_partitions=1, replication_factor=1, config={"retention.ms": "3600000"})
+        try:
+            admin.create_topics([topic], request_timeout=5.0)[READY_TOPIC].result()
+        except KafkaException as exc:
+            if exc.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise
+        return False
+
+    def _writes(self) -> bool:
+        from confluent_kafka import Producer
+
+        acked: list[bool] = []
+        producer = Producer(self._settings | {"enable.idempotence": True, "linger.ms": 0, "message.timeout.ms": 5000})
+        producer.produce(READY_TOPIC, b"ready", on_delivery=lambda error, message: acked.append(error is None))
+        producer.flush(6.0)
+        return acked == [True]
+
+    def _commits(self) -> bool:
+        from confluent_kafka import Consumer, TopicPartition
+
+        consumer = Consumer(self._settings | {"group.id": READY_TOPIC, "enable.auto.commit": False})
+        try:
+            committed = consumer.commit(offsets=[TopicPartition(READY_TOPIC, 0, 1)], asynchronous=False)
+            return bool(committed) and committed[0].error is None
+        finally:
+            consumer.close()

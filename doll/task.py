@@ -1,0 +1,180 @@
+"""The user's side of a job: a `Task` builds the model, decodes records, and says what loss and metrics are.
+
+A task is a plain Python class, named in the job file as `module:Class` or `file.py:Class`. Thirty lines are enough:
+
+    import json
+    import torch
+    from doll import Sample, Task
+
+    class Churn(Task):
+        input_shape = (3,)
+        num_classes = 2
+
+        def build_model(self):
+            return torch.nn.Linear(3, 2)
+
+        def decode(self, record):
+            event = json.loads(record)
+            return Sample([event["age"], event["visits"], event["spend"]], event["left"])
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from doll.config import JobConfig
+
+
+class Sample(NamedTuple):
+    """One sample: features `x` (anything `numpy.asarray` takes) and target `y` (class, number or array)."""
+
+    x: npt.ArrayLike
+    y: npt.ArrayLike
+
+
+class Task:
+    """What is learned. Subclass it; only `build_model` and `decode` must be written.
+
+    Attributes:
+        input_shape: shape of one sample's `x`. A record of another shape is dead-lettered. None: the shape that most
+            records of a batch have.
+        num_classes: number of classes. A target outside 0 .. num_classes - 1 is dead-lettered. None: regression, or
+        unchecked.
+    """
+
+    input_shape: tuple[int, ...] | None = None
+    num_classes: int | None = None
+
+    def build_model(self) -> torch.nn.Module:
+        """A fresh model. It is called after the job's seed is set, so every process builds the same one."""
+        raise NotImplementedError(f"{type(self).__name__} must define build_model()")
+
+    def decode(self, record: bytes) -> Sample:
+        """The sample in one Kafka record's value. Any exception dead-letters it, with its message as the reason."""
+        raise NotImplementedError(f"{type(self).__name__} must define decode(record)")
+
+    def decode_block(self, block: memoryview, width: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
+        """Optional fast path: decode records of equal length, laid end to end, in one go.
+
+        Args:
+            block: `count * width` bytes.
+            width: bytes per record.
+
+        Returns:
+            x of shape (count, *input_shape) and y of shape (count, ...), or None where there is no fast path for this
+            width.
+        """
+        return None
+
+    def forward(self, model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """Model output for a batch `x` of shape (n, *input_shape). Default: `model(x)` on floats."""
+        import torch
+
+        output: torch.Tensor = model(x if x.is_floating_point() else x.to(torch.get_default_dtype()))
+        return output
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """Mean loss over the batch, a scalar. Default: cross-entropy with `num_classes`, else mean squared error."""
+        import torch.nn.functional as F
+
+        if self.num_classes is not None:
+            return F.cross_entropy(output, target.long())
+        return F.mse_loss(output.reshape(target.shape), target.to(output.dtype))
+
+    def metrics(self, output: torch.Tensor, target: torch.Tensor) -> Mapping[str, float]:
+        """Means over the batch, by name. Default: `accuracy` with `num_classes`, else nothing. See `stop.accuracy`."""
+        if self.num_classes is None:
+            return {}
+        return {"accuracy": float((output.argmax(dim=1) == target).double().mean())}
+
+    def holdout(self) -> Iterable[Sample]:
+        """Held-out samples, never in the stream. Default: none; then only prequential error is shown."""
+        return ()
+
+
+def load_task(config: JobConfig) -> Task:
+    """The task that the job file names.
+
+    Raises:
+        ConfigError: the module or class cannot be imported, is not a `Task`, or does not take the given arguments.
+    """
+    spec = config.task.cls
+    module_name, _, class_name = spec.rpartition(":")
+    try:
+        module = (
+            _load_file(config.path(Path(module_name)))
+            if module_name.endswith(".py")
+            else _load_module(module_name, config)
+        )
+    except ConfigError:
+        raise
+    except Exception as exc:  # the user's module may raise anything while it is imported
+        raise ConfigError(f"task.class: cannot import {module_name!r}: {type(exc).__name__}: {exc}") from exc
+    cls = getattr(module, class_name, None)
+    if cls is None:
+        raise ConfigError(f"task.class: {module_name!r} has no class {class_name!r}")
+    if not (isinstance(cls, type) and issubclass(cls, Task)):
+        raise ConfigError(f"task.class: expected a subclass of doll.Task, got {spec!r} which is {cls!r}")
+    try:
+        args = {key: _resolve(config, key, value) for key, value in config.task.args.items()}
+        task = cls(**args)
+    except ConfigError:
+        raise
+    except Exception as exc:  # the user's constructor may raise anything
+        raise ConfigError(f"task.args: {spec} does not take {config.task.args}: {type(exc).__name__}: {exc}") from exc
+    return task
+
+
+def _resolve(config: JobConfig, key: str, value: Any) -> Any:
+    # Arguments named like paths are taken relative to the job file, as every other path in it.
+    if isinstance(value, str) and key.endswith(("_path", "_folder", "_file")):
+        return str(config.path(Path(value)))
+    return value
+
+
+def _load_module(name: str, config: JobConfig) -> Any:
+    # A job file's own folder may hold the user's module, as with `python script.py`.
+    folder = str(config.base_folder)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise ConfigError(f"task.class: expected a Python file, found nothing at {path}")
+    name = f"doll_task_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"task.class: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def stack(samples: Iterable[Sample]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """x of shape (n, ...) and y of shape (n, ...); (0, ...) arrays for no samples."""
+    rows = list(samples)
+    if not rows:
+        return np.zeros((0,), np.float32), np.zeros((0,), np.float32)
+    return np.stack([as_features(row.x) for row in rows]), np.stack([np.asarray(row.y) for row in rows])
+
+
+def as_features(x: npt.ArrayLike) -> npt.NDArray[Any]:
+    """`x` as an array that torch takes: float64 and Python numbers become float32; bytes stay bytes."""
+    array = np.asarray(x)
+    return array.astype(np.float32) if array.dtype in (np.float64, np.int64, np.bool_) else array

@@ -1,0 +1,275 @@
+"""The six topics of a job: created with the right partitions and retention, and checked before anything runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
+
+from doll.errors import ConfigError, ServiceUnavailableError
+from doll.services import Services, kafka_settings
+
+if TYPE_CHECKING:
+    from confluent_kafka import Consumer
+    from confluent_kafka.admin import AdminClient
+
+    from doll.config import JobConfig
+
+T = TypeVar("T")
+Kind = Literal["samples", "down", "up", "updates", "metrics", "dead"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+
+_TIMEOUT_S: Final = 15.0
+_NEW_TOPIC_S: Final = 10.0
+# UNKNOWN_TOPIC_OR_PART, LEADER_NOT_AVAILABLE, NOT_LEADER_FOR_PARTITION: a topic in the making (all seen).
+_PASSING: Final = (3, 5, 6)
+_HOUR_MS: Final = 3_600_000
+_CONTROL_RETENTION_MS: Final = 6 * _HOUR_MS
+_KEEP_FOREVER_MS: Final = -1
+_MIN_SAMPLE_LIMIT_BYTES: Final = 16 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class TopicInfo:
+    """One topic as the broker has it.
+
+    Attributes:
+        low: first offset still kept, for each partition.
+        high: offset of the next record, for each partition.
+    """
+
+    name: str
+    partitions: int
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TopicPlan:
+    """One topic as the job needs it."""
+
+    name: str
+    partitions: int
+    settings: dict[str, str]
+
+
+def plan(config: JobConfig) -> list[TopicPlan]:
+    """The job's topics, in the order of `KINDS`. Pure."""
+    # An oversized record must be able to arrive, or nobody could dead-letter it.
+    sample_limit_bytes = str(max(2 * config.data.max_record_bytes, _MIN_SAMPLE_LIMIT_BYTES))
+    samples = {
+        "retention.ms": str(int(config.data.retention_hours * _HOUR_MS)),
+        "max.message.bytes": sample_limit_bytes,
+    }
+    control = {"retention.ms": str(_CONTROL_RETENTION_MS)}
+    forever = {"retention.ms": str(_KEEP_FOREVER_MS)}
+    settings: dict[Kind, dict[str, str]] = {
+        "samples": samples,
+        "down": control,
+        "up": control,
+        "updates": forever,
+        "metrics": control,
+        "dead": forever | {"max.message.bytes": sample_limit_bytes},
+    }
+    return [
+        TopicPlan(config.topic(kind), config.data.workers if kind in ("samples", "down") else 1, settings[kind])
+        for kind in KINDS
+    ]
+
+
+def ensure(config: JobConfig, services: Services) -> None:
+    """Create the topics that are missing, wait until they can be written, and check the others. It may be repeated.
+
+    Raises:
+        ConfigError: a topic has another number of partitions, or the replication factor is above the number of brokers.
+        ServiceUnavailableError: Kafka does not answer, or refuses.
+    """
+    from confluent_kafka import KafkaError, KafkaException
+    from confluent_kafka.admin import NewTopic
+
+    admin = _admin(config, services)
+    existing = _partition_counts(admin, services)
+    missing = [topic for topic in plan(config) if topic.name not in existing]
+    if missing:
+        requests = [
+            NewTopic(
+                topic.name,
+                num_partitions=topic.partitions,
+                replication_factor=config.kafka.replication_factor,
+                config=topic.settings,
+            )
+            for topic in missing
+        ]
+        for name, future in admin.create_topics(
+            requests, operation_timeout=_TIMEOUT_S, request_timeout=_TIMEOUT_S
+        ).items():
+            try:
+                future.result()
+            except KafkaException as exc:
+                error = exc.args[0]
+                if error.code() == KafkaError.TOPIC_ALREADY_EXISTS:
+                    continue  # another process of the job was faster
+                if error.code() == KafkaError.INVALID_REPLICATION_FACTOR:
+                    raise ConfigError(
+                        f"kafka.replication_factor is {config.kafka.replication_factor}: Kafka at {services.kafka} has "
+                        f"fewer brokers ({error.str()})"
+                    ) from exc
+                raise ServiceUnavailableError(
+                    f"Kafka at {services.kafka} does not create topic {name}: {error.str()}; create it by hand, "
+                    "or allow this user to"
+                ) from exc
+    _await_leaders(admin, config, services)
+    check(config, services)
+
+
+def check(config: JobConfig, services: Services) -> None:
+    """Return if every topic of the job exists with exactly its number of partitions.
+
+    Raises:
+        ConfigError: a topic has another number of partitions.
+        ServiceUnavailableError: Kafka does not answer, or a topic does not exist.
+    """
+    existing = _partition_counts(_admin(config, services), services)
+    for topic in plan(config):
+        came = existing.get(topic.name)
+        if came is None:
+            raise ServiceUnavailableError(
+                f"topic {topic.name} does not exist on Kafka at {services.kafka}: start the job's parameter server, "
+                "which creates it, or correct `job` in the job file"
+            )
+        if came != topic.partitions:
+            raise ConfigError(_mismatch(config, topic, came))
+
+
+def _mismatch(config: JobConfig, topic: TopicPlan, came: int) -> str:
+    told = f"topic {topic.name}: expected {topic.partitions} partitions, found {came}"
+    if topic.name in (config.topic("samples"), config.topic("down")):
+        # Kafka adds partitions but never removes one, and a new number changes which samples a batch holds.
+        return (
+            f"{told} (data.workers is {config.data.workers}); set data.workers to {came}, or choose another `job` name"
+        )
+    return f"{told}; delete the topic, or choose another `job` name"
+
+
+def describe(config: JobConfig, services: Services) -> list[TopicInfo]:
+    """The job's topics that exist, in the order of `KINDS`, with their watermarks.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer.
+    """
+    from confluent_kafka import KafkaException, TopicPartition
+    from confluent_kafka.admin import OffsetSpec
+
+    admin = _admin(config, services)
+    counts = _partition_counts(admin, services)
+    names = [topic.name for topic in plan(config) if topic.name in counts]
+    partitions = [TopicPartition(name, number) for name in names for number in range(counts[name])]
+
+    def offsets(spec: OffsetSpec) -> dict[tuple[str, int], int]:
+        if not partitions:
+            return {}
+        futures = admin.list_offsets(dict.fromkeys(partitions, spec), request_timeout=_TIMEOUT_S)
+        return {(key.topic, key.partition): future.result().offset for key, future in futures.items()}
+
+    try:
+        low, high = patiently(lambda: offsets(OffsetSpec.earliest())), offsets(OffsetSpec.latest())
+    except KafkaException as exc:
+        raise _unavailable(services, exc) from exc
+    return [
+        TopicInfo(
+            name,
+            counts[name],
+            tuple(low[name, number] for number in range(counts[name])),
+            tuple(high[name, number] for number in range(counts[name])),
+        )
+        for name in names
+    ]
+
+
+def watermarks(
+    consumer: Consumer, address: str, topic: str, partition: int, timeout_s: float = _TIMEOUT_S
+) -> tuple[int, int]:
+    """(low, high): the first offset that a partition still holds, and the one that its next record gets.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer, or the topic is not there.
+    """
+    from confluent_kafka import KafkaException, TopicPartition
+
+    def look() -> tuple[int, int]:
+        low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=timeout_s, cached=False)
+        return int(low), int(high)
+
+    try:
+        return patiently(look)
+    except KafkaException as exc:
+        raise ServiceUnavailableError(
+            f"Kafka at {address} does not say where {topic}/{partition} begins and ends ({exc.args[0].str()}): "
+            "is it up, and the address right?"
+        ) from exc
+
+
+def patiently(call: Callable[[], T]) -> T:
+    """What `call` returns; a topic that is a moment old may lack its leader still, which is waited for.
+
+    Raises:
+        KafkaException: as `call` raises it, when waiting does not help.
+    """
+    from confluent_kafka import KafkaException
+
+    deadline_s = time.monotonic() + _NEW_TOPIC_S
+    while True:
+        try:
+            return call()
+        except KafkaException as exc:
+            if exc.args[0].code() not in _PASSING or time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.1)
+
+
+def _admin(config: JobConfig, services: Services) -> AdminClient:
+    from confluent_kafka.admin import AdminClient
+
+    return AdminClient(kafka_settings(config, services))
+
+
+def _metadata(admin: AdminClient, services: Services) -> Any:
+    from confluent_kafka import KafkaException
+
+    try:
+        # All topics at once: to ask for one by name would create it where the broker creates topics on demand.
+        return admin.list_topics(timeout=_TIMEOUT_S)
+    except KafkaException as exc:
+        raise _unavailable(services, exc) from exc
+
+
+def _partition_counts(admin: AdminClient, services: Services) -> dict[str, int]:
+    return {name: len(topic.partitions) for name, topic in _metadata(admin, services).topics.items()}
+
+
+def _await_leaders(admin: AdminClient, config: JobConfig, services: Services) -> None:
+    """Wait until each partition has a leader: a topic is created some 100 ms before it can be written."""
+    wanted = {topic.name for topic in plan(config)}
+    deadline_s = time.monotonic() + _TIMEOUT_S
+    while True:
+        topics = _metadata(admin, services).topics
+        led = {
+            name
+            for name in wanted & topics.keys()
+            if topics[name].partitions and all(partition.leader >= 0 for partition in topics[name].partitions.values())
+        }
+        if led == wanted:
+            return
+        if time.monotonic() > deadline_s:
+            raise ServiceUnavailableError(
+                f"topics without a leader after {_TIMEOUT_S:g} s on Kafka at {services.kafka}: "
+                f"{', '.join(sorted(wanted - led))}"
+            )
+        time.sleep(0.05)
+
+
+def _unavailable(services: Services, exc: Exception) -> ServiceUnavailableError:
+    return ServiceUnavailableError(
+        f"Kafka at {services.kafka} does not answer ({exc.args[0]}): start it, or correct the address"
+    )

@@ -1,0 +1,67 @@
+"""What all tests share: one real Kafka broker, one Redis server, names that do not meet, fixed seeds."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import re
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from doll.local import kafka_jars
+from doll.local.kafka_broker import LocalKafka
+from doll.local.redis_server import LocalRedis
+from doll.services import Services
+from hypothesis import settings
+
+UNDER_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
+
+# No deadline: the machines are slow and shared. In CI the examples are the same each time.
+settings.register_profile("doll", deadline=None, derandomize=UNDER_CI)
+settings.load_profile("doll")
+
+
+@pytest.fixture(autouse=True)
+def _seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test begins with the same random state and knows no service of the user's."""
+    random.seed(0)
+    np.random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    for name in [name for name in os.environ if name.startswith(("DOLL_KAFKA", "DOLL_REDIS"))]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalKafka]:
+    """A real Kafka broker on loopback. A test that stops or kills it must start it again."""
+    obstacle = kafka_jars.obstacle()
+    if obstacle is not None:
+        if UNDER_CI:
+            pytest.fail(f"CI needs a real Kafka broker: {obstacle}")
+        pytest.skip(f"no Kafka broker can be started: {obstacle}")
+    with LocalKafka(tmp_path_factory.mktemp("kafka")) as kafka:
+        yield kafka
+
+
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRedis]:
+    """A real Redis server on loopback. A test that stops or kills it must start it again."""
+    with LocalRedis(tmp_path_factory.mktemp("redis")) as server:
+        yield server
+
+
+@pytest.fixture
+def services(broker: LocalKafka, redis_server: LocalRedis) -> Services:
+    """Addresses of the session's broker and Redis."""
+    return Services(broker.address, redis_server.address)
+
+
+@pytest.fixture
+def job_name(request: pytest.FixtureRequest) -> str:
+    """A job name of this test's own, so that its topics and keys meet nobody's."""
+    words = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")[:40]
+    return f"t-{words}-{hashlib.sha1(request.node.nodeid.encode()).hexdigest()[:6]}"

@@ -1,0 +1,217 @@
+"""What every `CheckpointStore` must do."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import structlog
+from doll.errors import CheckpointError, FencedError
+from doll.ps.checkpoints import Checkpoint, CheckpointStore
+from doll.ps.file_store import FileStore
+from doll.ps.s3_store import S3Store
+from doll.testing import MemoryStore
+
+
+class Kit(NamedTuple):
+    """A store, a second handle on the same checkpoints, and a way to damage one of them."""
+
+    store: CheckpointStore
+    again: Callable[[str], CheckpointStore]  # of job name
+    damage: Callable[[int, int], None]
+
+
+@contextmanager
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A client of an imitated S3 with an empty bucket `models`; one request at a time, as if S3 decided at once."""
+    import boto3
+    from moto import mock_aws
+    from moto.core.botocore_stubber import BotocoreStubber
+
+    one_at_a_time, answer = threading.Lock(), BotocoreStubber.__call__
+
+    def serialised(stubber: BotocoreStubber, *args: Any, **kwargs: Any) -> Any:
+        with one_at_a_time:
+            return answer(stubber, *args, **kwargs)
+
+    for name, value in (("ACCESS_KEY_ID", "test"), ("SECRET_ACCESS_KEY", "test"), ("DEFAULT_REGION", "us-east-1")):
+        monkeypatch.setenv(f"AWS_{name}", value)
+    monkeypatch.setattr(BotocoreStubber, "__call__", serialised)
+    with mock_aws():
+        client = boto3.client("s3")
+        client.create_bucket(Bucket="models")
+        yield client
+
+
+@pytest.fixture(params=["memory", "file", "s3"])
+def kit(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kit]:
+    if request.param == "s3":
+        with s3(monkeypatch) as client:
+
+            def flip_object(ps_epoch: int, version: int) -> None:
+                where = {"Bucket": "models", "Key": f"team/digits/checkpoint-{ps_epoch:08d}-{version:010d}.doll"}
+                data = bytearray(client.get_object(**where)["Body"].read())
+                data[len(data) // 2] ^= 1
+                client.put_object(**where, Body=bytes(data))
+
+            def handle(job: str) -> S3Store:
+                return S3Store("s3://models/team/digits/", job, keep=3)
+
+            yield Kit(handle("digits"), handle, flip_object)
+        return
+    if request.param == "file":
+        folder = tmp_path / "not" / "there yet"
+
+        def flip(ps_epoch: int, version: int) -> None:
+            path = folder / f"checkpoint-{ps_epoch:08d}-{version:010d}.doll"
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2] ^= 1
+            path.write_bytes(data)
+
+        yield Kit(FileStore(folder, "digits", keep=3), lambda job: FileStore(folder, job, keep=3), flip)
+        return
+    store = MemoryStore("digits", keep=3)
+    yield Kit(store, store.handle, store.damage)
+
+
+def checkpoint(ps_epoch: int, version: int, *, job: str = "digits", fingerprint: str = "f1") -> Checkpoint:
+    rng = np.random.default_rng(version)
+    return Checkpoint(
+        job=job,
+        fingerprint=fingerprint,
+        ps_epoch=ps_epoch,
+        version=version,
+        state=b"state of %d" % version,
+        tensors={
+            "weights": rng.standard_normal(100).astype(np.float32),
+            "optimizer.step": np.array(version, np.int64),
+            "optimizer.momentum": rng.standard_normal((4, 5)).T,  # not contiguous
+            "empty": np.zeros(0, np.float32),
+        },
+    )
+
+
+def same(a: Checkpoint | None, b: Checkpoint) -> bool:
+    assert a is not None
+    assert (a.job, a.fingerprint, a.ps_epoch, a.version, a.state) == (
+        b.job,
+        b.fingerprint,
+        b.ps_epoch,
+        b.version,
+        b.state,
+    )
+    assert a.tensors.keys() == b.tensors.keys()
+    for name, tensor in b.tensors.items():
+        assert a.tensors[name].dtype == tensor.dtype
+        np.testing.assert_array_equal(a.tensors[name], tensor)
+    return True
+
+
+def test_an_empty_store_has_nothing(kit: Kit) -> None:
+    assert kit.store.load_newest("f1") is None
+    assert kit.store.versions() == []
+    assert kit.store.newest_epoch() == 0
+
+
+def test_what_is_saved_is_loaded(kit: Kit) -> None:
+    kit.store.save(checkpoint(1, 20))
+    assert same(kit.store.load_newest("f1"), checkpoint(1, 20))
+    assert same(kit.again("digits").load_newest(None), checkpoint(1, 20))
+
+
+def test_a_higher_epoch_is_newer_than_a_higher_version(kit: Kit) -> None:
+    kit.store.save(checkpoint(1, 20))
+    kit.store.save(checkpoint(1, 40))
+    kit.store.save(checkpoint(2, 25))
+    assert same(kit.store.load_newest("f1"), checkpoint(2, 25))
+    assert kit.store.versions() == [(1, 20), (1, 40), (2, 25)]
+    assert kit.store.newest_epoch() == 2
+
+
+def test_keeps_the_newest(kit: Kit) -> None:
+    for version in range(0, 100, 10):
+        kit.store.save(checkpoint(1, version))
+    assert kit.store.versions() == [(1, 70), (1, 80), (1, 90)]
+    kit.store.save(checkpoint(2, 5))
+    assert kit.store.versions() == [(1, 80), (1, 90), (2, 5)]
+
+
+def test_a_save_may_be_repeated(kit: Kit) -> None:
+    kit.store.save(checkpoint(1, 20))
+    kit.store.save(checkpoint(1, 20))
+    assert kit.store.versions() == [(1, 20)]
+
+
+def test_an_epoch_does_not_go_back(kit: Kit) -> None:
+    kit.store.save(checkpoint(1, 20))
+    with pytest.raises(CheckpointError, match="got 10"):
+        kit.store.save(checkpoint(1, 10))
+    assert kit.store.versions() == [(1, 20)]
+
+
+def test_claims_rise_above_all_that_was_seen(kit: Kit) -> None:
+    assert [kit.store.claim_epoch() for _ in range(3)] == [1, 2, 3]
+    kit.store.save(checkpoint(7, 1))
+    assert kit.store.claim_epoch() == 8
+    assert kit.again("digits").newest_epoch() == 8
+
+
+def test_a_claim_fences_every_lower_epoch(kit: Kit) -> None:
+    old = kit.store.claim_epoch()
+    kit.store.save(checkpoint(old, 20))
+    new = kit.again("digits").claim_epoch()
+    assert kit.store.newest_epoch() == new > old
+    with pytest.raises(FencedError, match=f"epoch {old} is over"):
+        kit.store.save(checkpoint(old, 40))
+    assert kit.store.versions() == [(old, 20)]
+    kit.store.save(checkpoint(new, 21))
+    assert same(kit.store.load_newest("f1"), checkpoint(new, 21))
+
+
+def test_threads_never_claim_the_same(kit: Kit) -> None:
+    claimed: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: claimed.extend(kit.store.claim_epoch() for _ in range(5))) for _ in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(claimed) == list(range(1, 31))
+
+
+def test_a_damaged_newest_is_passed_over_with_a_warning(kit: Kit) -> None:
+    kit.store.save(checkpoint(1, 20))
+    kit.store.save(checkpoint(2, 10))
+    kit.damage(2, 10)
+    with structlog.testing.capture_logs() as logs:
+        assert same(kit.store.load_newest("f1"), checkpoint(1, 20))
+    assert [(entry["event"], entry["log_level"]) for entry in logs] == [("checkpoint_damaged", "warning")]
+    assert kit.store.claim_epoch() == 3  # the damaged one still counts
+
+
+def test_it_does_not_begin_anew_when_all_are_damaged(kit: Kit) -> None:
+    kit.store.save(checkpoint(1, 20))
+    kit.damage(1, 20)
+    with pytest.raises(CheckpointError, match=r"none of the 1 checkpoints .* is whole"):
+        kit.store.load_newest("f1")
+
+
+def test_refuses_another_fingerprint(kit: Kit) -> None:
+    kit.store.save(checkpoint(1, 20))
+    with pytest.raises(CheckpointError, match=r"expected fingerprint 'f2', got 'f1': .* rename the job"):
+        kit.store.load_newest("f2")
+
+
+def test_refuses_another_job(kit: Kit) -> None:
+    kit.store.save(checkpoint(1, 20))
+    says = "expected a checkpoint of job 'other', got one of job 'digits': .*folder"
+    with pytest.raises(CheckpointError, match=says):
+        kit.again("other").load_newest("f1")
+    with pytest.raises(CheckpointError, match="expected a checkpoint of job 'digits', got one of job 'other'"):
+        kit.store.save(checkpoint(1, 30, job="other"))

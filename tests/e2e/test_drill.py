@@ -1,0 +1,66 @@
+"""`doll drill` as a user runs it: everything is broken once or twice, and the ledger balances."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("broker")]  # `broker` skips where none can be started
+
+JOB = """
+job: shaky
+task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 4, hidden: [8]}}
+data: {workers: 2, batch_size: 8}
+source: {kind: synthetic, features: 4, classes: 2}
+arrivals: {process: poisson, rate_per_s: 60}
+training: {policy: {name: doll, group_size: 2}, optimizer: {name: sgd, lr: 0.05, momentum: 0.9}}
+checkpoint: {every_updates: 5, every_s: 0.5}
+stop: {updates: 1} # set aside by a drill
+worker: {lease_s: 3, grant_timeout_s: 5, stall_s: 15, drain_s: 3}
+"""
+PS_RECOVERY_BAR_S = 10.0
+
+
+def test_a_short_drill_loses_nothing(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    done = subprocess.run(
+        [sys.executable, "-m", "doll", "drill", "job.yaml", "--faults", "12", "--seed", "7", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={key: value for key, value in os.environ.items() if not key.startswith(("DOLL_KAFKA", "DOLL_REDIS"))},
+    )
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert report == json.loads((run / "report.json").read_text())
+    assert report["reason"] == "drill: 12 faults"
+    assert sum(report["faults"].values()) == report["recoveries"] == 12
+    assert {"worker_kill", "ps_kill", "ps_zombie", "worker_zombie", "redis_kill", "kafka_kill"} <= set(report["faults"])
+    audit = report["audit"]
+    assert (audit["ok"], audit["missing"], audit["duplicate"], audit["complaints"]) == (True, 0, 0, [])
+    assert audit["applied"] == report["samples"] > 0
+    assert audit["produced"] == audit["applied"] + audit["pending"]
+    assert 0 < report["recovery_s"]["p50"] <= report["recovery_s"]["max"]
+    assert 0 < report["ps_recovery_s"]["max"] < PS_RECOVERY_BAR_S
+    # Two servers were killed or replaced, so versions were voided or resumed: the drill was not idle.
+    assert report["ps_resumes"] >= 2
+    log = json.loads((run / "faults.json").read_text())
+    assert [one["number"] for one in log] == list(range(1, 13))
+    assert all(one["recovery_s"] > 0 for one in log)
+
+
+def test_a_drill_needs_a_source(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("\n".join(line for line in JOB.splitlines() if not line.startswith("source")))
+    done = subprocess.run(
+        [sys.executable, "-m", "doll", "drill", "job.yaml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert "source" in done.stderr

@@ -1,0 +1,179 @@
+"""`doll resume` after everything of a run was killed: on its own broker's data, and with checkpoints in S3."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doll.evaluation.csvfile import read_rows
+from doll.services import Services
+
+pytestmark = pytest.mark.e2e
+
+JOB = """
+job: {job}
+task: {{class: 'doll.tasks.synthetic:Gaussian', args: {{features: 4, hidden: [8]}}}}
+data: {{workers: 2, batch_size: 8}}
+source: {{kind: synthetic, features: 4, classes: 2}}
+arrivals: {{process: poisson, rate_per_s: 80}}
+training: {{policy: {{name: doll, group_size: 2}}}}
+checkpoint: {{every_updates: 5, every_s: 0.5}}
+evaluation: {{enabled: false}}
+worker: {{lease_s: 3}}
+stop: {{updates: 60}}
+"""
+
+
+def doll(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "doll", *(str(argument) for argument in arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=180, check=False, cwd="/", env={**os.environ, **env}
+    )
+
+
+def wait_for(condition: Callable[[], Any], told: Callable[[], str], timeout_s: float = 120.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, told()
+        time.sleep(0.05)
+
+
+def killed_run(folder: Path, job: str, *options: str, **env: str) -> Path:
+    """The folder of a run of `doll up` that was killed, with all its processes, after 20 updates."""
+    (folder / "job.yaml").write_text(JOB.format(job=job))
+    command = [sys.executable, "-m", "doll", "up", str(folder / "job.yaml"), "--runs-folder", str(folder / "runs")]
+    err = folder / "err.txt"
+    with err.open("w") as file:
+        process = subprocess.Popen(
+            [*command, *options], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=file, cwd=folder,
+            env={**os.environ, **env},
+        )  # fmt: skip
+    try:
+        wait_for(lambda: re.search(r"run folder (\S+)", err.read_text()), err.read_text)
+        (path,) = (folder / "runs").iterdir()
+        wait_for(lambda: version(path) >= 20, err.read_text)
+        assert version(path) < 60
+        refused = doll("resume", path)
+        assert refused.returncode == 2, refused.stderr
+        assert "this run is still going" in refused.stderr
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    wait_for(lambda: not left(path), lambda: "\n".join(left(path)), 20.0)
+    return path
+
+
+def version(run: Path) -> int:
+    """The newest version in the run's checkpoint folder or, without one, in its parameter server's log."""
+    saved = [int(name.stem.rsplit("-", 1)[1]) for name in (run / "checkpoints").glob("checkpoint-*.doll")]
+    return max(saved, default=0)
+
+
+def left(run: Path) -> list[str]:
+    """Processes of this run that are still there."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            text = entry.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+        except OSError:
+            continue
+        if str(run) in text:
+            found.append(text)
+    return found
+
+
+def test_a_run_whose_every_process_was_killed_goes_on_to_its_end(tmp_path: Path, job_name: str) -> None:
+    run = killed_run(tmp_path, job_name)
+    saved = version(run)
+    for change, words in (
+        ("data.workers=3", "workers: expected 2, got 3"),
+        ("data.batch_size=16", "batch_size: expected 8, got 16"),
+    ):
+        refused = doll("resume", run, "--set", change)
+        assert refused.returncode == 2
+        assert words in refused.stderr
+    resumed = doll("resume", run, "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    report = json.loads(resumed.stdout)
+    assert (report["updates"], report["samples"], report["kafka_kind"]) == (60, 960, "local")
+    assert report["ps_resumes"] == 1
+    audit = report["audit"]
+    assert audit["ok"], audit
+    assert (audit["applied"], audit["missing"], audit["duplicate"], audit["dead"]) == (960, 0, 0, 0)
+    assert audit["produced"] == audit["applied"] + audit["pending"]
+    valid = [int(row["version"]) for row in read_rows(run / "updates.csv") if not row["void"]]
+    assert valid == list(range(1, 61))
+    assert 20 <= saved < 60
+    assert left(run) == []
+
+    further = doll("resume", run, "--set", "stop.updates=70", "--json")
+    assert further.returncode == 0, further.stderr
+    assert json.loads(further.stdout)["audit"]["applied"] == 1120
+    assert json.loads((run / "report.before.json").read_text())["updates"] == 60
+
+
+def test_without_the_broker_s_data_it_says_what_is_left(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "job.yaml").write_text(JOB.format(job="gone"))
+    nothing = doll("resume", run)
+    assert nothing.returncode == 2
+    assert "expected the folder of a run that had started" in nothing.stderr
+    for kind, words in (("local", "data of the run's broker .* is gone"), ("mock", "its records are gone")):
+        (run / "stack.json").write_text(json.dumps({"kafka": "127.0.0.1:9", "redis": "r", "kafka_kind": kind}))
+        gone = doll("resume", run)
+        assert gone.returncode == 1
+        assert re.search(f"{words}.*doll export reads them", gone.stderr, re.DOTALL), gone.stderr
+
+
+@pytest.fixture
+def s3_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """An imitated S3 with a bucket `models`, as a user's shell would name it."""
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    env = {
+        "AWS_ENDPOINT_URL_S3": f"http://{host}:{port}", "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }  # fmt: skip
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    boto3.session.Session().client("s3").create_bucket(Bucket="models")
+    yield env
+    server.stop()
+
+
+def test_a_job_keeps_its_checkpoints_in_s3(
+    tmp_path: Path, job_name: str, services: Services, s3_environment: dict[str, str]
+) -> None:
+    """Through doll up, audit and export; the run folder holds no checkpoint."""
+    import boto3
+
+    env = {"DOLL_KAFKA": services.kafka, "DOLL_REDIS": services.redis}
+    (tmp_path / "job.yaml").write_text(JOB.format(job=job_name))
+    place = ["--set", f"checkpoint.folder=s3://models/{job_name}", "--set", "stop.updates=20"]
+    done = doll("up", tmp_path / "job.yaml", "--runs-folder", tmp_path / "runs", "--json", *place, **env)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["updates"], report["audit"]["applied"], report["audit"]["ok"]) == (20, 320, True)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert not (run / "checkpoints").exists()
+    listed = boto3.session.Session().client("s3").list_objects_v2(Bucket="models", Prefix=job_name)["Contents"]
+    assert f"{job_name}/checkpoint-00000001-0000000020.doll" in [item["Key"] for item in listed]
+    further = doll("resume", run, "--set", "stop.updates=30", "--json")
+    assert further.returncode == 0, further.stderr
+    assert json.loads(further.stdout)["audit"]["applied"] == 480
+    exported = doll("export", run, "--out", tmp_path / "model", "--json")
+    assert json.loads(exported.stdout)["version"] == 30

@@ -1,0 +1,204 @@
+"""`doll up` as a user runs it: with its own broker and Redis, a report, and nothing left behind, however it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("broker")]  # `broker` skips where none can be started
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+OWN_JOB = """
+job: mine
+task: {class: churn.py:Churn}
+data: {workers: 2, batch_size: 16}
+source: {kind: jsonl, path: events.jsonl, repeat: true}
+arrivals: {process: poisson, rate_per_s: 200}
+training: {policy: {name: doll, group_size: 2}, optimizer: {name: sgd, lr: 0.1, momentum: 0.9}}
+"""
+
+
+class Up:
+    """One `doll up`, with what it started."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.runs = folder / "runs"
+        # No DOLL_KAFKA or DOLL_REDIS: it starts its own.
+        hidden = ("DOLL_KAFKA", "DOLL_REDIS")
+        with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "doll", "up", *arguments, "--runs-folder", str(self.runs), "--json"],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=folder,
+                start_new_session=True,  # as two users have it: a signal to one is not a signal to the other
+                env={key: value for key, value in os.environ.items() if not key.startswith(hidden)},
+            )
+        self.folder = folder
+
+    @property
+    def said(self) -> str:
+        return (self.folder / "err").read_text(errors="replace")
+
+    @property
+    def run(self) -> Path:
+        (found,) = self.runs.iterdir()
+        return found
+
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}\n{self.said}"
+            assert self.process.poll() is None or condition(), f"ended before {what}\n{self.said}"
+            time.sleep(0.05)
+
+    def until_learning(self) -> None:
+        """A model is durable."""
+        self.until(lambda: any(self.runs.glob("*/checkpoints/*.doll")), "the first checkpoint")
+
+    def report(self, timeout_s: float = 150.0) -> dict[str, Any]:
+        """The report of its orderly end, with exit code 0."""
+        assert self.process.wait(timeout_s) == 0, self.said
+        printed: dict[str, Any] = json.loads((self.folder / "out").read_text())
+        assert printed == json.loads((self.run / "report.json").read_text())
+        return printed
+
+    def started(self) -> list[psutil.Process]:
+        return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+
+    def ports(self) -> list[int]:
+        stack = json.loads((self.run / "stack.json").read_text())
+        return [int(stack[name].removesuffix("/0").rpartition(":")[2]) for name in ("kafka", "redis")]
+
+
+@pytest.fixture
+def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
+    running: list[Up] = []
+
+    def start(*arguments: str, files: dict[str, str] | None = None) -> Up:
+        folder = tmp_path / f"user-{len(running)}"
+        folder.mkdir()
+        for name, text in (files or {}).items():
+            (folder / name).write_text(text)
+        running.append(Up(folder, *arguments))
+        return running[-1]
+
+    yield start
+    for one in running:
+        one.process.kill()
+        one.process.wait()
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def is_closed(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def assert_nothing_left(processes: list[psutil.Process], ports: list[int], timeout_s: float = 20.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        left = [process for process in processes if not is_gone(process)]
+        opened = [port for port in ports if not is_closed(port)]
+        if not left and not opened:
+            return
+        assert time.monotonic() < deadline_s, (left, opened)
+        time.sleep(0.05)
+
+
+def assert_sound(report: dict[str, Any]) -> None:
+    audit = report["audit"]
+    assert audit["ok"]
+    assert (audit["missing"], audit["duplicate"], audit["dead"], audit["complaints"]) == (0, 0, 0, [])
+    assert audit["produced"] == audit["applied"] + audit["pending"]
+    assert audit["applied"] == report["samples"] > 0
+    assert report["restarts"] == 0
+
+
+def test_the_digits_example_shortened(up: Any) -> None:
+    """Exit code, report, and the update rate that Eq. (1) of the paper predicts: 4 x 125 / (4 x 32) a second."""
+    one = up(str(EXAMPLES / "digits.yaml"), "--set", "stop={updates: 90}")
+    one.until_learning()
+    processes, ports = one.started(), one.ports()
+    report = one.report()
+    assert report["exit_code"] == 0
+    assert report["error"] is None
+    assert (report["job"], report["updates"], report["samples"]) == ("digits", 90, 90 * 128)
+    assert 15 < report["seconds"] < 90
+    assert report["accuracy"] > 0.5  # ten classes
+    assert 0 < report["loss"] < 2.0
+    assert report["evaluated_version"] == 90
+    assert report["lambda_u_predicted"] == pytest.approx(500 / 128)
+    assert report["lambda_u_measured"] == pytest.approx(500 / 128, rel=0.05)
+    assert_sound(report)
+    assert report["audit"]["applied"] == 90 * 128
+    for name in ("report.json", "audit.json", "updates.csv", "evaluations.csv", "progress.png", "job.yaml"):
+        assert (one.run / name).stat().st_size > 0, name
+    assert (one.run / "model" / "model.safetensors").stat().st_size > 4 * 64 * 128
+    assert_nothing_left(processes, ports)
+
+
+def test_two_side_by_side_one_ends_by_its_rule_the_other_by_ctrl_c(up: Any) -> None:
+    """Both are jobs of one name, by a user's own task in a file beside the job file. Neither notices the other."""
+    events = subprocess.run(
+        [sys.executable, str(EXAMPLES / "churn.py"), "2000"], capture_output=True, check=True, text=True
+    ).stdout
+    files = {"job.yaml": OWN_JOB, "events.jsonl": events, "churn.py": (EXAMPLES / "churn.py").read_text()}
+    one = up("job.yaml", "--set", "stop.updates=60", files=files)
+    two = up("job.yaml", files=files)
+    two.until_learning()
+    processes, ports = two.started(), two.ports()
+    report = one.report()
+    assert report["reason"] == "updates: 60 reached"
+    assert (report["updates"], report["samples"]) == (60, 60 * 32)
+    assert_sound(report)
+    assert not set(one.ports()) & set(ports)
+
+    assert two.process.poll() is None
+    two.process.send_signal(signal.SIGINT)
+    report = two.report(60.0)
+    assert report["reason"] == "stopped by you"
+    assert report["updates"] > 0
+    assert_sound(report)
+    assert report["files"]["model"]
+    assert_nothing_left(processes, ports)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's parent death signal")
+def test_after_sigkill_no_process_and_no_port_is_left(up: Any) -> None:
+    one = up(
+        "job.yaml",
+        files={
+            "job.yaml": OWN_JOB,
+            "churn.py": (EXAMPLES / "churn.py").read_text(),
+            "events.jsonl": '{"age": 40, "visits": 3, "spend": 10.5, "left": true}\n',
+        },
+    )
+    one.until_learning()
+    processes, ports = one.started(), one.ports()
+    names = " ".join(" ".join(process.cmdline()) for process in processes)
+    assert "kafka.Kafka" in names
+    assert "redis" in names
+    assert len(processes) >= 8  # itself, fork server, Kafka, Redis, PS, two workers, evaluator, producer
+    one.process.kill()
+    assert_nothing_left(processes, ports)

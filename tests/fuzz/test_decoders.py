@@ -1,0 +1,419 @@
+"""Every decoder of bytes that come from outside, against mutated and made-up inputs.
+
+Refused with the decoder's own error, or accepted with a meaning that holds; never another error, never for long. Most
+inputs are valid ones, changed a little: what is random from the first byte on is refused by its magic. A slice runs by
+default; `DOLL_FUZZ=1` runs 1e5 inputs over all decoders, `DOLL_FUZZ=<n>` others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import yaml
+from doll.config import JobConfig, dump, parse
+from doll.consumers.decoding import decode_records
+from doll.consumers.worker import Batch, Compute, Exit, GradientDone, Send, WorkerCore
+from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
+from doll.packing import pack, unpack
+from doll.ps.blobs import Latest, blob_info, decode_blob, decode_latest, encode_blob, encode_latest
+from doll.ps.checkpoints import Checkpoint, DamagedError, decode_checkpoint, encode_checkpoint
+from doll.ps.engine import Engine, EngineSettings
+from doll.ps.policies import make_policy
+from doll.records import (
+    Alive,
+    Announce,
+    DeadLetter,
+    Durable,
+    Epoch,
+    Evaluated,
+    Fence,
+    Finished,
+    Grant,
+    Hello,
+    Join,
+    Leave,
+    Member,
+    Metric,
+    Nack,
+    Push,
+    Stop,
+    Update,
+    Welcome,
+    decode,
+    encode,
+)
+from doll.task import Task
+
+pytestmark = pytest.mark.fuzz
+
+_ASKED = os.environ.get("DOLL_FUZZ", "")
+SEED = int(_ASKED) if _ASKED.isdigit() else 1
+SHARE = 1.0 if _ASKED else 0.05  # of the 100 000 inputs
+LONGEST_S = 2.0  # of processor time for one input: far above all that was seen, far below a hang
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+# Lengths, counts and signs that break arithmetic.
+INTERESTING = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFF_FFFF, 0xFFFF_FFFF, 2**63 - 1, 2**63, 2**64 - 1)
+
+
+def mutated(rng: random.Random, valid: bytes, other: bytes) -> bytes:
+    """`valid`, changed in one to four places: bits, bytes, numbers, cuts, repeats, pieces of `other`, or all new."""
+    if rng.random() < 0.02:
+        return rng.randbytes(rng.randrange(200))
+    data = bytearray(valid)
+    for _ in range(rng.choice((1, 1, 1, 2, 4))):
+        at = rng.randrange(len(data) + 1)
+        match rng.randrange(8):
+            case 0 if data:
+                data[at % len(data)] ^= 1 << rng.randrange(8)
+            case 1 if data:
+                data[at % len(data)] = rng.randrange(256)
+            case 2:
+                packed = struct.pack("<Q", rng.choice(INTERESTING))[: rng.choice((1, 2, 4, 8))]
+                packed = packed if rng.random() < 0.5 else packed[::-1]
+                data[at : at + len(packed)] = packed
+            case 3:
+                del data[at:]
+            case 4:
+                del data[at : at + rng.randrange(1, 9)]
+            case 5:
+                data[at:at] = data[at : at + rng.randrange(1, 40)]
+            case 6:
+                start = rng.randrange(len(other) + 1)
+                data[at : at + rng.randrange(9)] = other[start : start + rng.randrange(1, 40)]
+            case _:
+                data[at:at] = rng.randbytes(rng.randrange(1, 9))
+    return bytes(data)
+
+
+def inputs(name: str, count: int, seeds: list[bytes]) -> Iterator[bytes]:
+    """`count` (of the full number) inputs made from `seeds`; each may take `LONGEST_S` of processor time."""
+    rng = random.Random(f"{SEED} {name}")
+    for number in range(max(50, round(count * SHARE))):
+        data = mutated(rng, rng.choice(seeds), rng.choice(seeds))
+        began_s = time.process_time()
+        yield data
+        took_s = time.process_time() - began_s
+        assert took_s < LONGEST_S, f"input {number} took {took_s:.1f} s: {data[:200]!r}"
+
+
+def tried(error: type[Exception], data: bytes, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `call` returns; None where it refuses `data` with `error`. Any other exception fails with the input."""
+    try:
+        return call(*args, **kwargs)
+    except error:
+        return None
+    except Exception as exc:
+        pytest.fail(f"{type(exc).__name__}: {exc} for {data[:400]!r} ({len(data)} bytes)")
+
+
+# --- control records ------------------------------------------------------------------------------------------------
+
+W = {"worker": 1, "epoch": 1 << 20}
+UP = [
+    Join(worker=1, instance="a"),
+    Join(worker=1, instance="a", epoch=1 << 20),
+    Announce(**W, first=0, until=3),
+    Push(**W, token=0, ps_epoch=1, grant=1, version=0, key="doll:j:g:1:1", n_samples=8, loss_sum=4.5,
+         metric_sums={"accuracy": 3.0}, dead=(3,), gaps=((5, 7),), dead_samples=1, market="spot"),
+    Nack(**W, token=0, ps_epoch=1, grant=1, reason="weights"),
+    Alive(**W, retained=2, next_offset=16, lag=3),
+    Leave(**W, cause="sigterm"),
+    Evaluated(ps_epoch=1, version=1, loss=0.5, accuracy=0.9),
+]  # fmt: skip
+G = {"ps_epoch": 1, "worker": 1}
+DOWN = [
+    Welcome(**G, instance="a", epoch=1 << 20, origin=0, next_token=0, fingerprint="f"),
+    Grant(**G, epoch=1 << 20, token=0, grant=1, version=0, key="doll:j:w:1:0"),
+    Durable(**G, until=1),
+    Hello(ps_epoch=1),
+    Fence(**G, instance="a"),
+    Stop(ps_epoch=1, reason="updates"),
+]
+MEMBER = Member(worker=0, token=0, lo=0, hi=8, n_samples=8, base_version=0, dead=(2,), gaps=((3, 4),))
+OTHERS = [
+    Epoch(ps_epoch=1, resumed_version=0, origins=(0, 0), records_per_batch=8, time_s=1.0),
+    Update(ps_epoch=1, version=1, members=(MEMBER,), n_samples=8, loss=0.5, metrics={"accuracy": 0.5}),
+    Finished(ps_epoch=1, version=1, reason="updates", time_s=1.0),
+    DeadLetter(worker=0, partition=0, offset=4, reason="no", payload=b"bytes", payload_bytes=5),
+    Metric(source="ps", values={"version": 1.0}, time_s=1.0),
+]
+
+
+def test_control_records() -> None:
+    """What is accepted is a record: it is written and read again as the same bytes."""
+    accepted = 0
+    for data in inputs("records", 30_000, [encode(record) for record in (*UP, *DOWN, *OTHERS)]):
+        record = tried(RecordError, data, decode, data)
+        if record is not None:
+            accepted += 1
+            assert encode(decode(encode(record))) == encode(record)
+    assert accepted > 0
+
+
+def engine(policy: str) -> Engine:
+    config = parse("job: j\ntask: {class: 'm:C'}\ntraining: {policy: {name: %s}}" % policy)  # noqa: UP031
+    settings = EngineSettings(
+        num_workers=2, records_per_batch=8, max_pending_batches=4, lease_s=8, grant_timeout_s=5,
+        checkpoint_every_updates=5, checkpoint_every_s=1e9,
+    )  # fmt: skip
+    return Engine(settings, make_policy(config.training.policy), ps_epoch=1, now=0.0, origins=(0, 0))
+
+
+@pytest.mark.parametrize("policy", ["doll", "bsp", "asp"])
+def test_the_engine_takes_any_record_that_decodes(policy: str) -> None:
+    """A record that a stranger wrote to `up` may be refused, never end the parameter server or break its counters."""
+    seeds = [encode(record) for record in UP]
+    subject, fed = engine(policy), 0
+    for number, data in enumerate(inputs(f"engine {policy}", 7_000, seeds)):
+        if number % 100 == 0:
+            subject = engine(policy)
+            for worker in (0, 1):
+                subject.handle(Join(worker=worker, instance="a"), 0.0)
+                epoch = subject._slots[worker].epoch
+                subject.handle(Announce(worker=worker, epoch=epoch, first=0, until=3), 0.0)
+        record = tried(RecordError, data, decode, data)
+        if isinstance(record, Join | Announce | Push | Nack | Alive | Leave | Evaluated):
+            fed += 1
+            tried(RecordError, data, subject.handle, record, 0.0)
+            subject.check_invariants()
+    assert fed > 0
+
+
+def test_a_worker_takes_any_record_that_decodes() -> None:
+    welcome = DOWN[0]
+    assert isinstance(welcome, Welcome)
+    seeds = [encode(record) for record in DOWN]
+    core = WorkerCore(welcome, max_pending=4, now=0.0)
+    for number, data in enumerate(inputs("worker", 8_000, seeds)):
+        if number % 50 == 0:
+            core = WorkerCore(welcome, max_pending=4, now=0.0)
+            for token in range(3):
+                core.batch_ready(Batch(token, None, 8, 0.0))
+        record = tried(RecordError, data, decode, data)
+        if record is None:
+            continue
+        for action in tried(RecordError, data, core.mail, record, 1.0):
+            if isinstance(action, Compute):
+                assert 0 <= action.batch.token < 3
+                done = core.gradient_done(action.grant, action.batch, GradientDone("k", 0.0, {}, 0, 0, 0), 1.0)
+                assert all(isinstance(item, Send) for item in done)
+            assert not isinstance(action, Exit) or action.reason
+        assert core.retained <= 3
+
+
+# --- records of users -----------------------------------------------------------------------------------------------
+
+
+def test_packed_records() -> None:
+    rng = random.Random(0)
+    seeds = [
+        pack([rng.randbytes(6) for _ in range(4)]),
+        pack([rng.randbytes(n) for n in (1, 20, 3)]),
+        pack([b"x"]),
+        pack([rng.randbytes(65) for _ in range(16)]),
+    ]
+    for data in inputs("packing", 10_000, seeds):
+        packed = tried(SampleError, data, unpack, data, 16)
+        if packed is not None:
+            samples = packed.samples()
+            assert len(samples) == packed.num_samples <= 16
+            assert all(samples)
+            assert b"".join(samples) == bytes(packed.body)
+            assert data.endswith(bytes(packed.body))
+            assert unpack(pack(samples), 16).samples() == samples
+
+
+def _tasks() -> dict[str, tuple[Task, list[bytes]]]:
+    from doll.tasks.digits import Digits
+    from doll.tasks.emnist import Emnist
+    from doll.tasks.intrusion import Intrusion
+    from doll.tasks.synthetic import Gaussian
+
+    rng = random.Random(1)
+    row = b"0,tcp,http,SF,215,45076,0,0,0,0,0,1" + b",0" * 10 + b",1,1" + b",0.0" * 7 + b",0,0" + b",0.0" * 8
+    gaussian = [np.array([*(rng.gauss(0, 1) for _ in range(4)), y], "<f4").tobytes() for y in (0, 1)]
+    return {
+        "digits": (Digits(), [bytes([n]) + rng.randbytes(64) for n in range(10)]),
+        "emnist": (Emnist(), [bytes([46]) + rng.randbytes(784)]),
+        "gaussian": (Gaussian(features=4), gaussian),
+        "intrusion": (Intrusion(), [row + b",normal.", row + b",smurf.", row.replace(b"215", b"1e300") + b",nmap."]),
+        "families": (Intrusion(classes="families"), [row + b",normal.", row + b",smurf."]),
+    }
+
+
+@pytest.mark.parametrize("name", ["digits", "emnist", "gaussian", "intrusion", "families"])
+@pytest.mark.parametrize("per_record", [1, 4])
+def test_records_of_the_shipped_tasks(name: str, per_record: int) -> None:
+    """All samples are used or refused; what is used fits the model; a batch gives what its records give one by one."""
+    task, seeds = _tasks()[name]
+    if per_record > 1:
+        seeds = [pack([seed] * per_record) for seed in seeds]
+    used = 0
+    rng = random.Random(2)
+    batch: list[tuple[int, bytes | None]] = []
+
+    def take(records: list[tuple[int, bytes | None]]) -> Any:
+        decoded = decode_records(task, records, samples_per_record=per_record, max_record_bytes=4096)
+        assert decoded.num_samples == len(decoded.x) == len(decoded.y)
+        if decoded.num_samples:
+            assert decoded.x.shape[1:] == task.input_shape
+            assert np.isfinite(decoded.x.astype(np.float64)).all()
+            assert task.num_classes is not None
+            assert 0 <= decoded.y.min() <= decoded.y.max() < task.num_classes
+        offsets = [offset for offset, _ in records]
+        assert [item.offset for item in decoded.refused] == sorted({item.offset for item in decoded.refused})
+        assert all(item.offset in offsets and item.reason and item.samples >= 1 for item in decoded.refused)
+        assert decoded.num_samples + sum(item.samples for item in decoded.refused) >= len(records)
+        return decoded
+
+    for number, data in enumerate(inputs(f"{name} {per_record}", 2_500, seeds)):
+        batch.append((number, data if rng.random() < 0.5 else rng.choice(seeds)))
+        if len(batch) == 8:
+            together = take(batch)
+            alone = [take([item]) for item in batch]
+            rows = [(x, y) for one in alone for x, y in zip(one.x, one.y, strict=True)]
+            used += len(rows)
+            assert together.num_samples == len(rows)
+            for (x, y), x2, y2 in zip(rows, together.x, together.y, strict=True):
+                np.testing.assert_array_equal(x, x2)
+                assert y == y2
+            assert [item for one in alone for item in one.refused] == together.refused
+            batch.clear()
+    assert used > 0
+
+
+# --- blobs and checkpoints ------------------------------------------------------------------------------------------
+
+
+def test_blobs() -> None:
+    """A blob that is accepted is the one that was written, to the bit."""
+    array = np.random.default_rng(0).standard_normal(40).astype(np.float32)
+    valid = b"".join(map(bytes, encode_blob(array, job="j", kind="g", version=3)))
+    foreign = b"".join(map(bytes, encode_blob(array, job="other", kind="w", version=4)))
+    pointer = b"".join(map(bytes, encode_latest(Latest(ps_epoch=1, version=3, key="doll:j:w:1:3"))))
+    for data in inputs("blobs", 10_000, [valid, valid, foreign]):
+        vector = tried(BlobError, data, decode_blob, data, job="j", kind="g", version=3, numel=40)
+        assert vector is None or (data == valid and vector.tobytes() == array.tobytes())
+        tried(BlobError, data, blob_info, data)
+    for data in inputs("pointers", 3_000, [pointer]):
+        latest = tried(BlobError, data, decode_latest, data)
+        assert latest is None or decode_latest(b"".join(map(bytes, encode_latest(latest)))) == latest
+
+
+def _checkpoint() -> Checkpoint:
+    tensors = {"weights": np.arange(16, dtype=np.float32), "optimizer.step": np.array(3, np.int64)}
+    return Checkpoint(job="j", fingerprint="f", ps_epoch=1, version=3, state=b"state", tensors=tensors)
+
+
+def test_checkpoints() -> None:
+    """A checkpoint that is accepted is the one that was written."""
+    valid = b"".join(encode_checkpoint(_checkpoint()))
+    for data in inputs("checkpoints", 5_000, [valid]):
+        found = tried(CheckpointError, data, decode_checkpoint, data)
+        assert found is None or data == valid
+
+
+def test_checkpoints_with_a_right_checksum_and_wrong_contents() -> None:
+    """As another build, or somebody with access to the folder, could write them: refused, or whole in themselves."""
+    valid = b"".join(encode_checkpoint(_checkpoint()))[:-32]
+    seeds = [valid, valid.replace(b'"F32"', b'"F16"'), valid.replace(b'"F32"', b'"F4" '), valid.replace(b"16", b"04")]
+    for data in inputs("signed checkpoints", 8_000, seeds):
+        signed = data + hashlib.sha256(data).digest()
+        found = tried(CheckpointError, signed, decode_checkpoint, signed)
+        if found is not None:
+            assert decode_checkpoint(b"".join(encode_checkpoint(found))).state == found.state
+
+
+def _signed(*, state_bytes: int = 5, dtype: str = "F32", shape: tuple[int, ...] = (16,), more: bytes = b"") -> bytes:
+    """A checkpoint made by hand, with a right checksum."""
+    numel = 64 if all(shape) else 0
+    header = json.dumps({"weights": {"dtype": dtype, "shape": shape, "data_offsets": [0, numel]}}).encode()
+    tensors = struct.pack("<Q", len(header)) + header + bytes(numel)
+    facts: dict[str, Any] = {"job": "j", "fingerprint": "f", "ps_epoch": 1, "version": 3}
+    head = msgspec.msgpack.encode({**facts, "state_bytes": state_bytes, "tensors_bytes": len(tensors)})
+    data = struct.pack("<4sB3xQ", b"DLCK", 1, len(head)) + head + b"state" + tensors + more
+    return data + hashlib.sha256(data).digest()
+
+
+def test_checkpoints_of_a_stranger_are_damaged_ones() -> None:
+    assert decode_checkpoint(_signed()).state == b"state"
+    for data in (
+        _signed(dtype="BF16", shape=(32,)),  # safetensors knows it, numpy does not
+        _signed(dtype="F8_E4M3", shape=(64,)),
+        _signed(shape=(0, 2**62)),
+        _signed(shape=(2**62, 2**62)),
+        _signed(state_bytes=-3),
+        _signed(state_bytes=2**63),
+        _signed(more=b"appended"),
+    ):
+        with pytest.raises(DamagedError, match="do not fit the schema"):
+            decode_checkpoint(data)
+
+
+# --- job files ------------------------------------------------------------------------------------------------------
+
+
+def test_job_files() -> None:
+    """A job file that is accepted says the same when it is written out and read again."""
+    seeds = [path.read_bytes() for path in sorted(EXAMPLES.glob("*.yaml"))]
+    assert seeds
+    accepted = 0
+    for data in inputs("job files", 1_500, seeds):
+        text = data.decode("utf-8", "replace")
+        config = tried(ConfigError, data, parse, text)
+        if isinstance(config, JobConfig):
+            accepted += 1
+            assert parse(dump(config)) == config.model_copy(update={"base_folder": Path()})
+    assert accepted > 0
+
+
+_LOL = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
+)
+_MERGE = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 9))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"{_LOL}job: *a8",
+        f"{_LOL}job: j\ntask: {{class: 'm:C', args: {{a: *a8}}}}",
+        "job: &a [*a]",
+        "job: j\ntask: {class: 'm:C', args: &a {b: *a}}",
+        "[" * 100_000,
+        "a: " + "{b: " * 5_000,
+        "job: j\ntask: {class: 'm:C', args: {a: " + "[" * 300 + "]" * 300 + "}}",
+        "job: !!python/object/apply:os.system ['true']",
+        "job: " + "9" * 100_000,
+        "job: 1" + ":1" * 50_000,
+        "x" * 3_000_000,
+        f"{_MERGE}job: *a8",
+    ],
+    ids=["laughs", "laughs in args", "itself", "itself in args", "deep", "deep maps", "deep args", "python", "digits",
+         "sixties", "long", "merges"],
+)  # fmt: skip
+def test_job_files_that_are_made_to_hang_are_refused_at_once(text: str) -> None:
+    began_s = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert time.process_time() - began_s < LONGEST_S
+    assert len(str(caught.value)) < 10_000
+
+
+def test_the_yaml_reader_makes_plain_values_only() -> None:
+    with pytest.raises(yaml.YAMLError):
+        yaml.safe_load("!!python/name:os.system")
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.msgpack.decode(b"\xd4\x01x", type=Latest)

@@ -1,0 +1,260 @@
+"""A whole job of real processes on the real broker and Redis, that a test may feed, watch, disturb and audit."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from confluent_kafka import Consumer, Producer, TopicPartition
+from doll import topics
+from doll.audit import audit
+from doll.config import JobConfig, load
+from doll.evaluation.kafka_tail import Tail
+from doll.ledger import LedgerReport
+from doll.local.roles import ForkServer, Role
+from doll.local.supervisor import RoleSpec, Supervisor
+from doll.ps.checkpoints import Checkpoint
+from doll.ps.file_store import FileStore
+from doll.ps.server import restore
+from doll.records import AnyRecord, Epoch, Finished, Metric, Update, decode, encode
+from doll.services import Services, kafka_settings
+
+FEATURES = 4
+# Short leases and pauses: a test waits for what a person would wait for.
+JOB = f"""
+task: {{class: "doll.tasks.synthetic:Gaussian", args: {{features: {FEATURES}, hidden: [8]}}}}
+data: {{workers: 2, batch_size: 8}}
+training: {{policy: {{name: doll, group_size: 2}}, optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}}}
+checkpoint: {{every_updates: 5, every_s: 0.5}}
+worker: {{lease_s: 6, grant_timeout_s: 5, stall_s: 15, drain_s: 3}}
+evaluation: {{enabled: false}}
+"""
+
+
+class Pipeline:
+    """One job. `start` it, `send` samples, wait with `until`, then `audit`; the fixture ends what still runs.
+
+    Attributes:
+        updates: update records seen so far, as they stand on the topic, void ones included.
+        metrics: the newest measurements of each source.
+        pids: of each supervised role when it was started first.
+    """
+
+    def __init__(self, folder: Path, services: Services, forks: ForkServer, job: str, overrides: Iterable[str]) -> None:
+        self.folder, self.services, self.forks = folder, services, forks
+        self.job_path, self.run = folder / "job.yaml", folder / "run"
+        self.job_path.write_text(f"job: {job}\n{JOB}")
+        self.config: JobConfig = load(self.job_path, list(overrides))
+        self._write_job(self.job_path, self.config)
+        self.updates: list[Update] = []
+        self.epochs: list[Epoch] = []
+        self.finished: Finished | None = None
+        self.metrics: dict[str, dict[str, float]] = {}
+        self.pids: dict[str, int] = {}
+        self._unsupervised: list[Role] = []
+        self.supervisor = Supervisor(forks.launch)
+        topics.ensure(self.config, services)
+        self.tail = Tail(self.config, services, (self.config.topic("updates"), self.config.topic("metrics")))
+        self._producer = Producer(
+            kafka_settings(
+                self.config, services, acks="all", enable_idempotence=True, message_max_bytes=32 * 1024 * 1024
+            )
+        )
+        self._rng = np.random.default_rng(0)
+
+    @staticmethod
+    def _write_job(path: Path, config: JobConfig) -> None:
+        from doll.config import dump
+
+        path.write_text(dump(config))
+
+    # --- processes
+
+    def spec(self, name: str, role: str, *more: Any, job_path: Path | None = None) -> RoleSpec:
+        arguments = [str(job_path or self.job_path), self.services.kafka, self.services.redis, str(self.run), *more]
+        return RoleSpec(name, f"doll.cli.roles:{role}", self.run / "logs" / f"{name}.log", arguments)
+
+    def start(self) -> None:
+        """The parameter server and all workers."""
+        self.start_ps()
+        for worker in range(self.config.data.workers):
+            self.start_worker(worker)
+
+    def start_ps(self) -> None:
+        self._start(self.spec("ps", "ps_role"))
+
+    def _start(self, spec: RoleSpec) -> None:
+        self.pids[spec.name] = self.supervisor.start(spec).pid
+
+    def start_worker(self, worker: int, name: str = "") -> None:
+        name = name or f"worker-{worker}"
+        self._start(self.spec(name, "worker_role", worker))
+
+    def start_producer(self) -> None:
+        """The job file's own source."""
+        self.supervisor.start(self.spec("producer", "producer_role"))
+
+    def launch(self, name: str, role: str, *more: Any, job_path: Path | None = None) -> Role:
+        """A role that nobody starts again."""
+        self._unsupervised.append(self.forks.launch(self.spec(name, role, *more, job_path=job_path)))
+        return self._unsupervised[-1]
+
+    def role(self, name: str) -> Role:
+        handle = self.supervisor.handles()[name]
+        assert isinstance(handle, Role)
+        return handle
+
+    def kill(self, name: str) -> None:
+        """SIGKILL; the supervisor will start it again."""
+        role = self.role(name)
+        role.kill()
+        assert role.wait(10.0) == -signal.SIGKILL
+
+    def log(self, name: str) -> str:
+        path = self.run / "logs" / f"{name}.log"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def close(self) -> None:
+        for handle in [*self.supervisor.handles().values(), *self._unsupervised]:
+            handle.kill()
+        self.supervisor.stop(grace_s=5.0)
+        self.tail.__exit__()
+
+    # --- the stream
+
+    def samples(self, count: int) -> list[bytes]:
+        """Records of `count` samples of the Gaussian task."""
+        y = self._rng.integers(0, 2, count)
+        x = self._rng.normal(size=(count, FEATURES)) + 2.0 * y[:, None] - 1.0
+        rows: npt.NDArray[np.float32] = np.column_stack([x, y]).astype("<f4")
+        return [row.tobytes() for row in rows]
+
+    def send(self, values: Iterable[bytes | None], partition: int | None = None) -> None:
+        """Values to one partition of the samples topic, or in turn to all."""
+        for i, value in enumerate(values):
+            to = i % self.config.data.workers if partition is None else partition
+            self.produce("samples", value, to)
+        assert self._producer.flush(30) == 0
+
+    def produce(self, kind: Any, value: bytes | None, partition: int = 0) -> None:
+        self._producer.produce(self.config.topic(kind), value, partition=partition)
+        self._producer.poll(0)
+
+    def control(self, kind: Any, record: AnyRecord | bytes, partition: int = 0) -> None:
+        """A record, or any bytes, on one of the control topics."""
+        self.produce(kind, record if isinstance(record, bytes) else encode(record), partition)
+        assert self._producer.flush(30) == 0
+
+    # --- watching
+
+    @property
+    def version(self) -> int:
+        return self.updates[-1].version if self.updates else 0
+
+    def look(self) -> None:
+        """Keep the roles running; take in what the topics say."""
+        self.supervisor.poll()
+        for one in self.tail.poll(0.05):
+            match one.record:
+                case Update():
+                    self.updates.append(one.record)
+                case Epoch():
+                    self.epochs.append(one.record)
+                case Finished():
+                    self.finished = one.record
+                case Metric():
+                    self.metrics[one.record.source] = dict(one.record.values)
+
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > deadline_s:
+                logs = "\n".join(
+                    f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}"
+                    for path in sorted((self.run / "logs").glob("*.log"))
+                )
+                pytest.fail(f"not within {timeout_s:g} s: {what}; version {self.version}, {self.metrics}\n{logs}")
+            self.look()
+
+    def until_version(self, version: int, timeout_s: float = 60.0) -> None:
+        self.until(lambda: self.version >= version, f"version {version}", timeout_s)
+
+    def until_finished(self, timeout_s: float = 90.0) -> None:
+        """The job has ended, and with it each of its processes."""
+        self.until(lambda: self.finished is not None, "the end of the job", timeout_s)
+        self.until(lambda: not self.supervisor.handles(), "the end of its processes", 30.0)
+        assert set(self.supervisor.exit_codes().values()) <= {0}, self.supervisor.exit_codes()
+
+    # --- the truth
+
+    @property
+    def store(self) -> FileStore:
+        return FileStore(self.run / "checkpoints", self.config.job, keep=self.config.checkpoint.keep)
+
+    def checkpoint(self) -> Checkpoint:
+        found = self.store.load_newest(None)
+        assert found is not None
+        return found
+
+    def counters(self) -> dict[str, int]:
+        """What the engine had counted at the newest checkpoint: what it refused, returned, lost."""
+        return restore(self.checkpoint()).counters
+
+    def audit(self) -> LedgerReport:
+        return audit(self.config, self.services, self.store)
+
+    def assert_sound(self) -> LedgerReport:
+        """0 missing, 0 twice, nothing that does not fit."""
+        report = self.audit()
+        assert report.complaints() == []
+        assert report.ok
+        assert (report.missing, report.twice) == ((), ())
+        assert report.applied > 0
+        return report
+
+    def read(self, kind: Any) -> list[AnyRecord]:
+        """All control records of a topic with one partition."""
+        consumer = Consumer(kafka_settings(self.config, self.services, group_id="test", enable_auto_commit=False))
+        try:
+            where = TopicPartition(self.config.topic(kind), 0, 0)
+            _, high = consumer.get_watermark_offsets(where, timeout=10)
+            consumer.assign([where])
+            found: list[AnyRecord] = []
+            deadline_s = time.monotonic() + 20
+            while len(found) < high:
+                assert time.monotonic() < deadline_s, f"{kind}: {len(found)} of {high} records"
+                message = consumer.poll(0.2)
+                if message is not None and message.error() is None:
+                    found.append(decode(message.value()))
+            return found
+        finally:
+            consumer.close()
+
+
+@pytest.fixture(scope="session")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """One process with torch loaded, from which all roles of all tests are forked."""
+    with ForkServer(tmp_path_factory.mktemp("forks") / "forkserver.log") as server:
+        yield server
+
+
+@pytest.fixture
+def make_pipeline(
+    tmp_path: Path, services: Services, fork_server: ForkServer, job_name: str
+) -> Iterator[Callable[..., Pipeline]]:
+    """`make_pipeline("stop.updates=50", ...)`: the standard job with overrides."""
+    made: list[Pipeline] = []
+
+    def make(*overrides: str) -> Pipeline:
+        made.append(Pipeline(tmp_path, services, fork_server, job_name, overrides))
+        return made[-1]
+
+    yield make
+    for pipeline in made:
+        pipeline.close()

@@ -1,0 +1,208 @@
+"""Bad input on a running job: it is dead-lettered or refused with its reason, counted, and the job goes on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from doll.local import supervisor
+from doll.packing import pack
+from doll.records import Alive, Announce, Evaluated, Grant, Hello, Join, Leave, Push, Stop, Welcome, encode
+
+pytestmark = pytest.mark.integration
+
+TASK = """
+import json
+
+import torch
+from doll import Sample, Task
+
+
+class Points(Task):
+    input_shape = (3,)
+    num_classes = 2
+
+    def build_model(self):
+        return torch.nn.Linear(3, 2)
+
+    def decode(self, record):
+        event = json.loads(record)
+        return Sample(event["x"], event["y"])
+"""
+
+
+def point(i: int) -> bytes:
+    return json.dumps({"x": [math.sin(i), math.cos(i), i % 2], "y": i % 2}).encode()
+
+
+@pytest.fixture
+def points(make_pipeline: Any, tmp_path: Path) -> Any:
+    (tmp_path / "points.py").write_text(TASK)
+    return lambda *overrides: make_pipeline("task.class=points.py:Points", "task.args={}", *overrides)
+
+
+BAD: dict[str, tuple[bytes | None, str]] = {
+    "not JSON": (b"\xff\x00garbage", "UnicodeDecodeError"),
+    "a key is missing": (b'{"x": [1, 2, 3]}', "KeyError: 'y'"),
+    "NaN": (b'{"x": [1, NaN, 3], "y": 0}', "x holds NaN or infinity"),
+    "infinity": (b'{"x": [1, 2, 1e999], "y": 0}', "x holds NaN or infinity"),
+    "wrong shape": (b'{"x": [1, 2], "y": 0}', r"expected x of shape (3,), got (2,)"),
+    "ragged": (b'{"x": [[1], [2, 3]], "y": 0}', "inhomogeneous"),
+    "unknown class": (b'{"x": [1, 2, 3], "y": 7}', "expected a class 0 to 1, got 7"),
+    "class is a fraction": (b'{"x": [1, 2, 3], "y": 0.5}', "expected a class 0 to 1, got 0.5"),
+    "text for a number": (b'{"x": ["a", "b", "c"], "y": 0}', "expected numbers in x, got values of type <U1"),
+    "no value": (None, "empty value: expected a sample"),
+    "empty value": (b"", "empty value: expected a sample"),
+    "nested 100,000 deep": (b"[" * 100_000, "RecursionError"),
+}
+
+
+def test_every_bad_record_is_dead_lettered_with_its_reason_and_the_rest_is_learned(points: Any) -> None:
+    """One bad record in each batch of eight of partition 0, and one of 10 MB."""
+    job = points("stop.updates=20")
+    job.start()
+    huge = os.urandom(10_000_000)
+    values: list[bytes | None] = []
+    expected: dict[int, tuple[bytes | None, str]] = {}
+    for value, reason in [*BAD.values(), (huge, "record of 10000000 bytes: expected at most 1048576")]:
+        values += [point(i) for i in range(5)]
+        expected[len(values)] = (value, reason)
+        values += [value, point(6), point(7)]
+    values += [point(i) for i in range(160 - len(values))]
+    job.send(values, partition=0)
+    job.send([point(i) for i in range(160)], partition=1)
+    job.until_finished()
+    report = job.assert_sound()
+    assert (report.applied + report.dead, report.dead) == (320, len(expected))
+
+    letters = {letter.offset: letter for letter in job.read("dead")}
+    assert sorted(letters) == sorted(expected)
+    for offset, (value, reason) in expected.items():
+        letter = letters[offset]
+        assert reason in letter.reason
+        assert (letter.worker, letter.partition, letter.whole, letter.samples) == (0, 0, True, 1)
+        assert letter.payload == (value or b"")[:65_536]
+        assert letter.payload_bytes == len(value or b"")
+    assert sum(update.n_samples for update in job.updates) == 320 - len(expected)
+    assert all(update.loss < 10 for update in job.updates)
+    assert job.log("worker-0").count("dead_lettered") == len(expected)
+
+
+def test_a_packed_record_in_which_one_sample_is_bad_gives_its_others(points: Any) -> None:
+    job = points("stop.updates=8", "data.samples_per_record=4")
+    job.start()
+    good = [pack([point(4 * i + k) for k in range(4)]) for i in range(16)]
+    bad = {
+        3: pack([point(0), b"not JSON", point(2), b'{"x": [1, 2, 3], "y": 9}']),
+        6: pack([b"x", b"y", b"z"]),
+        9: b"not packed at all",
+        12: pack([point(i) for i in range(5)]),
+        14: pack([point(0), point(1)])[:-1],
+    }
+    for at, value in bad.items():
+        good[at] = value
+    job.send(good, partition=0)
+    job.send([pack([point(4 * i + k) for k in range(4)]) for i in range(16)], partition=1)
+    job.until_finished()
+    report = job.assert_sound()
+    assert (report.applied, report.dead, report.partly_dead_samples) == (32 - 4, 4, 2)
+    letters = {letter.offset: letter for letter in job.read("dead")}
+    assert {offset: (letter.whole, letter.samples) for offset, letter in letters.items()} == {
+        3: (False, 2),
+        6: (True, 3),
+        9: (True, 1),
+        12: (True, 1),
+        14: (True, 1),
+    }
+    assert "first bytes DLPK" in letters[9].reason
+    assert "expected 1 to 4 samples" in letters[12].reason
+    # 15 usable records of four, less two samples; records 6, 9, 12 and 14 give none.
+    assert sum(update.n_samples for update in job.updates) == 4 * 32 - 4 * 4 - 2
+
+
+def test_a_stream_of_nothing_but_garbage_stops_nobody(points: Any) -> None:
+    """Batches without a usable sample are versions that change nothing; the other stream is learned."""
+    job = points("stop.updates=10")
+    job.start()
+    job.send([b"garbage"] * 80, partition=0)
+    job.send([point(i) for i in range(80)], partition=1)
+    job.until_finished()
+    report = job.assert_sound()
+    assert (report.applied, report.dead) == (80, 80)
+    assert len(job.read("dead")) == 80
+
+
+def test_garbage_on_the_control_topics_is_counted_and_refused(points: Any) -> None:
+    job = points("stop.updates=60")
+    job.start()
+    job.send([point(i) for i in range(320)])
+    job.until_version(5)
+    forged_up = [
+        b"",
+        b"garbage",
+        b"\xd0",
+        b"\xd0\x63\x80",  # another schema version
+        b"\xd0\x01" + msgspec.msgpack.encode({"type": "unknown"}),
+        b"\xd0\x01" + msgspec.msgpack.encode({"type": "push", "worker": "zero"}),
+        b"\xd0\x01" + b"\x91" * 10_000,
+        encode(Hello(ps_epoch=1)),  # belongs on the other topic
+    ]
+    for value in forged_up:
+        job.control("up", value)
+    # Well-formed and wrong: nobody's epoch, nobody's worker, nobody's grant.
+    nonsense = [
+        Join(worker=99, instance="x"),
+        Join(worker=-1, instance="x"),
+        Announce(worker=0, epoch=12345, first=0, until=10**12),
+        Announce(worker=7, epoch=1, first=0, until=1),
+        Alive(worker=1, epoch=1),
+        Leave(worker=0, epoch=3, cause="forged"),
+        Push(worker=0, epoch=1, token=0, ps_epoch=1, grant=1, version=0, key="doll:x:g:1:1", n_samples=8, loss_sum=0.0),
+        Evaluated(ps_epoch=99, version=10**9, loss=0.0, accuracy=1.0),
+    ]  # fmt: skip
+    for record in nonsense:
+        job.control("up", record)
+    for n in (0, 1):
+        for value in forged_up[:-1]:
+            job.control("down", value, n)
+        grant = Grant(ps_epoch=0, worker=n, epoch=1, token=0, grant=1, version=0, key="doll:x:w:1:0")
+        for record in (
+            grant,
+            Stop(ps_epoch=0, reason="forged"),
+            Welcome(ps_epoch=0, worker=n, instance="x", epoch=99, origin=0, next_token=9, fingerprint=""),
+            Join(worker=n, instance="x"),
+        ):
+            job.control("down", record, n)
+    job.send([point(i) for i in range(800)])
+    job.until_finished()
+    report = job.assert_sound()
+    assert (report.version, report.dead) == (60, 0)
+    refused = job.counters()
+    assert refused["refused_record"] == len(forged_up)
+    assert refused["refused_unknown_worker"] == 3
+    assert refused["refused_fenced"] == 4
+    assert refused["refused_evaluated"] == 1
+    for n in (0, 1):
+        assert job.log(f"worker-{n}").count("record_refused") == len(forged_up) - 1
+
+
+def test_a_task_that_fails_on_a_batch_is_told_and_ends_the_job_with_its_words(
+    make_pipeline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No sample is skipped silently: the worker ends, is started again, fails again, until the supervisor gives up."""
+    monkeypatch.setattr(supervisor, "MAX_FAILURES", 2)
+    (tmp_path / "broken.py").write_text(
+        TASK.replace("torch.nn.Linear(3, 2)", "torch.nn.Linear(4, 2)").replace("Points", "Broken")
+    )
+    job = make_pipeline("task.class=broken.py:Broken", "task.args={}", "training.policy.group_size=1")
+    job.start()
+    job.send([point(i) for i in range(16)])
+    with pytest.raises(
+        supervisor.RoleFailedError, match=r"broken\.py:Broken failed on batch 0.*shapes cannot be multiplied"
+    ):
+        job.until(lambda: False, "an end", 60.0)

@@ -1,0 +1,134 @@
+"""Processes die, freeze and come back in mid-run on the real broker: no sample is lost, none counts twice."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+from doll.local.roles import Role
+
+pytestmark = pytest.mark.integration
+
+# Nothing is saved but at the end. Workers may hold more than the test sends, or the server would save to make room.
+NO_CHECKPOINTS = ("checkpoint.every_updates=1000", "checkpoint.every_s=1000", "worker.max_pending_batches=200")
+
+
+def test_worker_and_parameter_server_are_killed_in_mid_run(make_pipeline: Any) -> None:
+    job = make_pipeline("stop.updates=150")
+    job.start()
+    job.send(job.samples(400))
+    job.until_version(8)
+    job.kill("worker-0")
+    job.send(job.samples(400))
+    job.until_version(25)
+    job.kill("ps")
+    job.send(job.samples(600))
+    job.until(lambda: len(job.epochs) == 2, "a second parameter server")
+    job.until_version(60)
+    job.kill("worker-1")
+    job.kill("ps")
+    job.send(job.samples(1400))
+    job.until_finished()
+    report = job.assert_sound()
+    assert (report.version, report.applied, report.ps_epoch) == (150, 2400, 3)
+    assert [epoch.ps_epoch for epoch in job.epochs] == [1, 2, 3]
+    assert job.checkpoint().ps_epoch == 3
+
+
+def test_what_was_applied_and_not_saved_is_applied_again(make_pipeline: Any) -> None:
+    """SIGKILL between apply and checkpoint: the update records of the first server are void, its batches come again."""
+    job = make_pipeline("stop.updates=30", *NO_CHECKPOINTS)
+    job.start()
+    job.send(job.samples(600))
+    job.until_version(12)
+    job.kill("ps")
+    assert job.store.versions() == []
+    job.until_finished()  # the end orders a checkpoint, whatever is due
+    report = job.assert_sound()
+    assert (report.version, report.ps_epoch) == (30, 2)
+    assert report.redone >= 12
+    assert [epoch.resumed_version for epoch in job.epochs] == [0, 0]
+
+
+def test_a_worker_that_was_frozen_and_replaced_is_fenced_and_exits(make_pipeline: Any) -> None:
+    job = make_pipeline("stop.updates=100", "worker.lease_s=3")
+    job.start()
+    job.send(job.samples(600))
+    job.until_version(5)
+    zombie: Role = job.role("worker-0")
+    zombie.send_signal(signal.SIGSTOP)
+    job.until(lambda: job.metrics.get("ps", {}).get("worker_0_up") == 0.0, "the lease of the frozen worker to run out")
+    job.send(job.samples(600))
+    job.start_worker(0, name="worker-0-again")
+    before = job.version
+    job.until(
+        lambda: any(m.worker == 0 for u in job.updates if u.version > before for m in u.members), "the heir to work"
+    )
+    zombie.send_signal(signal.SIGCONT)
+    job.until(lambda: zombie.poll() is not None, "the end of the zombie", 30.0)
+    assert zombie.exitcode == 0
+    assert "fenced" in job.log("worker-0")
+    job.send(job.samples(800))
+    job.until_finished()
+    job.assert_sound()
+    assert job.counters()["workers_lost"] >= 1
+
+
+def test_a_second_parameter_server_ends_the_first(make_pipeline: Any) -> None:
+    """Both are alive. The newer claims the job; the older may write nothing more to the checkpoints, and ends."""
+    job = make_pipeline("stop.updates=60")
+    first: Role = job.launch("ps", "ps_role")  # unsupervised: nobody starts it again
+    for worker in (0, 1):
+        job.start_worker(worker)
+    job.send(job.samples(400))
+    job.until_version(5)
+    first.send_signal(signal.SIGSTOP)
+    second: Role = job.launch("ps-again", "ps_role")
+    job.until(lambda: job.updates[-1].ps_epoch == 2, "the second server to work")
+    first.send_signal(signal.SIGCONT)
+    job.send(job.samples(160))
+    job.until(lambda: first.poll() is not None, "the end of the first server", 30.0)
+    assert first.exitcode == 1
+    assert "parameter server epoch 1 is over: epoch 2 has claimed" in job.log("ps")
+    job.send(job.samples(600))
+    job.until_finished()
+    assert second.wait(20.0) == 0
+    report = job.assert_sound()
+    assert (report.version, report.ps_epoch) == (60, 2)
+
+
+def test_a_worker_that_is_told_to_go_hands_its_batches_back(make_pipeline: Any) -> None:
+    """SIGTERM, as a spot machine gets it: it leaves in time, and the next one goes on where the model stands."""
+    job = make_pipeline("stop.updates=60")
+    job.start()
+    job.send(job.samples(400))
+    job.until_version(5)
+    worker: Role = job.role("worker-1")
+    worker.terminate()
+    job.until(lambda: worker.poll() is not None, "the end of the worker", 10.0)
+    assert worker.exitcode == 0
+    assert "draining" in job.log("worker-1")
+    job.start_worker(1, name="worker-1-again")
+    job.send(job.samples(700))
+    job.until_finished()
+    job.assert_sound()
+    assert job.counters()["workers_lost"] == 1
+
+
+def test_a_parameter_server_that_is_told_to_go_saves_first(make_pipeline: Any) -> None:
+    job = make_pipeline("stop.updates=40", *NO_CHECKPOINTS)
+    job.start()
+    job.send(job.samples(320))
+    job.until_version(20)
+    ps: Role = job.role("ps")
+    ps.terminate()
+    job.until(lambda: ps.poll() is not None, "the end of the server", 20.0)
+    assert ps.exitcode == 0
+    assert job.store.versions() == [(1, 20)]
+    job.supervisor.start(job.spec("ps-again", "ps_role"))
+    job.send(job.samples(400))
+    job.until_finished()
+    report = job.assert_sound()
+    assert (report.version, report.redone) == (40, 0)
+    assert [epoch.resumed_version for epoch in job.epochs] == [0, 20]

@@ -1,0 +1,211 @@
+"""Dead letters on the real broker: listed, shown, replayed once, learned when their task is mended."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from doll import dead as dead_letters
+from doll.cli.app import app
+from doll.cli.dead import plain
+from doll.config import JobConfig, dump
+from doll.errors import ServiceUnavailableError
+from doll.records import DeadLetter, encode
+from doll.services import kafka_settings
+from typer.testing import CliRunner
+
+pytestmark = pytest.mark.integration
+
+TASK = """
+import json
+
+import torch
+from doll import Sample, Task
+
+
+class Lines(Task):
+    input_shape = (2,)
+    num_classes = 2
+
+    def __init__(self, lenient=False):
+        self._lenient = lenient
+
+    def build_model(self):
+        return torch.nn.Linear(2, 2)
+
+    def decode(self, record):
+        if self._lenient and record.startswith(b"a;"):
+            record = record.removeprefix(b"a;")
+        x1, x2, y = json.loads(record)
+        return Sample([x1, x2], y)
+"""
+
+
+def cli(*arguments: str | Path) -> Any:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout) if "--json" in arguments else result.stdout
+
+
+def values_at(config: JobConfig, services: Any, partition: int, low: int, high: int) -> list[bytes]:
+    consumer = Consumer(kafka_settings(config, services, group_id="test"))
+    consumer.assign([TopicPartition(config.topic("samples"), partition, low)])
+    try:
+        messages = [consumer.poll(10) for _ in range(low, high)]
+        assert all(message is not None for message in messages)
+        return [message.value() for message in messages]
+    finally:
+        consumer.close()
+
+
+def ends(config: JobConfig, services: Any) -> list[int]:
+    consumer = Consumer(kafka_settings(config, services, group_id="test"))
+    try:
+        return [
+            consumer.get_watermark_offsets(TopicPartition(config.topic("samples"), n), timeout=10, cached=False)[1]
+            for n in range(config.data.workers)
+        ]
+    finally:
+        consumer.close()
+
+
+def test_dead_records_are_listed_shown_replayed_once_and_then_learned(
+    make_pipeline: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "lines.py").write_text(TASK)
+    task = "task={class: 'lines.py:Lines'}"
+    job = make_pipeline(task)
+    good = [b"[1, 0, 1]", b"[0, 1, 0]"]
+    bad = {(0, 3): b"a;[1, 0, 1]", (1, 5): b"a;[0, 1, 0]", (1, 9): b"\x1b[31mno json \xff", (0, 12): b"[1, 2, 9]"}
+    for partition in (0, 1):
+        job.send([bad.get((partition, offset), good[offset % 2]) for offset in range(16)], partition)
+    job.start()
+    job.until(lambda: job.version >= 2, "two updates")
+    job.until(lambda: len(job.store.versions()) > 0 and job.checkpoint().version >= 2, "a checkpoint of both")
+    env = {"DOLL_KAFKA": job.services.kafka, "DOLL_REDIS": job.services.redis}
+    at = ["--job", str(job.job_path)]
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in env.items():
+            patch.setenv(name, value)
+        listed = cli("dead", "list", *at, "--json")
+        assert [(item["partition"], item["offset"]) for item in listed] == sorted(bad)
+        assert [item["bytes"] for item in listed] == [len(bad[place]) for place in sorted(bad)]
+        assert {item["replayed_as"] == [] and item["whole"] for item in listed} == {True}
+        text = cli("dead", "list", *at)
+        assert "0/12" in text
+        assert "expected a class 0 to 1" in text
+        shown = cli("dead", "show", *at, "--at", "1/9")
+        assert "\\x1b[31mno json \\xff" in shown
+        assert "\x1b" not in shown
+        assert "1b5b3331 6d6e6f20" in shown
+        (one,) = cli("dead", "show", *at, "--at", "0/3", "--json")
+        assert bytes.fromhex(one["payload_hex"]) == bad[0, 3]
+
+        folder = ["--run-folder", str(job.run)]
+        dry = cli("dead", "replay", *at, *folder, "--reason", "jsondecodeerror", "--dry-run")
+        assert "2 of 2 would be replayed" in dry
+        assert ends(job.config, job.services) == [16, 16]
+        # A mended task, and the records that it can decode: new samples at the end of their partitions.
+        for name in ("ps", "worker-0", "worker-1"):
+            job.role(name).terminate()
+        job.until(lambda: not job.supervisor.handles(), "the end of all processes")
+        mended = job.config.model_copy(update={"task": job.config.task.model_copy(update={"args": {"lenient": True}})})
+        job.job_path.write_text(dump(mended))
+        job.start()
+        done = cli("dead", "replay", *at, *folder, "--reason", "jsondecodeerror", "--json")
+        assert [(item["partition"], item["offset"], item["source"], item["new_offset"]) for item in done] == [
+            (0, 3, "topic", 16),
+            (1, 5, "topic", 16),
+        ]
+        assert values_at(job.config, job.services, 0, 16, 17) == [bad[0, 3]]
+        once_more = cli("dead", "replay", *at, *folder, "--reason", "jsondecodeerror")
+        assert "not replayed: replayed before, as offset 16" in once_more
+        assert "0 of 2 replayed" in once_more
+        assert ends(job.config, job.services) == [17, 17]
+        listed = cli("dead", "list", *at, "--json")
+        assert [item["replayed_as"] for item in listed] == [[16], [], [16], []]
+    for partition in (0, 1):
+        job.send(good * 4, partition)
+    job.until_version(3)
+    job.until(lambda: job.checkpoint().version >= 3, "a checkpoint of the replayed")
+    report = job.assert_sound()
+    assert (report.applied, report.dead) == (48 - 4, 4)
+
+
+def test_where_the_log_has_let_go_the_letter_serves_if_it_is_whole(make_pipeline: Callable[..., Any]) -> None:
+    job = make_pipeline()
+    config, services = job.config, job.services
+    job.send(job.samples(32))
+    job.start()
+    job.until(lambda: len(job.store.versions()) > 0 and job.checkpoint().version >= 2, "a checkpoint")
+
+    def letter(offset: int, payload: bytes, size: int | None = None, **more: Any) -> None:
+        job.control("dead", DeadLetter(
+            worker=0, partition=0, offset=offset, reason="bad", payload=payload,
+            payload_bytes=len(payload) if size is None else size, **more,
+        ))  # fmt: skip
+
+    letter(1, b"whole")
+    letter(2, b"cut", 4000)
+    letter(3, b"part of a packed one", whole=False)
+    letter(4, b"")
+    letter(5000, b"not yet")
+    letter(7, b"still there")
+    admin = AdminClient(kafka_settings(config, services))
+    (info,) = admin.delete_records([TopicPartition(config.topic("samples"), 0, 6)]).values()
+    info.result(10)
+    chosen = dead_letters.dead_records(config, services)
+    done = dead_letters.replay(config, services, job.store, chosen)
+    assert [(item.dead.at[1], item.source, item.offset) for item in done if item.source] == [
+        (1, "letter", 16),
+        (7, "topic", 17),
+    ]
+    why = {item.dead.at[1]: item.why_not for item in done if item.why_not}
+    assert "kept only the first 3 of 4000 bytes" in why[2]
+    assert "would be learned twice" in why[3]
+    assert why[4] == "it is empty"
+    assert "not in a checkpoint yet" in why[5000]
+    at_end = values_at(config, services, 0, 16, 18)
+    assert at_end[0] == b"whole"
+    assert len(at_end[1]) == 20  # the sample itself, not what the letter says
+    once_more = dead_letters.replay(
+        config, services, job.store, dead_letters.dead_records(config, services), again=True
+    )
+    assert [item.offset for item in once_more if item.source] == [18, 19]
+
+
+def test_a_record_that_kafka_refuses_is_an_error(make_pipeline: Callable[..., Any]) -> None:
+    job = make_pipeline()
+    big = b"x" * 20_000_000  # above max.message.bytes of the samples topic
+    dead = dead_letters.Dead(
+        DeadLetter(worker=0, partition=0, offset=0, reason="", payload=big, payload_bytes=len(big))
+    )
+    item = dead_letters.Replay(dead, "letter", big)
+    from confluent_kafka import Producer
+
+    producer = Producer(kafka_settings(job.config, job.services, message_max_bytes=32 * 1024 * 1024))
+    with pytest.raises(ServiceUnavailableError, match=r"does not take a record on .*samples, partition 0: .*MSG_SIZE"):
+        dead_letters._send(job.config, producer, item)
+    assert dead_letters.dead_records(job.config, job.services) == []
+
+
+def test_what_is_printed_cannot_steer_a_terminal() -> None:
+    assert plain("a\x1b]0;title\x07b\nü\u202e") == "a\\x1b]0;title\\x07b\\nü\\u202e"
+
+
+def test_letters_that_came_twice_count_once() -> None:
+    letter = DeadLetter(worker=0, partition=0, offset=4, reason="first", payload=b"p", payload_bytes=1)
+    again = DeadLetter(worker=0, partition=0, offset=4, reason="second", payload=b"p", payload_bytes=1)
+    told = DeadLetter(worker=0, partition=0, offset=4, reason="replayed as offset 9", payload=b"", payload_bytes=0)
+    (found,) = dead_letters.collect([letter, again, told])
+    assert (found.letter, found.replayed_as) == (again, (9,))
+    assert dead_letters.collect([letter, told], reason="SECOND") == []
+    # A user's exception may say anything: with a payload it is a letter like any other.
+    posing = DeadLetter(worker=0, partition=0, offset=5, reason="replayed as offset 9", payload=b"x", payload_bytes=1)
+    assert dead_letters.collect([posing])[0].replayed_as == ()
+    assert len(encode(told)) < 200

@@ -1,0 +1,88 @@
+"""Kafka and Redis go away in the middle of a run and come back: the job waits, says so, and goes on."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from doll.local.kafka_broker import LocalKafka
+from doll.local.redis_server import LocalRedis
+from doll.local.roles import Role
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(autouse=True)
+def _services_come_back(broker: LocalKafka, redis_server: LocalRedis) -> Iterator[None]:
+    """Whatever fails here, the other tests find their servers."""
+    yield
+    for server in (broker, redis_server):
+        if server.pid is None:
+            server.start()
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+def test_the_broker_goes_away_and_comes_back(make_pipeline: Any, broker: LocalKafka, end: str) -> None:
+    job = make_pipeline("stop.updates=120")
+    job.start()
+    job.send(job.samples(1000))
+    job.until_version(10)
+    pids = {name: handle.pid for name, handle in job.supervisor.handles().items()}
+    broker.stop() if end == "stop" else broker.kill()
+    broker.start()
+    version = job.version
+    job.until_version(version + 5)
+    job.send(job.samples(1100))
+    job.until_finished()
+    report = job.assert_sound()
+    assert (report.version, report.applied) == (120, 1920)
+    # Nobody had to be started again, and nobody filled its log.
+    assert job.pids == pids
+    for name in pids:
+        told = [line for line in job.log(name).splitlines() if "kafka" in line.lower()]
+        assert any("kafka_trouble" in line for line in told), name
+        assert len(told) < 20, "\n".join(told)
+
+
+def test_redis_is_killed_and_comes_back_empty(make_pipeline: Any, redis_server: LocalRedis) -> None:
+    job = make_pipeline("stop.updates=120")
+    job.start()
+    job.send(job.samples(1000))
+    job.until_version(10)
+    pids = {name: handle.pid for name, handle in job.supervisor.handles().items()}
+    redis_server.kill()
+    # Who needs Redis next notices; the others may wait for that one meanwhile.
+    job.until(lambda: any("redis_away" in job.log(name) for name in pids), "somebody to notice", 20.0)
+    redis_server.start()
+    version = job.version
+    job.until_version(version + 5)
+    job.send(job.samples(1100))
+    job.until_finished()
+    report = job.assert_sound()
+    assert (report.version, report.applied) == (120, 1920)
+    assert job.pids == pids
+    for name in pids:
+        assert job.log(name).count("redis_away") <= 1
+        assert job.log(name).count("redis_away") == job.log(name).count("redis_back")
+
+
+def test_a_job_that_ends_while_the_broker_is_away_says_so_when_it_is_back(
+    make_pipeline: Any, broker: LocalKafka
+) -> None:
+    job = make_pipeline()
+    job.start()
+    job.send(job.samples(160))
+    job.until_version(10)
+    job.until(lambda: job.metrics.get("ps", {}).get("durable_version") == 10, "the checkpoint")
+    broker.kill()
+    ps: Role = job.role("ps")
+    ps.send_signal(signal.SIGINT)
+    job.until(lambda: "finished" in job.log("ps"), "the end of the job at the parameter server", 30.0)
+    assert ps.poll() is None
+    broker.start()
+    job.until_finished()
+    assert job.finished.reason == "interrupted"
+    report = job.assert_sound()
+    assert (report.version, report.pending) == (10, 0)

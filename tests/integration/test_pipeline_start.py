@@ -1,0 +1,149 @@
+"""What hinders a start is said at once, with what was expected, what came and what to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from confluent_kafka.admin import AdminClient, NewTopic
+from doll.local.processes import free_port
+from doll.services import Services
+
+pytestmark = pytest.mark.integration
+
+JOB = """
+job: {job}
+task: {{class: "doll.tasks.synthetic:Gaussian", args: {{features: 4, hidden: [8]}}}}
+data: {{workers: 2, batch_size: 8}}
+"""
+
+
+def doll(*arguments: str, kafka: str, redis: str, cwd: Path) -> tuple[subprocess.CompletedProcess[str], float]:
+    """A command, and how long it took."""
+    began_s = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "doll", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=cwd,
+        env=os.environ | {"DOLL_KAFKA": kafka, "DOLL_REDIS": redis},
+    )
+    return done, time.monotonic() - began_s
+
+
+@pytest.mark.parametrize("role", ["worker", "ps"])
+def test_kafka_and_redis_are_not_there(tmp_path: Path, job_name: str, role: str) -> None:
+    (tmp_path / "job.yaml").write_text(JOB.format(job=job_name))
+    kafka, redis = f"127.0.0.1:{free_port()}", f"redis://127.0.0.1:{free_port()}/0"
+    done, seconds = doll(role, "job.yaml", kafka=kafka, redis=redis, cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"Kafka at {kafka}" in done.stderr
+    assert f"Redis at {redis} does not answer" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "start it" in done.stderr
+    assert seconds < 15
+
+
+def test_only_redis_is_not_there(tmp_path: Path, job_name: str, services: Services) -> None:
+    (tmp_path / "job.yaml").write_text(JOB.format(job=job_name))
+    redis = f"redis://127.0.0.1:{free_port()}/0"
+    done, seconds = doll("ps", "job.yaml", kafka=services.kafka, redis=redis, cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"Redis at {redis} does not answer" in done.stderr
+    assert "Kafka" not in done.stderr
+    assert seconds < 15
+
+
+@pytest.mark.parametrize("kind", ["samples", "down"])
+def test_a_topic_has_too_few_partitions(tmp_path: Path, job_name: str, services: Services, kind: str) -> None:
+    job_name = f"{job_name}-{kind}"
+    (tmp_path / "job.yaml").write_text(JOB.format(job=job_name))
+    topic = f"doll.{job_name}.{kind}"
+    admin = AdminClient({"bootstrap.servers": services.kafka})
+    admin.create_topics([NewTopic(topic, 1)])[topic].result(20)
+    done, _ = doll("ps", "job.yaml", kafka=services.kafka, redis=services.redis, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"topic {topic}: expected 2 partitions, found 1" in done.stderr
+    assert "set data.workers to 1" in done.stderr
+
+
+def started(job: Any, name: str, role: str, *more: Any, job_path: Path | None = None) -> tuple[int, str]:
+    """Exit code and log of a role that does not come up."""
+    code = job.launch(name, role, *more, job_path=job_path).wait(60.0)
+    assert code is not None
+    return code, job.log(name)
+
+
+def other(job: Any, *overrides: str) -> Path:
+    """The job file with some values changed."""
+    from doll.config import dump, load
+
+    path: Path = job.folder / "other.yaml"
+    path.write_text(dump(load(job.job_path, overrides)))
+    return path
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_difference(make_pipeline: Any) -> None:
+    job = make_pipeline("stop.updates=4")
+    job.start()
+    job.send(job.samples(64))
+    job.until_finished()
+    weights = job.checkpoint().tensors["weights"]
+
+    code, log = started(job, "ps-other", "ps_role", job_path=other(job, "task.args.hidden=[9]", "data.batch_size=16"))
+    assert code == 1
+    said = log.splitlines()[-1]
+    assert "parameters: expected 65, got 58" in said
+    assert "batch_size: expected 16, got 8" in said
+    assert "workers" not in said
+    assert "rename the job" in said
+    # The claim of an epoch is for servers that can go on: the one that runs must not be fenced by a wrong job file.
+    assert job.store.newest_epoch() == 1
+
+    folder = f"checkpoint.folder={job.run / 'checkpoints'}"
+    code, log = started(job, "ps-job", "ps_role", job_path=other(job, f"job={job.config.job}-2", folder))
+    assert code == 1
+    assert f"expected a checkpoint of job '{job.config.job}-2', got one of job '{job.config.job}'" in log
+    assert "give each job its own checkpoint.folder" in log
+    np.testing.assert_array_equal(job.checkpoint().tensors["weights"], weights)
+
+
+def test_a_worker_of_another_job_file_is_refused_with_the_difference(make_pipeline: Any) -> None:
+    job = make_pipeline("stop.updates=4")
+    job.start_ps()
+    code, log = started(job, "worker-other", "worker_role", 0, job_path=other(job, "data.batch_size=16"))
+    assert code == 2
+    assert log.splitlines()[-1] == ("doll: the parameter server runs another job file: batch_size: expected 8, got 16")
+    # It was welcomed before it knew. The right one takes its place.
+    job.start_worker(0)
+    job.start_worker(1)
+    job.send(job.samples(64))
+    job.until_finished()
+    job.assert_sound()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import no_such_library\n", "cannot import 'mine.py': ModuleNotFoundError: No module named 'no_such_library'"),
+        ("def broken(:\n", "cannot import 'mine.py': SyntaxError"),
+        ("class Other: ...\n", "'mine.py' has no class 'Mine'"),
+        ("class Mine: ...\n", "expected a subclass of doll.Task"),
+        ("from doll import Task\nclass Mine(Task): ...\n", "must define build_model()"),
+    ],
+    ids=["import", "syntax", "no class", "no task", "no model"],
+)
+def test_a_task_that_does_not_load(make_pipeline: Any, text: str, said: str) -> None:
+    job = make_pipeline("task.class=mine.py:Mine", "task.args={}")
+    (job.folder / "mine.py").write_text(text)
+    for name, role, more in (("ps", "ps_role", ()), ("worker-0", "worker_role", (0,))):
+        code, log = started(job, name, role, *more)
+        assert code == 2
+        assert said in log.splitlines()[-1]

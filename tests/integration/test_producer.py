@@ -1,0 +1,299 @@
+"""The producer against a real broker: every sample once, on its stream, whatever happens in between."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from confluent_kafka import Consumer, KafkaException, TopicPartition
+from doll import config as job_config
+from doll import packing, records, topics
+from doll.config import JobConfig
+from doll.errors import ConfigError
+from doll.local.kafka_broker import LocalKafka
+from doll.producers.main import run_producer
+from doll.services import Services, kafka_settings
+from doll.task import load_task
+
+pytestmark = pytest.mark.integration
+
+
+def _config(job_name: str, source: str, folder: Path, *, data: str = "workers: 3", arrivals: str = "") -> JobConfig:
+    text = (
+        f"job: {job_name}\ntask: {{class: 'a:B'}}\ndata: {{{data}}}\nsource: {source}\n"
+        f"arrivals: {{{arrivals or 'process: asap'}}}"
+    )
+    return job_config.parse(text, base_folder=folder)
+
+
+def _read(config: JobConfig, services: Services, topic: str | None = None) -> list[list[bytes]]:
+    """Values of each partition of a topic (default: the samples), from the first offset to the present end."""
+    name = topic or config.topic("samples")
+    (info,) = (info for info in topics.describe(config, services) if info.name == name)
+    values: list[list[bytes]] = [[] for _ in info.high]
+    consumer = Consumer(kafka_settings(config, services, group_id="test", enable_auto_commit=False))
+    consumer.assign([TopicPartition(name, n, info.low[n]) for n in range(info.partitions)])
+    deadline_s = time.monotonic() + 30
+    while sum(map(len, values)) < sum(info.high) - sum(info.low):
+        assert time.monotonic() < deadline_s, f"read {list(map(len, values))} of {info.high} records in 30 s"
+        for message in consumer.consume(500, 0.2):
+            assert message.error() is None
+            values[message.partition()].append(message.value())
+    consumer.close()
+    return values
+
+
+def _await_records(config: JobConfig, services: Services, count: int) -> None:
+    """Wait until the samples topic is there and holds `count` records."""
+    topics.ensure(config, services)
+    consumer = Consumer(kafka_settings(config, services, group_id="test"))
+    partitions = [TopicPartition(config.topic("samples"), n) for n in range(config.data.workers)]
+    deadline_s = time.monotonic() + 30
+    there = 0
+    while there < count:
+        assert time.monotonic() < deadline_s, f"{there} of {count} records after 30 s"
+        with contextlib.suppress(KafkaException):  # a new topic's leader may not know of it yet
+            there = sum(consumer.get_watermark_offsets(partition, timeout=10)[1] for partition in partitions)
+    consumer.close()
+
+
+@contextlib.contextmanager
+def _running(run: Callable[[threading.Event], int], stop_at_end: bool = True) -> Iterator[list[int]]:
+    """A producer in a thread, ended with the block, or by itself if not `stop_at_end`; its exit code in the end."""
+    stop, codes = threading.Event(), list[int]()
+    thread = threading.Thread(target=lambda: codes.append(run(stop)))
+    thread.start()
+    try:
+        yield codes
+        if not stop_at_end:
+            thread.join(90)
+    finally:
+        stop.set()
+        thread.join(30)
+
+
+def _lines(folder: Path, count: int) -> list[bytes]:
+    lines = [b"line %06d" % n for n in range(count)]
+    (folder / "lines.csv").write_bytes(b"\n".join(lines))
+    return lines
+
+
+def test_streams_get_equal_shares_and_the_limit_is_exact(services: Services, job_name: str, tmp_path: Path) -> None:
+    config = _config(job_name, "{kind: digits, limit_samples: 1000}", tmp_path)
+    said: list[str] = []
+    assert run_producer(config, services, tmp_path, say=said.append) == 0
+    streams = _read(config, services)
+    assert [len(stream) for stream in streams] == [334, 333, 333]
+    assert {len(value) for stream in streams for value in stream} == {65}
+    assert said == ["1000 samples delivered, 0 failed"]
+    counts = json.loads((tmp_path / "producer.json").read_text())
+    assert counts == {"sent": 1000, "delivered": 1000, "failed": 0, "unsent": 0}
+
+
+def test_a_second_run_goes_on_with_fresh_samples(services: Services, job_name: str, tmp_path: Path) -> None:
+    config = _config(job_name, "{kind: digits, limit_samples: 600}", tmp_path)
+    for _ in range(2):
+        assert run_producer(config, services) == 0
+    values = [value for stream in _read(config, services) for value in stream]
+    assert len(values) == len(set(values)) == 1200
+
+
+def test_every_line_arrives_once_in_order_on_its_stream(services: Services, job_name: str, tmp_path: Path) -> None:
+    lines = _lines(tmp_path, 1001)
+    config = _config(job_name, "{kind: csv, path: lines.csv}", tmp_path)
+    assert run_producer(config, services) == 0
+    assert _read(config, services) == [lines[n::3] for n in range(3)]
+
+
+def test_packed_records_hold_m_samples_and_the_last_pack_is_flushed(
+    services: Services, job_name: str, tmp_path: Path
+) -> None:
+    lines = _lines(tmp_path, 1001)
+    config = _config(
+        job_name, "{kind: csv, path: lines.csv}", tmp_path, data="workers: 2, batch_size: 32, samples_per_record: 8"
+    )
+    said: list[str] = []
+    assert run_producer(config, services, say=said.append) == 0
+    streams = [[packing.unpack(value, 8).samples() for value in stream] for stream in _read(config, services)]
+    assert [[line for pack in stream for line in pack] for stream in streams] == [lines[0::2], lines[1::2]]
+    assert [{len(pack) for pack in stream[:-1]} for stream in streams] == [{8}, {8}]
+    assert [len(stream[-1]) for stream in streams] == [501 % 8, 500 % 8]
+    assert said == ["1001 samples delivered, 0 failed"]
+
+
+def test_the_limit_counts_samples_not_records(services: Services, job_name: str, tmp_path: Path) -> None:
+    data = "workers: 2, batch_size: 32, samples_per_record: 16"
+    config = _config(job_name, "{kind: synthetic, limit_samples: 100}", tmp_path, data=data)
+    assert run_producer(config, services) == 0
+    counts = [[packing.unpack(value, 16).num_samples for value in stream] for stream in _read(config, services)]
+    assert counts == [[16, 16, 16, 2], [16, 16, 16, 2]]
+
+
+def test_samples_are_sent_at_their_pace_and_measurements_are_written(
+    services: Services, job_name: str, tmp_path: Path
+) -> None:
+    arrivals = "process: poisson, rate_per_s: [100, 300]"
+    config = _config(job_name, "{kind: digits, limit_samples: 1000}", tmp_path, data="workers: 2", arrivals=arrivals)
+    topics.ensure(config, services)
+    begin_s = time.monotonic()
+    assert run_producer(config, services) == 0
+    took_s = time.monotonic() - begin_s
+    assert 2.0 < took_s < 6.0  # 1000 samples at 400 a second
+    shares = [len(stream) for stream in _read(config, services)]
+    assert sum(shares) == 1000
+    assert shares[0] == pytest.approx(250, abs=70)  # five deviations
+    (metrics,) = _read(config, services, config.topic("metrics"))
+    decoded = [records.decode(value) for value in metrics]
+    assert len(decoded) >= 3
+    assert all(isinstance(record, records.Metric) and record.source == "producer" for record in decoded)
+    names = {"sent_total", "delivered_total", "failed_total", "rate_per_s", "behind_s"}
+    assert {frozenset(record.values) for record in decoded} == {frozenset(names)}
+    totals = [record.values["sent_total"] for record in decoded]
+    assert totals == sorted(totals)
+    assert (totals[-1], decoded[-1].values["delivered_total"], decoded[-1].values["failed_total"]) == (1000, 1000, 0)
+    assert 200 < decoded[1].values["rate_per_s"] < 700
+
+
+def test_a_stopped_producer_flushes_what_it_sent(services: Services, job_name: str, tmp_path: Path) -> None:
+    data = "workers: 2, batch_size: 64, samples_per_record: 64"
+    config = _config(job_name, "{kind: digits}", tmp_path, data=data, arrivals="rate_per_s: 500")
+    with _running(lambda stop: run_producer(config, services, tmp_path, stop=stop)) as codes:
+        _await_records(config, services, 1)
+    assert codes == [0]
+    counts = json.loads((tmp_path / "producer.json").read_text())
+    packs = [packing.unpack(value, 64).num_samples for stream in _read(config, services) for value in stream]
+    assert counts == {"sent": sum(packs), "delivered": sum(packs), "failed": 0, "unsent": 0}
+
+
+def test_a_record_that_kafka_refuses_is_counted_and_told(services: Services, job_name: str, tmp_path: Path) -> None:
+    good = [b"a", b"b", b"c"]
+    (tmp_path / "lines.csv").write_bytes(b"\n".join([*good, b"x" * 17_000_000, b"d"]))
+    config = _config(job_name, "{kind: csv, path: lines.csv}", tmp_path, data="workers: 1")
+    said: list[str] = []
+    assert run_producer(config, services, tmp_path, say=said.append) == 1
+    assert _read(config, services) == [[b"a", b"b", b"c", b"d"]]
+    assert said[-1] == "4 samples delivered, 1 failed"
+    assert "a record of 1 sample was not delivered" in said[0]
+    assert json.loads((tmp_path / "producer.json").read_text()) == {"sent": 5, "delivered": 4, "failed": 1, "unsent": 0}
+
+
+def test_a_source_that_breaks_in_the_middle_delivers_what_came_before(
+    services: Services, job_name: str, tmp_path: Path
+) -> None:
+    import gzip
+    import random
+
+    noise = b"\n".join(b"%x" % random.Random(n).getrandbits(400) for n in range(3000))
+    (tmp_path / "lines.csv.gz").write_bytes(gzip.compress(noise)[:-40_000])
+    config = _config(job_name, "{kind: csv, path: lines.csv.gz}", tmp_path, data="workers: 1")
+    said: list[str] = []
+    with pytest.raises(ConfigError, match="expected a readable file of lines"):
+        run_producer(config, services, say=said.append)
+    (values,) = _read(config, services)
+    assert 0 < len(values) < 3000
+    assert values == noise.split(b"\n")[: len(values)]
+    assert said == [f"{len(values)} samples delivered, 0 failed"]
+
+
+def test_a_broker_that_dies_under_way_loses_and_doubles_nothing(
+    services: Services, broker: LocalKafka, job_name: str, tmp_path: Path
+) -> None:
+    lines = _lines(tmp_path, 1600)
+    arrivals = "process: deterministic, rate_per_s: 200"
+    config = _config(job_name, "{kind: csv, path: lines.csv}", tmp_path, data="workers: 2", arrivals=arrivals)
+    said: list[str] = []
+    away = threading.Event()
+
+    def say(text: str) -> None:
+        said.append(text)
+        if "is away" in text:
+            away.set()
+
+    with _running(lambda stop: run_producer(config, services, stop=stop, say=say), stop_at_end=False) as codes:
+        _await_records(config, services, 200)
+        broker.kill()
+        told = away.wait(30)
+        broker.start()
+    assert told, "nobody was told that Kafka is away"
+    assert codes == [0]
+    assert _read(config, services) == [lines[0::2], lines[1::2]]
+    assert [text.split(" is ")[1].split(":")[0] for text in said[:-1]] == ["away", "back"]
+    assert said[-1] == "1600 samples delivered, 0 failed"
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from doll import config
+from doll.producers.main import run_producer
+from doll.services import Services
+loaded = config.load(Path(sys.argv[1]))
+say = lambda text: (sys.stdout.write(text + "\\n"), sys.stdout.flush())
+sys.exit(run_producer(loaded, Services(sys.argv[2], sys.argv[3]), say=say))
+"""
+
+
+def _start(config_text: str, services: Services, folder: Path) -> subprocess.Popen[str]:
+    (folder / "job.yaml").write_text(config_text)
+    command = [sys.executable, "-c", PROGRAM, str(folder / "job.yaml"), services.kafka, services.redis]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_pipe_is_read_as_it_comes_and_a_signal_ends_the_wait(
+    services: Services, job_name: str, tmp_path: Path, number: signal.Signals
+) -> None:
+    text = (
+        f"job: {job_name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 2}}\n"
+        "source: {kind: stdin}\narrivals: {process: asap}\n"
+    )
+    config = job_config.parse(text)
+    process = _start(text, services, tmp_path)
+    try:
+        assert process.stdin is not None
+        process.stdin.write("one\ntwo\nthree\n")
+        process.stdin.flush()
+        _await_records(config, services, 3)
+        os.kill(process.pid, number)  # the pipe stays open: only the signal can end it
+        assert process.wait(20) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == "3 samples delivered, 0 failed\n"
+    finally:
+        process.kill()
+        process.communicate()
+    assert _read(config, services) == [[b"one", b"three"], [b"two"]]
+
+
+def test_a_pipe_that_ends_ends_the_producer(services: Services, job_name: str, tmp_path: Path) -> None:
+    text = f"job: {job_name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 2}}\nsource: {{kind: stdin}}\n"
+    process = _start(text + "arrivals: {rate_per_s: 1000}\n", services, tmp_path)
+    out, _ = process.communicate("".join(f"{n}\n" for n in range(501)), timeout=60)
+    assert (process.returncode, out) == (0, "501 samples delivered, 0 failed\n")
+    streams = _read(job_config.parse(text), services)
+    assert streams == [[b"%d" % n for n in range(0, 501, 2)], [b"%d" % n for n in range(1, 501, 2)]]
+
+
+def test_the_python_example_of_the_documentation_runs(
+    services: Services, broker: LocalKafka, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).parents[2]
+    config = job_config.load(root / "examples" / "stdin.yaml")
+    topics.ensure(config, services)
+    text = (root / "docs" / "records.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    monkeypatch.setenv("DOLL_KAFKA", broker.address)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    task = load_task(config)
+    streams = _read(config, services)
+    assert [len(stream) for stream in streams] == [500, 500]
+    assert {task.decode(value).y for stream in streams for value in stream} == {0, 1}

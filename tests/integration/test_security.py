@@ -1,0 +1,234 @@
+"""A whole job over TLS: Kafka with SCRAM-SHA-512, Redis with an ACL user; wrong secrets are refused and never shown."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import ipaddress
+import json
+import os
+import select
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import redis
+from doll.config import JobConfig, parse
+from doll.errors import ServiceUnavailableError
+from doll.local import kafka_jars
+from doll.local.kafka_broker import LocalKafka
+from doll.local.redis_server import LocalRedis
+from doll.services import Services, connect_redis, kafka_problem, redis_problem, require
+
+pytestmark = pytest.mark.integration
+
+USER, KAFKA_SECRET, REDIS_SECRET = "doll", "k4fka-hush-hush", "r3dis-hush-hush"
+JOB = """
+job: {job}
+task: {{class: 'doll.tasks.synthetic:Gaussian', args: {{features: 4, hidden: [8]}}}}
+data: {{workers: 2, batch_size: 8}}
+source: {{kind: synthetic, features: 4, classes: 2}}
+arrivals: {{process: poisson, rate_per_s: 200}}
+training: {{policy: {{name: doll, group_size: 2}}}}
+kafka: {{security: sasl_ssl, address: '{kafka}'}}
+redis: {{address: '{redis}'}}
+evaluation: {{enabled: false}}
+stop: {{updates: 20}}
+"""
+
+
+@dataclass(frozen=True)
+class Secured:
+    services: Services
+    environment: dict[str, str]
+
+
+def identity(folder: Path) -> tuple[Path, Path]:
+    """A certificate authority of our own, and key with certificate for loopback: (ca.pem, server.pem)."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    now = datetime.datetime.now(datetime.UTC)
+
+    def certificate(
+        name: str, key: ec.EllipticCurvePrivateKey, issuer: str, signer: ec.EllipticCurvePrivateKey
+    ) -> x509.Certificate:
+        def named(text: str) -> x509.Name:
+            return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
+
+        builder = x509.CertificateBuilder(
+            issuer_name=named(issuer), subject_name=named(name), public_key=key.public_key(),
+            serial_number=x509.random_serial_number(), not_valid_before=now - datetime.timedelta(hours=1),
+            not_valid_after=now + datetime.timedelta(days=1),
+        )  # fmt: skip
+        names = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
+        builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
+        is_ca = x509.BasicConstraints(ca=name == issuer, path_length=None)
+        return builder.add_extension(is_ca, critical=True).sign(signer, hashes.SHA256())
+
+    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    ca, own = certificate("ca", ca_key, "ca", ca_key), certificate("server", key, "ca", ca_key)
+    pem = serialization.Encoding.PEM
+    ca_path, own_path = folder / "ca.pem", folder / "server.pem"
+    ca_path.write_bytes(ca.public_bytes(pem))
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    own_path.write_bytes(private + own.public_bytes(pem) + ca.public_bytes(pem))
+    return ca_path, own_path
+
+
+@contextlib.contextmanager
+def tls_in_front_of(port: int, own: Path) -> Iterator[int]:
+    """A port that speaks TLS and passes on to `port`: the Redis in the wheel is built without TLS."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(own)
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pass_on(plain: socket.socket) -> None:
+        with contextlib.suppress(OSError), plain, context.wrap_socket(plain, server_side=True) as secure:
+            secure.settimeout(30)
+            with socket.create_connection(("127.0.0.1", port)) as inner:
+                while True:
+                    ready = [secure] if secure.pending() else select.select([secure, inner], [], [], 30)[0]
+                    if not ready:
+                        return
+                    for end in ready:
+                        data = end.recv(65_536)
+                        if not data:
+                            return
+                        (inner if end is secure else secure).sendall(data)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=pass_on, args=(listener.accept()[0],), daemon=True).start()
+
+    threading.Thread(target=accept, daemon=True).start()
+    yield int(listener.getsockname()[1])
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+    if (obstacle := kafka_jars.obstacle()) is not None:
+        pytest.skip(f"no Kafka broker can be started: {obstacle}")
+    from confluent_kafka.admin import AdminClient, ScramCredentialInfo, ScramMechanism, UserScramCredentialUpsertion
+
+    folder = tmp_path_factory.mktemp("secured")
+    ca, own = identity(folder)
+    with (
+        LocalKafka(folder / "kafka", identity=own) as kafka,
+        LocalRedis(folder / "redis") as server,
+        tls_in_front_of(int(server.address.split(":")[2].split("/")[0]), own) as tls_port,
+    ):
+        admin = AdminClient({"bootstrap.servers": kafka.address})
+        scram = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
+        user = UserScramCredentialUpsertion(USER, scram, KAFKA_SECRET.encode())
+        for future in admin.alter_user_scram_credentials([user]).values():
+            future.result(20)
+        client = redis.Redis.from_url(server.address)
+        client.execute_command("ACL", "SETUSER", USER, "on", f">{REDIS_SECRET}", "~doll:*", "+@all", "-@dangerous")
+        client.execute_command("ACL", "SETUSER", "default", "off")
+        client.close()
+        yield Secured(
+            Services(kafka.secure_address, f"rediss://127.0.0.1:{tls_port}/0"),
+            {
+                "DOLL_KAFKA_USERNAME": USER, "DOLL_KAFKA_PASSWORD": KAFKA_SECRET, "DOLL_KAFKA_CA": str(ca),
+                "DOLL_REDIS_USERNAME": USER, "DOLL_REDIS_PASSWORD": REDIS_SECRET, "DOLL_REDIS_CA": str(ca),
+            },
+        )  # fmt: skip
+
+
+def config(secured: Secured) -> JobConfig:
+    return parse(JOB.format(job="secure", kafka=secured.services.kafka, redis=secured.services.redis))
+
+
+def test_a_whole_job_over_tls_with_log_ins(secured: Secured, tmp_path: Path, job_name: str) -> None:
+    """aiokafka (Faust), librdkafka and redis-py all log in; afterwards no file that the run left holds a secret."""
+    (tmp_path / "job.yaml").write_text(
+        JOB.format(job=job_name, kafka=secured.services.kafka, redis=secured.services.redis)
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "doll", "up", "job.yaml", "--json"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False,
+        env={**os.environ, **secured.environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert (report["updates"], report["kafka_kind"], report["redis_kind"]) == (20, "given", "given")
+    assert report["audit"]["ok"]
+    assert (report["audit"]["applied"], report["audit"]["missing"], report["audit"]["duplicate"]) == (320, 0, 0)
+    told = [done.stdout.encode(), done.stderr.encode()]
+    told += [path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    assert len(told) > 10
+    for secret in (KAFKA_SECRET, REDIS_SECRET):
+        assert not any(secret.encode() in text for text in told)
+
+
+def test_the_secured_services_answer_and_refuse_wrong_secrets_without_repeating_them(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in secured.environment.items():
+        monkeypatch.setenv(name, value)
+    require(config(secured), secured.services)
+    for name in ("DOLL_KAFKA_PASSWORD", "DOLL_REDIS_PASSWORD"):
+        monkeypatch.setenv(name, "wr0ng-hush-hush")
+    with pytest.raises(ServiceUnavailableError) as caught:
+        require(config(secured), secured.services, timeout_s=60.0)
+    message = str(caught.value)
+    assert "Kafka at" in message
+    assert "refuses us" in message
+    assert "DOLL_KAFKA_PASSWORD" in message
+    assert "DOLL_REDIS_PASSWORD" in message
+    out, err = capfd.readouterr()
+    assert "hush-hush" not in message + out + err
+    client = connect_redis(secured.services)
+    assert "hush-hush" not in repr(client)
+    assert "hush-hush" not in str(client)
+    client.close()
+
+
+def test_a_certificate_of_another_authority_is_refused(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without this, TLS would hide the log-in from listeners only, not from whoever answers."""
+    stranger, _ = identity(tmp_path)
+    for name, value in secured.environment.items():
+        monkeypatch.setenv(name, value)
+    for name in ("DOLL_KAFKA_CA", "DOLL_REDIS_CA"):
+        monkeypatch.setenv(name, str(stranger))
+    kafka = kafka_problem(config(secured), secured.services, 60.0)
+    assert kafka is not None
+    assert "DOLL_KAFKA_CA" in kafka
+    answer = redis_problem(secured.services)
+    assert answer is not None
+    assert "certificate verify failed" in answer
+
+
+def test_a_plain_client_gets_nothing(secured: Secured) -> None:
+    plain = parse("job: j\ntask: {class: 'a:B'}")
+    assert kafka_problem(plain, secured.services, 3.0) is not None
+    assert redis_problem(Services("", secured.services.redis.replace("rediss:", "redis:")), 1.0) is not None
+
+
+def test_our_own_servers_listen_on_loopback_only(broker: LocalKafka, redis_server: LocalRedis) -> None:
+    for server in (broker, redis_server):
+        assert server.pid is not None
+        deadline_s = time.monotonic() + 5
+        while not (listening := [
+            c.laddr for c in psutil.Process(server.pid).net_connections("inet") if c.status == psutil.CONN_LISTEN
+        ]):  # fmt: skip
+            assert time.monotonic() < deadline_s
+        # Java opens dual-stack sockets, which show the address as an IPv6 one.
+        hosts = {address.ip.removeprefix("::ffff:") for address in listening}
+        assert hosts == {"127.0.0.1"}

@@ -1,0 +1,243 @@
+"""The commands: forms of their arguments, exit codes, clean messages, quick answers."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+from doll.cli.app import app
+from doll.config import JobConfig, load
+from typer.testing import CliRunner, Result
+
+COMMANDS = ["up", "produce", "worker", "ps", "evaluate", "audit", "topics", "status", "export", "config"]
+NOWHERE = ["--set", "kafka.address=127.0.0.1:1", "--set", "redis.address=redis://127.0.0.1:1/0"]
+JOB = """
+job: line
+task: {class: 'my_task.py:MyTask'}
+data: {workers: 2, batch_size: 8}
+source: {kind: synthetic}
+training: {policy: {name: doll, group_size: 2}}
+stop: {updates: 3}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """A command sets up logging to its own standard error, which is closed when the test is over."""
+    handlers = list(logging.getLogger().handlers)
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+    logging.getLogger().handlers[:] = handlers
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    (tmp_path / "my_task.py").write_text("import torch\nfrom doll import Task\n\n\nclass MyTask(Task):\n    pass\n")
+    path = tmp_path / "my.yaml"
+    path.write_text(JOB)
+    return path
+
+
+def doll(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_help_names_every_command_and_each_has_an_example():
+    text = doll("--help").output
+    assert "Exit codes: 0 done, 1 failed, 2 wrong usage or job file, 3 infeasible plan" in text
+    for command in COMMANDS:
+        assert re.search(rf"^  {command} ", text, re.MULTILINE), command
+    for command in [*(name for name in COMMANDS if name != "config"), "config show", "config check"]:
+        result = doll(*command.split(), "--help")
+        assert result.exit_code == 0
+        assert f"Example: {'cat events.jsonl | ' if command == 'produce' else ''}doll {command}" in result.output
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["config", "check", "{job}"], ["up", "--help"]])
+def test_help_and_checks_answer_at_once(job: Path, arguments: list[str]):
+    """Well below a second on an idle machine; three here, since test machines are slow and shared."""
+    command = [sys.executable, "-m", "doll", *(word.format(job=job) for word in arguments)]
+    started_s = time.monotonic()
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert time.monotonic() - started_s < 3.0
+
+
+def test_no_command_line_module_loads_torch(job: Path):
+    """Torch costs 5 s of processor time: neither help nor a check nor the modules behind `up` may import it."""
+    code = (
+        "import sys\nimport doll.cli.app, doll.cli.up, doll.cli.inspect, doll.cli.report, doll.cli.roles\n"
+        "from typer.testing import CliRunner\n"
+        f"assert CliRunner().invoke(doll.cli.app.app, ['config', 'check', {str(job)!r}]).exit_code == 0\n"
+        "heavy = {'torch', 'matplotlib', 'faust', 'sklearn', 'scipy'} & sys.modules.keys()\n"
+        "assert not heavy, heavy"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_version():
+    import doll as package
+
+    assert doll("--version").output == f"doll {package.__version__}\n"
+
+
+def test_both_forms_name_the_job(job: Path):
+    assert doll("config", "show", job).output == doll("config", "show", "--job", job).output
+    assert doll("config", "show", job, "--job", job).exit_code == 0
+    both = doll("config", "show", job, "--job", "other.yaml")
+    assert both.exit_code == 2
+    assert "expected one job" in both.stderr
+    none = doll("up")
+    assert none.exit_code == 2
+    assert "expected a job file" in none.stderr
+
+
+def test_config_show_prints_what_loads_again(job: Path, tmp_path: Path):
+    shown = doll("config", "show", job, "--set", "data.workers=3")
+    again = tmp_path / "again.yaml"
+    again.write_text(shown.stdout)
+    assert load(again) == load(job, ["data.workers=3"])
+    content = json.loads(doll("config", "show", job, "--json").stdout)
+    assert content["data"]["workers"] == 2
+    assert content["task"]["class"] == "my_task.py:MyTask"
+
+
+def test_a_good_job_file_is_fine(job: Path):
+    result = doll("config", "check", job)
+    assert result.exit_code == 0
+    assert result.stdout == "line: fine. 2 workers, batches of 8, 2 batches per update\n"
+    assert json.loads(doll("config", "check", job, "--json").stdout)["group_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.worker=3"], r"data\.worker: unknown key \(did you mean 'workers'\?\)"),
+        (["data.workers=none"], r"data\.workers: .*, got 'none'"),
+        (["task.class=my_task.py:MyTusk"], r"has no class 'MyTusk' \(did you mean 'MyTask'\?\)"),
+        (["task.class=gone.py:MyTask"], r"expected a Python file, found nothing at .*gone\.py"),
+        (["task.class=no_such_module:MyTask"], r"no module 'no_such_module'"),
+        (["task.class=no_such.module:MyTask"], r"cannot import 'no_such\.module'"),
+        (["source={kind: csv, path: gone.csv}"], r"source\.path: expected a file, found nothing at .*gone\.csv"),
+        (["no-equals-sign"], r"--set: expected key\.sub=value, got 'no-equals-sign'"),
+    ],
+)
+def test_a_wrong_job_file_is_told_apart_and_exits_2(job: Path, overrides: list[str], message: str):
+    result = doll("config", "check", job, *(word for item in overrides for word in ("--set", item)))
+    assert result.exit_code == 2
+    assert re.search(message, result.stderr), result.stderr
+    assert result.stderr.startswith("doll: ")
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_every_command_refuses_a_missing_job_file():
+    for command in COMMANDS:
+        words = ["config", "check"] if command == "config" else [command]
+        result = doll(*words, "no-such.yaml")
+        assert result.exit_code == 2, command
+        assert "cannot read job file no-such.yaml" in result.stderr, command
+
+
+def test_debug_shows_the_traceback(job: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("DOLL_DEBUG", "1")
+    result = doll("config", "check", job, "--set", "data.workers=0")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+
+
+def test_services_that_are_not_there_are_named(job: Path, monkeypatch: pytest.MonkeyPatch):
+    import doll.services
+
+    real = doll.services.require
+    monkeypatch.setattr(doll.services, "require", lambda config, services, timeout_s=0.5: real(config, services, 0.5))
+    for command in ("ps", "evaluate", "status", "produce", "audit"):
+        result = CliRunner().invoke(app, [command, str(job), *NOWHERE])
+        assert result.exit_code == 1, (command, result.output)
+        assert "127.0.0.1:1" in result.stderr, command
+        assert "Traceback" not in result.stderr, command
+
+
+def test_without_an_address_the_message_says_how_to_give_one(job: Path):
+    result = doll("ps", job)
+    assert result.exit_code == 2
+    assert "DOLL_KAFKA=host:port" in result.stderr
+
+
+def test_a_worker_number_outside_the_job_is_refused(job: Path):
+    result = doll("worker", job, "--worker", "2")
+    assert result.exit_code == 2
+    assert re.search(r"expected 0 \.\. 1 \(data\.workers\), got 2", result.stderr)
+
+
+def test_produce_without_a_source_says_what_to_do(job: Path):
+    result = doll("produce", "--job", job, "--set", "source=null")
+    assert result.exit_code == 2
+    assert "--stdin" in result.stderr
+
+
+def test_up_reads_no_terminal(job: Path):
+    master, terminal = os.openpty()
+    try:
+        command = [sys.executable, "-m", "doll", "up", str(job), "--set", "source={kind: stdin}"]
+        result = subprocess.run(command, stdin=terminal, capture_output=True, text=True, timeout=60, check=False)
+    finally:
+        os.close(master)
+        os.close(terminal)
+    assert result.returncode == 2
+    assert "expected a pipe, got a terminal" in result.stderr
+
+
+def test_an_interrupt_is_no_traceback(job: Path, monkeypatch: pytest.MonkeyPatch):
+    from doll.cli import taskcheck
+
+    def interrupted(config: JobConfig) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(taskcheck, "check_files", interrupted)
+    result = doll("config", "check", job)
+    assert (result.exit_code, result.stderr) == (1, "doll: interrupted\n")
+
+
+def test_up_checks_the_task_before_it_starts_anything(job: Path, tmp_path: Path):
+    result = doll("up", job, "--set", "task.class=my_task.py:Nobody", "--runs-folder", tmp_path / "runs")
+    assert result.exit_code == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_export_without_a_checkpoint_says_so(job: Path, tmp_path: Path):
+    (tmp_path / "my_task.py").write_text(
+        "import torch\nfrom doll import Task\n\n\nclass MyTask(Task):\n"
+        "    def build_model(self):\n        return torch.nn.Linear(2, 1)\n"
+    )
+    result = doll("export", job, "--run-folder", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "no checkpoint in" in result.stderr
+
+
+def test_the_configuration_page_is_up_to_date():
+    from doll.cli.configdoc import markdown
+
+    page = Path(__file__).parents[3] / "docs" / "configuration.md"
+    assert page.read_text(encoding="utf-8") == markdown(), "run: python -m doll.cli.configdoc docs/configuration.md"
+
+
+def test_the_configuration_page_names_every_key():
+    from doll.cli.configdoc import markdown
+
+    text = markdown()
+    for name, field in JobConfig.model_fields.items():
+        if name != "base_folder":
+            assert f"| `{field.alias or name}` |" in text
+    assert "| `rate_per_s` | number > 0 or list of number > 0 | `125.0` |" in text

@@ -1,0 +1,47 @@
+"""A drill's plan: one seed, one plan; every kind comes; nothing is broken that is not ours."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from doll.drill.plan import KINDS, make_plan
+from hypothesis import given
+from hypothesis import strategies as st
+
+ALL = {"worker", "ps", "producer", "evaluator", "redis", "kafka"}
+
+
+@given(faults=st.integers(1, 300), seed=st.integers(0, 10_000), workers=st.integers(1, 9))
+def test_a_plan_has_its_length_and_is_the_same_for_the_same_seed(faults: int, seed: int, workers: int) -> None:
+    plan = make_plan(faults, seed, workers=workers, targets=ALL)
+    assert plan == make_plan(faults, seed, workers=workers, targets=ALL)
+    assert [fault.number for fault in plan] == list(range(1, faults + 1))
+    for fault in plan:
+        assert 0 <= fault.worker < workers
+        assert fault.kind.hold_s[0] <= fault.hold_s <= fault.kind.hold_s[1]
+        assert fault.gap_s > 0
+    kinds = {fault.kind.name for fault in plan}
+    assert len(kinds) == min(faults, len(KINDS)) or faults > len(KINDS)
+    assert faults < len(KINDS) or kinds == {kind.name for kind in KINDS}
+
+
+def test_other_seeds_give_other_plans() -> None:
+    plans = {make_plan(30, seed, workers=4, targets=ALL) for seed in range(20)}
+    assert len(plans) == 20
+
+
+def test_weights_decide_in_the_long_run() -> None:
+    counted = Counter(fault.kind.name for fault in make_plan(20_000, 1, workers=4, targets=ALL))
+    total = sum(kind.weight for kind in KINDS)
+    for kind in KINDS:
+        assert counted[kind.name] / 20_000 == pytest.approx(kind.weight / total, rel=0.2)
+
+
+def test_only_the_targets_that_are_named_are_broken() -> None:
+    plan = make_plan(500, 3, workers=2, targets={"worker", "redis"})
+    assert {fault.kind.target for fault in plan} == {"worker", "redis"}
+    with pytest.raises(ValueError, match="at least one fault"):
+        make_plan(0, 3, workers=2, targets=ALL)
+    with pytest.raises(ValueError, match="one target"):
+        make_plan(1, 3, workers=2, targets=set())

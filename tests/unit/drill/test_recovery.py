@@ -1,0 +1,75 @@
+"""Which update ends a fault, and what a report says of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from doll.drill.plan import KINDS, Fault
+from doll.drill.recovery import Recoveries, table
+from doll.records import Epoch, Update
+
+
+def fault(kind: str, number: int = 1) -> Fault:
+    (found,) = (one for one in KINDS if one.name == kind)
+    return Fault(number, found, worker=0, gap_s=1.0, hold_s=found.hold_s[0], hurried=False)
+
+
+def update(time_s: float, ps_epoch: int = 1, version: int = 1) -> Update:
+    return Update(
+        ps_epoch=ps_epoch, version=version, members=(), n_samples=8, loss=1.0, metrics={}, samples_total=8,
+        time_s=time_s,
+    )  # fmt: skip
+
+
+def epoch(ps_epoch: int) -> Epoch:
+    return Epoch(ps_epoch=ps_epoch, resumed_version=0, origins=(0,), records_per_batch=8, time_s=0.0)
+
+
+def test_only_an_update_that_came_after_the_fault_ends_it() -> None:
+    recoveries = Recoveries()
+    recoveries.feed(epoch(1))
+    recoveries.inject(fault("worker_kill"), 10.0)
+    recoveries.feed(update(9.9))  # was on its way
+    assert len(recoveries.open) == 1
+    recoveries.feed(update(10.5))
+    recoveries.feed(update(11.5))
+    assert recoveries.open == ()
+    assert recoveries.report()["recovery_s"] == {"p50": 0.5, "max": 0.5}
+
+
+def test_the_death_of_a_server_is_ended_by_its_successor_only() -> None:
+    recoveries = Recoveries()
+    recoveries.feed(epoch(4))
+    recoveries.inject(fault("ps_kill"), 10.0)
+    recoveries.feed(update(10.1, ps_epoch=4))  # applied while the signal was on its way
+    assert len(recoveries.open) == 1
+    recoveries.feed(epoch(5))
+    recoveries.feed(update(13.0, ps_epoch=5))
+    assert recoveries.open == ()
+    assert recoveries.report()["ps_recovery_s"] == {"p50": 3.0, "max": 3.0}
+
+
+def test_a_frozen_server_goes_on_itself() -> None:
+    recoveries = Recoveries()
+    recoveries.feed(epoch(4))
+    recoveries.inject(fault("ps_freeze"), 10.0)
+    recoveries.feed(update(12.0, ps_epoch=4))
+    report = recoveries.report()
+    assert report["recovery_s"] == {"p50": 2.0, "max": 2.0}
+    assert report["ps_recovery_s"] == {"p50": None, "max": None}  # nobody died
+
+
+def test_the_report_counts_what_was_not_recovered_from() -> None:
+    recoveries = Recoveries()
+    for number, kind in enumerate(("worker_kill", "redis_kill", "worker_kill"), 1):
+        recoveries.inject(fault(kind, number), float(number))
+    recoveries.feed(update(2.5))
+    report: dict[str, Any] = recoveries.report()
+    assert report["faults"] == {"redis_kill": 1, "worker_kill": 2}
+    assert report["recoveries"] == 2
+    assert report["recovery_s"] == {"p50": 1.0, "max": 1.5}
+    counted = {"missing": 2, "duplicate": 3}
+    lines = table(report | {"audit": counted, "batch_size": 8, "records_per_batch": 4})
+    assert lines[-1].strip() == "recoveries 2 of 3, samples lost 4, samples twice 6"
+    assert any(line.split() == ["worker_kill", "2", "1.50", "1.50"] for line in lines)
+    assert "not known" in table(report | {"audit": None, "batch_size": 8, "records_per_batch": 4})[-1]

@@ -1,0 +1,195 @@
+"""Control records: every type comes back as it was; every other sequence of bytes is a `RecordError`, nothing else."""
+
+from __future__ import annotations
+
+import random
+import struct
+import types
+import typing
+from typing import Any, get_args, get_origin
+
+import msgspec
+import pytest
+from doll import records
+from doll.errors import RecordError
+from doll.records import AnyRecord, decode, encode
+from hypothesis import given
+from hypothesis import strategies as st
+
+TYPES: tuple[type, ...] = get_args(AnyRecord)
+
+
+def strategy(annotation: Any) -> st.SearchStrategy[Any]:
+    """Values of one field's type."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if annotation is int:
+        return st.integers(-(2**63), 2**63 - 1)
+    if annotation is float:
+        return st.floats(allow_nan=False)
+    if annotation is bool:
+        return st.booleans()
+    if annotation is str:
+        return st.text(max_size=20)
+    if annotation is bytes:
+        return st.binary(max_size=50)
+    if annotation is type(None):
+        return st.none()
+    if origin is typing.Literal:
+        return st.sampled_from(args)
+    if origin in (typing.Union, types.UnionType):
+        return st.one_of([strategy(arg) for arg in args])
+    if origin is tuple and args[1:] == (...,):
+        return st.lists(strategy(args[0]), max_size=4).map(tuple)
+    if origin is tuple:
+        return st.tuples(*map(strategy, args))
+    if origin is not None and issubclass(origin, typing.Mapping):
+        return st.dictionaries(strategy(args[0]), strategy(args[1]), max_size=3)
+    if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct):
+        return struct_of(annotation)
+    raise AssertionError(f"no strategy for {annotation!r}")
+
+
+def struct_of(cls: type) -> st.SearchStrategy[Any]:
+    """Structs of one type; fields with a default are sometimes left out."""
+    hints = typing.get_type_hints(cls)
+    required = {f.name: strategy(hints[f.name]) for f in msgspec.structs.fields(cls) if f.required}
+    optional = {f.name: strategy(hints[f.name]) for f in msgspec.structs.fields(cls) if not f.required}
+    return st.fixed_dictionaries(required, optional=optional).map(lambda fields: cls(**fields))
+
+
+ANY = st.one_of([struct_of(cls) for cls in TYPES])
+
+
+@pytest.mark.parametrize("cls", TYPES)
+def test_comes_back_as_it_was(cls: type) -> None:
+    @given(struct_of(cls))
+    def check(record: Any) -> None:
+        data = encode(record)
+        back = decode(data)
+        assert type(back) is cls
+        assert back == record
+        assert decode(memoryview(data)) == record
+        assert decode(bytearray(data)) == record
+
+    check()
+
+
+def test_begins_with_magic_and_schema() -> None:
+    """The layout is what other processes, perhaps of another release, rely on."""
+    data = encode(records.Hello(ps_epoch=3))
+    assert data == b"\xd0\x01" + msgspec.msgpack.encode({"type": "hello", "ps_epoch": 3})
+
+
+def test_type_names_are_distinct_and_short() -> None:
+    names = [cls.__struct_config__.tag for cls in TYPES]
+    assert len(set(names)) == len(TYPES) == 18
+    assert all(name.isalpha() and name.islower() for name in names)
+
+
+def test_records_are_frozen() -> None:
+    with pytest.raises(AttributeError, match="immutable"):
+        records.Hello(ps_epoch=1).ps_epoch = 2  # type: ignore[misc]
+
+
+def body(value: Any) -> bytes:
+    return b"\xd0\x01" + msgspec.msgpack.encode(value)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (None, "expected a control record, got 0 bytes"),
+        (b"", "expected a control record, got 0 bytes"),
+        (b"\xd0\x01", "got 2 bytes"),
+        (b"\xd1" + encode(records.Hello(ps_epoch=1))[1:], "first byte 0xd0.*got first byte 0xd1"),
+        (b"\xd0\x02" + encode(records.Hello(ps_epoch=1))[2:], "expected control record schema 1, got 2: upgrade"),
+        (body({"type": "nonsense", "ps_epoch": 1}), "nonsense"),
+        (body({"ps_epoch": 1}), "type"),
+        (body({"type": "hello"}), "ps_epoch"),
+        (body({"type": "hello", "ps_epoch": "1"}), "Expected `int`, got `str`"),
+        (body({"type": "hello", "ps_epoch": 1, "extra": 1}), "extra"),
+        (body({"type": "hello", "ps_epoch": 2**64 - 1}) + b"\x00", "trailing"),
+        (body([1, 2]), "Expected `object`, got `array`"),
+        (body({"type": "nack", "worker": 0, "epoch": 1, "token": 1, "ps_epoch": 1, "grant": 1, "reason": "-"}), "'-'"),
+        (b"\xd0\x01" + b"\x91" * 100_000, "does not fit"),
+        (b"\xd0\x01\xdf\xff\xff\xff\xff", "does not fit"),
+        (b"\xd0\x01\x82\xa4type\xa5hello\xa8ps_epoch\xd9\xff", "does not fit"),
+        (b"\xd0\x01\x82\xa4type\xa5hello\xa8ps_epoch\xc7\x01\x05\x00", "does not fit"),
+        (b"\xd0\x01\x82\xa4type\xa4stop\xa6reason\xa2\xff\xfe\xa8ps_epoch\x01", "does not fit"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_the_reason(data: bytes | None, says: str) -> None:
+    with pytest.raises(RecordError, match=says):
+        decode(data)
+
+
+def test_20000_random_inputs_raise_nothing_else() -> None:
+    rng = random.Random(1)
+    samples = [encode(record) for record in EXAMPLES]
+    refused = 0
+    for round_ in range(20_000):
+        kind = round_ % 4
+        good = rng.choice(samples)
+        if kind == 0:
+            data = rng.randbytes(rng.randrange(60))
+        elif kind == 1:
+            data = b"\xd0\x01" + rng.randbytes(rng.randrange(60))
+        elif kind == 2:
+            data = good[: rng.randrange(len(good))]
+        else:
+            changed = bytearray(good)
+            for _ in range(rng.randint(1, 3)):
+                changed[rng.randrange(len(changed))] = rng.randrange(256)
+            data = bytes(changed)
+        try:
+            record = decode(data)
+        except RecordError:
+            refused += 1
+        else:
+            assert isinstance(record, TYPES)
+    assert refused > 15_000
+
+
+EXAMPLES = (
+    records.Join(worker=1, instance="i"),
+    records.Push(
+        worker=1,
+        epoch=2,
+        token=3,
+        ps_epoch=4,
+        grant=5,
+        version=6,
+        key="k",
+        n_samples=7,
+        loss_sum=0.5,
+        metric_sums={"accuracy": 0.5},
+        dead=(1, 2),
+        gaps=((3, 4),),
+    ),
+    records.Epoch(ps_epoch=1, resumed_version=0, origins=(0, 5), records_per_batch=8, time_s=1.0),
+    records.Update(
+        ps_epoch=1,
+        version=1,
+        n_samples=8,
+        loss=0.1,
+        members=(records.Member(worker=0, token=0, lo=0, hi=8, n_samples=8, base_version=0, dead=(3,)),),
+    ),
+    records.DeadLetter(worker=0, partition=0, offset=1, reason="r", payload=b"\xff\x00", payload_bytes=2),
+    records.Metric(source="ps", values={"x_s": 1.0}, time_s=2.0),
+)
+
+
+@given(ANY)
+def test_every_truncation_is_refused(record: Any) -> None:
+    data = encode(record)
+    for length in range(len(data)):
+        with pytest.raises(RecordError):
+            decode(data[:length])
+
+
+def test_not_a_number_survives() -> None:
+    """A diverged loss must reach the reader, not stop the record."""
+    nan = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000000))[0]
+    back = decode(encode(records.Evaluated(ps_epoch=1, version=1, loss=nan)))
+    assert isinstance(back, records.Evaluated)
+    assert back.loss != back.loss
