@@ -1,0 +1,1 @@
+"""Measurements of DOLL against yardsticks; see docs/benchmarks.md."""

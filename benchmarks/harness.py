@@ -1,0 +1,327 @@
+"""Runs one measurement at a time on services of its own: DOLL's real roles, yardsticks, and who used the CPU meanwhile.
+
+Everything starts as `doll up` starts it (fork server, local Kafka, local Redis) and ends with the `Bench`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+from doll import config as jobfile
+from doll import packing, topics
+from doll.config import JobConfig
+from doll.evaluation.kafka_tail import Tail
+from doll.local import processes
+from doll.local.roles import ForkServer, Role
+from doll.local.stack import Stack, local_stack
+from doll.producers.kafka import SampleSender
+from doll.records import Finished, Update
+
+from benchmarks.data import records
+
+_RUN_S = 180.0
+_NOTE_S = 0.2
+_POOL_RECORDS = 8192
+WARM_S = 2.5  # of a DOLL run, left out: joining, first batches, cold caches
+
+
+@dataclass
+class Usage:
+    """CPU seconds used during a measurement, by whom; `others` is everything that this benchmark did not start."""
+
+    seconds: float = 0.0
+    cpu_s: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def others(self) -> float:
+        """Share of the whole machine that went to others."""
+        return self.cpu_s.get("others", 0.0) / max(self.seconds * (os.cpu_count() or 1), 1e-9)
+
+
+@dataclass
+class Learned:
+    """One DOLL run in its steady state."""
+
+    samples_per_s: float
+    updates: list[Update]  # the steady ones
+    usage: Usage
+
+
+class Bench:
+    """Services and fork server for all measurements; use as a context manager."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._open = contextlib.ExitStack()
+        self._filled: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+        self._run_number = 0
+        self.folder: Path
+        self.stack: Stack
+        self.forks: ForkServer
+
+    def __enter__(self) -> Bench:
+        try:
+            self.folder = Path(self._open.enter_context(tempfile.TemporaryDirectory(prefix="doll-bench-")))
+            self.forks = self._open.enter_context(ForkServer(self.folder / "forkserver.log"))
+            probe = job("bench-probe", task="doll.tasks.digits:Digits")
+            self.stack = self._open.enter_context(local_stack(probe, self.folder, self._say))
+            # The first role waits until torch is loaded, so that no measurement does.
+            self.run_roles([("probe", "benchmarks.yardsticks:bare_loop", [self.out("probe"), True, 0, 0.0, 0.1])])
+        except BaseException:
+            self._open.close()
+            raise
+        for name, server in (("kafka", self.stack.kafka), ("redis", self.stack.redis)):
+            if server is not None and server.pid is not None:
+                self._names[server.pid] = name
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._open.close()
+
+    def out(self, name: str) -> str:
+        """A new file for one role's result."""
+        self._run_number += 1
+        return str(self.folder / f"{self._run_number:04d}-{name}.json")
+
+    # --- roles
+
+    def start(self, name: str, target: str, args: Sequence[Any]) -> Role:
+        role = self.forks.start_role(target, args, log_path=self.folder / "logs" / f"{name}.log", name=name)
+        self._names[role.pid] = name.split("-")[0]
+        return role
+
+    def run_roles(self, specs: Sequence[tuple[str, str, Sequence[Any]]]) -> Usage:
+        """Start all, wait until all have ended well; what they used.
+
+        Raises:
+            RuntimeError: one failed or did not end; the message shows its log.
+        """
+        meter = Meter(self._names)
+        roles = [self.start(*spec) for spec in specs]
+        try:
+            deadline_s = time.monotonic() + _RUN_S
+            while any(role.poll() is None for role in roles):
+                time.sleep(_NOTE_S)
+                meter.note()
+                late = time.monotonic() > deadline_s
+                for role in roles:
+                    if role.poll() not in (None, 0) or (late and role.poll() is None):
+                        how = "does not end" if role.exitcode is None else f"ended with {role.exitcode}"
+                        raise RuntimeError(f"{role.name} {how}:\n{processes.tail(role.log_path)}")
+        finally:
+            for role in roles:
+                role.kill()
+        return meter.read()
+
+    # --- yardsticks
+
+    def bare(self, small: bool, seconds: float, *, tuned: bool = True) -> tuple[float, Usage]:
+        """Samples/s of 2 independent loops; not `tuned`: with malloc as it comes."""
+        start_s = time.monotonic() + 1.5
+        outs = [self.out("bare") for _ in range(2)]
+        usage = self.run_roles(
+            [
+                (f"bare-{rank}", "benchmarks.yardsticks:bare_loop", [out, small, rank, start_s, seconds, tuned])
+                for rank, out in enumerate(outs)
+            ]
+        )
+        return sum(map(_rate, outs)), usage
+
+    def ddp(self, small: bool, group_size: int, updates: int) -> tuple[float, Usage]:
+        """Samples/s of torch's DistributedDataParallel over gloo, 2 processes."""
+        port, outs = processes.free_port(), [self.out("ddp") for _ in range(2)]
+        usage = self.run_roles(
+            [
+                (f"ddp-{rank}", "benchmarks.yardsticks:ddp", [out, small, rank, group_size, updates, 3, port])
+                for rank, out in enumerate(outs)
+            ]
+        )
+        return sum(map(_rate, outs)), usage
+
+    def redis_ps(self, small: bool, group_size: int, updates: int) -> tuple[float, Usage]:
+        """Samples/s of the bare Redis parameter server with 2 workers."""
+        self.flush_redis()
+        out, url = self.out("redis-ps"), self.stack.services.redis
+        server = ("bareps", "benchmarks.yardsticks:redis_server", [out, small, url, group_size, updates, 3])
+        workers = [
+            (f"bareworker-{rank}", "benchmarks.yardsticks:redis_worker", [small, url, rank, group_size])
+            for rank in range(2)
+        ]
+        usage = self.run_roles([server, *workers])
+        return _rate(out), usage
+
+    def flush_redis(self) -> None:
+        from doll.services import connect_redis
+
+        client = connect_redis(self.stack.services)
+        client.flushall()
+        client.close()
+
+    # --- DOLL
+
+    def fill(self, config: JobConfig, make: Callable[[int], list[bytes]], samples: int) -> None:
+        """Put samples on the job's topic until each partition has had at least `samples`."""
+        topics.ensure(config, self.stack.services)
+        have = self._filled.get(config.job, 0)
+        if have >= samples:
+            return
+        m = config.data.samples_per_record
+        pool = make(_POOL_RECORDS)
+        packs = [packing.pack(pool[at : at + m]) for at in range(0, len(pool), m)] if m > 1 else pool
+        sender = SampleSender(config, self.stack.services, self._say)
+        for number in range(-(-(samples - have) // m)):
+            for partition in range(config.data.workers):
+                sender.send(partition, packs[number % len(packs)], m, lambda: False)
+        sender.drain(lambda: False, 60.0)
+        if sender.counts.failed:
+            raise RuntimeError(f"{sender.counts.failed} samples could not be produced")
+        self._filled[config.job] = samples
+
+    def learn(self, config: JobConfig, *, produce: bool = False, warm_s: float = WARM_S) -> Learned:
+        """Run the job's parameter server and workers until its stop rule; `produce` starts its own source too.
+
+        Runs of one job name use the same topics, each a checkpoint folder of its own: each begins at the first sample.
+        """
+        topics.ensure(config, self.stack.services)
+        self.flush_redis()
+        run = Path(self.out(config.job)).with_suffix("")
+        run.mkdir()
+        args = self._write_job(config, run)
+        roles = []
+        with Tail(config, self.stack.services, (config.topic("updates"),)) as tail:
+            roles.append(self.start("ps", "doll.cli.roles:ps_role", args))
+            roles += [
+                self.start(f"worker-{n}", "doll.cli.roles:worker_role", [*args, n]) for n in range(config.data.workers)
+            ]
+            try:
+                if produce:
+                    time.sleep(3.0)  # as `doll up`, which waits until the workers are there
+                    roles.append(self.start("producer", "doll.cli.roles:producer_role", args))
+                updates, usage = self._collect(tail, config, roles, warm_s)
+                for role in roles:
+                    if role.name != "producer":
+                        role.wait(10.0)
+            finally:
+                for role in roles:
+                    role.kill()
+        shutil.rmtree(run, ignore_errors=True)
+        first, last = updates[0], updates[-1]
+        rate = (last.samples_total - first.samples_total) / (last.time_s - first.time_s)
+        return Learned(rate, updates[1:], usage)
+
+    def _collect(self, tail: Tail, config: JobConfig, roles: list[Role], warm_s: float) -> tuple[list[Update], Usage]:
+        updates: list[Update] = []
+        meter = Meter(self._names)
+        warm = False
+        deadline_s = time.monotonic() + _RUN_S
+        while time.monotonic() < deadline_s:
+            for one in tail.poll(0.2):
+                if one.offset < tail.ends[one.topic]:
+                    continue  # of an earlier run
+                match one.record:
+                    case Update():
+                        updates.append(one.record)
+                    case Finished():
+                        steady = [update for update in updates if update.time_s >= updates[0].time_s + warm_s]
+                        if len(steady) < 3:
+                            raise RuntimeError(f"only {len(steady)} updates after {warm_s} s: run for longer")
+                        return steady, meter.read()
+            if updates and not warm and updates[-1].time_s >= updates[0].time_s + warm_s:
+                warm, meter = True, Meter(self._names)
+            for role in roles:
+                if role.poll() not in (None, 0):
+                    raise RuntimeError(f"{role.name} ended with {role.exitcode}:\n{processes.tail(role.log_path, 40)}")
+        logs = "\n".join(f"--- {role.name}\n{processes.tail(role.log_path)}" for role in roles)
+        raise RuntimeError(f"{config.job} did not finish within {_RUN_S:g} s:\n{logs}")
+
+    def intake(self, config: JobConfig, batches: int, *, produce: bool) -> tuple[float, Usage]:
+        """Samples/s through one worker without gradients; `produce`: its source runs at the same time."""
+        topics.ensure(config, self.stack.services)
+        run = Path(self.out(config.job)).with_suffix("")
+        run.mkdir()
+        out, args = self.out("intake"), self._write_job(config, run)
+        specs: list[tuple[str, str, Sequence[Any]]] = [
+            ("confirm", "benchmarks.intake:confirm_all", [*args[:3], out, batches]),
+            ("worker-0", "doll.cli.roles:worker_role", [*args, 0]),
+        ]
+        if produce:
+            specs.append(("producer-0", "benchmarks.intake:produce_later", [*args, 4.0]))
+        usage = self.run_roles(specs)
+        shutil.rmtree(run, ignore_errors=True)
+        seen = json.loads(Path(out).read_text(encoding="utf-8"))
+        first_s = seen[0][0] + 0.1 * (seen[-1][0] - seen[0][0])  # the first tenth is start-up
+        steady = [item for item in seen if item[0] >= first_s]
+        (t0, n0), (t1, n1) = steady[0], steady[-1]
+        return (n1 - n0) * config.data.batch_size / (t1 - t0), usage
+
+    def _write_job(self, config: JobConfig, run: Path) -> list[str]:
+        path = run / "job.yaml"
+        path.write_text(jobfile.dump(config), encoding="utf-8")
+        return [str(path), self.stack.services.kafka, self.stack.services.redis, str(run)]
+
+
+class Meter:
+    """CPU seconds from now on: of the processes that `names` names, of this one, and of all others on the machine."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        self._names = names
+        self._seen_s: dict[int, float] = {}
+        self._before_s: dict[int, float] = {}
+        self._began_s = time.monotonic()
+        self._busy_before_s = _busy_s()
+        self.note()
+        self._before_s = dict(self._seen_s)
+
+    def note(self) -> None:
+        """Take down what ours have used; call it now and then, for a process that has ended tells nothing any more."""
+        for pid in (os.getpid(), *self._names):
+            with contextlib.suppress(psutil.Error):
+                times = psutil.Process(pid).cpu_times()
+                self._seen_s[pid] = times.user + times.system
+
+    def read(self) -> Usage:
+        self.note()
+        usage = Usage(time.monotonic() - self._began_s)
+        for pid, seen_s in self._seen_s.items():
+            used_s = seen_s - self._before_s.get(pid, 0.0)
+            if used_s:
+                name = self._names.get(pid, "bench")
+                usage.cpu_s[name] = usage.cpu_s.get(name, 0.0) + used_s
+        usage.cpu_s["others"] = max(0.0, _busy_s() - self._busy_before_s - sum(usage.cpu_s.values()))
+        return usage
+
+
+def _busy_s() -> float:
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)
+
+
+def idle_share(seconds: float = 1.0) -> float:
+    """Share of the machine that nobody uses, over the next `seconds`."""
+    return float(psutil.cpu_times_percent(seconds).idle) / 100.0
+
+
+def job(name: str, *, task: str, args: dict[str, Any] | None = None, **sections: Any) -> JobConfig:
+    """A job file in Python; what is not given has the defaults that a user gets."""
+    return JobConfig.model_validate({"job": name, "task": {"class": task, "args": args or {}}, **sections})
+
+
+def image_records(count: int) -> list[bytes]:
+    """Records for the image tasks."""
+    return records(count, seed=1)
+
+
+def _rate(out: str) -> float:
+    result = json.loads(Path(out).read_text(encoding="utf-8"))
+    return float(result["samples"] / (result["last_s"] - result["first_s"]))

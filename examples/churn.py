@@ -1,0 +1,36 @@
+"""A task of one's own in thirty lines: will the customer leave? Events are JSON lines.
+
+Run as a program it prints random events: python examples/churn.py 20000 > events.jsonl
+"""
+
+import json
+import math
+import random
+import sys
+
+import torch
+from doll import Sample, Task
+
+
+class Churn(Task):
+    input_shape = (3,)
+    num_classes = 2
+
+    def build_model(self):
+        return torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+
+    def decode(self, record):
+        event = json.loads(record)  # a line that is not JSON, or lacks a key, goes to the dead-letter topic
+        return Sample([event["age"] / 50, event["visits"] / 10, math.log1p(event["spend"]) / 5], int(event["left"]))
+
+
+def random_event(rng):
+    age, visits, spend = rng.uniform(18, 80), rng.randint(0, 30), rng.expovariate(1 / 80)
+    leaves = 1 / (1 + math.exp(visits - 8 + spend / 40))
+    return {"age": round(age, 1), "visits": visits, "spend": round(spend, 2), "left": rng.random() < leaves}
+
+
+if __name__ == "__main__":
+    rng = random.Random(0)
+    for _ in range(int(sys.argv[1]) if len(sys.argv) > 1 else 20_000):
+        sys.stdout.write(json.dumps(random_event(rng)) + "\n")
