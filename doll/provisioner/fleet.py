@@ -1,4 +1,4 @@
-"""The fleet port: what the provisioner asks of whoever owns machines. One slot, one instance; identity is (slot, epoch).
+"""The fleet port: what the provisioner asks of whoever owns machines. One instance per slot; identity: (slot, epoch).
 
 Three adapters: local processes, docker compose, EC2. A fleet knows machines, not workers: whether the worker on an
 instance is ready, the parameter server's records say. All times are Unix seconds.
