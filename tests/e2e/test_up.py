@@ -58,7 +58,7 @@ class Up:
         (found,) = self.runs.iterdir()
         return found
 
-    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 300.0) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline_s, f"not within {timeout_s:g} s: {what}\n{self.said}"
@@ -69,7 +69,7 @@ class Up:
         """A model is durable."""
         self.until(lambda: any(self.runs.glob("*/checkpoints/*.doll")), "the first checkpoint")
 
-    def report(self, timeout_s: float = 150.0) -> dict[str, Any]:
+    def report(self, timeout_s: float = 400.0) -> dict[str, Any]:
         """The report of its orderly end, with exit code 0."""
         assert self.process.wait(timeout_s) == 0, self.said
         printed: dict[str, Any] = json.loads((self.folder / "out").read_text())
@@ -115,7 +115,7 @@ def is_closed(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
-def assert_nothing_left(processes: list[psutil.Process], ports: list[int], timeout_s: float = 20.0) -> None:
+def assert_nothing_left(processes: list[psutil.Process], ports: list[int], timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while True:
         left = [process for process in processes if not is_gone(process)]

@@ -114,7 +114,7 @@ class Pipeline:
         """SIGKILL; the supervisor will start it again."""
         role = self.role(name)
         role.kill()
-        assert role.wait(10.0) == -signal.SIGKILL
+        assert role.wait(90.0) == -signal.SIGKILL
 
     def log(self, name: str) -> str:
         path = self.run / "logs" / f"{name}.log"
@@ -171,7 +171,7 @@ class Pipeline:
                 case Metric():
                     self.metrics[one.record.source] = dict(one.record.values)
 
-    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 180.0) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline_s:
@@ -182,13 +182,13 @@ class Pipeline:
                 pytest.fail(f"not within {timeout_s:g} s: {what}; version {self.version}, {self.metrics}\n{logs}")
             self.look()
 
-    def until_version(self, version: int, timeout_s: float = 60.0) -> None:
+    def until_version(self, version: int, timeout_s: float = 180.0) -> None:
         self.until(lambda: self.version >= version, f"version {version}", timeout_s)
 
-    def until_finished(self, timeout_s: float = 90.0) -> None:
+    def until_finished(self, timeout_s: float = 240.0) -> None:
         """The job has ended, and with it each of its processes."""
         self.until(lambda: self.finished is not None, "the end of the job", timeout_s)
-        self.until(lambda: not self.supervisor.handles(), "the end of its processes", 30.0)
+        self.until(lambda: not self.supervisor.handles(), "the end of its processes", 90.0)
         assert set(self.supervisor.exit_codes().values()) <= {0}, self.supervisor.exit_codes()
 
     # --- the truth
@@ -226,7 +226,7 @@ class Pipeline:
             _, high = consumer.get_watermark_offsets(where, timeout=10)
             consumer.assign([where])
             found: list[AnyRecord] = []
-            deadline_s = time.monotonic() + 20
+            deadline_s = time.monotonic() + 60
             while len(found) < high:
                 assert time.monotonic() < deadline_s, f"{kind}: {len(found)} of {high} records"
                 message = consumer.poll(0.2)

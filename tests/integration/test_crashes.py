@@ -66,7 +66,7 @@ def test_a_worker_that_was_frozen_and_replaced_is_fenced_and_exits(make_pipeline
         lambda: any(m.worker == 0 for u in job.updates if u.version > before for m in u.members), "the heir to work"
     )
     zombie.send_signal(signal.SIGCONT)
-    job.until(lambda: zombie.poll() is not None, "the end of the zombie", 30.0)
+    job.until(lambda: zombie.poll() is not None, "the end of the zombie", 90.0)
     assert zombie.exitcode == 0
     assert "fenced" in job.log("worker-0")
     job.send(job.samples(800))
@@ -88,12 +88,12 @@ def test_a_second_parameter_server_ends_the_first(make_pipeline: Any) -> None:
     job.until(lambda: job.updates[-1].ps_epoch == 2, "the second server to work")
     first.send_signal(signal.SIGCONT)
     job.send(job.samples(160))
-    job.until(lambda: first.poll() is not None, "the end of the first server", 30.0)
+    job.until(lambda: first.poll() is not None, "the end of the first server", 90.0)
     assert first.exitcode == 1
     assert "parameter server epoch 1 is over: epoch 2 has claimed" in job.log("ps")
     job.send(job.samples(600))
     job.until_finished()
-    assert second.wait(20.0) == 0
+    assert second.wait(90.0) == 0
     report = job.assert_sound()
     assert (report.version, report.ps_epoch) == (60, 2)
 
@@ -106,7 +106,7 @@ def test_a_worker_that_is_told_to_go_hands_its_batches_back(make_pipeline: Any) 
     job.until_version(5)
     worker: Role = job.role("worker-1")
     worker.terminate()
-    job.until(lambda: worker.poll() is not None, "the end of the worker", 10.0)
+    job.until(lambda: worker.poll() is not None, "the end of the worker", 90.0)
     assert worker.exitcode == 0
     assert "draining" in job.log("worker-1")
     job.start_worker(1, name="worker-1-again")
@@ -123,7 +123,7 @@ def test_a_parameter_server_that_is_told_to_go_saves_first(make_pipeline: Any) -
     job.until_version(20)
     ps: Role = job.role("ps")
     ps.terminate()
-    job.until(lambda: ps.poll() is not None, "the end of the server", 20.0)
+    job.until(lambda: ps.poll() is not None, "the end of the server", 90.0)
     assert ps.exitcode == 0
     assert job.store.versions() == [(1, 20)]
     job.supervisor.start(job.spec("ps-again", "ps_role"))

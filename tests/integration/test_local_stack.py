@@ -59,7 +59,7 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:
+def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"

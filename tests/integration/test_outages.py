@@ -54,7 +54,7 @@ def test_redis_is_killed_and_comes_back_empty(make_pipeline: Any, redis_server: 
     pids = {name: handle.pid for name, handle in job.supervisor.handles().items()}
     redis_server.kill()
     # Who needs Redis next notices; the others may wait for that one meanwhile.
-    job.until(lambda: any("redis_away" in job.log(name) for name in pids), "somebody to notice", 20.0)
+    job.until(lambda: any("redis_away" in job.log(name) for name in pids), "somebody to notice", 90.0)
     redis_server.start()
     version = job.version
     job.until_version(version + 5)
@@ -79,7 +79,7 @@ def test_a_job_that_ends_while_the_broker_is_away_says_so_when_it_is_back(
     broker.kill()
     ps: Role = job.role("ps")
     ps.send_signal(signal.SIGINT)
-    job.until(lambda: "finished" in job.log("ps"), "the end of the job at the parameter server", 30.0)
+    job.until(lambda: "finished" in job.log("ps"), "the end of the job at the parameter server", 90.0)
     assert ps.poll() is None
     broker.start()
     job.until_finished()

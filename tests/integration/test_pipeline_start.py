@@ -31,7 +31,7 @@ def doll(*arguments: str, kafka: str, redis: str, cwd: Path) -> tuple[subprocess
         [sys.executable, "-m", "doll", *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         cwd=cwd,
         env=os.environ | {"DOLL_KAFKA": kafka, "DOLL_REDIS": redis},
     )
@@ -48,7 +48,7 @@ def test_kafka_and_redis_are_not_there(tmp_path: Path, job_name: str, role: str)
     assert f"Redis at {redis} does not answer" in done.stderr
     assert "Traceback" not in done.stderr
     assert "start it" in done.stderr
-    assert seconds < 15
+    assert seconds < 45  # 15 s on an idle machine
 
 
 def test_only_redis_is_not_there(tmp_path: Path, job_name: str, services: Services) -> None:
@@ -58,7 +58,7 @@ def test_only_redis_is_not_there(tmp_path: Path, job_name: str, services: Servic
     assert done.returncode == 1
     assert f"Redis at {redis} does not answer" in done.stderr
     assert "Kafka" not in done.stderr
-    assert seconds < 15
+    assert seconds < 45  # 15 s on an idle machine
 
 
 @pytest.mark.parametrize("kind", ["samples", "down"])

@@ -155,4 +155,4 @@ def test_require_gives_up_on_servers_that_stay_silent(silent_port: int) -> None:
     began_s = time.monotonic()
     with pytest.raises(ServiceUnavailableError):
         require(job(), silent, timeout_s=1.0)
-    assert time.monotonic() - began_s < 15.0
+    assert time.monotonic() - began_s < 45.0

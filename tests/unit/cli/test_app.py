@@ -65,12 +65,12 @@ def test_help_names_every_command_and_each_has_an_example():
 
 @pytest.mark.parametrize("arguments", [["--help"], ["config", "check", "{job}"], ["up", "--help"]])
 def test_help_and_checks_answer_at_once(job: Path, arguments: list[str]):
-    """Well below a second on an idle machine; three here, since test machines are slow and shared."""
+    """Well below a second on an idle machine; fifteen here, since test machines are slow and shared."""
     command = [sys.executable, "-m", "doll", *(word.format(job=job) for word in arguments)]
     started_s = time.monotonic()
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr
-    assert time.monotonic() - started_s < 3.0
+    assert time.monotonic() - started_s < 15.0
 
 
 def test_no_command_line_module_loads_torch(job: Path):

@@ -51,7 +51,7 @@ def test_end_is_gentle_first_then_firm(tmp_path: Path) -> None:
     gentle = python(ready, tmp_path / "gentle")
     stubborn = python(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {ready}", tmp_path / "stubborn")
     for log in ("gentle", "stubborn"):
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 60
         while "ready" not in processes.tail(tmp_path / log):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)

@@ -148,7 +148,7 @@ class Rig:
 
     def turn_until(self, condition: Callable[[], bool]) -> None:
         """The checkpoint is written by a thread: give it the time that it takes."""
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline_s
             self.server.turn()
