@@ -305,6 +305,11 @@ class WorkerConfig(Section):
         default=8.0,
         description="time to finish or hand back after SIGTERM; below the notice of the machines (AWS 120 s, GCP 30 s)",
     )
+    notices: Literal["none", "imds"] | None = Field(
+        default=None,
+        description="imds: ask the EC2 instance metadata service every 5 s whether spot takes this machine, and leave "
+        "before it does; default: $DOLL_NOTICES, else imds with `doll worker --from-imds`, else none",
+    )
     torch_threads: PositiveInt = 1
     fetch_max_wait_ms: PositiveInt = 50
     stream_buffer_records: PositiveInt | None = Field(
@@ -405,6 +410,94 @@ class PlanConfig(Section):
         return self
 
 
+class _Fleet(Section):
+    cluster: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] | None = Field(
+        default=None, description="marks the machines of this job, and no others are touched; default: the job's name"
+    )
+
+
+class ProcessesFleetConfig(_Fleet):
+    """Worker processes of this machine as instances, on a spot market that is replayed."""
+
+    kind: Literal["processes"] = "processes"
+    trace: Path | None = Field(
+        default=None,
+        description="folder of recorded prices and availability (docs/traces.md); default: two states, up and down, by "
+        "`plan.alpha` and `plan.cycle_s`, at the prices of `plan`",
+    )
+    pool: str | None = Field(default=None, description="pool of the trace; default: its first")
+    speed_up: PositiveFloat = Field(default=1.0, description="seconds of the market per second of this machine")
+    notice_s: float = Field(
+        default=2.0,
+        ge=0,
+        description="seconds of this machine from a notice to SIGKILL; `speed_up` does not shorten it",
+    )
+    boot_s: float = Field(
+        default=0.0, ge=0, description="seconds of this machine that a launch waits before its process starts"
+    )
+
+
+class ComposeFleetConfig(_Fleet):
+    """Containers of a docker compose project as instances."""
+
+    kind: Literal["compose"]
+    project: Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$")] = Field(
+        default="doll", description="name of the compose project, whose network and worker image are used"
+    )
+    service: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")] = Field(
+        default="worker", description="service of the project that a worker's image, command and environment come from"
+    )
+    file: Path = Field(default=Path("docker-compose.yml"), description="the compose file")
+    docker: str = Field(default="docker", description="the docker program")
+    timeout_s: PositiveFloat = Field(default=60.0, description="a docker command that takes longer has failed")
+
+
+class Ec2FleetConfig(_Fleet):
+    """EC2 instances, one per worker slot (docs/aws.md). Credentials as boto3 finds them."""
+
+    kind: Literal["ec2"]
+    region: Annotated[str, StringConstraints(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$")] | None = Field(
+        default=None, description="e.g. us-east-1; default: as boto3 finds it"
+    )
+    launch_template: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9().\-/_]{3,128}$")] = Field(
+        description="id (lt-...) or name of the workers' launch template; it names no market and no instance type"
+    )
+    launch_template_version: PositiveInt = Field(
+        description="a number: what runs must not change because somebody edits the template"
+    )
+    subnets: Annotated[
+        list[Annotated[str, StringConstraints(pattern=r"^subnet-[0-9a-f]{8,17}$")]], Field(min_length=1)
+    ] = Field(
+        description="in order of preference, the parameter server's zone first: traffic between zones costs 0.02 $/GB"
+    )
+    instance_types: Annotated[
+        list[Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*\.[a-z0-9-]+$")]], Field(min_length=1)
+    ] = Field(description="of about one size; 6 or more keep spot available")
+    queue_url: Annotated[str, StringConstraints(pattern=r"^https?://\S+$")] | None = Field(
+        default=None, description="SQS queue that gets the interruption notices; default: no early notice"
+    )
+    calls_per_s: float = Field(default=2.0, gt=0, le=20, description="launches and terminations per second, at most")
+    price_cache: Path | None = Field(
+        default=None, description="file that keeps on-demand prices; default: `prices.json` in the run folder"
+    )
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        for name in ("subnets", "instance_types"):
+            given = getattr(self, name)
+            if twice := sorted({one for one in given if given.count(one) > 1}):
+                raise ValueError(f"{name}: expected each once, got {', '.join(twice)} twice")
+        return self
+
+
+FleetConfig = Annotated[
+    Annotated[ProcessesFleetConfig, Tag("processes")]
+    | Annotated[ComposeFleetConfig, Tag("compose")]
+    | Annotated[Ec2FleetConfig, Tag("ec2")],
+    _tag("kind", "processes"),
+]
+
+
 class JobConfig(Section):
     """The whole job file."""
 
@@ -427,6 +520,9 @@ class JobConfig(Section):
     kafka: KafkaConfig = Field(default_factory=KafkaConfig)
     redis: RedisConfig = Field(default_factory=RedisConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
+    fleet: FleetConfig = Field(
+        default_factory=ProcessesFleetConfig, description="the machines that `doll provision` starts workers on"
+    )
     base_folder: Path = Field(
         default=Path("."), exclude=True, description="folder of the job file; relative paths start there"
     )
@@ -461,6 +557,11 @@ class JobConfig(Section):
             return [float("inf")] * self.data.workers
         rates = self.arrivals.rate_per_s
         return list(rates) if isinstance(rates, list) else [rates] * self.data.workers
+
+    @property
+    def cluster(self) -> str:
+        """What marks the machines of this job."""
+        return self.fleet.cluster or self.job
 
     @property
     def group_size(self) -> int:
@@ -627,7 +728,7 @@ def _short(text: str) -> str:
 
 
 _TYPE_NAME = re.compile(r"constrained-\w+|list\[.*\]")
-_TAG_KEY = {"policy": "name", "optimizer": "name", "source": "kind"}
+_TAG_KEY = {"policy": "name", "optimizer": "name", "source": "kind", "fleet": "kind"}
 
 
 def _location(loc: Sequence[str | int]) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from doll.config import JobConfig, dump, load, parse
+from doll.config import Ec2FleetConfig, JobConfig, ProcessesFleetConfig, dump, load, parse
 from doll.errors import ConfigError
 from hypothesis import given
 from hypothesis import strategies as st
@@ -57,6 +58,14 @@ def test_two_keys_make_a_job() -> None:
         ("arrivals.rate_per_s=[1,2]", r"arrivals.rate_per_s: expected 4 rates \(data.workers\), got 2"),
         ("arrivals.process=trace", "arrivals: expected 'trace' .* exactly when process is 'trace'"),
         ("arrivals.trace=gaps.txt", "arrivals: expected 'trace' .* exactly when process is 'trace'"),
+        ("fleet.kind=docker", "fleet.kind: expected one of processes, compose, ec2, got 'docker'"),
+        ("fleet.subnet=x", "fleet.subnet: unknown key"),
+        ("fleet.speedup=2", r"fleet.speedup: unknown key \(did you mean 'speed_up'\?\)"),
+        ("fleet.notice_s=-1", "fleet.notice_s: .* greater than or equal to 0, got -1"),
+        ("fleet.cluster=a b", "fleet.cluster: string should match pattern .*, got 'a b'"),
+        ("fleet={kind: ec2}", "fleet.launch_template: expected a value, got nothing: add this key"),
+        ("fleet={kind: compose, project: Doll}", "fleet.project: string should match pattern .*, got 'Doll'"),
+        ("worker.notices=ec2", "worker.notices: input should be 'none' or 'imds', got 'ec2'"),
         ("checkpoint.keep=1", "checkpoint.keep: .* greater than or equal to 2, got 1"),
         ("stop.accuracy=1.1", "stop.accuracy: .* less than or equal to 1, got 1.1"),
         ("seed=-1", "seed: .* greater than or equal to 0, got -1"),
@@ -212,6 +221,43 @@ def test_load_reads_a_file_and_takes_paths_from_its_folder(tmp_path: Path) -> No
         load(file)
 
 
+EC2 = """
+fleet:
+  kind: ec2
+  region: eu-west-1
+  launch_template: lt-0123456789abcdef0
+  launch_template_version: 3
+  subnets: [subnet-0123456789abcdef0]
+  instance_types: [c5.xlarge, c6i.xlarge, m6id.metal, u-6tb1.112xlarge]
+"""
+
+
+def test_a_fleet_on_ec2_says_all_that_a_launch_needs() -> None:
+    config = parse(MINIMAL + EC2)
+    assert isinstance(config.fleet, Ec2FleetConfig)
+    assert (config.fleet.calls_per_s, config.fleet.queue_url, config.cluster) == (2.0, None, "digits")
+    assert parse(MINIMAL + EC2, ["fleet.cluster=prod.digits"]).cluster == "prod.digits"
+    assert parse(MINIMAL).fleet == ProcessesFleetConfig()
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("fleet.launch_template_version=$Latest", "fleet.launch_template_version: .*valid integer.*got '.Latest'"),
+        ("fleet.subnets=[]", "fleet.subnets: list should have at least 1 item"),
+        ("fleet.subnets=[vpc-1]", r"fleet.subnets.0: string should match pattern .*, got 'vpc-1'"),
+        ("fleet.instance_types=[c5]", "fleet.instance_types.0: string should match pattern .*, got 'c5'"),
+        ("fleet.instance_types=[c5.large, c5.large]", "fleet: instance_types: expected each once, got c5.large twice"),
+        ("fleet.region=us-east-1a", "fleet.region: string should match pattern .*, got 'us-east-1a'"),
+        ("fleet.calls_per_s=0", "fleet.calls_per_s: .*greater than 0, got 0"),
+        ("fleet.queue_url=my-queue", "fleet.queue_url: string should match pattern .*, got 'my-queue'"),
+        ("fleet.max_price=0.1", "fleet.max_price: unknown key"),
+    ],
+)
+def test_a_wrong_fleet_on_ec2_is_named(override: str, says: str) -> None:
+    assert re.search(says, wrong(MINIMAL + EC2, override))
+
+
 POSITIVE = st.floats(1e-3, 1e6)
 SECTIONS: dict[str, st.SearchStrategy[Any]] = {
     "seed": st.integers(0, 2**63),
@@ -247,6 +293,20 @@ SECTIONS: dict[str, st.SearchStrategy[Any]] = {
         },
     ),
     "stop": st.fixed_dictionaries({}, optional={"updates": st.integers(1, 10**9), "accuracy": st.floats(0.1, 1)}),
+    "fleet": st.sampled_from(
+        [
+            {"speed_up": 60},
+            {"kind": "processes", "trace": "a/b", "pool": "c"},
+            {"kind": "compose", "cluster": "x"},
+            {
+                "kind": "ec2",
+                "launch_template": "doll-workers",
+                "launch_template_version": 2,
+                "subnets": ["subnet-12345678"],
+                "instance_types": ["c5.xlarge"],
+            },
+        ]
+    ),
     "redis": st.just({"address": "redis://h:1/0"}),
     "kafka": st.just({"address": "h:1,i:2", "security": "sasl_ssl"}),
     "checkpoint": st.just({"folder": "x/y", "keep": 5}),
