@@ -9,8 +9,10 @@ to go back.
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Protocol
 
@@ -20,13 +22,18 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from doll.errors import CheckpointError
+from doll import telemetry
+from doll.errors import CheckpointError, FencedError
 from doll.fingerprint import difference
+
+log = telemetry.get_logger(__name__)
 
 MAGIC: Final = b"DLCK"
 SCHEMA_VERSION: Final = 1
 _PREFIX: Final = struct.Struct("<4sB3xQ")
 _DIGEST_BYTES: Final = 32
+_LOOKS: Final = 5  # a running server may delete what a tool has just seen in the list
+_NAME: Final = re.compile(r"checkpoint-(\d{8,})-(\d{10,})\.doll")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +185,85 @@ def check_owner(checkpoint: Checkpoint, *, job: str, fingerprint: str | None, wh
             f"{where}: {_told(fingerprint, checkpoint.fingerprint)}: the task, model or batch size has changed since "
             "this job began; restore them, or rename the job to begin a new one"
         )
+
+
+def refuse_if_superseded(
+    checkpoint: Checkpoint, newest_epoch: int, versions: Iterable[tuple[int, int]], where: str
+) -> None:
+    """Who may save: only the newest epoch, and no version below its own last one.
+
+    Args:
+        versions: (ps_epoch, version) of the checkpoints that `where` holds.
+
+    Raises:
+        FencedError: a higher epoch has been claimed.
+        CheckpointError: this epoch has saved a higher version.
+    """
+    if newest_epoch > checkpoint.ps_epoch:
+        raise FencedError(
+            f"parameter server epoch {checkpoint.ps_epoch} is over: epoch {newest_epoch} has claimed {where}; this "
+            "process must stop"
+        )
+    last = max((version for epoch, version in versions if epoch == checkpoint.ps_epoch), default=0)
+    if checkpoint.version < last:
+        raise CheckpointError(
+            f"expected version {last} or later of epoch {checkpoint.ps_epoch}, got {checkpoint.version}"
+        )
+
+
+def load_newest_whole(
+    versions: Callable[[], list[tuple[int, int]]],
+    read: Callable[[int, int], bytes],
+    *,
+    job: str,
+    fingerprint: str | None,
+    where: str,
+) -> Checkpoint | None:
+    """The newest checkpoint that is whole, past damaged ones (with a warning); None where there is none at all.
+
+    Args:
+        versions: lists (ps_epoch, version) of what is held, oldest first.
+        read: bytes of one of them; FileNotFoundError where it has been deleted meanwhile: then all is looked at anew.
+
+    Raises:
+        CheckpointError: it belongs to another job or fingerprint, none of them is whole, or they cannot be read.
+    """
+    for _ in range(_LOOKS):
+        with suppress(FileNotFoundError):
+            return _newest_whole(versions(), read, job, fingerprint, where)
+    raise CheckpointError(f"checkpoints vanish from {where} while they are read: is something else deleting them?")
+
+
+def _newest_whole(
+    found: list[tuple[int, int]], read: Callable[[int, int], bytes], job: str, fingerprint: str | None, where: str
+) -> Checkpoint | None:
+    for epoch, version in reversed(found):
+        name = checkpoint_name(epoch, version)
+        try:
+            checkpoint = decode_checkpoint(read(epoch, version))
+            if (checkpoint.ps_epoch, checkpoint.version) != (epoch, version):
+                raise DamagedError(f"it holds epoch {checkpoint.ps_epoch}, version {checkpoint.version}: renamed")
+        except DamagedError as exc:
+            log.warning("checkpoint_damaged", file=name, error=str(exc), hint="using the one before it")
+            continue
+        check_owner(checkpoint, job=job, fingerprint=fingerprint, where=f"{where}/{name}")
+        return checkpoint
+    if found:
+        raise CheckpointError(
+            f"none of the {len(found)} checkpoints in {where} is whole: restore one from a backup, or move "
+            "them away to begin the job anew"
+        )
+    return None
+
+
+def checkpoint_name(epoch: int, version: int) -> str:
+    """Name of a checkpoint in any store; names sort as the checkpoints do."""
+    return f"checkpoint-{epoch:08d}-{version:010d}.doll"
+
+
+def checkpoints_among(names: Iterable[str]) -> list[tuple[int, int]]:
+    """(ps_epoch, version) of each name that is a checkpoint's, oldest first."""
+    return sorted((int(match[1]), int(match[2])) for name in names if (match := _NAME.fullmatch(name)))
 
 
 def _told(expected: str, got: str) -> str:

@@ -16,27 +16,27 @@ import os
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from doll import telemetry
-from doll.errors import CheckpointError, FencedError
+from doll.errors import CheckpointError
 from doll.faults import fault_point
 from doll.ps.checkpoints import (
     Checkpoint,
     CheckpointStore,
-    DamagedError,
     check_owner,
-    decode_checkpoint,
+    checkpoint_name,
+    checkpoints_among,
     encode_checkpoint,
+    load_newest_whole,
+    refuse_if_superseded,
 )
 
 log = telemetry.get_logger(__name__)
 
 LOCK_TIMEOUT_S: Final = 10.0
-_LOOKS: Final = 5  # a running server may delete what a tool has just seen in the folder
-_CHECKPOINT: Final = re.compile(r"checkpoint-(\d{8,})-(\d{10,})\.doll")
 _CLAIM: Final = re.compile(r"epoch-(\d+)\.claim")
 _TEMPORARY: Final = re.compile(r"checkpoint-(\d{8,})-\d{10,}\.doll\.\d+\.tmp")
 
@@ -117,42 +117,20 @@ class FileStore:
         Raises:
             CheckpointError: it belongs to another job or fingerprint, none of them is whole, or they cannot be read.
         """
-        for _ in range(_LOOKS):
-            with suppress(FileNotFoundError):
-                return self._load_newest(fingerprint)
-        raise CheckpointError(
-            f"checkpoints vanish from {self.folder} while they are read: is something else deleting them?"
+        return load_newest_whole(
+            self.versions, self._read, job=self._job, fingerprint=fingerprint, where=str(self.folder)
         )
 
-    def _load_newest(self, fingerprint: str | None) -> Checkpoint | None:
-        found = self.versions()
-        for epoch, version in reversed(found):
-            path = self._path(epoch, version)
-            try:
-                with self._translated("read a checkpoint in", but=FileNotFoundError):
-                    checkpoint = decode_checkpoint(path.read_bytes())
-                if (checkpoint.ps_epoch, checkpoint.version) != (epoch, version):
-                    raise DamagedError(f"it holds epoch {checkpoint.ps_epoch}, version {checkpoint.version}: renamed")
-            except DamagedError as exc:
-                log.warning("checkpoint_damaged", file=path.name, error=str(exc), hint="using the one before it")
-                continue
-            check_owner(checkpoint, job=self._job, fingerprint=fingerprint, where=path.name)
-            return checkpoint
-        if found:
-            raise CheckpointError(
-                f"none of the {len(found)} checkpoints in {self.folder} is whole: restore one from a backup, or move "
-                "them away to begin the job anew"
-            )
-        return None
+    def _read(self, epoch: int, version: int) -> bytes:
+        with self._translated("read a checkpoint in", but=FileNotFoundError):
+            return self._path(epoch, version).read_bytes()
 
     def versions(self) -> list[tuple[int, int]]:
         """(ps_epoch, version) of each checkpoint held, oldest first."""
-        return sorted(
-            (int(match[1]), int(match[2])) for name in self._names() if (match := _CHECKPOINT.fullmatch(name))
-        )
+        return checkpoints_among(self._names())
 
     def _path(self, epoch: int, version: int) -> Path:
-        return self.folder / f"checkpoint-{epoch:08d}-{version:010d}.doll"
+        return self.folder / checkpoint_name(epoch, version)
 
     def _names(self) -> list[str]:
         with self._translated("look into"):
@@ -162,17 +140,7 @@ class FileStore:
                 return []
 
     def _refuse_if_superseded(self, checkpoint: Checkpoint) -> None:
-        newest = self.newest_epoch()
-        if newest > checkpoint.ps_epoch:
-            raise FencedError(
-                f"parameter server epoch {checkpoint.ps_epoch} is over: epoch {newest} has claimed {self.folder}; this "
-                "process must stop"
-            )
-        last = max((version for epoch, version in self.versions() if epoch == checkpoint.ps_epoch), default=0)
-        if checkpoint.version < last:
-            raise CheckpointError(
-                f"expected version {last} or later of epoch {checkpoint.ps_epoch}, got {checkpoint.version}"
-            )
+        refuse_if_superseded(checkpoint, self.newest_epoch(), self.versions(), str(self.folder))
 
     def _delete_old(self, epoch: int) -> None:
         """Delete all but the newest `keep`, the last of which was just written, and what crashed servers left."""

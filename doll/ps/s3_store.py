@@ -20,14 +20,16 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from doll import telemetry
-from doll.errors import CheckpointError, FencedError
+from doll.errors import CheckpointError
 from doll.ps.checkpoints import (
     Checkpoint,
     CheckpointStore,
-    DamagedError,
     check_owner,
-    decode_checkpoint,
+    checkpoint_name,
+    checkpoints_among,
     encode_checkpoint,
+    load_newest_whole,
+    refuse_if_superseded,
 )
 
 if TYPE_CHECKING:
@@ -35,12 +37,10 @@ if TYPE_CHECKING:
 
 log = telemetry.get_logger(__name__)
 
-_LOOKS: Final = 5  # a running server may delete what a tool has just seen in the list
 _CONNECT_S: Final = 5.0
 _READ_S: Final = 30.0
 _ATTEMPTS: Final = 5
 _CLAIMS: Final = 1000
-_CHECKPOINT: Final = re.compile(r"checkpoint-(\d{8,})-(\d{10,})\.doll")
 _CLAIM: Final = re.compile(r"epoch-(\d+)\.claim")
 _AFTER: Final = re.compile(r"epoch-(\d+)\.after-(\d+)-(\d+)")
 _URL: Final = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*))?")
@@ -123,7 +123,7 @@ class S3Store:
             CheckpointError: another job's, a version below one that this epoch has saved, or S3 does not take it.
         """
         check_owner(checkpoint, job=self._job, fingerprint=None, where=self.url)
-        name = _name(checkpoint.ps_epoch, checkpoint.version)
+        name = checkpoint_name(checkpoint.ps_epoch, checkpoint.version)
         with self._translated("save a checkpoint in"):
             self._refuse_if_superseded(checkpoint, self._list())
             data = b"".join(encode_checkpoint(checkpoint))
@@ -143,36 +143,15 @@ class S3Store:
         Raises:
             CheckpointError: it belongs to another job or fingerprint, none of them is whole, or they cannot be read.
         """
-        for _ in range(_LOOKS):
-            with suppress(FileNotFoundError):
-                return self._load_newest(fingerprint)
-        raise CheckpointError(
-            f"checkpoints vanish from {self.url} while they are read: is something else deleting them?"
-        )
+        return load_newest_whole(self.versions, self._read, job=self._job, fingerprint=fingerprint, where=self.url)
 
-    def _load_newest(self, fingerprint: str | None) -> Checkpoint | None:
-        found = self.versions()
-        for epoch, version in reversed(found):
-            name = _name(epoch, version)
-            with self._translated("read a checkpoint in"):
-                data = self._get(name)
-            if data is None:
-                raise FileNotFoundError(name)
-            try:
-                checkpoint = decode_checkpoint(data)
-                if (checkpoint.ps_epoch, checkpoint.version) != (epoch, version):
-                    raise DamagedError(f"it holds epoch {checkpoint.ps_epoch}, version {checkpoint.version}: renamed")
-            except DamagedError as exc:
-                log.warning("checkpoint_damaged", file=name, error=str(exc), hint="using the one before it")
-                continue
-            check_owner(checkpoint, job=self._job, fingerprint=fingerprint, where=f"{self.url}/{name}")
-            return checkpoint
-        if found:
-            raise CheckpointError(
-                f"none of the {len(found)} checkpoints in {self.url} is whole: restore one from a backup, or move "
-                "them away to begin the job anew"
-            )
-        return None
+    def _read(self, epoch: int, version: int) -> bytes:
+        name = checkpoint_name(epoch, version)
+        with self._translated("read a checkpoint in"):
+            data = self._get(name)
+        if data is None:
+            raise FileNotFoundError(name)
+        return data
 
     def versions(self) -> list[tuple[int, int]]:
         """(ps_epoch, version) of each checkpoint held, oldest first."""
@@ -180,23 +159,14 @@ class S3Store:
             return self._list().versions()
 
     def _refuse_if_superseded(self, checkpoint: Checkpoint, listing: _Listing) -> None:
-        if listing.newest_epoch > checkpoint.ps_epoch:
-            raise FencedError(
-                f"parameter server epoch {checkpoint.ps_epoch} is over: epoch {listing.newest_epoch} has claimed "
-                f"{self.url}; this process must stop"
-            )
-        last = max((version for epoch, version in listing.checkpoints if epoch == checkpoint.ps_epoch), default=0)
-        if checkpoint.version < last:
-            raise CheckpointError(
-                f"expected version {last} or later of epoch {checkpoint.ps_epoch}, got {checkpoint.version}"
-            )
+        refuse_if_superseded(checkpoint, listing.newest_epoch, listing.checkpoints, self.url)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def _list(self) -> _Listing:
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix)
         names = [item["Key"][len(self._prefix) :] for page in pages for item in page.get("Contents", ())]
-        checkpoints = sorted((int(m[1]), int(m[2])) for name in names if (m := _CHECKPOINT.fullmatch(name)))
+        checkpoints = checkpoints_among(names)
         claims = [int(m[1]) for name in names if (m := _CLAIM.fullmatch(name))]
         lines = [(int(m[1]), (int(m[2]), int(m[3]))) for name in names if (m := _AFTER.fullmatch(name))]
         line_epoch, line = max(lines, default=(0, (0, 0)))
@@ -235,9 +205,9 @@ class S3Store:
 
         for key in keys:
             try:
-                self._client.delete_object(Bucket=self._bucket, Key=self._prefix + _name(*key))
+                self._client.delete_object(Bucket=self._bucket, Key=self._prefix + checkpoint_name(*key))
             except (BotoCoreError, ClientError) as exc:  # the checkpoint is safe; what is old only costs money
-                log.warning("checkpoint_not_deleted", file=_name(*key), error=str(exc))
+                log.warning("checkpoint_not_deleted", file=checkpoint_name(*key), error=str(exc))
 
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:
@@ -259,10 +229,6 @@ def _client() -> Any:
     return boto3.session.Session().client(
         "s3", config=Config(connect_timeout=_CONNECT_S, read_timeout=_READ_S, retries=retries)
     )
-
-
-def _name(epoch: int, version: int) -> str:
-    return f"checkpoint-{epoch:08d}-{version:010d}.doll"
 
 
 def _code(exc: ClientError) -> str:
