@@ -30,12 +30,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 # --- up: worker -> parameter server ---------------------------------------------------------------------------------
 
 
-class Join(Record, frozen=True):
+class Join(Record, frozen=True, omit_defaults=True):
     """A worker process is there. `epoch` is 0 in a new process, else the epoch it already holds (after a Hello)."""
 
     worker: int
-    instance: str  # random id of this process; tells two incarnations apart
+    instance: str  # tells two processes apart: [name of the machine, ":",] random id
     epoch: int = 0
+    incarnation: int = 0  # epoch number of the slot's machine, from the provisioner; 0: nobody numbers them
 
 
 class Announce(Record, frozen=True):
@@ -111,7 +112,7 @@ class Evaluated(Record, frozen=True):
 # --- down: parameter server -> worker n -----------------------------------------------------------------------------
 
 
-class Welcome(Record, frozen=True):
+class Welcome(Record, frozen=True, omit_defaults=True):
     """Answer to Join: the epoch to use, and where the durable model stands in this worker's stream."""
 
     ps_epoch: int
@@ -123,6 +124,7 @@ class Welcome(Record, frozen=True):
         int  # first batch that is not applied in the durable model: read from origin + next_token * records_per_batch
     )
     fingerprint: str  # of task, model, batch size: a worker of another job file refuses to start
+    incarnation: int = 0  # as in the Join
 
 
 class Grant(Record, frozen=True):

@@ -100,13 +100,16 @@ Action = Send | Compute | Acknowledge | Exit
 class WorkerCore:
     """One incarnation of worker `worker`, from its Welcome on."""
 
-    def __init__(self, welcome: Welcome, *, max_pending: int, now: float, market: str = "") -> None:
+    def __init__(
+        self, welcome: Welcome, *, max_pending: int, now: float, market: str = "", incarnation: int = 0
+    ) -> None:
         self.worker = welcome.worker
         self.instance = welcome.instance
         self.epoch = welcome.epoch
         self.ps_epoch = welcome.ps_epoch
         self.max_pending = max_pending
         self.market = market
+        self.incarnation = incarnation
         self.draining = False
         self._batches: deque[Batch] = deque()  # not durable, consecutive tokens from self._durable
         self._durable = welcome.next_token
@@ -173,10 +176,13 @@ class WorkerCore:
 
     def join(self) -> Join:
         """What to answer to a Hello."""
-        return Join(worker=self.worker, instance=self.instance, epoch=self.epoch)
+        return Join(worker=self.worker, instance=self.instance, epoch=self.epoch, incarnation=self.incarnation)
 
     def _on_welcome(self, record: Welcome) -> list[Action]:
         if record.instance != self.instance:
+            if 0 < record.incarnation < self.incarnation:
+                # The server has restarted and forgotten this machine, so it gave the slot back to an older one.
+                return [] if self.draining else [Send(self.join())]
             if record.epoch > self.epoch:
                 return [Exit(0, "fenced: a newer incarnation of this worker has been welcomed")]
             return []

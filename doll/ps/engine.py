@@ -91,6 +91,7 @@ class Slot:
         "epoch",
         "fenced",
         "held_grants",
+        "incarnation",
         "instance",
         "joined",
         "lag",
@@ -103,7 +104,7 @@ class Slot:
         "waiting_orders",
     )
 
-    def __init__(self, applied: int, epoch: int, instance: str) -> None:
+    def __init__(self, applied: int, epoch: int, instance: str, incarnation: int) -> None:
         self.applied = applied
         self.durable = applied
         self.announced = applied
@@ -113,6 +114,7 @@ class Slot:
         self.waiting = 0  # batches that may be granted; the engine keeps it with `_recount`
         self.epoch = epoch
         self.instance = instance
+        self.incarnation = incarnation  # the highest that has joined: machines of lower ones are fenced
         self.fenced: deque[str] = deque(maxlen=_FENCED_REMEMBERED)
         self.joined = False  # this server has seen its Join
         self.present = False  # heard of within its lease
@@ -185,7 +187,11 @@ class Engine:
         self.finished: str | None = None
         self.stopping: str | None = None
         self.durable_version = snapshot.version
-        self._slots = [Slot(*args) for args in zip(snapshot.applied, snapshot.epochs, snapshot.instances, strict=True)]
+        incarnations = snapshot.incarnations or (0,) * n
+        self._slots = [
+            Slot(*args)
+            for args in zip(snapshot.applied, snapshot.epochs, snapshot.instances, incarnations, strict=True)
+        ]
         self._grants: dict[int, tuple[int, _Grant]] = {}  # grant number -> (worker, grant): computing or held
         self._grant_numbers = count(1)
         self._orders = count()
@@ -296,6 +302,7 @@ class Engine:
             samples_total=self.samples_total,
             elapsed_s=self._elapsed_s(now),
             counters=dict(self.counters),
+            incarnations=tuple(slot.incarnation for slot in self._slots),
         )
 
     def check_invariants(self) -> None:
@@ -329,16 +336,21 @@ class Engine:
             self.counters["refused_unknown_worker"] += 1
             return
         slot = self._slots[event.worker]
-        if event.instance in slot.fenced or 0 < event.epoch < slot.epoch:
+        # A later machine wins whatever epoch it holds: a server that has lost the memory of it may have given a higher
+        # one to an older machine since.
+        later = event.incarnation > slot.incarnation
+        replaced = 0 < event.incarnation < slot.incarnation or (0 < event.epoch < slot.epoch and not later)
+        if event.instance in slot.fenced or replaced:
             self.counters["refused_fenced"] += 1
             actions.append(SendFence(event.worker, event.instance))
             return
+        slot.incarnation = max(slot.incarnation, event.incarnation)
         if event.instance != slot.instance:
             if slot.instance:
                 self._fence(event.worker, actions)
             slot.instance = event.instance
             # A process that already holds an epoch (its server died before a checkpoint kept it) goes on with it.
-            slot.epoch = event.epoch or self._new_epoch()
+            slot.epoch = event.epoch if event.epoch >= max(slot.epoch, 1) else self._new_epoch()
             self.counters["joined"] += 1
         elif not slot.epoch:
             slot.epoch = self._new_epoch()
@@ -349,7 +361,7 @@ class Engine:
         slot.left = slot.stalled = False
         slot.last_heard_s = now
         self._recount(event.worker)
-        actions.append(SendWelcome(event.worker, slot.instance, slot.epoch, slot.durable))
+        actions.append(SendWelcome(event.worker, slot.instance, slot.epoch, slot.durable, event.incarnation))
 
     def _fence(self, worker: int, actions: list[Action]) -> None:
         slot = self._slots[worker]

@@ -61,6 +61,7 @@ class SendWelcome:
     instance: str
     epoch: int
     next_token: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,3 +178,4 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     samples_total: int
     elapsed_s: float  # since the first update of the job
     counters: dict[str, int]
+    incarnations: tuple[int, ...] = ()  # of each slot's machine, the highest seen; empty: none, or an older checkpoint

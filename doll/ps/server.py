@@ -13,6 +13,7 @@ Order of effects, and what a crash between any two does (design, section 5):
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -238,6 +239,7 @@ class ParameterServer:
         engine = self.engine
         values: dict[str, float] = {
             "ps_epoch": engine.ps_epoch,
+            "pid": os.getpid(),  # tells which of several servers it is that leads
             "version": engine.version,
             "durable_version": engine.durable_version,
             "samples_total": engine.samples_total,
@@ -296,7 +298,10 @@ class ParameterServer:
             case ev.SendWelcome():
                 if self._welcomed.get(action.worker) != action.epoch:  # a Join is repeated until it is answered
                     self._welcomed[action.worker] = action.epoch
-                    log.info("worker_joined", worker=action.worker, epoch=action.epoch, next_batch=action.next_token)
+                    log.info(
+                        "worker_joined", worker=action.worker, instance=action.instance, epoch=action.epoch,
+                        next_batch=action.next_token,
+                    )  # fmt: skip
                 self._outbox.down(
                     action.worker,
                     Welcome(
@@ -307,6 +312,7 @@ class ParameterServer:
                         origin=self.engine.origins[action.worker],
                         next_token=action.next_token,
                         fingerprint=self._fingerprint,
+                        incarnation=action.incarnation,
                     ),
                 )
             case ev.SendFence():

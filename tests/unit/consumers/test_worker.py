@@ -166,6 +166,19 @@ def test_a_new_server_says_hello_and_hears_all_that_is_not_durable(core: WorkerC
     assert core.ps_epoch == 4
 
 
+def test_a_later_machine_claims_its_slot_from_a_server_that_has_forgotten_it() -> None:
+    core = WorkerCore(welcome(), max_pending=4, now=0.0, incarnation=3)
+    join = Send(Join(worker=1, instance="me", epoch=7, incarnation=3))
+    assert core.mail(Hello(ps_epoch=4), 1.0) == [join]
+    assert core.mail(welcome(ps_epoch=4, instance="older", epoch=99, incarnation=2), 1.0) == [join]
+    for later in (0, 3, 4):  # 0: a process that nobody has numbered
+        (action,) = core.mail(welcome(ps_epoch=4, instance="newer", epoch=99, incarnation=later), 1.0)
+        assert isinstance(action, Exit)
+        assert action.code == 0
+    core.drain()
+    assert core.mail(welcome(ps_epoch=4, instance="older", epoch=99, incarnation=2), 1.0) == []
+
+
 def test_a_new_server_may_give_a_new_epoch(core: WorkerCore) -> None:
     core.mail(welcome(ps_epoch=4, epoch=99), 1.0)
     (action,) = core.batch_ready(batch(8))

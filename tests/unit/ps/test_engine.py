@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
+import msgspec
 import pytest
 from doll.config import StopConfig
 from doll.errors import IllegalEventError
@@ -181,6 +182,58 @@ def test_a_newer_incarnation_fences_the_older_and_reads_on_from_the_durable_batc
     assert only(bench.tell(Join(worker=0, instance="w0", epoch=old)), ev.SendFence)
     assert bench.tell(Announce(worker=0, epoch=old, first=0, until=2)) == []
     assert granted(bench.tell(Announce(worker=0, epoch=welcome.epoch, first=0, until=2))) == [(0, 1)]
+
+
+def test_an_older_machine_that_starts_again_does_not_get_its_slot_back() -> None:
+    bench = Bench(Doll(1), workers=1)
+    only(bench.tell(Join(worker=0, instance="i-1:a", incarnation=1)), ev.SendWelcome)
+    (welcome,) = only(bench.tell(Join(worker=0, instance="i-2:b", incarnation=2)), ev.SendWelcome)
+    for _ in range(2):
+        actions = bench.tell(Join(worker=0, instance="i-1:c", incarnation=1))
+        assert [fence.instance for fence in only(actions, ev.SendFence)] == ["i-1:c"]
+        assert not only(actions, ev.SendWelcome)
+    assert bench.engine.counters["refused_fenced"] == 2
+    bench.tell(Announce(worker=0, epoch=welcome.epoch, first=0, until=1))
+    assert bench.engine.num_computing == 1, "the newer machine goes on undisturbed"
+    # Its own process may start again, and a process that nobody has numbered may take over, as ever.
+    assert only(bench.tell(Join(worker=0, instance="i-2:d", incarnation=2)), ev.SendWelcome)
+    assert only(bench.tell(Join(worker=0, instance="by hand")), ev.SendWelcome)
+    assert only(bench.tell(Join(worker=0, instance="i-1:e", incarnation=1)), ev.SendFence)
+
+
+def test_incarnations_survive_a_restart_of_the_server() -> None:
+    bench = Bench(Doll(1), workers=2)
+    bench.tell(Join(worker=1, instance="i-7:a", incarnation=7))
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(bench.engine.snapshot(0.0)), type=ev.EngineSnapshot)
+    again = Engine(settings(2), Doll(1), ps_epoch=2, now=0.0, snapshot=state)
+    assert only(again.handle(Join(worker=1, instance="i-6:b", incarnation=6), 0.0), ev.SendFence)
+    assert only(again.handle(Join(worker=0, instance="i-1:c", incarnation=1), 0.0), ev.SendWelcome)
+
+
+def test_a_checkpoint_of_before_incarnations_still_loads() -> None:
+    bench = Bench(Doll(1), workers=2)
+    bench.join(0)
+    raw = msgspec.to_builtins(bench.engine.snapshot(0.0))
+    del raw["incarnations"]
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(raw), type=ev.EngineSnapshot)
+    again = Engine(settings(2), Doll(1), ps_epoch=2, now=0.0, snapshot=state)
+    assert only(again.handle(Join(worker=0, instance="i-1:a", incarnation=1), 0.0), ev.SendWelcome)
+    assert again.snapshot(0.0).incarnations == (1, 0)
+
+
+def test_a_later_machine_that_a_restarted_server_has_forgotten_wins_over_an_older_one() -> None:
+    """The checkpoint is of before machine 2 joined; machine 1 joins the next server first and gets a higher epoch."""
+    bench = Bench(Doll(1), workers=1)
+    bench.tell(Join(worker=0, instance="i-1:a", incarnation=1))
+    snapshot = bench.engine.snapshot(0.0)
+    (held,) = only(bench.tell(Join(worker=0, instance="i-2:b", incarnation=2)), ev.SendWelcome)
+    again = Engine(settings(1), Doll(1), ps_epoch=2, now=0.0, snapshot=snapshot)
+    (older,) = only(again.handle(Join(worker=0, instance="i-1:c", incarnation=1), 0.0), ev.SendWelcome)
+    assert older.epoch > held.epoch
+    actions = again.handle(Join(worker=0, instance="i-2:b", epoch=held.epoch, incarnation=2), 0.0)
+    assert [fence.instance for fence in only(actions, ev.SendFence)] == ["i-1:c"]
+    (welcome,) = only(actions, ev.SendWelcome)
+    assert welcome.epoch > older.epoch
 
 
 def test_epochs_of_a_later_server_are_higher_whatever_the_earlier_one_handed_out() -> None:

@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 sys.path.insert(0, str(Path(__file__).parent))
+from doll.ps import events as ev
+from doll.ps.engine import Engine
 from doll.ps.policies import REGISTRY
+from doll.records import Join
 from world import POLICIES, World
 
 # Faults are rarer than work, so that runs get somewhere.
@@ -20,6 +24,8 @@ WORK = {"produce": 60, "read": 60, "send": 100, "receive": 100, "compute": 60, "
 FAULTS = (
     "kill_worker",
     "start_worker",
+    "launch",
+    "start_again",
     "kill_ps",
     "start_ps",
     "lose_blobs",
@@ -60,6 +66,10 @@ def play(world: World, steps: list[tuple[int, int]]) -> None:
                 world.kill_worker(worker)
             case "start_worker":
                 world.start_worker(worker)  # also beside a living one: a zombie
+            case "launch":
+                world.launch(worker)
+            case "start_again":  # the container of a machine, perhaps one that has been replaced
+                world.start_worker(worker, who % (world.launched[worker] + 1))
             case "kill_ps":
                 world.kill_ps()
             case "start_ps":
@@ -101,6 +111,27 @@ def test_every_batch_is_applied_exactly_once_whatever_happens(policy: str, seed:
             assert left == 0
         case "bsp":
             assert any(c == a for c, a in zip(complete, applied, strict=True)), (complete, applied)
+
+
+class Unnumbered(Engine):
+    """Does not look at the number of a machine."""
+
+    def _on_join(self, event: Join, now: float, actions: list[ev.Action]) -> None:
+        super()._on_join(structs.replace(event, incarnation=0), now, actions)
+
+
+def test_an_engine_that_gives_a_slot_back_to_an_older_machine_is_found_out() -> None:
+    def found(seed: int) -> bool:
+        world = World("doll")
+        world.engine_class = Unnumbered
+        world.start_ps()
+        try:
+            play(world, random_steps(seed, 4000))
+        except AssertionError as error:
+            return "an older machine gets its slot back" in str(error)
+        return False
+
+    assert any(found(seed) for seed in range(20))
 
 
 def test_every_policy_is_played() -> None:

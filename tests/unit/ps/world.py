@@ -40,6 +40,7 @@ class Process:
     worker: int
     instance: str
     reads_from: int  # position in its down channel
+    incarnation: int = 0  # of its machine; 0: nobody numbers them
     core: WorkerCore | None = None
     batcher: Batcher[int] | None = None
     position: int = 0
@@ -71,6 +72,8 @@ class World:
         self.engine: Engine | None = None
         self.processes: list[Process] = []
         self.instances = 0
+        self.launched = [0] * workers  # incarnation of the newest machine of each slot
+        self.heard = [0] * workers  # the highest incarnation that the engine has been told of
         self.acknowledged = list(self.origins)
         self.start_ps()
         for n in range(workers):
@@ -90,6 +93,7 @@ class World:
                 self.settings, policy, ps_epoch=self.ps_epoch, now=self.now, snapshot=self.stored
             )
         self.epochs.append((self.ps_epoch, self.engine.version))
+        self.heard = list(self.engine.snapshot(self.now).incarnations)
         self.saving.clear()
         for process in self.processes:
             process.outbox.clear()  # the new server reads `up` from its end
@@ -107,6 +111,8 @@ class World:
         engine = self.engine
         if engine is None:
             return  # nobody reads; the message is behind the next server's start position
+        if isinstance(event, Join):
+            self.heard[event.worker] = max(self.heard[event.worker], event.incarnation)
         queue = deque(engine.handle(event, self.now))
         engine.check_invariants()
         while queue:
@@ -114,7 +120,9 @@ class World:
 
     def _perform(self, engine: Engine, action: ev.Action) -> list[ev.Action]:
         match action:
-            case ev.SendWelcome(worker, instance, epoch, next_token):
+            case ev.SendWelcome(worker, instance, epoch, next_token, incarnation):
+                (process,) = [p for p in self.processes if p.instance == instance]
+                assert process.incarnation in (0, self.heard[worker]), "an older machine gets its slot back"
                 self.down[worker].append(
                     Welcome(
                         ps_epoch=self.ps_epoch,
@@ -124,6 +132,7 @@ class World:
                         origin=self.origins[worker],
                         next_token=next_token,
                         fingerprint="",
+                        incarnation=incarnation,
                     )
                 )
             case ev.SendFence(worker, instance):
@@ -173,11 +182,20 @@ class World:
 
     # --- workers -------------------------------------------------------------------------------------------------
 
-    def start_worker(self, worker: int) -> None:
+    def start_worker(self, worker: int, incarnation: int = 0) -> None:
         self.instances += 1
-        process = Process(worker, f"i{self.instances}", reads_from=len(self.down[worker]))
+        process = Process(worker, f"i{self.instances}", len(self.down[worker]), incarnation)
         self.processes.append(process)
-        process.outbox.append(Join(worker=worker, instance=process.instance))
+        self._ask_for_place(process)
+
+    def launch(self, worker: int) -> None:
+        """A new machine for the slot, as the provisioner makes one: beside the old one at first."""
+        self.launched[worker] += 1
+        self.start_worker(worker, self.launched[worker])
+
+    def _ask_for_place(self, process: Process) -> None:
+        join = Join(worker=process.worker, instance=process.instance, incarnation=process.incarnation)
+        process.outbox.append(join)
 
     def live(self, worker: int) -> list[Process]:
         return [p for p in self.processes if p.worker == worker and not p.dead]
@@ -199,7 +217,12 @@ class World:
         if process.core is None:
             match record:
                 case Welcome() if record.instance == process.instance:
-                    process.core = WorkerCore(record, max_pending=self.settings.max_pending_batches, now=self.now)
+                    process.core = WorkerCore(
+                        record,
+                        max_pending=self.settings.max_pending_batches,
+                        now=self.now,
+                        incarnation=process.incarnation,
+                    )
                     process.batcher = Batcher(
                         origin=record.origin,
                         records_per_batch=self.settings.records_per_batch,
@@ -207,7 +230,7 @@ class World:
                     )
                     process.position = process.batcher.next_offset
                 case Hello():
-                    process.outbox.append(Join(worker=process.worker, instance=process.instance))
+                    self._ask_for_place(process)
                 case Fence() if record.instance == process.instance:
                     process.dead = True
         else:
@@ -248,7 +271,7 @@ class World:
             if process.core is not None and not process.dead and not process.paused:
                 self._do(process, process.core.tick(self.now))
             elif process.core is None and not process.dead and not process.paused and not process.outbox:
-                process.outbox.append(Join(worker=process.worker, instance=process.instance))
+                self._ask_for_place(process)
         self.tell(ev.Tick())
 
     def leave(self, process: Process) -> None:
@@ -275,7 +298,7 @@ class World:
                 case Exit(code, _):
                     process.dead = True
                     if code:
-                        self.start_worker(process.worker)
+                        self.start_worker(process.worker, process.incarnation)
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -290,8 +313,8 @@ class World:
         for _ in range(600):
             before = len(self.updates)
             for worker in range(self.settings.num_workers):
-                if not self.live(worker):  # as a supervisor would
-                    self.start_worker(worker)
+                if not self.live(worker):  # as a supervisor would, or the provisioner
+                    self.start_worker(worker, self.launched[worker])
             for _ in range(12):
                 for process in list(self.processes):
                     self.send(process)
