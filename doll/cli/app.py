@@ -102,9 +102,12 @@ def drill(
     faults: Annotated[int, typer.Option("--faults", min=1, help="How many faults.")] = 50,
     seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same faults in the same order.")] = 0,
     runs_folder: Annotated[Path, typer.Option(help="Where the folder of this run is made.")] = Path("runs"),
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Two parameter servers: one stands by, and takes over from the other.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Run a whole job on this machine as doll up does, and kill, freeze, replace and preempt its processes meanwhile.
+    """Run a whole job on this machine as doll up does, and kill, freeze, cut off and preempt its processes meanwhile.
 
     The job's stop rule is set aside: it ends when all faults are recovered from. Then its ledger is audited, and a
     table says how long each kind of fault held the job up, and how many samples were lost or counted twice.
@@ -114,7 +117,7 @@ def drill(
     from doll.cli.drill import run_drill
 
     config = target(job, job_option, overrides).config
-    raise typer.Exit(run_drill(config, runs_folder, faults=faults, seed=seed, as_json=as_json))
+    raise typer.Exit(run_drill(config, runs_folder, faults=faults, seed=seed, standby=standby, as_json=as_json))
 
 
 @app.command(short_help="Go on with a run that has ended or was killed.")

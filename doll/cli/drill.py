@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from doll.cli.runfolder import RunFolder, write_json
-from doll.cli.up import run_up
+from doll.cli.up import PARAMETER_SERVERS, run_up
 from doll.drill.conductor import Conductor
+from doll.drill.wires import Wires
 from doll.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 class _Drill(Conductor):
     """Also keeps every fault in the run folder."""
 
-    def __init__(self, config: JobConfig, run: RunFolder, view: View, faults: int, seed: int) -> None:
-        super().__init__(config, faults=faults, seed=seed, say=view.say)
+    def __init__(self, config: JobConfig, run: RunFolder, view: View, **plan: Any) -> None:
+        super().__init__(config, say=view.say, **plan)
         self._run = run
 
     def facts(self) -> dict[str, Any]:
@@ -27,8 +28,13 @@ class _Drill(Conductor):
         return super().facts()
 
 
-def run_drill(config: JobConfig, runs_folder: Path, *, faults: int, seed: int, as_json: bool = False) -> int:
+def run_drill(
+    config: JobConfig, runs_folder: Path, *, faults: int, seed: int, standby: bool = False, as_json: bool = False
+) -> int:
     """Run the job until `faults` faults are recovered from; the exit code, as of `run_up`.
+
+    Args:
+        standby: with a second parameter server that stands by, and takes over when the first is silent.
 
     Raises:
         ConfigError: the job cannot be run this way.
@@ -39,9 +45,13 @@ def run_drill(config: JobConfig, runs_folder: Path, *, faults: int, seed: int, a
     if config.source is None:
         raise ConfigError("source: expected one in the job file: a drill needs a stream that lasts")
     endless = config.model_copy(update={"stop": StopConfig()})
-    return run_up(
-        endless,
-        runs_folder,
-        as_json=as_json,
-        companion=lambda run, view: _Drill(endless, run, view, faults, seed),
-    )
+    roles = [*PARAMETER_SERVERS, *(f"worker-{worker}" for worker in range(config.data.workers)), "producer"]
+    with Wires(roles) as wires:
+        return run_up(
+            endless,
+            runs_folder,
+            as_json=as_json,
+            companion=lambda run, view: _Drill(
+                endless, run, view, faults=faults, seed=seed, wires=wires, standby=standby
+            ),
+        )

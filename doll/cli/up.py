@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from doll.local.stack import Stack
     from doll.local.supervisor import Handle, Restart, RoleSpec, Supervisor
     from doll.records import AnyRecord
+    from doll.services import Services
 
 POLL_S = 0.1
 LOOK_AT_ENDS_EVERY_S = 1.0
@@ -45,12 +46,22 @@ IDLE_AFTER_SOURCE_S = 5.0
 PRODUCER_WAITS_S = 20.0
 PS_STOP_S = 30.0
 EVALUATOR_LAST_S = 60.0
+PARAMETER_SERVERS = ("ps", "ps-standby")
 INTERRUPTED = "stopped by you"
 SOURCE_ENDED = "the source has ended"
 
 
 class Companion(Protocol):
     """Goes along with a run, as a drill does."""
+
+    standby: bool  # whether a second parameter server waits for the end of the first
+
+    @property
+    def detours(self) -> Mapping[str, int]:
+        """What a broker of ours shall tell the clients of single roles; see `LocalKafka`."""
+
+    def services(self, role: str, stack: Stack) -> Services:
+        """Where a role finds Kafka and Redis."""
 
     def feed(self, record: AnyRecord) -> None:
         """A record of the topics `updates` and `metrics`."""
@@ -157,7 +168,8 @@ class _Up:
             say("loading torch in the background, looking for Kafka and Redis")
             # Started first: it loads torch while the broker comes up.
             forks = open_.enter_context(ForkServer(run.logs / "forkserver.log"))
-            stack = open_.enter_context(local_stack(config, run.path, say))
+            detours = self._companion.detours if self._companion is not None else None
+            stack = open_.enter_context(local_stack(config, run.path, say, detours=detours))
             topics.ensure(config, stack.services)
             kinds = {"kafka_kind": stack.kafka_kind, "redis_kind": stack.redis_kind, "notes": stack.notes}
             run.write_stack(stack.services, **kinds)
@@ -180,7 +192,7 @@ class _Up:
                     outcome.reason, outcome.error, outcome.exit_code = "failed", str(error), error.exit_code
                     outcome.seconds = outcome.seconds or time.monotonic() - started_s
                 self._part()
-                supervisor.stop(("producer", "ps", "worker-*", "evaluator"), grace_s=config.worker.drain_s)
+                supervisor.stop(("producer", "ps*", "worker-*", "evaluator"), grace_s=config.worker.drain_s)
             except KeyboardInterrupt:
                 say("stopped at once: nothing is saved beyond the last checkpoint")
                 outcome.reason, outcome.error, outcome.exit_code = INTERRUPTED, "interrupted twice", 1
@@ -207,7 +219,12 @@ class _Up:
         self._view.say(
             f"starting the parameter server and {config.data.workers} workers (the first waits for torch's import)"
         )
-        start("ps", "ps_role")
+        if self._companion is not None and self._companion.standby:
+            # Both wait for the other's silence: one that is started again must not take the job back.
+            for name in PARAMETER_SERVERS:
+                start(name, "ps_standby_role")
+        else:
+            start("ps", "ps_role")
         for worker in range(config.data.workers):
             start(f"worker-{worker}", "worker_role", worker)
         if config.evaluation.enabled:
@@ -221,7 +238,8 @@ class _Up:
     def _spec(self, stack: Stack, name: str, role: str, *more: int) -> RoleSpec:
         from doll.local.supervisor import RoleSpec
 
-        common = [str(self._run.job), stack.services.kafka, stack.services.redis, str(self._run.path)]
+        services = stack.services if self._companion is None else self._companion.services(name, stack)
+        common = [str(self._run.job), services.kafka, services.redis, str(self._run.path)]
         env = {} if self._config.health.base_port is not None else {PORT_ENV: str(self._health_port(name))}
         return RoleSpec(name, f"doll.cli.roles:{role}", self._run.logs / f"{name}.log", [*common, *more], env)
 
@@ -368,24 +386,27 @@ class _Up:
         handles = supervisor.handles()
         if (producer := handles.get("producer")) is not None:
             producer.terminate()
-        if (ps := handles.get("ps")) is not None:
+        if servers := [handles[name] for name in PARAMETER_SERVERS if name in handles]:
             self._view.say("saving the last checkpoint")
-            if not self._finish(ps, tail):
+            if not self._finish(servers, tail):
                 self._view.say(f"the parameter server does not end within {PS_STOP_S:g} s: killed")
-                ps.kill()
+                for ps in servers:
+                    ps.kill()
         if (evaluator := handles.get("evaluator")) is not None:
             self._view.say("evaluating the last version")
             self._await(evaluator, EVALUATOR_LAST_S if self._finished else POLL_S, tail)
 
-    def _finish(self, ps: Handle, tail: Tail) -> bool:
-        """Have the parameter server end the job; False when it does not in time."""
+    def _finish(self, servers: Sequence[Handle], tail: Tail) -> bool:
+        """Have the parameter server end the job; False when it, or its standby, does not end in time."""
         from doll.local.roles import Role
 
         for _ in range(round(PS_STOP_S)):
-            # SIGINT ends the job, SIGTERM would only end the process. Early in its life it does not listen yet.
-            if not self._finished and isinstance(ps, Role):
-                ps.send_signal(signal.SIGINT)
-            if self._await(ps, 1.0, tail):
+            # SIGINT ends the job, SIGTERM would only end the process. Early in its life it does not listen yet; a
+            # standby does not heed it.
+            for ps in servers:
+                if not self._finished and isinstance(ps, Role):
+                    ps.send_signal(signal.SIGINT)
+            if all(self._await(ps, 1.0, tail) for ps in servers):
                 return True
         return False
 

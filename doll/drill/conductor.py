@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,9 +19,11 @@ from doll.errors import DollError
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
+    from doll.drill.wires import Wires
     from doll.local.stack import Stack
     from doll.local.supervisor import Handle, RoleSpec, Supervisor
     from doll.records import AnyRecord
+    from doll.services import Services
 
 # Kafka's own start takes up to 15 s on a busy machine, a parameter server's 3 s; beyond this nothing will come.
 _PATIENCE_S: Final = 90.0
@@ -34,9 +36,11 @@ class DrillError(DollError):
 
 
 @dataclass(slots=True)
-class _Frozen:
+class _Held:
+    """A role that is frozen or cut off, and how to let go of it."""
+
     role: str
-    thaw: Callable[[], None]
+    release: Callable[[], None]
     at_s: float
 
 
@@ -63,6 +67,8 @@ class Conductor:
     Args:
         faults: how many.
         say: told each fault.
+        wires: what the roles' connections lead through.
+        standby: there are two parameter servers, one of them waiting: faults are for the one that leads.
         clock: wall clock in seconds, as in `Update.time_s`.
     """
 
@@ -73,8 +79,14 @@ class Conductor:
         faults: int,
         seed: int,
         say: Callable[[str], None],
+        wires: Wires,
+        standby: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        self.standby = standby
+        self._wires = wires
+        self._leader_pid = 0
+        self._leader_epoch = 0
         self._config = config
         self._number = faults
         self._seed = seed
@@ -85,15 +97,28 @@ class Conductor:
         self._recoveries = Recoveries()
         self._ready_s: float | None = None  # since when nothing is open
         self._learning = False
-        self._frozen: list[_Frozen] = []
+        self._held: list[_Held] = []
         self._ending: list[_Ending] = []
 
     def feed(self, record: AnyRecord) -> None:
         """A record of the `updates` or `metrics` topic."""
-        from doll.records import Update
+        from doll.records import Metric, Update
 
         self._learning = self._learning or isinstance(record, Update)
+        if isinstance(record, Metric) and record.source == "ps":
+            epoch = int(record.values.get("ps_epoch", 0))
+            if epoch >= self._leader_epoch:
+                self._leader_epoch, self._leader_pid = epoch, int(record.values.get("pid", 0))
         self._recoveries.feed(record)
+
+    @property
+    def detours(self) -> Mapping[str, int]:
+        """As of `Wires`."""
+        return self._wires.detours
+
+    def services(self, role: str, stack: Stack) -> Services:
+        """As of `Wires`."""
+        return self._wires.services(role, stack)
 
     def turn(self, supervisor: Supervisor, stack: Stack) -> str | None:
         """Do what is due; why the job ends now, or None.
@@ -106,9 +131,13 @@ class Conductor:
             if not self._learning:
                 return None
             self._plan = make_plan(
-                self._number, self._seed, workers=self._config.data.workers, targets=self._targets(stack)
+                self._number,
+                self._seed,
+                workers=self._config.data.workers,
+                targets=self._targets(stack),
+                standby=self.standby,
             )
-        self._thaw(now)
+        self._let_go(now)
         self._see_ends(supervisor, now)
         if late := [one for one in self._recoveries.open if now - one.time_s > _PATIENCE_S]:
             raise DrillError(
@@ -125,15 +154,15 @@ class Conductor:
                 self._next += 1
             return None
         calm = self._ready_s is not None and now - self._ready_s > _CALM_S
-        return f"drill: {self._number} faults" if calm and not self._frozen and not self._ending else None
+        return f"drill: {self._number} faults" if calm and not self._held and not self._ending else None
 
     def close(self) -> None:
-        """Leave nothing frozen and no zombie; it may be repeated."""
-        for frozen in self._frozen:
-            frozen.thaw()
+        """Leave nothing frozen or cut off, and no zombie; it may be repeated."""
+        for held in self._held:
+            held.release()
         for ending in self._ending:
             ending.handle.kill()
-        self._frozen, self._ending = [], []
+        self._held, self._ending = [], []
 
     def facts(self) -> dict[str, Any]:
         """What `report.json` says of the drill."""
@@ -145,6 +174,7 @@ class Conductor:
             {
                 "number": one.fault.number, "kind": one.fault.kind.name, "role": one.fault.role, "time_s": one.time_s,
                 "hold_s": round(one.fault.hold_s, 3), "hurried": one.fault.hurried, "recovery_s": one.recovery_s,
+                **({"cut": one.fault.cut} if one.fault.kind.cut_from is not None else {}),
             }
             for one in self._recoveries.injected
         ]  # fmt: skip
@@ -174,18 +204,19 @@ class Conductor:
     # --- breaking things
 
     def _inject(self, fault: Fault, supervisor: Supervisor, stack: Stack, now: float) -> bool:
-        """Whether it was possible; otherwise its target is down or frozen, and it is tried again."""
-        role = fault.role
-        if any(frozen.role == role for frozen in self._frozen) or any(
+        """Whether it was possible; otherwise its target is down, frozen or cut off, and it is tried again."""
+        kind = fault.kind
+        role = self._role(fault, supervisor)
+        if any(held.role == role for held in self._held) or any(
             ending.role == role and not ending.zombie for ending in self._ending
         ):
             return False
-        if fault.kind.target in ("redis", "kafka"):
-            server = stack.redis if fault.kind.target == "redis" else stack.kafka
+        if kind.target in ("redis", "kafka"):
+            server = stack.redis if kind.target == "redis" else stack.kafka
             if server is None or server.pid is None:
                 return False
-            self._told(fault, now)
-            if fault.kind.action == "kill":
+            self._told(fault, role, now)
+            if kind.action == "kill":
                 server.kill()  # whoever runs the job starts it again
             else:
                 pid = server.pid
@@ -194,9 +225,9 @@ class Conductor:
         handle = supervisor.handles().get(role)
         if handle is None:
             return False
-        self._told(fault, now)
+        self._told(fault, role, now)
         supervisor.forgive(role)
-        match fault.kind.action:
+        match kind.action:
             case "kill":
                 handle.kill()
             case "freeze":
@@ -210,12 +241,27 @@ class Conductor:
                 handle.terminate()
                 spec, leaving = supervisor.release(role)
                 self._ending.append(_Ending(spec, leaving, now + _ZOMBIE_S, zombie=False))
+            case _:
+                assert kind.cut_from is not None
+                wire = self._wires.wire(role, kind.cut_from)
+                wire.break_off(fault.cut)
+                self._held.append(_Held(role, wire.mend, now + fault.hold_s))
         return True
 
-    def _told(self, fault: Fault, now: float) -> None:
+    def _role(self, fault: Fault, supervisor: Supervisor) -> str:
+        """Name of the process; of two parameter servers the one that leads."""
+        if fault.kind.target != "ps" or not self.standby:
+            return fault.role
+        leading = (name for name, handle in supervisor.handles().items() if handle.pid == self._leader_pid)
+        return next(leading, "the leader, which is dead")
+
+    def _told(self, fault: Fault, role: str, now: float) -> None:
         self._recoveries.inject(fault, now)
         self._ready_s = None
-        self._say(f"fault {fault.number} of {len(self._plan)}: {fault.kind.action} {fault.role}")
+        what = f"{fault.kind.action} {role}"
+        if fault.kind.cut_from is not None:
+            what = f"cut {role} from {fault.kind.cut_from} ({fault.cut}, {fault.hold_s:.1f} s)"
+        self._say(f"fault {fault.number} of {len(self._plan)}: {what}")
 
     def _freeze(self, role: str, hold_s: float, now: float, send: Callable[[int], None]) -> None:
         send(signal.SIGSTOP)
@@ -226,12 +272,12 @@ class Conductor:
             except ProcessLookupError:
                 return  # it was killed while it was frozen
 
-        self._frozen.append(_Frozen(role, thaw, now + hold_s))
+        self._held.append(_Held(role, thaw, now + hold_s))
 
-    def _thaw(self, now: float) -> None:
-        for frozen in [frozen for frozen in self._frozen if now >= frozen.at_s]:
-            self._frozen.remove(frozen)
-            frozen.thaw()
+    def _let_go(self, now: float) -> None:
+        for held in [held for held in self._held if now >= held.at_s]:
+            self._held.remove(held)
+            held.release()
 
     def _see_ends(self, supervisor: Supervisor, now: float) -> None:
         for ending in list(self._ending):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 Target = Literal["worker", "ps", "producer", "evaluator", "redis", "kafka"]
-Action = Literal["kill", "freeze", "zombie", "preempt"]
+Action = Literal["kill", "freeze", "zombie", "preempt", "cut_kafka", "cut_redis"]
+Cut = Literal["silent", "reset"]
 
 # A fault in so many (of 10) does not wait until the one before it is recovered from: faults meet in the real world too.
 _HURRIED: Final = 0.2
@@ -21,9 +22,10 @@ class Kind:
 
     Attributes:
         action: kill is SIGKILL; freeze is SIGSTOP and later SIGCONT; zombie is a freeze during which a successor
-            starts; preempt is SIGTERM, and a successor when the process has gone.
+            starts; preempt is SIGTERM, and a successor when the process has gone; cut_kafka and cut_redis break this
+            process's connections to that service, and no others.
         weight: how often it is drawn, relative to the others.
-        hold_s: the shortest and the longest freeze.
+        hold_s: the shortest and the longest freeze or cut.
     """
 
     target: Target
@@ -34,6 +36,17 @@ class Kind:
     @property
     def name(self) -> str:
         return f"{self.target}_{self.action}"
+
+    @property
+    def cut_from(self) -> Literal["kafka", "redis"] | None:
+        """The service that it cuts its target off from."""
+        match self.action:
+            case "cut_kafka":
+                return "kafka"
+            case "cut_redis":
+                return "redis"
+            case _:
+                return None
 
 
 KINDS: Final = (
@@ -49,6 +62,11 @@ KINDS: Final = (
     Kind("redis", "freeze", 3, (0.5, 3.0)),
     Kind("kafka", "kill", 4),
     Kind("kafka", "freeze", 3, (0.5, 4.0)),
+    Kind("worker", "cut_kafka", 6, (1.0, 8.0)),
+    Kind("worker", "cut_redis", 5, (1.0, 6.0)),
+    Kind("ps", "cut_kafka", 4, (0.5, 4.0)),
+    Kind("ps", "cut_redis", 4, (0.5, 4.0)),
+    Kind("producer", "cut_kafka", 2, (0.5, 3.0)),
     Kind("producer", "kill", 2),
     Kind("evaluator", "kill", 2),
 )
@@ -62,7 +80,8 @@ class Fault:
         number: 1 for the first.
         worker: which worker, where the kind is about one.
         gap_s: at the earliest so long after the fault before it, or after the recovery from that one.
-        hold_s: how long it is frozen.
+        hold_s: how long it is frozen or cut off.
+        cut: what a cut does to connections; see `doll.drill.relay`.
         hurried: it does not wait for the recovery from the fault before it.
     """
 
@@ -72,6 +91,7 @@ class Fault:
     gap_s: float
     hold_s: float
     hurried: bool
+    cut: Cut = "silent"
 
     @property
     def role(self) -> str:
@@ -79,13 +99,25 @@ class Fault:
         return f"worker-{self.worker}" if self.kind.target == "worker" else self.kind.target
 
 
-def make_plan(faults: int, seed: int, *, workers: int, targets: Collection[Target]) -> tuple[Fault, ...]:
+def make_plan(
+    faults: int, seed: int, *, workers: int, targets: Collection[Target], standby: bool = False
+) -> tuple[Fault, ...]:
     """`faults` faults on `targets`. Every possible kind comes once before the weights decide, as far as they reach.
+
+    Args:
+        targets: what may be broken; connections only to services among them.
+        standby: the job has a standby for its parameter server, which is the only one to succeed it.
 
     Raises:
         ValueError: fewer than one fault, or nothing to break.
     """
-    kinds = [kind for kind in KINDS if kind.target in targets]
+    kinds = [
+        kind
+        for kind in KINDS
+        if kind.target in targets
+        and (kind.cut_from is None or kind.cut_from in targets)
+        and not (standby and kind.name == "ps_zombie")
+    ]
     if faults < 1 or not kinds:
         raise ValueError(f"expected at least one fault and one target, got {faults} and {sorted(targets)}")
     rng = random.Random(seed)
@@ -101,6 +133,7 @@ def make_plan(faults: int, seed: int, *, workers: int, targets: Collection[Targe
             gap_s=rng.uniform(*_GAP_S),
             hold_s=rng.uniform(*kind.hold_s),
             hurried=rng.random() < _HURRIED,
+            cut=rng.choice(("silent", "reset")),
         )
         for number, kind in enumerate(drawn, 1)
     )

@@ -19,13 +19,23 @@ class Injected:
     Attributes:
         time_s: wall clock, as in `Update.time_s`.
         above_epoch: the update that ends it is of a later parameter server than this one; -1: of any.
+        ps_epoch: the newest parameter server's when it happened.
+        mended_s: until then a server that is cut off may still apply what it has, and tell nobody.
         recovery_s: from the fault to the first update that came after it; None while there is none.
     """
 
     fault: Fault
     time_s: float
     above_epoch: int
+    ps_epoch: int
+    mended_s: float
     recovery_s: float | None = None
+
+    def is_ended_by(self, update: Update) -> bool:
+        """Whether this update shows that the job goes on."""
+        if update.ps_epoch > self.ps_epoch:
+            return update.time_s > self.time_s
+        return update.ps_epoch > self.above_epoch and update.time_s > max(self.time_s, self.mended_s)
 
 
 class Recoveries:
@@ -39,8 +49,10 @@ class Recoveries:
     def inject(self, fault: Fault, time_s: float) -> None:
         """A fault happens now."""
         # A message may be on its way when its sender dies: only the successor's updates show that there is one.
-        replaced = fault.kind.target == "ps" and fault.kind.action != "freeze"
-        self.injected.append(Injected(fault, time_s, self._ps_epoch if replaced else -1))
+        of_ps = fault.kind.target == "ps"
+        above = self._ps_epoch if of_ps and fault.kind.action in ("kill", "zombie", "preempt") else -1
+        mended_s = time_s + fault.hold_s if of_ps and fault.kind.cut_from is not None else time_s
+        self.injected.append(Injected(fault, time_s, above, self._ps_epoch, mended_s))
         self._open.append(self.injected[-1])
 
     def feed(self, record: AnyRecord) -> None:
@@ -51,7 +63,7 @@ class Recoveries:
             case Update():
                 self._ps_epoch = max(self._ps_epoch, record.ps_epoch)
                 for one in self._open:
-                    if record.time_s > one.time_s and record.ps_epoch > one.above_epoch:
+                    if one.is_ended_by(record):
                         one.recovery_s = record.time_s - one.time_s
                 self._open = [one for one in self._open if one.recovery_s is None]
             case _:
@@ -91,7 +103,7 @@ def table(report: Mapping[str, Any]) -> list[str]:
     for name, count in report["faults"].items():
         rows.append((name, str(count), *_cells(report["recovery_s_by_kind"][name])))
     rows.append(("all", str(sum(report["faults"].values())), *_cells(report["recovery_s"])))
-    lines = [f"  {name:<16}{times:>6}{p50:>9}{most:>9}" for name, times, p50, most in rows]
+    lines = [f"  {name:<20}{times:>6}{p50:>9}{most:>9}" for name, times, p50, most in rows]
     audit = report["audit"]
     per_record = report["batch_size"] // report["records_per_batch"]
     lost, twice = (

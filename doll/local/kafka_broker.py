@@ -6,7 +6,7 @@ import base64
 import subprocess
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 READY_TOPIC: Final = "doll-ready"  # holds the record that shows that a broker works
 _START_S: Final = 90.0  # 3 s here; a loaded machine, or a log to recover, takes far longer
 _BIND_TRIES: Final = 5
-# Beside the plain listener, which our own probe and the broker itself use.
 _SECURE: Final = """\
-listeners=PLAINTEXT://{host}:{port},CONTROLLER://{host}:{controller_port},SASL_SSL://{host}:{secure_port}
-advertised.listeners=PLAINTEXT://{host}:{port},SASL_SSL://{host}:{secure_port}
-listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT,SASL_SSL:SASL_SSL
 sasl.enabled.mechanisms=SCRAM-SHA-512
 listener.name.sasl_ssl.scram-sha-512.sasl.jaas.config=\
   org.apache.kafka.common.security.scram.ScramLoginModule required;
@@ -38,11 +34,11 @@ _PROPERTIES: Final = """\
 process.roles=broker,controller
 node.id=1
 controller.quorum.voters=1@{host}:{controller_port}
-listeners=PLAINTEXT://{host}:{port},CONTROLLER://{host}:{controller_port}
-advertised.listeners=PLAINTEXT://{host}:{port}
+listeners={listeners}
+advertised.listeners={advertised}
 inter.broker.listener.name=PLAINTEXT
 controller.listener.names=CONTROLLER
-listener.security.protocol.map=PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT
+listener.security.protocol.map={protocols}
 log.dirs={folder}/data
 auto.create.topics.enable=false
 delete.topic.enable=true
@@ -74,19 +70,28 @@ class LocalKafka:
     Args:
         identity: a PEM file with a private key (PKCS 8) and its certificates: then there is also a listener with TLS
             and SCRAM-SHA-512, at `secure_address`. Its users are made by an admin client at `address`.
+        detours: more plain listeners by name (letters, digits, `-`), each with the loopback port that it tells its
+            clients to use: whoever listens there passes on to `detour_port`.
 
     Attributes:
         log_path: what the node writes to its log.
     """
 
     def __init__(
-        self, folder: Path, *, say: Callable[[str], None] = lambda text: None, identity: Path | None = None
+        self,
+        folder: Path,
+        *,
+        say: Callable[[str], None] = lambda text: None,
+        identity: Path | None = None,
+        detours: Mapping[str, int] | None = None,
     ) -> None:
         self._folder = folder.resolve()
         self._say = say
         self._identity = identity
+        self._detours = dict(detours or {})
         self._port = 0
         self._secure_port = 0
+        self._detour_ports: dict[str, int] = {}
         self._cluster_id = ""
         self._process: subprocess.Popen[bytes] | None = None
         self.log_path = self._folder / "kafka.log"
@@ -100,6 +105,10 @@ class LocalKafka:
     def secure_address(self) -> str:
         """As `address`, of the listener with TLS and SASL; empty where there is none."""
         return f"{processes.LOOPBACK}:{self._secure_port}" if self._secure_port else ""
+
+    def detour_port(self, name: str) -> int:
+        """Where the listener `name` of `detours` listens; known from the first start on."""
+        return self._detour_ports[name]
 
     @property
     def pid(self) -> int | None:
@@ -130,17 +139,26 @@ class LocalKafka:
         """Choose ports and write the settings."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self.log_path.unlink(missing_ok=True)
-        self._port, controller_port = processes.free_port(), processes.free_port()
-        text = _PROPERTIES.format(
-            host=processes.LOOPBACK, port=self._port, controller_port=controller_port, folder=self._folder
-        )
+        self._port, self._secure_port = processes.free_port(), processes.free_port() if self._identity else 0
+        self._detour_ports = {name: processes.free_port() for name in self._detours}
+        controller_port = processes.free_port()
+        listeners = {"PLAINTEXT": self._port, "CONTROLLER": controller_port}  # our probe and the broker use the first
         if self._identity is not None:
-            self._secure_port = processes.free_port()
-            # A property that comes twice has its last value.
-            text += _SECURE.format(
-                host=processes.LOOPBACK, port=self._port, controller_port=controller_port,
-                secure_port=self._secure_port, identity=self._identity.resolve(),
-            )  # fmt: skip
+            listeners["SASL_SSL"] = self._secure_port
+        advertised = {name: port for name, port in listeners.items() if name != "CONTROLLER"}
+        named = {name: name.upper().replace("-", "_") for name in self._detours}
+        listeners |= {named[name]: port for name, port in self._detour_ports.items()}
+        advertised |= {named[name]: port for name, port in self._detours.items()}
+        protocols = {name: "SASL_SSL" if name == "SASL_SSL" else "PLAINTEXT" for name in listeners}
+        text = _PROPERTIES.format(
+            host=processes.LOOPBACK, controller_port=controller_port, folder=self._folder,
+            listeners=_endpoints(listeners), advertised=_endpoints(advertised),
+            protocols=",".join(f"{name}:{protocol}" for name, protocol in protocols.items()),
+        )  # fmt: skip
+        # One client each: Kafka's three threads per listener would be many.
+        text += "".join(f"listener.name.{name.lower()}.num.network.threads=1\n" for name in named.values())
+        if self._identity is not None:
+            text += _SECURE.format(identity=self._identity.resolve())
         self._properties.write_text(text, encoding="utf-8")
 
     def _format(self, jars: Path) -> None:
@@ -203,6 +221,10 @@ class LocalKafka:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+
+def _endpoints(listeners: Mapping[str, int]) -> str:
+    return ",".join(f"{name}://{processes.LOOPBACK}:{port}" for name, port in listeners.items())
 
 
 class _Probe:

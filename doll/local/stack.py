@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
@@ -49,7 +49,9 @@ class Stack:
 
 
 @contextlib.contextmanager
-def local_stack(config: JobConfig, run_folder: Path, say: Callable[[str], None]) -> Iterator[Stack]:
+def local_stack(
+    config: JobConfig, run_folder: Path, say: Callable[[str], None], *, detours: Mapping[str, int] | None = None
+) -> Iterator[Stack]:
     """Services for the job that answer; what is started here is ended at the exit of the context, however that comes.
 
     Kafka is, in this order: the address in the job file; a local broker on the data that an earlier one has left in
@@ -60,6 +62,7 @@ def local_stack(config: JobConfig, run_folder: Path, say: Callable[[str], None])
     Args:
         run_folder: data and logs of what is started go to `services/` in it.
         say: told each step, for a person.
+        detours: of a broker of ours, as in `LocalKafka`.
 
     Raises:
         ConfigError: an address is malformed, or security is asked for without an address.
@@ -70,7 +73,7 @@ def local_stack(config: JobConfig, run_folder: Path, say: Callable[[str], None])
             f"kafka.security is {config.kafka.security}: set kafka.address or {connections.KAFKA_ENV} too"
         )
     with contextlib.ExitStack() as started:
-        chooser = _Chooser(config, run_folder / "services", say, started)
+        chooser = _Chooser(config, run_folder / "services", say, started, detours)
         redis_url, redis_kind, redis = chooser.redis()
         address, kafka_kind, kafka = chooser.kafka()
         services = Services(address, redis_url)
@@ -87,12 +90,18 @@ class _Chooser:
     """Takes the best that can be had; what it starts is ended with `started`."""
 
     def __init__(
-        self, config: JobConfig, folder: Path, say: Callable[[str], None], started: contextlib.ExitStack
+        self,
+        config: JobConfig,
+        folder: Path,
+        say: Callable[[str], None],
+        started: contextlib.ExitStack,
+        detours: Mapping[str, int] | None,
     ) -> None:
         self._config = config
         self._folder = folder
         self._say = say
         self._started = started
+        self._detours = detours
         self._compose_file = _once(lambda: compose.find(config.base_folder))
         self.notes: list[str] = []
 
@@ -156,7 +165,7 @@ class _Chooser:
 
     def _local_broker(self, why_not: Sequence[str]) -> LocalKafka:
         self._say("Kafka: starting a broker on this machine (about 6 s)")
-        broker = self._started.enter_context(LocalKafka(self._folder / "kafka", say=self._say))
+        broker = self._started.enter_context(LocalKafka(self._folder / "kafka", say=self._say, detours=self._detours))
         self._note(f"Kafka: {broker.address}, a real broker started on this machine", why_not)
         return broker
 

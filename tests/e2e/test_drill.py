@@ -30,7 +30,7 @@ PS_RECOVERY_BAR_S = 40.0  # 10 s on a machine of one's own: `doll drill` measure
 def test_a_short_drill_loses_nothing(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     done = subprocess.run(
-        [sys.executable, "-m", "doll", "drill", "job.yaml", "--faults", "12", "--seed", "7", "--json"],
+        [sys.executable, "-m", "doll", "drill", "job.yaml", "--faults", "15", "--seed", "7", "--json"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -41,9 +41,11 @@ def test_a_short_drill_loses_nothing(tmp_path: Path) -> None:
     report: dict[str, Any] = json.loads(done.stdout)
     (run,) = (tmp_path / "runs").iterdir()
     assert report == json.loads((run / "report.json").read_text())
-    assert report["reason"] == "drill: 12 faults"
-    assert sum(report["faults"].values()) == report["recoveries"] == 12
-    assert {"worker_kill", "ps_kill", "ps_zombie", "worker_zombie", "redis_kill", "kafka_kill"} <= set(report["faults"])
+    assert report["reason"] == "drill: 15 faults"
+    assert sum(report["faults"].values()) == report["recoveries"] == 15
+    broken = {"worker_kill", "ps_kill", "ps_zombie", "worker_zombie", "redis_kill", "kafka_kill"}
+    cut = {"worker_cut_kafka", "worker_cut_redis", "ps_cut_kafka", "ps_cut_redis"}
+    assert broken | cut <= set(report["faults"])
     audit = report["audit"]
     assert (audit["ok"], audit["missing"], audit["duplicate"], audit["complaints"]) == (True, 0, 0, [])
     assert audit["applied"] == report["samples"] > 0
@@ -53,7 +55,7 @@ def test_a_short_drill_loses_nothing(tmp_path: Path) -> None:
     # Two servers were killed or replaced, so versions were voided or resumed: the drill was not idle.
     assert report["ps_resumes"] >= 2
     log = json.loads((run / "faults.json").read_text())
-    assert [one["number"] for one in log] == list(range(1, 13))
+    assert [one["number"] for one in log] == list(range(1, 16))
     assert all(one["recovery_s"] > 0 for one in log)
 
 

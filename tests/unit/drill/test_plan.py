@@ -41,7 +41,15 @@ def test_weights_decide_in_the_long_run() -> None:
 def test_only_the_targets_that_are_named_are_broken() -> None:
     plan = make_plan(500, 3, workers=2, targets={"worker", "redis"})
     assert {fault.kind.target for fault in plan} == {"worker", "redis"}
+    # Connections to a Kafka that is not ours are left alone too.
+    assert {fault.kind.cut_from for fault in plan} == {None, "redis"}
+    assert {fault.cut for fault in plan if fault.kind.cut_from} == {"silent", "reset"}
     with pytest.raises(ValueError, match="at least one fault"):
         make_plan(0, 3, workers=2, targets=ALL)
     with pytest.raises(ValueError, match="one target"):
         make_plan(1, 3, workers=2, targets=set())
+
+
+def test_where_there_is_a_standby_nothing_else_succeeds_a_frozen_server() -> None:
+    kinds = {fault.kind.name for fault in make_plan(500, 3, workers=2, targets=ALL, standby=True)}
+    assert kinds == {kind.name for kind in KINDS} - {"ps_zombie"}

@@ -59,6 +59,19 @@ def test_a_frozen_server_goes_on_itself() -> None:
     assert report["ps_recovery_s"] == {"p50": None, "max": None}  # nobody died
 
 
+def test_a_server_that_is_cut_off_goes_on_when_it_is_mended_or_its_successor_at_once() -> None:
+    cut = fault("ps_cut_kafka")  # for half a second
+    recoveries = Recoveries()
+    recoveries.feed(epoch(4))
+    recoveries.inject(cut, 10.0)
+    recoveries.feed(update(10.2, ps_epoch=4))  # it had all gradients; nobody could hear of it
+    assert len(recoveries.open) == 1
+    recoveries.feed(update(10.7, ps_epoch=4))
+    recoveries.inject(cut, 20.0)
+    recoveries.feed(update(20.3, ps_epoch=5))
+    assert recoveries.report()["recovery_s"] == {"p50": 0.5, "max": 0.7}
+
+
 def test_the_report_counts_what_was_not_recovered_from() -> None:
     recoveries = Recoveries()
     for number, kind in enumerate(("worker_kill", "redis_kill", "worker_kill"), 1):
