@@ -6,7 +6,7 @@ Sample records are the user's own bytes and are *not* described here (see `doll.
 
 Topics (design, section 4): `up` carries Join, Announce, Push, Nack, Alive, Leave, Evaluated; `down` partition n
 carries Welcome, Grant, Durable, Hello, Fence and Stop for worker n; `updates` carries Epoch, Update and Finished;
-`dead` carries DeadLetter; `metrics` carries Metric.
+`dead` carries DeadLetter; `metrics` carries Metric and Decision.
 """
 
 from __future__ import annotations
@@ -250,11 +250,39 @@ class Metric(Record, frozen=True):
     time_s: float
 
 
+class Decision(Record, frozen=True):
+    """What the provisioner decided in one turn: for people and dashboards, and for a successor that lost its file.
+
+    It goes to `metrics`, whose older readers count and skip what they do not know; the audit takes what it does not
+    know on `updates` for damage.
+    """
+
+    turn: int
+    time_s: float
+    started_s: float  # when the job's clock began
+    phase: str  # "run", "done", "drain", "budget" (spent) or "stopped"
+    binding: str  # what decides, see `doll.provisioner.planner.Plan.binding`, or "budget"
+    feasible: bool  # the deadline can still be met
+    markets: tuple[str, ...] = ()  # wanted, per slot: "spot", "on_demand" or "" for no machine
+    reasons: tuple[str, ...] = ()  # each once
+    reason_of: tuple[int, ...] = ()  # per slot, index in `reasons`
+    epochs: tuple[int, ...] = ()  # highest epoch used, per slot
+    actions: tuple[str, ...] = ()  # what was done, in words
+    alarms: tuple[str, ...] = ()  # what a person must mend
+    instances: int = 0  # alive
+    num_spot: int = 0  # of those on spot
+    updates_done: float = 0.0
+    spent_usd: float = 0.0
+    expected_cost_usd: float = 0.0
+    expected_finish_s: float = 0.0  # on the job's clock
+    dry_run: bool = False
+
+
 AnyRecord = (
     Join | Announce | Push | Nack | Alive | Leave | Evaluated
     | Welcome | Grant | Durable | Hello | Fence | Stop
     | Epoch | Update | Finished
-    | DeadLetter | Metric
+    | DeadLetter | Metric | Decision
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
