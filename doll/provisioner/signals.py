@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -126,6 +127,24 @@ class Availability:
         down = (self._down_s + self._prior_down_s) / (self._ends_of_down + 0.5)
         return up + down
 
+    def to_dict(self) -> dict[str, Any]:
+        """What was seen, as plain values for JSON; `restore` takes it back. Spells under way are not in it."""
+        # A cluster that may still grow is kept as one that cannot: its successor begins after a restart.
+        clusters = [*self._clusters, *self._open.values()]
+        return {
+            "tallies": [self._ends_of_up, self._ends_of_down, self._up_s, self._down_s],
+            "clusters": [[begin_s, size] for begin_s, size in clusters],
+        }
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on from what `to_dict` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not that.
+        """
+        self._ends_of_up, self._ends_of_down, self._up_s, self._down_s = (float(one) for one in kept["tallies"])
+        self._clusters.extend((float(begin_s), int(size)) for begin_s, size in kept["clusters"])
+
     def _fade(self, span_s: float) -> None:
         keep = 0.5 ** (span_s / self._half_life_s)
         self._ends_of_up *= keep
@@ -165,3 +184,18 @@ class Rates:
         """λ̂, samples per second of each stream while its worker is up, shape (N,)."""
         rates: Floats = (self._samples + self._prior * self._prior_s) / (self._up_s + self._prior_s)
         return rates
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """What was seen, as plain values for JSON; `restore` takes it back."""
+        return {"samples": self._samples.tolist(), "up_s": self._up_s.tolist()}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on from what `to_dict` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not that, or of another number of streams.
+        """
+        samples, up_s = np.asarray(kept["samples"], np.float64), np.asarray(kept["up_s"], np.float64)
+        if samples.shape != self._prior.shape or up_s.shape != self._prior.shape:
+            raise ValueError(f"expected {len(self._prior)} streams, got {samples.size} and {up_s.size}")
+        self._samples, self._up_s = samples, up_s

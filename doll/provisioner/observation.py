@@ -1,0 +1,265 @@
+"""What the provisioner knows of a job, folded from its records: progress, rates, who holds which slot. Pure.
+
+Records come from the topics `updates`, `up`, `down` and `metrics`, in any order between the topics. Times are Unix
+seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.provisioner.signals import Availability, Rates
+from doll.provisioner.state import Alpha, Bools
+from doll.records import (
+    Alive,
+    Announce,
+    AnyRecord,
+    Decision,
+    Epoch,
+    Evaluated,
+    Finished,
+    Join,
+    Leave,
+    Push,
+    Update,
+    Welcome,
+)
+from doll.theory.checks import Floats
+
+
+@dataclass
+class _Slot:
+    """The process that the parameter server has welcomed last for one slot."""
+
+    process: str = ""  # its random id
+    worker_epoch: int = 0  # the parameter server's number for it
+    incarnation: int = 0  # the fleet's number for its instance
+    highest: int = 0  # of all incarnations that have asked for the slot
+    since_s: float = 0.0
+    heard_s: float = 0.0
+    left: bool = False
+    read_to: int = -1  # offset in its partition
+    read_at_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who holds a slot.
+
+    Attributes:
+        incarnation: epoch of the fleet's instance (`Order.epoch`); 0: a worker that no fleet has started.
+        since_s: when it was welcomed.
+        heard_s: its last sign of life.
+        works: it has not left, and has been heard while others were.
+    """
+
+    incarnation: int
+    since_s: float
+    heard_s: float
+    works: bool
+
+
+class Observed:
+    """Feed it records and the ends of the partitions; ask it what the planner needs.
+
+    Args:
+        prior_rates_per_s: λ_n as the job file says, samples per second, shape (N,).
+        samples_per_record: m of packed records.
+        prior_alpha, prior_cycle_s: what is believed of spot before anything is seen.
+        silent_s: a worker that is not heard for this long, while others are, does not work.
+    """
+
+    def __init__(
+        self,
+        prior_rates_per_s: npt.ArrayLike,
+        *,
+        samples_per_record: int = 1,
+        prior_alpha: float = 0.9,
+        prior_cycle_s: float = 36_000.0,
+        silent_s: float = 30.0,
+    ) -> None:
+        self._arrived = Rates(prior_rates_per_s)
+        self._read = Rates(prior_rates_per_s)
+        self._slots = [_Slot() for _ in self._arrived.per_s()]
+        self._samples_per_record = samples_per_record
+        self._silent_s = silent_s
+        self.spot = Availability(prior_alpha=min(max(prior_alpha, 0.01), 0.99), prior_cycle_s=prior_cycle_s)
+        self._ends: tuple[float, list[int]] | None = None
+        self.heard_s = -math.inf
+        """The last sign of life of anybody."""
+        self.version = 0
+        self.ps_epoch = 0
+        self.finished: str | None = None
+        """Why the job has ended; None while it has not."""
+        self.loss = math.nan
+        self.evaluations: list[tuple[int, float, float | None]] = []
+        """(version, loss, accuracy) of each held-out evaluation that counts."""
+        self._service = (0, 0.0)
+        self.decided: Decision | None = None
+        """The newest decision that a provisioner has told of, ours included."""
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    @property
+    def updates_done(self) -> float:
+        """J_t: updates that are applied and have not been taken back."""
+        return float(self.version)
+
+    # --- records ----------------------------------------------------------------------------------------------------
+
+    def feed(self, record: AnyRecord, at_s: float) -> None:
+        """One record, written at about `at_s`. What it does not know, and slots that are none, it passes over."""
+        self.heard_s = max(self.heard_s, at_s)
+        match record:
+            case Join() if self._has(record.worker):
+                slot = self._slots[record.worker]
+                slot.highest = max(slot.highest, record.incarnation)
+            case Welcome() if self._has(record.worker):
+                self._welcomed(self._slots[record.worker], record, at_s)
+            case Alive() | Announce() | Push() if self._has(record.worker):
+                slot = self._slots[record.worker]
+                if record.epoch == slot.worker_epoch:
+                    if isinstance(record, Alive):
+                        self._read_on(record, slot, at_s)
+                    slot.heard_s = max(slot.heard_s, at_s)
+            case Leave() if self._has(record.worker):
+                slot = self._slots[record.worker]
+                slot.left = slot.left or record.epoch == slot.worker_epoch
+            case Evaluated():
+                if record.ps_epoch >= self.ps_epoch or record.version <= self.version:
+                    self.evaluations.append((record.version, record.loss, record.accuracy))
+            case Epoch():
+                self._epoch(record)
+            case Update() if record.ps_epoch >= self.ps_epoch:
+                self.ps_epoch, self.version = record.ps_epoch, record.version
+                if record.n_samples:
+                    self.loss = record.loss
+                count, seconds = self._service
+                self._service = (
+                    count + len(record.members),
+                    seconds + sum(one.compute_s + one.fetch_s + one.store_s for one in record.members),
+                )
+            case Finished() if record.ps_epoch >= self.ps_epoch:
+                self.finished = record.reason
+            case Decision() if self.decided is None or record.time_s >= self.decided.time_s:
+                self.decided = record
+            case _:
+                pass
+
+    def _has(self, worker: int) -> bool:
+        return 0 <= worker < len(self._slots)
+
+    def _welcomed(self, slot: _Slot, record: Welcome, at_s: float) -> None:
+        if record.epoch < slot.worker_epoch:
+            return
+        if record.instance != slot.process:
+            slot.process, slot.since_s, slot.read_to = record.instance, at_s, -1
+        slot.worker_epoch, slot.incarnation, slot.left = record.epoch, record.incarnation, False
+        slot.highest = max(slot.highest, record.incarnation)
+        slot.heard_s = max(slot.heard_s, at_s)
+
+    def _read_on(self, record: Alive, slot: _Slot, at_s: float) -> None:
+        """The reading of a worker that is behind its stream says how fast it can be."""
+        if slot.read_to >= 0 and record.next_offset >= slot.read_to and at_s > slot.read_at_s:
+            tally = np.zeros((2, self.num_slots))
+            samples = (record.next_offset - slot.read_to) * self._samples_per_record
+            tally[:, record.worker] = samples, at_s - slot.read_at_s
+            self._read.observe(tally[0], tally[1])
+        slot.read_to, slot.read_at_s = record.next_offset, at_s
+
+    def _epoch(self, record: Epoch) -> None:
+        if record.ps_epoch <= self.ps_epoch:
+            return
+        self.ps_epoch, self.version, self.finished = record.ps_epoch, record.resumed_version, None
+        self.evaluations = [one for one in self.evaluations if one[0] <= record.resumed_version]
+
+    def look_at_ends(self, now_s: float, ends: Sequence[int]) -> None:
+        """The end of each sample partition, offsets, as seen at `now_s`: how fast samples come."""
+        if self._ends is not None and now_s > self._ends[0]:
+            before_s, before = self._ends
+            grown = np.maximum(0, np.asarray(ends) - np.asarray(before)) * self._samples_per_record
+            self._arrived.observe(grown, np.full(self.num_slots, now_s - before_s))
+        self._ends = (now_s, list(ends))
+
+    def watch_spot(self, now_s: float, up: Bools, assigned: Bools, pools: Sequence[str]) -> None:
+        """How spot fares: as `Availability.observe`."""
+        self.spot.observe(now_s, up, assigned, pools)
+
+    # --- what the planner asks --------------------------------------------------------------------------------------
+
+    def rates_per_s(self) -> Floats:
+        """λ̂_n: samples that come per second, or that the worker can read where those are fewer; shape (N,)."""
+        rates: Floats = np.minimum(self._arrived.per_s(), self._read.per_s())
+        return rates
+
+    def alpha(self) -> Alpha:
+        """Availability of spot with its 90 % interval."""
+        return self.spot.alpha()
+
+    @property
+    def service_s(self) -> float:
+        """μ_C: mean seconds from a granted batch to its stored gradient; NaN before the first."""
+        count, seconds = self._service
+        return seconds / count if count else math.nan
+
+    def errors(self, measure: str) -> tuple[list[int], list[float]]:
+        """J and held-out error of each evaluation, ascending, errors above 0; for `goal.re_estimate`.
+
+        Args:
+            measure: "error_rate" (1 - accuracy) or "loss".
+        """
+        found: dict[int, float] = {}
+        for version, loss, accuracy in self.evaluations:
+            error = loss if measure == "loss" else math.nan if accuracy is None else 1 - accuracy
+            if math.isfinite(error) and error > 0:
+                found[version] = error
+        return sorted(found), [found[version] for version in sorted(found)]
+
+    def holder(self, slot: int) -> Holder | None:
+        """Who holds the slot; None while nobody has been welcomed."""
+        one = self._slots[slot]
+        if not one.process:
+            return None
+        works = not one.left and self.heard_s - one.heard_s <= self._silent_s
+        return Holder(one.incarnation, one.since_s, one.heard_s, works)
+
+    def highest_incarnation(self, slot: int) -> int:
+        """The highest epoch of an instance that has ever asked for the slot, as far as is known."""
+        return self._slots[slot].highest
+
+    # --- kept over restarts -----------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; `restore` takes them back."""
+        return {
+            "slots": [asdict(one) for one in self._slots],
+            "heard_s": self.heard_s if math.isfinite(self.heard_s) else None,
+            "version": self.version, "ps_epoch": self.ps_epoch, "finished": self.finished,
+            "evaluations": [list(one) for one in self.evaluations], "service": list(self._service),
+            "spot": self.spot.to_dict(), "arrived": self._arrived.to_dict(), "read": self._read.to_dict(),
+        }  # fmt: skip
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on from what `to_dict` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not that, or of another number of slots.
+        """
+        if len(kept["slots"]) != len(self._slots):
+            raise ValueError(f"expected {len(self._slots)} slots, got {len(kept['slots'])}")
+        self._slots = [_Slot(**one) for one in kept["slots"]]
+        self.heard_s = -math.inf if kept["heard_s"] is None else float(kept["heard_s"])
+        self.version, self.ps_epoch, self.finished = int(kept["version"]), int(kept["ps_epoch"]), kept["finished"]
+        self.evaluations = [(int(one[0]), float(one[1]), one[2]) for one in kept["evaluations"]]
+        self._service = (int(kept["service"][0]), float(kept["service"][1]))
+        self.spot.restore(kept["spot"])
+        self._arrived.restore(kept["arrived"])
+        self._read.restore(kept["read"])

@@ -1,0 +1,439 @@
+"""From the machines that are there to those that are wanted: what to launch, end or wait for, and why. Pure.
+
+One slot at a time, by these rules:
+
+- An instance is *ready* when its worker has the slot; that fences every older one. What is older than a ready instance
+  is ended; nothing is ended before.
+- A slot never has more than two instances, the second only to replace the first.
+- An instance with a notice is left alone: its owner ends it, and may not charge for it. It is replaced at once.
+- What nobody wants (slots that are none, machines of a job that is over) is ended.
+
+`Memory` holds what must be known from one turn to the next: numbers of epochs and attempts, orders under way, pools
+that were dry, pauses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from doll.provisioner.fleet import Instance, LaunchError, Order, Trouble
+from doll.provisioner.state import Market
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How fast, and how often.
+
+    Attributes:
+        launches_per_min: of the whole fleet.
+        fallbacks_per_min: of those, from spot to on-demand while the deadline is not in danger: all at once would drain
+            the pools that are left.
+        retry_s: until the next try after one that found no machine.
+        bad_pool_s: how long a pool is avoided that was dry, or has just taken a machine back; 0: never.
+        quota_s: how long a market is left alone after its quota was used up.
+        early_s: a spot machine that is taken back within this time was taken early.
+        early_most: how many early ends in a row are borne before a slot's spot launches pause.
+        backoff_s, backoff_most_s: first and longest pause; each one doubles.
+        boot_most_s: an instance whose worker is not ready by then is replaced.
+        silent_most_s: so is one whose worker has not been heard for this long.
+        trust_s: how long a launch that the fleet acknowledged, or may have made, is waited for to be listed.
+    """
+
+    launches_per_min: float = 120.0
+    fallbacks_per_min: float = 60.0
+    retry_s: float = 30.0
+    bad_pool_s: float = 180.0
+    quota_s: float = 900.0
+    early_s: float = 3600.0
+    early_most: int = 1
+    backoff_s: float = 60.0
+    backoff_most_s: float = 3600.0
+    boot_most_s: float = 900.0
+    silent_most_s: float = 300.0
+    trust_s: float = 60.0
+
+
+# --- what comes out -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Make this order."""
+
+    order: Order
+    why: str
+
+
+@dataclass(frozen=True)
+class Terminate:
+    """End this instance."""
+
+    id: str
+    slot: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing can be done for this slot now."""
+
+    slot: int
+    why: str
+
+
+Action = Launch | Terminate | Wait
+
+
+# --- what goes in ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class View:
+    """The fleet and what is wanted of it, at one moment.
+
+    Attributes:
+        wanted: market of each slot; None: no machine.
+        reasons: why, one per slot.
+        instances: as the fleet lists them.
+        ready_s: since when an instance's worker has its slot, by id; those not in it are not ready.
+        silent_s: for how long a worker that had its slot has not been heard, by id of its instance.
+        held: the highest epoch whose worker has had the slot, by slot.
+        urgent: the deadline is in danger: fallbacks are not held back.
+        spare_usd: what may still be committed; infinite without a budget.
+        commit_usd: what one launch commits, by market.
+    """
+
+    wanted: Sequence[Market | None]
+    reasons: Sequence[str]
+    instances: Sequence[Instance]
+    ready_s: Mapping[str, float]
+    silent_s: Mapping[str, float] = field(default_factory=dict)
+    held: Mapping[int, int] = field(default_factory=dict)
+    urgent: bool = False
+    spare_usd: float = math.inf
+    commit_usd: Mapping[Market, float] = field(default_factory=dict)
+
+
+@dataclass
+class _Tries:
+    """What is remembered of one slot."""
+
+    epoch: int = 0  # the highest that was ever ordered, seen or heard of
+    attempt: int = 0  # of the next order with that epoch
+    failed: bool = False  # the order of `epoch` got nothing for sure, so the epoch may be tried again
+    after_s: dict[Market, float] = field(default_factory=dict)  # no try before
+    early: int = 0  # early ends in a row
+    bad_s: float = -math.inf  # last sign that spot is not to be had for this slot
+
+
+class Memory:
+    """What the provisioner remembers between its turns. It is told of outcomes; `to_dict` and `restore` keep it."""
+
+    def __init__(self, num_slots: int, limits: Limits) -> None:
+        self._limits = limits
+        self._slots = [_Tries() for _ in range(num_slots)]
+        self.pending: dict[int, tuple[Order, float]] = {}
+        """Orders whose outcome is not known yet, by slot, and since when: they are made again exactly as they were."""
+        self._bad_pools: dict[str, float] = {}  # until
+        self._quota: dict[Market, float] = {}  # until
+        self._launched_s: list[float] = []  # within the last minute
+        self._fallen_s: list[float] = []
+        self.stopped = ""
+        """Why nothing is launched any more; a person must mend it."""
+
+    # --- outcomes
+
+    def seen(self, slot: int, epoch: int) -> None:
+        """There is, or was, an instance or a worker of this epoch."""
+        one = self._slots[slot]
+        if epoch >= one.epoch:
+            one.epoch, one.attempt, one.failed = epoch, 0, False
+
+    def ordered(self, order: Order, now_s: float, *, fallback: bool) -> None:
+        """The order is about to be made."""
+        one = self._slots[order.slot]
+        one.epoch, one.attempt, one.failed = order.epoch, order.attempt, False
+        if order.slot not in self.pending or self.pending[order.slot][0] != order:
+            self.pending[order.slot] = (order, now_s)
+        self._launched_s.append(now_s)
+        if fallback:
+            self._fallen_s.append(now_s)
+
+    def launched(self, order: Order) -> None:
+        """It got an instance."""
+        self.pending.pop(order.slot, None)
+        self._slots[order.slot].after_s.pop(order.market, None)
+
+    def failed(self, order: Order, error: LaunchError, now_s: float) -> None:
+        """It got none."""
+        limits, one = self._limits, self._slots[order.slot]
+        retry_s = now_s + limits.retry_s
+        if error.trouble is Trouble.THROTTLED:
+            # It may have been carried out: the same order again finds out.
+            one.after_s[order.market] = now_s + min(limits.retry_s, 5.0)
+            return
+        if error.trouble is Trouble.TAKEN:
+            # Something has this order's name: wait for it to be listed.
+            one.after_s[order.market] = retry_s
+            return
+        self.pending.pop(order.slot, None)
+        one.attempt, one.failed = order.attempt + 1, True
+        one.after_s[order.market] = retry_s
+        match error.trouble:
+            case Trouble.CAPACITY:
+                for pool in error.pools if limits.bad_pool_s > 0 else ():
+                    self._bad_pools[pool] = now_s + limits.bad_pool_s
+            case Trouble.SPOT_QUOTA:
+                self._quota["spot"] = now_s + limits.quota_s
+            case Trouble.ON_DEMAND_QUOTA:
+                self._quota["on_demand"] = now_s + limits.quota_s
+            case Trouble.CONFIG:
+                self.stopped = str(error)
+        if order.market == "spot":
+            one.bad_s = now_s
+
+    def interrupted(self, instance: Instance, at_s: float) -> None:
+        """A spot machine has got its notice, or was taken without one."""
+        limits, one = self._limits, self._slots[instance.slot]
+        one.bad_s = max(one.bad_s, at_s)
+        if limits.bad_pool_s > 0:
+            self._bad_pools[instance.pool] = at_s + limits.bad_pool_s
+        if at_s - instance.launched_s >= limits.early_s:
+            one.early = 0
+            return
+        one.early += 1
+        if one.early > limits.early_most:
+            pause_s = limits.backoff_s * 2.0 ** (one.early - limits.early_most - 1)
+            self._not_before(one, "spot", at_s + min(pause_s, limits.backoff_most_s))
+
+    def broke(self, instance: Instance, now_s: float) -> None:
+        """A machine ended by itself, never got ready or fell silent: the next one of this slot waits a little."""
+        self._not_before(self._slots[instance.slot], instance.market, now_s + self._limits.retry_s)
+
+    @staticmethod
+    def _not_before(one: _Tries, market: Market, at_s: float) -> None:
+        one.after_s[market] = max(one.after_s.get(market, -math.inf), at_s)
+
+    # --- questions
+
+    def bad_pools(self, now_s: float) -> frozenset[str]:
+        """Pools to avoid."""
+        return frozenset(pool for pool, until_s in self._bad_pools.items() if now_s < until_s)
+
+    def blocked_s(self, slot: int, market: Market) -> float:
+        """Until when nothing of this market is to be launched for the slot; in the past where it may be."""
+        return max(self._slots[slot].after_s.get(market, -math.inf), self._quota.get(market, -math.inf))
+
+    def quota_s(self, market: Market) -> float:
+        """Until when the market's quota is taken as used up."""
+        return self._quota.get(market, -math.inf)
+
+    def spot_bad_s(self, slot: int) -> float:
+        """When spot was last seen not to be had for this slot."""
+        return self._slots[slot].bad_s
+
+    def epoch(self, slot: int) -> int:
+        """The highest epoch that was ever used for the slot."""
+        return self._slots[slot].epoch
+
+    def next_order(self, slot: int, market: Market, now_s: float) -> Order:
+        """The order that gets the slot a machine: one under way as it was, else a new one."""
+        if slot in self.pending:
+            order, since_s = self.pending[slot]
+            if order.market == market and now_s - since_s <= self._limits.trust_s:
+                return order
+        one = self._slots[slot]
+        if one.failed:
+            return Order(slot, one.epoch, market, one.attempt, self.bad_pools(now_s))
+        return Order(slot, one.epoch + 1, market, 0, self.bad_pools(now_s))
+
+    def launches_left(self, now_s: float) -> tuple[int, int]:
+        """How many launches, and how many fallbacks among them, this minute still bears."""
+        self._launched_s = [at_s for at_s in self._launched_s if now_s - at_s < 60]
+        self._fallen_s = [at_s for at_s in self._fallen_s if now_s - at_s < 60]
+        left = int(self._limits.launches_per_min) - len(self._launched_s)
+        return max(0, left), max(0, int(self._limits.fallbacks_per_min) - len(self._fallen_s))
+
+    # --- kept over restarts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "slots": [
+                {
+                    "epoch": one.epoch, "attempt": one.attempt, "failed": one.failed, "after_s": one.after_s,
+                    "early": one.early, "bad_s": one.bad_s if math.isfinite(one.bad_s) else None,
+                }
+                for one in self._slots
+            ],
+            "pending": [
+                {
+                    "slot": order.slot, "epoch": order.epoch, "market": order.market, "attempt": order.attempt,
+                    "avoid": sorted(order.avoid), "since_s": since_s,
+                }
+                for order, since_s in self.pending.values()
+            ],
+            "bad_pools": self._bad_pools, "quota": self._quota,
+            "launched_s": self._launched_s, "fallen_s": self._fallen_s,
+        }  # fmt: skip
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on from what `to_dict` gave. A stop is forgotten: a new start is a person's word that it is mended.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not that, or of another number of slots.
+        """
+        if len(kept["slots"]) != len(self._slots):
+            raise ValueError(f"expected {len(self._slots)} slots, got {len(kept['slots'])}")
+        self._slots = [
+            _Tries(
+                epoch=int(one["epoch"]), attempt=int(one["attempt"]), failed=bool(one["failed"]),
+                after_s={market: float(at_s) for market, at_s in one["after_s"].items()}, early=int(one["early"]),
+                bad_s=-math.inf if one["bad_s"] is None else float(one["bad_s"]),
+            )
+            for one in kept["slots"]
+        ]  # fmt: skip
+        self.pending = {
+            int(one["slot"]): (
+                Order(int(one["slot"]), int(one["epoch"]), one["market"], int(one["attempt"]), frozenset(one["avoid"])),
+                float(one["since_s"]),
+            )
+            for one in kept["pending"]
+        }
+        self._bad_pools = {str(pool): float(until_s) for pool, until_s in kept["bad_pools"].items()}
+        self._quota = {market: float(until_s) for market, until_s in kept["quota"].items()}
+        self._launched_s, self._fallen_s = list(kept["launched_s"]), list(kept["fallen_s"])
+
+
+# --- the decision ---------------------------------------------------------------------------------------------------
+
+
+def reconcile(view: View, memory: Memory, limits: Limits, now_s: float) -> list[Action]:
+    """What to do now, in the order in which to do it: ends first, then launches, slots without a machine first.
+
+    Nothing is done or remembered here; `Memory` is told by whoever acts.
+    """
+    by_slot: dict[int, list[Instance]] = {}
+    for one in view.instances:
+        if one.is_alive:
+            by_slot.setdefault(one.slot, []).append(one)
+    actions: list[Action] = []
+    wishes: list[tuple[int, int, Market, str, bool]] = []
+    for slot in sorted(by_slot.keys() - range(len(view.wanted))):
+        actions += [_end(one, "no such slot") for one in by_slot[slot] if one.notice_s is None]
+    for slot, market in enumerate(view.wanted):
+        found = _Situation(slot, by_slot.get(slot, []), view, limits, now_s)
+        if market is None:
+            actions += [_end(one, view.reasons[slot]) for one in found.alive if one.notice_s is None]
+            continue
+        target = _obtainable(slot, market, memory, now_s)
+        ends, wish = found.settle(target)
+        actions += ends
+        if isinstance(wish, Wait):
+            actions.append(wish)
+        elif wish is not None:
+            why = view.reasons[slot] if target == market else f"{market} is not to be had: {target}"
+            wishes.append((found.rank, slot, target, f"{wish}; {why}", found.falls_back(target)))
+    actions += _grant(sorted(wishes), view, memory, now_s)
+    return sorted(actions, key=lambda action: not isinstance(action, Terminate))
+
+
+def _obtainable(slot: int, market: Market, memory: Memory, now_s: float) -> Market:
+    """On-demand whose quota is used up gives way to spot; the other way about is the planner's to decide."""
+    if market == "on_demand" and now_s < memory.quota_s("on_demand") and now_s >= memory.blocked_s(slot, "spot"):
+        return "spot"
+    return market
+
+
+def _end(instance: Instance, why: str) -> Terminate:
+    return Terminate(instance.id, instance.slot, why)
+
+
+class _Situation:
+    """The machines of one slot."""
+
+    def __init__(self, slot: int, alive: Collection[Instance], view: View, limits: Limits, now_s: float) -> None:
+        self.alive = sorted(alive, key=lambda one: (one.epoch, one.launched_s, one.id))
+        self._slot = slot
+        self._ready = view.ready_s
+        self._ill = {one.id: why for one in self.alive if (why := _illness(one, view, limits, now_s))}
+        ready = [one for one in self.alive if one.id in view.ready_s]
+        self._serving = ready[-1] if ready else None
+        # A worker that has had the slot fences what is older, also when its own machine is gone by now.
+        self._fenced_below = max(view.held.get(slot, 0), self._serving.epoch if self._serving is not None else 0)
+
+    @property
+    def rank(self) -> int:
+        """Who comes first where not all can be launched: those that cannot work at all."""
+        return 2 if self._serving is not None and self._serving.notice_s is None else 1 if self.alive else 0
+
+    def falls_back(self, target: Market) -> bool:
+        """To launch there would be a move from spot to on-demand."""
+        return target == "on_demand" and any(one.market == "spot" for one in self.alive)
+
+    def settle(self, target: Market) -> tuple[list[Terminate], Wait | str | None]:
+        """Which machines to end; and why one is to be launched, or what is waited for, or neither."""
+        old = [one for one in self.alive if one.epoch < self._fenced_below]
+        ends = [_end(one, f"epoch {self._fenced_below} has taken over") for one in old if one.notice_s is None]
+        rest = [one for one in self.alive if one.epoch >= self._fenced_below]
+        fit = [one for one in rest if one.notice_s is None and one.id not in self._ill and one.market == target]
+        if fit:
+            keep = self._serving if self._serving in fit else fit[-1]
+            assert keep is not None
+            # Older ones stay until it is ready; what came later, or beside it, is of a plan that has changed.
+            extra = [one for one in rest if one.epoch >= keep.epoch and one is not keep and one.notice_s is None]
+            ends += [_end(one, f"epoch {keep.epoch} is what is wanted") for one in extra]
+            return ends, None if keep.id in self._ready else Wait(self._slot, f"epoch {keep.epoch} ({target}) boots")
+        if len(self.alive) < 2:
+            return ends, self._lack()
+        # No third machine: one that does no good makes room.
+        useless = [one for one in rest if one.id in self._ill and one.notice_s is None]
+        if not useless and self._serving is not None and self._serving.notice_s is None:
+            useless = [one for one in rest if one.epoch > self._serving.epoch and one.notice_s is None]
+        ends += [_end(one, self._ill.get(one.id, f"{target} is wanted instead")) for one in useless[-1:]]
+        return ends, Wait(self._slot, f"{target} is wanted, but two machines are there")
+
+    def _lack(self) -> str:
+        """Why a machine is to be launched, where there is no fit one and at most one in all."""
+        if not self.alive:
+            return "no machine"
+        one = self.alive[0]
+        if one.notice_s is not None:
+            return f"epoch {one.epoch} has its notice"
+        return f"epoch {one.epoch} {self._ill[one.id]}" if one.id in self._ill else f"from {one.market}"
+
+
+def _illness(one: Instance, view: View, limits: Limits, now_s: float) -> str:
+    if one.id not in view.ready_s and one.id not in view.silent_s and now_s - one.launched_s > limits.boot_most_s:
+        return f"is not ready after {now_s - one.launched_s:.0f} s"
+    silent_s = view.silent_s.get(one.id, 0.0)
+    if silent_s > limits.silent_most_s:
+        return f"has been silent for {silent_s:.0f} s"
+    return ""
+
+
+def _grant(
+    wishes: Sequence[tuple[int, int, Market, str, bool]], view: View, memory: Memory, now_s: float
+) -> list[Action]:
+    """The launches that limits, pauses and budget allow now; the other wishes wait, and say what for."""
+    actions: list[Action] = []
+    launches, fallbacks = memory.launches_left(now_s)
+    spare_usd = view.spare_usd
+    for _, slot, market, why, falls_back in wishes:
+        until_s = memory.blocked_s(slot, market)
+        commit_usd = view.commit_usd.get(market, 0.0)
+        if memory.stopped:
+            actions.append(Wait(slot, f"stopped: {memory.stopped}"))
+        elif now_s < until_s:
+            actions.append(Wait(slot, f"no {market} for {until_s - now_s:.0f} s more; {why}"))
+        elif launches <= 0 or (falls_back and fallbacks <= 0 and not view.urgent):
+            actions.append(Wait(slot, f"enough launches for this minute; {why}"))
+        elif commit_usd > spare_usd:
+            actions.append(Wait(slot, f"the budget has {max(0.0, spare_usd):.4f} USD to spare; {why}"))
+        else:
+            actions.append(Launch(memory.next_order(slot, market, now_s), why))
+            launches, fallbacks, spare_usd = launches - 1, fallbacks - falls_back, spare_usd - commit_usd
+    return actions
