@@ -182,6 +182,17 @@ class ArrivalsConfig(Section):
     trace: Path | None = Field(
         default=None, description="text file: one gap in seconds per line, repeated when it ends"
     )
+    while_down: Literal["pile_up", "pause"] = Field(
+        default="pile_up",
+        description="what `doll produce` does with a stream whose worker is down: send on, or send nothing until it is "
+        "up again (the DOLL paper's model; the formulas of cost and runtime hold only so)",
+    )
+
+    @model_validator(mode="after")
+    def _pausable(self) -> Self:
+        if self.while_down == "pause" and self.process == "asap":
+            raise ValueError("while_down: pause: expected a process that keeps time, got asap")
+        return self
 
     @model_validator(mode="after")
     def _trace_given(self) -> Self:
@@ -311,7 +322,10 @@ class WorkerConfig(Section):
         "before it does; default: $DOLL_NOTICES, else imds with `doll worker --from-imds`, else none",
     )
     torch_threads: PositiveInt = 1
-    fetch_max_wait_ms: PositiveInt = 50
+    fetch_max_wait_ms: PositiveInt = Field(
+        default=200,
+        description="samples of a slow stream may wait at the broker for so long, so that one request fetches many",
+    )
     stream_buffer_records: PositiveInt | None = Field(
         default=None, description="records that Faust buffers; default: 4096, fewer when samples are packed"
     )
@@ -432,6 +446,9 @@ class ProcessesFleetConfig(_Fleet):
         ge=0,
         description="seconds of this machine from a notice to SIGKILL; `speed_up` does not shorten it",
     )
+    surprise: float = Field(
+        default=0.0, ge=0, le=1, description="share of the preemptions that come without notice, as they do on EC2"
+    )
     boot_s: float = Field(
         default=0.0, ge=0, description="seconds of this machine that a launch waits before its process starts"
     )
@@ -531,6 +548,8 @@ class JobConfig(Section):
     def _consistent(self) -> Self:
         if not JOB_NAME.fullmatch(self.job):
             raise ValueError(f"job: expected 1-63 of a-z 0-9 _ - beginning with a letter or digit, got {self.job!r}")
+        if self.arrivals.while_down == "pause" and isinstance(self.source, StdinSource):
+            raise ValueError("arrivals.while_down: pause: expected a source of one's own pace, got stdin")
         rates = self.arrivals.rate_per_s
         if isinstance(rates, list) and len(rates) != self.data.workers:
             raise ValueError(

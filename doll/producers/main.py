@@ -20,6 +20,7 @@ from doll.health import Pulse, pulse_of
 from doll.producers.kafka import Counts, SampleSender
 from doll.producers.pacing import Pacer
 from doll.producers.schedule import Event, events
+from doll.producers.workers import Workers
 from doll.services import Services
 from doll.telemetry import get_logger
 
@@ -37,6 +38,7 @@ def run_producer(
     *,
     stop: threading.Event | None = None,
     say: Callable[[str], None] | None = None,
+    until_finished: bool = False,
 ) -> int:
     """Send the job's source until it ends, `source.limit_samples` is reached, or `stop` is set.
 
@@ -45,6 +47,7 @@ def run_producer(
     Args:
         run_folder: where `producer.json`, the final counts of samples, is written.
         say: told in words what a person would want to know; default: the log.
+        until_finished: end also when the parameter server says that the job has finished.
 
     Returns:
         The exit code of the process: 0 if every sample taken from the source was delivered, else 1.
@@ -55,13 +58,14 @@ def run_producer(
     """
     say = say or (lambda text: get_logger(__name__).info("producer", said=text))
     topics.ensure(config, services)
-    feed = events(config, _samples_there(config, services))
     sender = SampleSender(config, services, say)
     with (
         _stop_on_signals() if stop is None else contextlib.nullcontext(stop) as stopped,
         pulse_of("producer", config) as pulse,
+        Workers(config, services) if config.arrivals.while_down == "pause" else contextlib.nullcontext() as workers,
     ):
-        run = _Run(config, sender, stopped, pulse)
+        feed = events(config, _samples_there(config, services), paused=workers.is_down if workers else _never)
+        run = _Run(config, sender, stopped, pulse, workers)
         try:
             run.send_all(feed)
         finally:
@@ -83,8 +87,11 @@ class _Run:
         unsent: samples taken from the source that found no room before the end was asked for.
     """
 
-    def __init__(self, config: JobConfig, sender: SampleSender, stop: threading.Event, pulse: Pulse) -> None:
+    def __init__(
+        self, config: JobConfig, sender: SampleSender, stop: threading.Event, pulse: Pulse, workers: Workers | None
+    ) -> None:
         self.unsent = 0
+        self._workers = workers
         self._pulse = pulse
         self._sender = sender
         self._stop = stop
@@ -109,7 +116,7 @@ class _Run:
         try:
             for time_s, stream, value in feed:
                 now_s = time.monotonic()
-                if value is None:
+                if value is None and self._workers is None:
                     pacer.idle(time_s, now_s)
                 while (wait_s := pacer.wait_s(time_s, now_s)) > 0 and not self._stop.is_set():
                     self._stop.wait(min(wait_s, _LONGEST_SLEEP_S))
@@ -149,6 +156,8 @@ class _Run:
 
     def _tick(self) -> float:
         self._sender.poll()
+        if self._workers is not None:
+            self._workers.look()
         self.told_to_stop()
         now_s = time.monotonic()
         if now_s - self._reported_s >= _REPORT_S:
@@ -171,6 +180,31 @@ class _Run:
     def _send(self, stream: int, record: bytes, samples: int) -> None:
         if not self._sender.send(stream, record, samples, self.told_to_stop):
             self.unsent += samples
+
+
+def _never(stream: int) -> bool:
+    return False
+
+
+@contextlib.contextmanager
+def _set_at_end_of_job(config: JobConfig, services: Services, stop: threading.Event) -> Iterator[None]:
+    """Within the context: `stop` is set once the job has finished."""
+    from doll.evaluation.finish import wait_for_finish
+
+    over = threading.Event()
+
+    def watch() -> None:
+        if (finished := wait_for_finish(config, services, over)) is not None:
+            get_logger(__name__).info("job_finished", version=finished.version, reason=finished.reason)
+            stop.set()
+
+    thread = threading.Thread(target=watch, name="finish", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _samples_there(config: JobConfig, services: Services) -> list[int]:

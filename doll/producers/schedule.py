@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import itertools
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from doll.config import JobConfig, StdinSource
 from doll.errors import ConfigError
 from doll.producers import arrivals, sources
 
-Event = tuple[float, int, bytes | None]  # arrival time in seconds, stream, sample; None: the source has nothing yet
+Event = tuple[float, int, bytes | None]  # arrival time in seconds, stream, sample; None: nothing comes at this time
 
 _STDIN = 0
 
 
-def events(config: JobConfig, starts: Sequence[int], *, pipe: int = _STDIN) -> Iterator[Event]:
+def events(
+    config: JobConfig,
+    starts: Sequence[int],
+    *,
+    pipe: int = _STDIN,
+    paused: Callable[[int], bool] = lambda stream: False,
+) -> Iterator[Event]:
     """All samples of the job's source in the order of their arrival; ends when the source does.
 
     `source.limit_samples` is not applied here.
@@ -23,6 +29,8 @@ def events(config: JobConfig, starts: Sequence[int], *, pipe: int = _STDIN) -> I
     Args:
         starts: samples that each stream holds already (see `sources.open_streams`).
         pipe: file descriptor that stands for standard input.
+        paused: whether nothing arrives at a stream now; its next sample comes when it does again. Of a Poisson stream
+            that is the same as stopping its clock. Standard input cannot be paused.
 
     Raises:
         ConfigError: the source or the trace of gaps is not what was expected.
@@ -34,7 +42,7 @@ def events(config: JobConfig, starts: Sequence[int], *, pipe: int = _STDIN) -> I
             )
         return _from_pipe(config, arrivals.merge(arrival_times(config, starts)), pipe)
     values = sources.open_streams(config, starts)
-    return _from_streams(arrivals.merge(arrival_times(config, starts)), values)
+    return _from_streams(arrivals.merge(arrival_times(config, starts)), values, paused)
 
 
 def arrival_times(config: JobConfig, starts: Sequence[int]) -> list[Iterator[float]]:
@@ -67,9 +75,14 @@ def arrival_times(config: JobConfig, starts: Sequence[int]) -> list[Iterator[flo
             typing.assert_never(config.arrivals.process)
 
 
-def _from_streams(times: Iterator[tuple[float, int]], values: Sequence[Iterator[bytes]]) -> Iterator[Event]:
+def _from_streams(
+    times: Iterator[tuple[float, int]], values: Sequence[Iterator[bytes]], paused: Callable[[int], bool]
+) -> Iterator[Event]:
     ended: set[int] = set()
     for time_s, stream in times:
+        if paused(stream):
+            yield time_s, stream, None
+            continue
         value = next(values[stream], None)
         if value is not None:
             yield time_s, stream, value

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from confluent_kafka import Consumer, KafkaException, TopicPartition
+from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from doll import config as job_config
 from doll import packing, records, topics
 from doll.config import JobConfig
@@ -297,3 +297,43 @@ def test_the_python_example_of_the_documentation_runs(
     streams = _read(config, services)
     assert [len(stream) for stream in streams] == [500, 500]
     assert {task.decode(value).y for stream in streams for value in stream} == {0, 1}
+
+
+def test_a_stream_pauses_while_its_worker_is_down(services: Services, job_name: str, tmp_path: Path) -> None:
+    arrivals = "process: deterministic, rate_per_s: 200, while_down: pause"
+    config = _config(job_name, "{kind: digits}", tmp_path, arrivals=arrivals)
+    topics.ensure(config, services)
+    producer = Producer(kafka_settings(config, services))
+
+    def say_up(*up: int) -> None:
+        values = {f"worker_{n}_up": float(n in up) for n in range(3)}
+        metric = records.Metric(source="ps", values=values, time_s=time.time())
+        producer.produce(config.topic("metrics"), records.encode(metric))
+        producer.flush(30)
+
+    def grown(stream: int, count: int) -> list[int]:
+        """Wait until the stream holds `count` records more; how many all hold then."""
+        consumer = Consumer(kafka_settings(config, services, group_id="test"))
+        goal = None
+        deadline_s = time.monotonic() + 60
+        while True:
+            assert time.monotonic() < deadline_s, f"stream {stream} did not grow by {count} in 60 s"
+            ends = [
+                consumer.get_watermark_offsets(TopicPartition(config.topic("samples"), n), timeout=10)[1]
+                for n in range(3)
+            ]
+            goal = ends[stream] + count if goal is None else goal
+            if ends[stream] >= goal:
+                consumer.close()
+                return ends
+
+    with _running(lambda stop: run_producer(config, services, stop=stop)):
+        say_up(0)
+        before = grown(0, 100)
+        assert before[1:] == [0, 0]  # of a worker that nobody has heard of, nothing is known
+        say_up(1, 2)
+        grown(1, 100)
+        stopped = grown(2, 1)[0]
+        assert grown(1, 200)[0] == stopped
+        say_up(0, 1, 2)
+        grown(0, 100)

@@ -86,6 +86,17 @@ def test_a_pipe_has_one_rate() -> None:
         events(_config("{rate_per_s: [1, 2]}", "{kind: stdin}"), [0, 0])
 
 
+def test_a_paused_stream_loses_no_line_and_its_time_goes_by(folder: Path) -> None:
+    down: set[int] = {1}
+    config = _config("{process: deterministic, rate_per_s: 1}", folder=folder)
+    feed = events(config, [0, 0], paused=down.__contains__)
+    assert [next(feed) for _ in range(4)] == [(0.0, 0, b"0"), (0.5, 1, None), (1.0, 0, b"2"), (1.5, 1, None)]
+    down.clear()
+    assert [(stream, value) for _, stream, value in feed if value is not None] == [
+        (0, b"4"), (1, b"1"), (0, b"6"), (1, b"3"), (1, b"5")
+    ]  # fmt: skip
+
+
 # --- pacing, on a virtual clock ----------------------------------------------------------------------------------
 
 
