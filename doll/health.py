@@ -32,7 +32,7 @@ HOST: Final = "127.0.0.1"
 LATE_S: Final = 15.0  # a beat comes several times a second; a loaded machine may hold it up for seconds
 _LOOK_S: Final = 1.0
 _REQUEST_S: Final = 5.0
-_OFFSETS: Final = {"ps": 0, "evaluator": 1, "producer": 2, "ps-standby": 3}
+_OFFSETS: Final = {"ps": 0, "evaluator": 1, "producer": 2, "ps-standby": 3, "prometheus": 4}
 _FIRST_WORKER: Final = 10
 
 
@@ -49,10 +49,14 @@ class Pulse:
     Args:
         process: its name, as in the logs.
         clock: monotonic seconds.
+
+    Attributes:
+        pages: what is served beside the probes: for a path, what makes its content type and its content.
     """
 
     def __init__(self, process: str, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.process = process
+        self.pages: dict[str, Callable[[], tuple[str, bytes]]] = {}
         self._clock = clock
         self._beats: dict[str, _Beat] = {}
         self._waiting = "starting"
@@ -126,7 +130,7 @@ def port_of(config: JobConfig, process: str) -> int | None:
         if not given.isdecimal() or not 0 < int(given) < 65_536:
             raise ConfigError(f"{PORT_ENV}: expected a port, 1 to 65535, got {given!r}")
         return int(given)
-    if config.health.base_port is None:
+    if config.health.base_port is None or process == "worker":  # one that has no number yet
         return None
     kind, _, number = process.rpartition("-")
     offset = _FIRST_WORKER + int(number) if kind == "worker" else _OFFSETS[process]
@@ -134,14 +138,17 @@ def port_of(config: JobConfig, process: str) -> int | None:
 
 
 @contextmanager
-def pulse_of(process: str, config: JobConfig) -> Iterator[Pulse]:
+def pulse_of(process: str, config: JobConfig, *, default_port: int | None = None) -> Iterator[Pulse]:
     """The pulse of this process, watched, and answering probes on loopback where a port is given.
+
+    Args:
+        default_port: for a process that is of no use without one.
 
     Raises:
         ConfigError: the port is none.
     """
     pulse = Pulse(process)
-    port = port_of(config, process)
+    port = port_of(config, process) or default_port
     over = threading.Event()
     threading.Thread(target=_watch, args=(pulse, config.health.stuck_s, over), name="watchdog", daemon=True).start()
     server = None if port is None else _serve(pulse, port)
@@ -190,14 +197,23 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        report = self.server.pulse.report()
-        good = {"/healthz": report["healthy"], "/readyz": report["ready"]}.get(self.path.partition("?")[0])
+        path = self.path.partition("?")[0]
+        pulse = self.server.pulse
+        if (page := pulse.pages.get(path)) is not None:
+            self._answer(200, *page())
+            return
+        report = pulse.report()
+        good = {"/healthz": report["healthy"], "/readyz": report["ready"]}.get(path)
         status, content = (
-            (404, {"expected": ["/healthz", "/readyz"]}) if good is None else (200 if good else 503, report)
+            (404, {"expected": ["/healthz", "/readyz", *pulse.pages]})
+            if good is None
+            else (200 if good else 503, report)
         )
-        body = json.dumps(content).encode() + b"\n"
+        self._answer(status, "application/json", json.dumps(content).encode() + b"\n")
+
+    def _answer(self, status: int, content_type: str, body: bytes) -> None:
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command != "HEAD":

@@ -23,6 +23,7 @@ from doll.cli.options import (
     target,
 )
 from doll.cli.plan import plan
+from doll.cli.probes import health, prometheus
 from doll.cli.simulate import simulate
 
 if TYPE_CHECKING:
@@ -101,10 +102,10 @@ def drill(
     overrides: SetOption = None,
     faults: Annotated[int, typer.Option("--faults", min=1, help="How many faults.")] = 50,
     seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same faults in the same order.")] = 0,
-    runs_folder: Annotated[Path, typer.Option(help="Where the folder of this run is made.")] = Path("runs"),
     standby: Annotated[
         bool, typer.Option("--standby", help="Two parameter servers: one stands by, and takes over from the other.")
     ] = False,
+    runs_folder: Annotated[Path, typer.Option(help="Where the folder of this run is made.")] = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
     """Run a whole job on this machine as doll up does, and kill, freeze, cut off and preempt its processes meanwhile.
@@ -144,6 +145,9 @@ def produce(
     job_option: JobOption = None,
     overrides: SetOption = None,
     stdin: Annotated[bool, typer.Option("--stdin", help="Send the lines of standard input.")] = False,
+    until_finished: Annotated[
+        bool, typer.Option("--until-finished", help="End when the job has finished; default: when the source ends.")
+    ] = False,
     run_folder: RunFolderOption = None,
 ) -> None:
     """Send the job's source to its samples topic.
@@ -160,7 +164,7 @@ def produce(
     elif config.source is None:
         raise usage("the job file names no source: add one, or send lines with --stdin")
     services = _ready(at, "producer")
-    raise typer.Exit(run_producer(config, services, at.run.path))
+    raise typer.Exit(run_producer(config, services, at.run.path, until_finished=until_finished))
 
 
 @app.command(short_help="Be worker n of a job.")
@@ -168,20 +172,39 @@ def worker(
     job: JobArgument = None,
     job_option: JobOption = None,
     number: Annotated[
-        int, typer.Option("--worker", envvar="DOLL_WORKER", min=0, help="The slot n, 0 .. data.workers - 1.")
-    ] = 0,
+        int | None,
+        typer.Option(
+            "--worker",
+            envvar="DOLL_WORKER",
+            min=0,
+            help="The slot n, 0 .. data.workers - 1 [default: 0].",
+            show_default=False,
+        ),
+    ] = None,
+    any_slot: Annotated[
+        bool, typer.Option("--any", help="Where no slot is named: take one that no other worker with --any holds.")
+    ] = False,
     overrides: SetOption = None,
     run_folder: RunFolderOption = None,
 ) -> None:
     """Be worker n: batch the samples of partition n and compute gradients of granted batches.
 
+    With --any workers can be started alike. One more than there are slots waits, and takes over when another ends.
+
     Example: doll worker --job my.yaml --worker 3
     """
     at = target(job, job_option, overrides, run_folder)
-    if number >= at.config.data.workers:
+    if number is not None and number >= at.config.data.workers:
         raise usage(f"--worker: expected 0 .. {at.config.data.workers - 1} (data.workers), got {number}")
     from doll import topics
 
+    if number is None and any_slot:
+        from doll.cli.anyslot import run_any_worker
+
+        services = _ready(at, "worker")
+        topics.check(at.config, services)
+        raise typer.Exit(run_any_worker(at.config, services, at.run.path))
+    number = number or 0
     services = _ready(at, f"worker-{number}")
     topics.check(at.config, services)
     from doll.consumers.main import run_worker  # imports torch, for seconds: not before it is known to be of use
@@ -313,6 +336,8 @@ def export(
     emit(as_json, about, f"version {about['version']} of {about['job']}: {folder / 'model.safetensors'}")
 
 
+app.command(short_help="Is the process on this machine healthy?")(health)
+app.command(short_help="Serve a job's measurements to Prometheus.")(prometheus)
 app.command(short_help="Feasible? How many on spot, which, at what cost?")(plan)
 app.command(short_help="Measure what plan needs from a run.")(calibrate)
 app.command(short_help="Simulate a whole job in virtual time.")(simulate)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -13,6 +14,8 @@ from doll.cli.errors import usage
 
 if TYPE_CHECKING:
     from doll.cli.runfolder import Target
+
+JOB_ENV: Final = "DOLL_JOB"  # for containers, whose commands are all about one job
 
 JobArgument = Annotated[
     Path | None, typer.Argument(metavar="JOB.yaml", help="The job file. The same as --job.", show_default=False)
@@ -38,7 +41,7 @@ RunFolderOption = Annotated[
 def target(
     argument: Path | None, option: Path | None, overrides: list[str] | None, run_folder: Path | None = None
 ) -> Target:
-    """The job that the command line names, in either form.
+    """The job that the command line names, in either form, else the one that $DOLL_JOB names.
 
     Raises:
         BadParameter: none is named, or two are.
@@ -48,7 +51,8 @@ def target(
 
     if argument is not None and option is not None and argument != option:
         raise usage(f"expected one job, got {argument} and --job {option}")
-    path = argument or option
+    from_environment = os.environ.get(JOB_ENV)
+    path = argument or option or (Path(from_environment) if from_environment else None)
     if path is None:
         raise usage("expected a job file, as in: doll up examples/digits.yaml")
     return open_target(path, overrides or [], run_folder)

@@ -1,0 +1,209 @@
+"""Workers that are all alike find a slot each: a lease in Redis per slot, held by the process that embodies it.
+
+Containers of one service (`docker compose up --scale worker=8`) get the same command, so none is told its number. A
+process takes the lowest slot whose lease nobody holds and renews it; who finds none free waits as a spare and takes
+over when one ends. A lease only keeps processes from fencing one another. Nothing that must be right rests on it: where
+two embody one slot all the same (Redis was wiped, a process was frozen), the parameter server fences the earlier one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import redis
+
+from doll import telemetry
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+log = telemetry.get_logger(__name__)
+
+_LOOK_S: Final = 0.5
+_SAY_AGAIN_S: Final = 30.0
+_SETTLED_S: Final = 15.0  # replicas start within seconds of one another: a slot still free then has nobody coming
+# One step each: between a GET and the next command another process may have taken the slot.
+_RENEW: Final = """
+local holder = redis.call('GET', KEYS[1])
+if holder and holder ~= ARGV[1] then return 0 end
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+_RELEASE: Final = """
+if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end
+return 0
+"""
+
+
+class Slots:
+    """The leases of a job's slots, as one process sees them.
+
+    Args:
+        client: without `decode_responses`.
+        ttl_s: a lease that is not renewed for this long is free.
+        holder: tells processes apart; default: random.
+    """
+
+    def __init__(self, client: redis.Redis, job: str, workers: int, ttl_s: float, holder: str = "") -> None:
+        self._client: Any = client  # redis-py's types mix its synchronous and asynchronous answers
+        self._job = job
+        self._workers = workers
+        self._ttl_ms = max(1, round(ttl_s * 1000))
+        self._holder = (holder or uuid.uuid4().hex).encode()
+
+    def take(self) -> int | None:
+        """The lowest free slot, which is ours from now on; None where all are held.
+
+        Raises:
+            RedisError: Redis does not answer.
+        """
+        for slot in self.free():
+            if self._client.set(self._key(slot), self._holder, nx=True, px=self._ttl_ms):
+                return slot
+        return None
+
+    def free(self) -> list[int]:
+        """Slots that nobody holds.
+
+        Raises:
+            RedisError: Redis does not answer.
+        """
+        holders = self._client.mget([self._key(slot) for slot in range(self._workers)])
+        return [slot for slot, holder in enumerate(holders) if holder is None]
+
+    def renew(self, slot: int) -> bool:
+        """Keep `slot`, also where Redis has forgotten it; False if another process holds it.
+
+        Raises:
+            RedisError: Redis does not answer.
+        """
+        return bool(self._client.eval(_RENEW, 1, self._key(slot), self._holder, self._ttl_ms))
+
+    def release(self, slot: int) -> None:
+        """Free `slot` at once, if it is ours.
+
+        Raises:
+            RedisError: Redis does not answer.
+        """
+        self._client.eval(_RELEASE, 1, self._key(slot), self._holder)
+
+    def _key(self, slot: int) -> str:
+        return f"doll:{self._job}:slot:{slot}"
+
+
+class Held:
+    """A slot that this process holds, renewed by a thread until the end of the context.
+
+    Attributes:
+        number: the slot.
+        lost: another process has taken it: this one is told to leave (SIGTERM) and may look for another slot.
+    """
+
+    def __init__(self, slots: Slots, number: int, config: JobConfig, leave: Callable[[], None]) -> None:
+        self.number = number
+        self.lost = False
+        self._slots = slots
+        self._config = config
+        self._leave = leave
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="slot", daemon=True)
+
+    def __enter__(self) -> Held:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._over.set()
+        self._thread.join()
+        if not self.lost:
+            try:
+                self._slots.release(self.number)
+            except redis.RedisError as error:  # it ends by itself
+                log.info("slot_not_released", worker=self.number, reason=str(error))
+
+    def _keep(self) -> None:
+        pause_s = self._config.worker.lease_s / 4
+        started_s = time.monotonic()
+        said_s = float("-inf")
+        while not self._over.wait(pause_s):
+            try:
+                if not self._slots.renew(self.number):
+                    self.lost = True
+                    log.warning("slot_lost", worker=self.number, action="leaving; another process has taken it")
+                    self._leave()
+                    return
+                now_s = time.monotonic()
+                if now_s - started_s >= _SETTLED_S and now_s - said_s >= _SAY_AGAIN_S:
+                    said_s = now_s
+                    self._tell_free()
+            except redis.RedisError:  # Redis is away: everybody waits for it, and says so
+                continue
+
+    def _tell_free(self) -> None:
+        free = self._slots.free()
+        if free and self.number == min(set(range(self._config.data.workers)) - set(free), default=None):
+            log.warning(
+                "streams_without_worker", streams=free, workers=self._config.data.workers - len(free),
+                needed=self._config.data.workers,
+                hint="nothing of these streams is learned: start as many workers as data.workers says",
+            )  # fmt: skip
+
+
+@contextmanager
+def held_slot(config: JobConfig, client: redis.Redis) -> Iterator[Held | None]:
+    """A free slot of the job, waited for as long as it takes; None if SIGTERM came before. Needs the main thread.
+
+    Who waits answers health probes as `worker`, and is healthy but not ready.
+    """
+    from doll.health import pulse_of
+
+    slots = Slots(client, config.job, config.data.workers, config.worker.lease_s)
+    with _told_to_stop() as stop, pulse_of("worker", config) as pulse:
+        pulse.waits_for("a free slot")
+        number = _wait(slots, config, stop)
+    if number is None:
+        yield None
+        return
+    log.info("slot_taken", worker=number, workers=config.data.workers)
+    with Held(slots, number, config, lambda: os.kill(os.getpid(), signal.SIGTERM)) as held:
+        yield held
+
+
+def _wait(slots: Slots, config: JobConfig, stop: threading.Event) -> int | None:
+    started_s = time.monotonic()
+    said_s = float("-inf")
+    while not stop.is_set():
+        now_s = time.monotonic()
+        say = now_s - said_s >= _SAY_AGAIN_S
+        try:
+            if (slot := slots.take()) is not None:
+                return slot
+            if say and now_s - started_s >= config.worker.lease_s:  # a predecessor's lease has run out by then
+                said_s = now_s
+                log.warning(
+                    "waiting_as_spare", workers=config.data.workers,
+                    hint="data.workers slots are all held: this process takes over when one of them ends",
+                )  # fmt: skip
+        except redis.RedisError as error:
+            if say:
+                said_s = now_s
+                log.warning("redis_away", reason=str(error), action="waiting")
+        stop.wait(_LOOK_S)
+    return None
+
+
+@contextmanager
+def _told_to_stop() -> Iterator[threading.Event]:
+    stop = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)

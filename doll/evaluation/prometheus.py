@@ -1,0 +1,162 @@
+"""A job's measurements for Prometheus, read from its topics: one endpoint for all of its processes.
+
+The processes measure onto the topic `metrics` anyway; whoever serves that to Prometheus need not be near any of them,
+and no process of the job listens for anybody. What Prometheus gets of a measurement `name` of source `kind` is
+`doll_<kind>_<name>`, a counter where it ends in `_total` and else a gauge, in the unit that the name ends in.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.registry import Collector
+
+from doll.evaluation.kafka_tail import Tail
+from doll.health import pulse_of
+from doll.records import AnyRecord, Epoch, Finished, Metric, Update
+from doll.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.services import Services
+
+log = get_logger(__name__)
+
+Family = CounterMetricFamily | GaugeMetricFamily
+PATH: Final = "/metrics"
+DEFAULT_PORT: Final = 9464
+_POLL_S: Final = 0.5
+_ASK_KAFKA_S: Final = 15.0
+_OF_A_WORKER: Final = re.compile(r"worker_(\d+)_(\w+)")
+_NOT_A_NAME: Final = re.compile(r"[^a-zA-Z0-9_]")
+
+
+class Sample(NamedTuple):
+    """One number with its name and labels, the job's left out."""
+
+    name: str
+    labels: tuple[tuple[str, str], ...]
+    value: float
+
+
+def samples_of(source: str, values: Mapping[str, float]) -> Iterator[Sample]:
+    """What one record of the topic `metrics` says. Pure.
+
+    `worker-3` measures `doll_worker_...{worker="3"}`, and so does the parameter server of it as `worker_3_...`.
+    """
+    kind, _, number = source.rpartition("-")
+    own: tuple[tuple[str, str], ...] = (("worker", number),) if kind == "worker" and number.isdecimal() else ()
+    prefix = "worker" if own else source
+    for name, value in values.items():
+        found = _OF_A_WORKER.fullmatch(name)
+        if found is not None and not own:
+            yield Sample(f"doll_worker_{_plain(found[2])}", (("worker", found[1]),), value)
+        else:
+            yield Sample(f"doll_{_plain(prefix)}_{_plain(name)}", own, value)
+
+
+def _plain(name: str) -> str:
+    return _NOT_A_NAME.sub("_", name)
+
+
+class Measurements(Collector):
+    """The newest measurements of a job, folded from its records; `collect` may run in another thread."""
+
+    def __init__(self, job: str, workers: int) -> None:
+        self._job = job
+        self._by_origin: dict[str, tuple[Sample, ...]] = {"job": (Sample("doll_job_workers", (), workers),)}
+        self._finished = False
+
+    def feed(self, record: AnyRecord) -> None:
+        """Take in one record of `metrics` or `updates`; others are passed over."""
+        match record:
+            case Metric():
+                at = Sample("doll_measured_at_s", (("source", record.source),), record.time_s)
+                self._put(record.source, (*samples_of(record.source, record.values), at))
+            case Update():
+                values = {
+                    "version": float(record.version), "samples": float(record.n_samples), "loss": record.loss,
+                    "batches": float(len(record.members)), "apply_s": record.apply_s,
+                    "grant_to_update_s": record.grant_to_update_s, "time_s": record.time_s,
+                    **{f"prequential_{name}": value for name, value in record.metrics.items()},
+                }  # fmt: skip
+                self._put("update", tuple(samples_of("update", values)))
+                for member in record.members:
+                    own = {
+                        "compute_s": member.compute_s, "fetch_s": member.fetch_s, "store_s": member.store_s,
+                        "wait_s": member.wait_s,
+                    }  # fmt: skip
+                    self._put(f"member {member.worker}", tuple(samples_of(f"worker-{member.worker}", own)))
+            case Epoch():
+                self._finished = False
+            case Finished():
+                self._finished = True
+            case _:
+                pass
+
+    def _put(self, origin: str, samples: tuple[Sample, ...]) -> None:
+        self._by_origin = {**self._by_origin, origin: samples}  # a new dictionary: a scrape may be under way
+
+    def collect(self) -> Iterable[Family]:
+        families: dict[str, Family] = {}
+        finished = Sample("doll_job_finished", (), float(self._finished))
+        for samples in (*self._by_origin.values(), (finished,)):
+            for one in samples:
+                labels = {"job_name": self._job, **dict(one.labels)}
+                if one.name not in families:
+                    make = CounterMetricFamily if one.name.endswith("_total") else GaugeMetricFamily
+                    families[one.name] = make(one.name, "see docs/operations.md", labels=list(labels))
+                families[one.name].add_metric(list(labels.values()), one.value)
+        return families.values()
+
+
+def serve_metrics(config: JobConfig, services: Services) -> int:
+    """Serve the job's measurements on loopback, beside the probes, until SIGTERM or SIGINT; 0.
+
+    Needs the main thread.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer at the start. Later it is waited for.
+    """
+    measurements = Measurements(config.job, config.data.workers)
+    registry = CollectorRegistry()
+    registry.register(measurements)
+    topics = (config.topic("updates"), config.topic("metrics"))
+    with (
+        _told_to_stop() as stop,
+        pulse_of("prometheus", config, default_port=DEFAULT_PORT) as pulse,
+        Tail(config, services, topics) as tail,
+    ):
+        pulse.expect("loop")
+        pulse.expect("kafka", within_s=3 * _ASK_KAFKA_S, vital=False)
+        pulse.waits_for("the history of the job")
+        pulse.pages[PATH] = lambda: (CONTENT_TYPE_PLAIN_0_0_4, generate_latest(registry))
+        while not stop.is_set():
+            pulse.beat("loop")
+            found = tail.poll(_POLL_S)
+            for one in found:
+                measurements.feed(one.record)
+            if found or tail.partition_ends(topics[0], 1) is not None:
+                pulse.beat("kafka")
+            if all(map(tail.past, topics)):
+                pulse.waits_for("")
+    return 0
+
+
+@contextmanager
+def _told_to_stop() -> Iterator[threading.Event]:
+    stop = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
