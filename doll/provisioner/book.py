@@ -1,0 +1,100 @@
+"""What the provisioner keeps of itself: its state in one small file, replaced whole, and a journal of all it decides."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from doll import telemetry
+from doll.errors import ConfigError
+
+log = telemetry.get_logger(__name__)
+
+
+class Book(Protocol):
+    """State and journal of one provisioner. Values are plain, as JSON has them."""
+
+    def load(self) -> dict[str, Any] | None:
+        """What was saved last; None where nothing was, or it cannot be understood. May be repeated."""
+
+    def save(self, kept: Mapping[str, Any]) -> None:
+        """Replace what was saved, whole or not at all; durable on return. May be repeated.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+
+    def note(self, entry: Mapping[str, Any]) -> None:
+        """Add a line to the journal. What matters is noted before it is done.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+
+
+class FileBook:
+    """`Book` as `provision.json` and `provision.jsonl` in a folder, which is made when it is first written to."""
+
+    def __init__(self, folder: Path) -> None:
+        self.state = folder / "provision.json"
+        self.journal = folder / "provision.jsonl"
+
+    def load(self) -> dict[str, Any] | None:
+        try:
+            found = json.loads(self.state.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as exc:
+            log.warning(
+                "provision_state_unreadable", file=str(self.state), error=str(exc), action="from tags and topics"
+            )
+            return None
+        return found if isinstance(found, dict) else None
+
+    def save(self, kept: Mapping[str, Any]) -> None:
+        beside = self.state.with_name(f"{self.state.name}.{os.getpid()}.tmp")
+        try:
+            self.state.parent.mkdir(parents=True, exist_ok=True)
+            with beside.open("w", encoding="utf-8") as file:
+                json.dump(kept, file)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(self.state)
+        except OSError as exc:
+            raise ConfigError(f"cannot write {self.state}: {exc.strerror or exc}; see --run-folder") from exc
+
+    def note(self, entry: Mapping[str, Any]) -> None:
+        try:
+            self.journal.parent.mkdir(parents=True, exist_ok=True)
+            with self.journal.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+        except OSError as exc:
+            raise ConfigError(f"cannot write {self.journal}: {exc.strerror or exc}; see --run-folder") from exc
+
+
+class MemoryBook:
+    """`Book` in memory, for tests and dry runs; what is saved goes through JSON as in a file.
+
+    Attributes:
+        journal: every entry, in order.
+    """
+
+    def __init__(self) -> None:
+        self.journal: list[dict[str, Any]] = []
+        self._kept: str | None = None
+
+    def load(self) -> dict[str, Any] | None:
+        return None if self._kept is None else json.loads(self._kept)
+
+    def save(self, kept: Mapping[str, Any]) -> None:
+        self._kept = json.dumps(kept)
+
+    def note(self, entry: Mapping[str, Any]) -> None:
+        self.journal.append(copy.deepcopy(dict(entry)))
+
+
+_books: tuple[type[Book], ...] = (FileBook, MemoryBook)

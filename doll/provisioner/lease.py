@@ -1,0 +1,65 @@
+"""One provisioner at a time: two would double the fleet. The newest claim wins; whoever has an older one must stop.
+
+Claims lie beside the job's checkpoints, and are made as a parameter server makes its own: a file created exclusively,
+or an S3 object put on condition that it is not there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from doll.errors import FencedError
+from doll.ps.file_store import FileStore
+from doll.ps.stores import checkpoint_place
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+
+class Claims(Protocol):
+    """The part of `CheckpointStore` that orders claims."""
+
+    def claim_epoch(self) -> int: ...
+
+    def newest_epoch(self) -> int: ...
+
+
+class Lease:
+    """The right to act on the job's fleet, from its making on.
+
+    Raises:
+        CheckpointError: where claims are kept cannot be written.
+    """
+
+    def __init__(self, claims: Claims) -> None:
+        self._claims = claims
+        self.number = claims.claim_epoch()
+
+    def check(self) -> None:
+        """Return while it is still ours.
+
+        Raises:
+            FencedError: another provisioner has claimed the job since.
+            CheckpointError: where claims are kept cannot be read.
+        """
+        newest = self._claims.newest_epoch()
+        if newest > self.number:
+            raise FencedError(
+                f"provisioner {self.number} of this job is over: provisioner {newest} has taken its place; this "
+                "process must stop (it leaves all instances as they are)"
+            )
+
+
+def claims_of(config: JobConfig, run_folder: Path) -> Claims:
+    """Where the job's provisioners make their claims: `provision/` beside its checkpoints.
+
+    Raises:
+        CheckpointError: it is in S3 and boto3 cannot be set up.
+    """
+    place = checkpoint_place(config, run_folder)
+    if isinstance(place, Path):
+        return FileStore(place / "provision", config.job)
+    from doll.ps.s3_store import S3Store
+
+    return S3Store(f"{place.rstrip('/')}/provision", config.job)
