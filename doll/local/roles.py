@@ -141,6 +141,11 @@ class ForkServer:
         """`start_role` for a `Supervisor`."""
         return self.start_role(spec.target, spec.args, log_path=spec.log_path, name=spec.name, env=spec.env)
 
+    def running(self) -> list[Role]:
+        """The roles that have not ended."""
+        self._read(0.0)
+        return list(self._roles.values())
+
     def close(self) -> None:
         """Kill the roles that still run, and the server. It may be repeated."""
         if self._channel is not None:

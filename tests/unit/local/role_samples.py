@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -37,3 +38,16 @@ def speak(out: str, err: str) -> None:
 
 def fail() -> None:
     raise RuntimeError("this role has failed")
+
+
+def be_a_worker(path: str, heeds: bool) -> int:
+    """Write down who one is; then wait for SIGTERM and leave with 0, or, if not `heeds`, ignore it."""
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, (lambda *_: told.set()) if heeds else signal.SIG_IGN)
+    names = ("DOLL_WORKER", "DOLL_INCARNATION", "DOLL_INSTANCE", "DOLL_MARKET")
+    target = Path(path) / os.environ["DOLL_INSTANCE"]
+    target.with_suffix(".part").write_text(" ".join(os.environ[name] for name in names))
+    target.with_suffix(".part").rename(target)
+    while not told.wait(60):
+        pass
+    return 0

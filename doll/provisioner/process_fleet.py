@@ -1,0 +1,305 @@
+"""The fleet port on this machine: an instance is a worker process, forked where torch is loaded already.
+
+With a `SpotMarket` it is a spot market on a laptop: a launch on spot is refused while the slot's market has no machine;
+at the end of an up spell the process is told (SIGTERM: it drains), and killed (SIGKILL) when the notice is over,
+whether it has left or not; a surprise is SIGKILL at once. Nobody starts a process again: that is the provisioner's
+business. The processes belong to the fork server, and die with it also where its parent is killed.
+
+What was launched is kept in a small file, so that a controller that crashes and makes a new fleet of the same fork
+server finds its instances again. Time passes for the machines when `poll` or any call of the port is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from doll.errors import ConfigError
+from doll.local.roles import ForkServer, Role
+from doll.local.supervisor import RoleSpec
+from doll.provisioner.fleet import End, Fleet, Instance, InstanceState, LaunchError, Order, Trouble
+from doll.provisioner.market import MarketClock, SpotMarket
+
+SLOT_ENV: Final = "DOLL_WORKER"
+EPOCH_ENV: Final = "DOLL_INCARNATION"
+INSTANCE_ENV: Final = "DOLL_INSTANCE"
+MARKET_ENV: Final = "DOLL_MARKET"
+_KEPT_S: Final = 3600.0
+_GRACE_S: Final = 1.0  # after its time to drain
+
+
+@dataclass
+class Machine:
+    """An instance and its process.
+
+    Attributes:
+        preempted: its owner has taken it, or given notice.
+        surprise: without notice.
+        killed: SIGKILL found it alive.
+        exit_code: negative for a signal; None while it runs, or where nobody saw its end.
+        leaves_s, taken_s: end of its spell and of its machine in wall seconds since the market's opening.
+        kill_at_s: Unix seconds; None while nobody wants its end.
+    """
+
+    instance: Instance
+    pid: int | None = None
+    preempted: bool = False
+    surprise: bool = False
+    killed: bool = False
+    exit_code: int | None = None
+    leaves_s: float = math.inf
+    taken_s: float = math.inf
+    kill_at_s: float | None = None
+
+
+class ProcessFleet:
+    """`Fleet` of forked workers.
+
+    Args:
+        forks: starts the processes; whoever calls this fleet is its one thread.
+        spec: what to start for an instance; the identity is added to its environment, and it is named for its id.
+        folder: where `instances.json` is kept.
+        market: when spot is there; None: always.
+        market_clock: when that market has opened.
+        boot_s: from a launch to the start of the process, wall seconds; nothing boots before the market has opened.
+        drain_s: from SIGTERM to SIGKILL where the provisioner ends an instance.
+        clock: Unix seconds.
+
+    Raises:
+        ConfigError: there is a file of instances that cannot be read.
+    """
+
+    def __init__(
+        self,
+        forks: ForkServer,
+        spec: Callable[[Instance], RoleSpec],
+        folder: Path,
+        *,
+        market: SpotMarket | None = None,
+        market_clock: MarketClock | None = None,
+        boot_s: float = 0.0,
+        drain_s: float = 8.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._forks = forks
+        self._spec = spec
+        self._path = folder / "instances.json"
+        self._market = market
+        self._market_clock = market_clock or MarketClock()
+        self._boot_s = boot_s
+        self._drain_s = drain_s
+        self._clock = clock
+        self._machines: dict[str, Machine] = {}
+        self._roles: dict[str, Role] = {}
+        self._changed = False
+        self._load()
+
+    # --- the port
+
+    def launch(self, order: Order) -> Instance:
+        self.poll()
+        id_ = f"p-{order.slot}-{order.epoch}-{order.market.replace('_', '-')}-{order.attempt}"
+        if id_ not in self._machines:
+            self._machines[id_] = self._buy(id_, order)
+            self._changed = True
+            self._save()  # before the process: what runs is in the file
+            self.poll()
+        return self._machines[id_].instance
+
+    def instances(self) -> Sequence[Instance]:
+        self.poll()
+        now_s = self._clock()
+        found = [machine.instance for machine in self._machines.values()]
+        return [one for one in found if one.ended_s is None or now_s - one.ended_s <= _KEPT_S]
+
+    def terminate(self, ids: Collection[str]) -> None:
+        now_s = self._clock()
+        for id_ in ids:
+            machine = self._machines.get(id_)
+            if machine is None or not machine.instance.is_alive:
+                continue
+            self._put(machine, state=InstanceState.ENDING)
+            kill_at_s = now_s + self._drain_s + _GRACE_S
+            machine.kill_at_s = min(kill_at_s, machine.kill_at_s or math.inf)
+            if id_ in self._roles:
+                self._roles[id_].terminate()
+        self.poll()
+
+    def close(self) -> None:
+        self._save()
+
+    # --- what the one who runs the fleet does
+
+    def poll(self) -> None:
+        """Let everything happen that is due: boots, notices, kills, ends. Call it several times a second.
+
+        Raises:
+            ServiceUnavailableError: the fork server is gone.
+        """
+        now_s = self._clock()
+        for id_, machine in self._machines.items():
+            if machine.instance.state is not InstanceState.ENDED:
+                self._advance(id_, machine, now_s)
+        self._save()
+
+    @property
+    def machines(self) -> tuple[Machine, ...]:
+        """All that there ever were, in the order of their launches; theirs to read, not to change."""
+        return tuple(self._machines.values())
+
+    def wait_until_ended(self, timeout_s: float) -> bool:
+        """After `terminate`: whether nothing runs any more within this time; the clock must be a real one."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self.poll()
+            running = [role for id_, role in self._roles.items() if role.exitcode is None]
+            if not running or time.monotonic() >= deadline_s:
+                return not running
+            running[0].wait(0.05)
+
+    # --- the life of a machine
+
+    def _buy(self, id_: str, order: Order) -> Machine:
+        now_s = self._clock()
+        pool = self._pool(order)
+        leaves_s = taken_s = math.inf
+        surprise, dry = False, pool in order.avoid
+        if order.market == "spot" and self._market is not None:
+            if not 0 <= order.slot < self._market.num_slots:
+                raise LaunchError(
+                    f"expected a slot of 0 to {self._market.num_slots - 1}, got {order.slot}",
+                    trouble=Trouble.CONFIG, code="NoSuchSlot",
+                )  # fmt: skip
+            spell = self._market.spell(order.slot, self._market_clock.since(now_s))
+            dry = dry or not spell.up
+            leaves_s, taken_s, surprise = spell.end_s, spell.taken_s, spell.surprise
+        if dry:
+            raise LaunchError(
+                f"worker {order.slot}, epoch {order.epoch}: pool {pool} has no machine on {order.market}",
+                trouble=Trouble.CAPACITY, code="InsufficientInstanceCapacity", pools=[pool],
+            )  # fmt: skip
+        instance = Instance(
+            id=id_, slot=order.slot, epoch=order.epoch, market=order.market, pool=pool, state=InstanceState.PENDING,
+            launched_s=now_s,
+        )  # fmt: skip
+        return Machine(instance, surprise=surprise, leaves_s=leaves_s, taken_s=taken_s)
+
+    def _pool(self, order: Order) -> str:
+        # Each slot's spells are its own, so each slot is a pool of its own: one that is dry says nothing of the others.
+        name = "local" if self._market is None else self._market.name
+        return f"{name}/{order.slot}" if order.market == "spot" else f"{name}/on-demand"
+
+    def _advance(self, id_: str, machine: Machine, now_s: float) -> None:
+        opened_s = self._market_clock.opened_s
+        since_s = -math.inf if opened_s is None else now_s - opened_s
+        if not machine.preempted and since_s >= machine.leaves_s:
+            assert opened_s is not None
+            machine.preempted = self._changed = True
+            machine.kill_at_s = min(opened_s + machine.taken_s, machine.kill_at_s or math.inf)
+            if not machine.surprise:
+                self._put(machine, notice_s=opened_s + machine.taken_s)
+                if id_ in self._roles:
+                    self._roles[id_].terminate()
+        instance = machine.instance
+        if id_ in self._roles:
+            self._see(id_, machine, now_s)
+        elif instance.state is not InstanceState.PENDING:
+            self._end(machine, now_s)  # it had no process when its end was wanted
+        elif machine.preempted:
+            if now_s >= (machine.kill_at_s or 0.0):
+                self._end(machine, now_s)
+        elif opened_s is None or now_s >= instance.launched_s + self._boot_s:
+            self._start(id_, machine)
+
+    def _start(self, id_: str, machine: Machine) -> None:
+        instance = machine.instance
+        spec = self._spec(instance)
+        identity = {
+            SLOT_ENV: str(instance.slot), EPOCH_ENV: str(instance.epoch), INSTANCE_ENV: id_,
+            MARKET_ENV: instance.market,
+        }  # fmt: skip
+        role = self._forks.launch(dataclasses.replace(spec, name=id_, env={**spec.env, **identity}))
+        self._roles[id_] = role
+        machine.pid = role.pid
+        self._put(machine, state=InstanceState.RUNNING)
+
+    def _see(self, id_: str, machine: Machine, now_s: float) -> None:
+        role = self._roles[id_]
+        code = role.poll()
+        if code is not None:
+            machine.exit_code = code
+            self._end(machine, now_s)
+        elif machine.kill_at_s is not None and now_s >= machine.kill_at_s and not machine.killed:
+            machine.killed = True
+            role.kill()
+            self._put(machine, state=InstanceState.ENDING)
+
+    def _end(self, machine: Machine, now_s: float) -> None:
+        terminated = machine.instance.state is InstanceState.ENDING and not (machine.preempted and machine.killed)
+        end = End.TERMINATED if terminated else End.INTERRUPTED if machine.preempted else End.FAILED
+        self._put(machine, state=InstanceState.ENDED, ended_s=now_s, end=end)
+
+    def _put(self, machine: Machine, **changes: Any) -> None:
+        machine.instance = dataclasses.replace(machine.instance, **changes)
+        self._changed = True
+
+    # --- the file
+
+    def _load(self) -> None:
+        if not self._path.exists():
+            return
+        roles = {role.name: role for role in self._forks.running()}
+        try:
+            for kept in json.loads(self._path.read_text(encoding="utf-8")):
+                machine = _machine(kept)
+                self._machines[machine.instance.id] = machine
+        except (OSError, ValueError, KeyError, TypeError) as exc:
+            raise ConfigError(
+                f"{self._path}: expected the instances of this run, cannot read them ({exc!r}); remove the file if "
+                "nothing of the run is left"
+            ) from exc
+        now_s = self._clock()
+        for id_, machine in self._machines.items():
+            if id_ in roles:
+                self._roles[id_] = roles[id_]
+                if machine.instance.state is InstanceState.PENDING:  # it was started, and we ended before we noted it
+                    machine.pid = roles[id_].pid
+                    self._put(machine, state=InstanceState.RUNNING)
+            elif machine.pid is not None and machine.instance.state is not InstanceState.ENDED:
+                self._end(machine, now_s)
+
+    def _save(self) -> None:
+        if not self._changed:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
+        beside.write_text(json.dumps([_plain(machine) for machine in self._machines.values()]) + "\n", encoding="utf-8")
+        os.replace(beside, self._path)
+        self._changed = False
+
+
+def _plain(machine: Machine) -> dict[str, Any]:
+    """For JSON, which has no infinity."""
+    found = dataclasses.asdict(machine)
+    for name in ("leaves_s", "taken_s"):
+        found[name] = None if math.isinf(found[name]) else found[name]
+    return found
+
+
+def _machine(kept: dict[str, Any]) -> Machine:
+    plain = dict(kept)
+    one = dict(plain.pop("instance"))
+    one["state"], one["end"] = InstanceState(one["state"]), End(one["end"])
+    for name in ("leaves_s", "taken_s"):
+        plain[name] = math.inf if plain[name] is None else float(plain[name])
+    return Machine(Instance(**one), **plain)
+
+
+_fleet: type[Fleet] = ProcessFleet
