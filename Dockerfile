@@ -1,0 +1,59 @@
+# One image for every role of DOLL: `docker run doll:local worker --any`, `docker run doll:local ps`, ...
+#
+#   docker build -t doll:local .                                        torch's CPU build
+#   docker build -t doll:local --build-arg TORCH_BACKEND=lock .         torch as the lock pins it (on x86-64: CUDA)
+#   docker build -t doll:local --build-arg PYTHON_IMAGE=python:3.11.14-slim-bookworm@sha256:... .     the base to the byte
+ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
+
+FROM ${PYTHON_IMAGE} AS build
+# The uv of the Makefile.
+ARG UV_VERSION=0.13.8
+# What uv's --torch-backend takes (cpu, cu130, xpu, ...), or `lock`.
+ARG TORCH_BACKEND=cpu
+ENV UV_LINK_MODE=copy \
+    UV_NO_MANAGED_PYTHON=1 \
+    UV_COMPILE_BYTECODE=1 \
+    VIRTUAL_ENV=/opt/doll
+RUN python -m pip install --no-cache-dir --disable-pip-version-check "uv==${UV_VERSION}"
+WORKDIR /src
+COPY requirements.lock pyproject.toml ./
+# The lock constrains what is installed, and each package is checked against its hashes; what only developers need stays
+# out. Torch's other builds come from torch's own index and have other hashes, and need no CUDA packages of the lock's: its
+# version is the lock's all the same.
+RUN --mount=type=cache,target=/root/.cache/uv \
+    uv venv "${VIRTUAL_ENV}" \
+    && if [ "${TORCH_BACKEND}" = lock ]; then \
+         cp requirements.lock constraints.txt \
+         && uv pip install --no-build --constraint constraints.txt --requirements pyproject.toml; \
+       else \
+         awk '/^[a-z]/ {skip = /^(torch|triton|nvidia-|cuda-)/} !skip' requirements.lock > constraints.txt \
+         && uv pip install --no-build --constraint constraints.txt --torch-backend "${TORCH_BACKEND}" \
+              --requirements pyproject.toml "$(awk '/^torch==/ {print $1}' requirements.lock)"; \
+       fi
+COPY README.md LICENSE ./
+COPY examples examples
+COPY deploy/kafka/pom.xml deploy/kafka/pom.xml
+COPY doll doll
+RUN --mount=type=cache,target=/root/.cache/uv \
+    uv pip install --no-deps --build-constraints constraints.txt .
+
+FROM ${PYTHON_IMAGE}
+ARG DOLL_UID=10001
+# runs/ belongs to the user before a volume is mounted on it: an empty volume takes its owner over.
+RUN groupadd --gid "${DOLL_UID}" doll \
+    && useradd --uid "${DOLL_UID}" --gid doll --no-create-home --home-dir /tmp --shell /usr/sbin/nologin doll \
+    && install --directory --owner doll --group doll /var/lib/doll /var/lib/doll/runs
+COPY --from=build /opt/doll /opt/doll
+ENV PATH=/opt/doll/bin:${PATH} \
+    HOME=/tmp \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    DOLL_HEALTH_PORT=8080
+# As a number, so that a cluster that forbids root can see that it is none.
+USER ${DOLL_UID}:${DOLL_UID}
+WORKDIR /var/lib/doll
+# A process answers as soon as it has loaded torch and found its services. /healthz: a restart would not help while those are
+# away. One that is stuck ends by itself.
+HEALTHCHECK --interval=15s --timeout=10s --start-period=120s --retries=4 CMD ["doll", "health"]
+ENTRYPOINT ["doll"]
+CMD ["--help"]
