@@ -2,8 +2,8 @@
 
 Per batch there are two events, its completion at the worker and the end of its gradient; samples are not simulated one
 by one, since the time in which b samples arrive can be drawn at once. The engine hears what it would hear in life:
-Join, Announce, Push and Leave. Gradients carry no numbers, so there is no blob to fetch, and a checkpoint is durable at
-once.
+Join, Announce, Push and Leave. There is no blob to fetch, and a checkpoint is durable at once. Gradients carry no
+numbers, unless a learner (`doll.simulation.learning`) computes them.
 """
 
 from __future__ import annotations
@@ -52,6 +52,22 @@ class Provisioner(Protocol):
         ...
 
 
+class Gradients(Protocol):
+    """Real gradients for the grants of the engine, in place of none."""
+
+    def grant(self, grant: SendGrant) -> None:
+        """A worker is to compute this batch at the weights of this version, which are the current ones."""
+        ...
+
+    def drop(self, grant: SendGrant) -> None:
+        """The worker is gone and will not deliver."""
+        ...
+
+    def apply(self, update: ApplyUpdate) -> None:
+        """These batches' gradients make the next version."""
+        ...
+
+
 @dataclass
 class Trajectory:
     """What is kept of a run: one row per update, and integrals over the run."""
@@ -83,6 +99,7 @@ class System:
         preemption: Preemption | None = None,
         provisioner: Provisioner | None = None,
         boot_s: float = 0.0,
+        learner: Gradients | None = None,
     ) -> None:
         """
         Args:
@@ -90,6 +107,7 @@ class System:
             preemption: when preemptible machines are there; needed where a slot is or may become preemptible.
             provisioner: moves slots between the markets while the job runs.
             boot_s: from a machine's start to a working worker; it is billed.
+            learner: learns from the batches that make the updates.
         """
         n = settings.num_workers
         self.settings = settings
@@ -104,6 +122,7 @@ class System:
         self.preemptions = 0
         self.boot_s = boot_s
         self._provisioner = provisioner
+        self._learner = learner
         self._seeds = np.random.SeedSequence(settings.seed)
         rng = np.random.default_rng(self._seeds)
         self._rng = rng
@@ -264,6 +283,8 @@ class System:
 
     def _on_grant(self, grant: SendGrant) -> None:
         worker = grant.worker
+        if self._learner is not None:
+            self._learner.grant(grant)
         granted = self._granted[worker]
         granted.append(grant)
         if len(granted) == 1 and self.up[worker]:
@@ -284,6 +305,8 @@ class System:
         self._tell(push)
 
     def _on_update(self, update: ApplyUpdate) -> None:
+        if self._learner is not None:
+            self._learner.apply(update)
         kept = self.trajectory
         kept.time_s.append(self.now)
         kept.waiting.append(self.engine.num_waiting)
@@ -362,6 +385,9 @@ class System:
             self._turn[worker] += 1
             self._left_s[worker] = self._complete_at[worker] - self.now
         if self.settings.replacement:
+            if self._learner is not None:
+                for grant in self._granted[worker]:
+                    self._learner.drop(grant)
             self._granted[worker].clear()
             self._tell(Leave(worker=worker, epoch=self._epoch[worker], cause="preempted"))
 

@@ -1,0 +1,143 @@
+"""Runs all scripts of the paper's figures and tables, and writes their tables into docs/results.md.
+
+    python -m benchmarks.paper [--quick] [--out FOLDER] [--processes N] [--only NAME ...]
+
+A whole run without --quick and --only renews the marked section of docs/results.md and the pictures in docs/paper/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from doll.local.processes import die_with_parent
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from benchmarks.paper import harness
+
+# In the order of the document.
+SCRIPTS = ("rates", "theorem1", "convergence", "planning", "replacement", "fig3", "fig3b", "fig4", "fig5", "table2")
+# The longest first, so that two cores end together.
+_LONGEST_FIRST = (
+    "fig5",
+    "fig3",
+    "fig3b",
+    "fig4",
+    "table2",
+    "replacement",
+    "theorem1",
+    "planning",
+    "rates",
+    "convergence",
+)
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+_PICTURES = ("fig3", "fig3b", "fig4", "table2")
+_BEGIN, _END = "<!-- paper: begin, written by `make paper` -->", "<!-- paper: end -->"
+
+
+def run_all(names: Sequence[str], folder: Path, quick: bool, processes: int, console: Console) -> list[dict[str, Any]]:
+    """Run the scripts, a process each, `processes` at a time; the JSON of each, in the order of `names`."""
+    jobs = [(name, folder, quick) for name in _LONGEST_FIRST if name in names]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    context = multiprocessing.get_context("spawn")
+    begin = time.perf_counter()
+    with (
+        Progress(*columns, console=console, transient=True) as bar,
+        context.Pool(processes, die_with_parent, (os.getpid(),), maxtasksperchild=1) as pool,
+    ):
+        task = bar.add_task("figures and tables", total=len(jobs))
+        for name, text in pool.imap_unordered(_run, jobs, chunksize=1):
+            bar.update(task, advance=1)
+            bar.console.print(f"[{time.perf_counter() - begin:4.0f} s] {text}", markup=False, highlight=False)
+            bar.update(task, description=f"{name} is done")
+    return [json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in SCRIPTS if name in names]
+
+
+def _run(job: tuple[str, Path, bool]) -> tuple[str, str]:
+    name, folder, quick = job
+    script = importlib.import_module(f"benchmarks.paper.{name}")
+    return name, harness.text(name, harness.run(name, script.run, folder, quick))
+
+
+def markdown(found: Iterable[dict[str, Any]]) -> str:
+    """The tables of docs/results.md."""
+    found = list(found)
+    checks = [check for one in found for check in one["checks"] if check["ok"] is not None]
+    passed = sum(check["ok"] for check in checks)
+    lines = [
+        f"`make paper`: {passed} of {len(checks)} checks pass. Costs are fractions of the cost with all on-demand. "
+        "“formula” is the corrected form of docs/theory.md or, where a criterion names it, the value that the "
+        "specification's reference simulation found.",
+    ]
+    for one in found:
+        lines += ["", f"### {one['title']}", ""]
+        if one["name"] in _PICTURES:
+            lines += [f"![{one['title']}](paper/{one['name']}.png)", ""]
+        lines += ["| | paper | formula | ours | criterion | |", "|---|---|---|---|---|---|"]
+        for check in one["checks"]:
+            mark = {True: "pass", False: "**FAIL**", None: ""}[check["ok"]]
+            cells = (
+                check["what"],
+                *(harness.show(check[key]) for key in ("paper", "formula", "ours")),
+                check["criterion"],
+                mark,
+            )
+            lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
+        lines += ["", *(f"- {note}" for note in one["notes"])]
+    return "\n".join(lines)
+
+
+def renew(document: Path, text: str) -> None:
+    """Put `text` between the marks of `document`.
+
+    Raises:
+        ValueError: the marks are not there.
+    """
+    before, begin, rest = document.read_text(encoding="utf-8").partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not begin or not end:
+        raise ValueError(f"{document}: expected the marks {_BEGIN!r} and {_END!r}")
+    document.write_text(f"{before}{_BEGIN}\n\n{text}\n\n{_END}{after}", encoding="utf-8")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.paper", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    harness.add_options(parser)
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="scripts at a time [default: cores]")
+    parser.add_argument("--only", nargs="+", choices=SCRIPTS, default=SCRIPTS, metavar="NAME", help=", ".join(SCRIPTS))
+    parser.add_argument(
+        "--write-docs", action="store_true", help="write the tables from the files that --out has, run nothing"
+    )
+    options = parser.parse_args(arguments)
+    console = Console()
+    if options.write_docs:
+        found = [json.loads((options.out / f"{name}.json").read_text(encoding="utf-8")) for name in SCRIPTS]
+    else:
+        found = run_all(options.only, options.out, options.quick, max(1, options.processes), console)
+    failed = [f"{one['name']}: {check['what']}" for one in found for check in one["checks"] if check["ok"] is False]
+    console.print(f"{len(found)} scripts, files in {options.out}", markup=False, highlight=False)
+    for line in failed:
+        console.print(f"FAIL  {line}", markup=False, highlight=False)
+    if len(found) == len(SCRIPTS) and not any(one["quick"] for one in found):
+        renew(DOCS / "results.md", markdown(found))
+        (DOCS / "paper").mkdir(exist_ok=True)
+        for name in _PICTURES:
+            shutil.copyfile(options.out / f"{name}.png", DOCS / "paper" / f"{name}.png")
+        console.print("written: docs/results.md, docs/paper/")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

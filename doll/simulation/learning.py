@@ -1,0 +1,82 @@
+"""Real learning in virtual time: the task's own model, gradients and optimizer inside the event simulation.
+
+The system decides which batches make an update and when; what a batch contains depends on its worker and number only,
+so that a batch that is lost and computed again is the same batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.config import OptimizerConfig
+from doll.consumers.gradient import GradientComputer
+from doll.evaluation.heldout import HeldOut, HeldOutError
+from doll.model import FlatModel
+from doll.ps.events import ApplyUpdate, SendGrant
+from doll.ps.optim import Optimizer
+from doll.task import Task
+
+# (worker, number of the batch) -> samples x of shape (b, ...), targets y of shape (b, ...)
+Batches = Callable[[int, int], tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+
+
+class Learner:
+    """Weights, optimizer and one gradient per grant; give it to `System` as `learner`.
+
+    Attributes:
+        version: updates applied.
+        errors: (version, held-out error) every `evaluate_every` updates, from version 0 on.
+    """
+
+    def __init__(
+        self, task: Task, optimizer: OptimizerConfig, batches: Batches, *, seed: int = 0, evaluate_every: int = 100,
+        holdout_samples: int = 1000,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            seed: of the first weights.
+        """
+        import torch
+
+        torch.manual_seed(seed)
+        self._model = FlatModel(task.build_model())
+        self._optimizer = Optimizer(self._model, optimizer)
+        # One replica for all workers: a grant is of the current version, so its gradient can be computed at once.
+        self._computer = GradientComputer(task, self._model)
+        self._batches = batches
+        self._gradients: dict[int, npt.NDArray[np.float32]] = {}
+        self._held_out = HeldOut(task, holdout_samples)
+        self._evaluate_every = evaluate_every
+        self.version = 0
+        self.errors: list[tuple[int, HeldOutError]] = []
+        self._evaluate()
+
+    def grant(self, grant: SendGrant) -> None:
+        """Compute the gradient of this grant.
+
+        Raises:
+            ValueError: the grant is of another version than the weights that are here.
+        """
+        if grant.version != self.version:
+            raise ValueError(f"expected a grant of version {self.version}, got one of {grant.version}")
+        x, y = self._batches(grant.worker, grant.token)
+        self._gradients[grant.grant] = self._computer.compute(x, y).values.copy()
+
+    def drop(self, grant: SendGrant) -> None:
+        """The worker is gone and its gradient with it."""
+        del self._gradients[grant.grant]
+
+    def apply(self, update: ApplyUpdate) -> None:
+        """The parameter server's step."""
+        gradients = [self._gradients.pop(batch.grant) for batch in update.batches]
+        self._optimizer.apply(gradients, update.scale, sum(batch.push.n_samples for batch in update.batches))
+        self.version = update.version
+        if self.version % self._evaluate_every == 0:
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        self.errors.append((self.version, self._held_out.evaluate(self._model.module)))
