@@ -125,6 +125,8 @@ def one_line(snapshot: Snapshot, stop: StopConfig) -> str:
         parts.append(f"waiting batches {snapshot.waiting_batches}")
     if not snapshot.version:
         parts = ["waiting for the first update" + _readiness(snapshot)]
+    if snapshot.costs:
+        parts.append(snapshot.costs)
     return ", ".join(parts)
 
 
@@ -153,6 +155,8 @@ def panel(snapshot: Snapshot, stop: StopConfig) -> RenderableType:
         bar = Table.grid(expand=True)  # a bar alone ends without a new line, and the next line is cut off
         bar.add_row(ProgressBar(total=stop.updates, completed=min(snapshot.version, stop.updates)))
         parts.insert(0, bar)
+    if snapshot.costs:
+        parts.append(_escape(snapshot.costs))
     parts.append(_workers(snapshot))
     for at_s, text in snapshot.events[-4:]:
         parts.append(f"[yellow]{clock(at_s):>7}[/] {_escape(text)}")
@@ -212,10 +216,15 @@ def _workers(snapshot: Snapshot) -> RenderableType:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for name in ("worker", "state", "epoch", "queue (batches)", "lag (records)"):
         table.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
+    machines = any(line.machine for line in snapshot.workers)
+    if machines:
+        table.add_column("USD", justify="right", no_wrap=True)
+        table.add_column("machine", no_wrap=True)
     for line in snapshot.workers[:_WORKERS_SHOWN]:
         state = {None: "[dim]starting[/]", True: "[green]up[/]", False: "[red]down[/]"}[line.up]
         cells = (line.epoch, line.retained_batches, line.lag_records)
-        table.add_row(str(line.worker), state, *("" if cell is None else str(cell) for cell in cells))
+        more = (f"{line.usd:.3f}" if known(line.usd) else "", _escape(line.machine)) if machines else ()
+        table.add_row(str(line.worker), state, *("" if cell is None else str(cell) for cell in cells), *more)
     hidden = snapshot.workers[_WORKERS_SHOWN:]
     if hidden:
         up = sum(line.up is True for line in hidden)

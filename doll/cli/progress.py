@@ -26,13 +26,20 @@ EVENTS_KEPT = 6
 
 @dataclass(frozen=True, slots=True)
 class WorkerLine:
-    """One worker as the parameter server last described it; None where it has said nothing."""
+    """One worker as the parameter server last described it; None where it has said nothing.
+
+    Attributes:
+        machine: what it runs on, and what its market does; "" where nobody provisions machines.
+        usd: what its machines have cost; NaN where nobody counts.
+    """
 
     worker: int
     up: bool | None
     epoch: int | None
     retained_batches: int | None
     lag_records: int | None
+    machine: str = ""
+    usd: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,7 @@ class Snapshot:
     ps_restarts: int
     events: tuple[tuple[float, str], ...]
     finished: str | None
+    costs: str = ""  # machines and money, where somebody provisions them
 
 
 class ProgressModel:

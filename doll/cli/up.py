@@ -31,11 +31,13 @@ from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.health import PORT_ENV
 
 if TYPE_CHECKING:
+    from doll.cli.progress import Snapshot
     from doll.config import JobConfig
     from doll.evaluation.kafka_tail import Tail
     from doll.local.roles import ForkServer
     from doll.local.stack import Stack
     from doll.local.supervisor import Handle, Restart, RoleSpec, Supervisor
+    from doll.provisioner.fleet import Instance
     from doll.records import AnyRecord
     from doll.services import Services
 
@@ -76,14 +78,38 @@ class Companion(Protocol):
         """What it adds to `report.json`."""
 
 
+class Crew(Companion, Protocol):
+    """A companion that owns the workers: it starts and ends them, and nobody else does."""
+
+    def muster(self, forks: ForkServer, stack: Stack, spec: Callable[[Instance], RoleSpec]) -> None:
+        """The parameter server starts: get the workers, each as `spec` says."""
+
+    @property
+    def mustered(self) -> bool:
+        """Whether the source may begin."""
+
+    def pids(self) -> dict[str, int]:
+        """The processes of the workers by name."""
+
+    def shown(self, snapshot: Snapshot) -> Snapshot:
+        """What is shown of the job, with what the crew knows."""
+
+    def files(self) -> dict[str, Path]:
+        """What it leaves in the run folder, by what it is; written when the job has ended."""
+
+
 def run_up(
     config: JobConfig,
     runs_folder: Path,
     *,
     as_json: bool = False,
     companion: Callable[[RunFolder, View], Companion] | None = None,
+    crew: Callable[[RunFolder, View], Crew] | None = None,
 ) -> int:
     """Run the job; the exit code: 0 done, 1 failed, 4 audit failed.
+
+    Args:
+        crew: owns the workers; in place of a companion.
 
     Raises:
         ConfigError: the job cannot be run this way.
@@ -94,7 +120,7 @@ def run_up(
     config = _resolved(config, run)
     with run.held():
         run.write_job(config)
-        return run_in(run, config, as_json=as_json, companion=companion)
+        return run_in(run, config, as_json=as_json, companion=companion, crew=crew)
 
 
 def check_runnable(config: JobConfig) -> None:
@@ -118,11 +144,14 @@ def run_in(
     *,
     as_json: bool,
     companion: Callable[[RunFolder, View], Companion] | None = None,
+    crew: Callable[[RunFolder, View], Crew] | None = None,
 ) -> int:
     """Run the job in a folder that holds its resolved job file, from its checkpoints if it has any; the exit code."""
     with Interrupts() as interrupts, make_view(config.stop) as view:
         view.say(f"job {config.job}: run folder {shown(run.path)}")
-        report = _Up(config, run, view, interrupts, companion(run, view) if companion is not None else None).run()
+        owner = crew(run, view) if crew is not None else None
+        beside = companion(run, view) if companion is not None else owner
+        report = _Up(config, run, view, interrupts, beside, owner).run()
     emit(as_json, report, summary(report))
     return int(report["exit_code"])
 
@@ -140,13 +169,20 @@ class _Up:
     """One run, from the first process to the last."""
 
     def __init__(
-        self, config: JobConfig, run: RunFolder, view: View, interrupts: Interrupts, companion: Companion | None = None
+        self,
+        config: JobConfig,
+        run: RunFolder,
+        view: View,
+        interrupts: Interrupts,
+        companion: Companion | None = None,
+        crew: Crew | None = None,
     ) -> None:
         self._config = config
         self._run = run
         self._view = view
         self._interrupts = interrupts
         self._companion = companion
+        self._crew = crew
         self._model = ProgressModel(config, time.monotonic())
         self._restarts: Counter[str] = Counter()
         self._finished = False
@@ -181,7 +217,7 @@ class _Up:
             outcome.notes = tuple(stack.notes)
             try:
                 try:
-                    self._start_roles(supervisor, stack)
+                    self._start_roles(supervisor, stack, forks)
                     outcome.reason = self._learn(supervisor, tail, stack)
                     self._part()
                     outcome.seconds = time.monotonic() - started_s
@@ -202,6 +238,8 @@ class _Up:
             outcome.restarts = dict(self._restarts)
             if self._companion is not None:
                 outcome.more = self._companion.facts()
+            if self._crew is not None:
+                outcome.files = {name: shown(path) for name, path in self._crew.files().items()}
             return close(config, run, self._model, outcome, self._view, forks, stack.services)
 
     def _part(self) -> None:
@@ -210,7 +248,7 @@ class _Up:
 
     # --- learning
 
-    def _start_roles(self, supervisor: Supervisor, stack: Stack) -> None:
+    def _start_roles(self, supervisor: Supervisor, stack: Stack, forks: ForkServer) -> None:
         config = self._config
 
         def start(name: str, role: str, *more: int) -> None:
@@ -225,8 +263,11 @@ class _Up:
                 start(name, "ps_standby_role")
         else:
             start("ps", "ps_role")
-        for worker in range(config.data.workers):
-            start(f"worker-{worker}", "worker_role", worker)
+        if self._crew is not None:
+            self._crew.muster(forks, stack, lambda one: self._spec(stack, _name(one), "worker_role", one.slot))
+        else:
+            for worker in range(config.data.workers):
+                start(f"worker-{worker}", "worker_role", worker)
         if config.evaluation.enabled:
             start("evaluator", "evaluator_role")
         if config.source is None:
@@ -267,14 +308,17 @@ class _Up:
 
     def _start_producer(self, supervisor: Supervisor, stack: Stack, waited_s: float) -> None:
         """Start the source when the workers are up: what piles up before would be learned in one burst."""
-        due = self._config.source is not None and "producer" not in supervisor.exit_codes()
-        if due and (waited_s > PRODUCER_WAITS_S or all(line.up for line in self._model.worker_lines())):
+        if self._config.source is None or "producer" in supervisor.exit_codes():
+            return
+        waited = waited_s > PRODUCER_WAITS_S or all(line.up for line in self._model.worker_lines())
+        if self._crew.mustered if self._crew is not None else waited:
             self._view.say("starting the producer")
             supervisor.start(self._spec(stack, "producer", "producer_role"))
 
     def _note_processes(self, supervisor: Supervisor) -> None:
         """Keep `roles.json` true: the process ids by name, for drills and for people who look for a process."""
         pids = {name: handle.pid for name, handle in supervisor.handles().items()}
+        pids |= self._crew.pids() if self._crew is not None else {}
         if pids != self._pids:
             self._pids = pids
             write_json(self._run.roles, pids)
@@ -333,7 +377,11 @@ class _Up:
             ends = tail.partition_ends(self._config.topic("samples"), self._config.data.workers)
             if ends is not None:
                 self._model.look_at_ends(time.monotonic(), ends)
-        self._view.show(lambda: self._model.snapshot(time.monotonic()))
+        self._view.show(self._snapshot)
+
+    def _snapshot(self) -> Snapshot:
+        snapshot = self._model.snapshot(time.monotonic())
+        return snapshot if self._crew is None else self._crew.shown(snapshot)
 
     def _read_on(self, tail: Tail) -> None:
         """Take in all that there is by now."""
@@ -418,6 +466,11 @@ class _Up:
                 return False
             self._follow(tail)
         return True
+
+
+def _name(instance: Instance) -> str:
+    """Two machines of one slot may run at a time, so a worker is named for both numbers."""
+    return f"worker-{instance.slot}.{instance.epoch}"
 
 
 @contextlib.contextmanager
