@@ -275,7 +275,6 @@ class Decision(Record, frozen=True):
     spent_usd: float = 0.0
     expected_cost_usd: float = 0.0
     expected_finish_s: float = 0.0  # on the job's clock
-    dry_run: bool = False
 
 
 AnyRecord = (

@@ -1,4 +1,4 @@
-"""What the provisioner keeps of itself: its state in one small file, replaced whole, and a journal of all it decides."""
+"""What the provisioner keeps of itself: its state in one small file, replaced whole, and a journal of its decisions."""
 
 from __future__ import annotations
 

@@ -19,9 +19,10 @@ from doll import records, telemetry
 from doll.errors import ServiceUnavailableError
 from doll.provisioner import goal, planner
 from doll.provisioner.book import Book
-from doll.provisioner.fleet import End, Fleet, Instance, InstanceState, LaunchError, Trouble
+from doll.provisioner.fleet import End, Fleet, Instance, InstanceState, LaunchError
 from doll.provisioner.meter import (
     LOCAL,
+    MARKETS,
     Bill,
     BillingRule,
     Line,
@@ -178,7 +179,7 @@ class Decision:
             actions=tuple(one.text() for one in self.actions), alarms=self.alarms, instances=len(self.alive),
             num_spot=sum(one.market == "spot" for one in self.alive), updates_done=self.updates_done,
             spent_usd=self.bill.usd, expected_cost_usd=self.expected_cost_usd,
-            expected_finish_s=self.expected_finish_s, dry_run=self.dry_run,
+            expected_finish_s=self.expected_finish_s,
         )  # fmt: skip
 
     def measurements(self) -> dict[str, float]:
@@ -212,7 +213,7 @@ class Decision:
     def to_dict(self) -> dict[str, Any]:
         """Plain values: a line of the journal, and of `doll provision status --json`."""
         return {
-            **{name: value for name, value in self.measurements().items()},
+            **self.measurements(),
             "turn": self.turn,
             "time_s": self.now_s,
             "started_s": self.started_s,
@@ -247,6 +248,7 @@ class Controller:
 
     Attributes:
         observed: what is known of the job; feed it.
+        positions: where the caller stands in what it reads; kept with the state, so that both are of one moment.
     """
 
     def __init__(
@@ -260,8 +262,19 @@ class Controller:
         check_lease: Callable[[], None] | None = None,
         dry_run: bool = False,
     ) -> None:
-        count = settings.num_slots
         self.settings = settings
+        self._fleet = fleet
+        self._prices = prices
+        self._book = book
+        self._probe = probe
+        self._check_lease = check_lease
+        self._dry_run = dry_run
+        self._forget()
+        self._restore()
+
+    def _forget(self) -> None:
+        """As at the very beginning."""
+        settings, count = self.settings, self.settings.num_slots
         self.observed = Observed(
             settings.rates_per_s,
             samples_per_record=settings.samples_per_record,
@@ -269,13 +282,8 @@ class Controller:
             prior_cycle_s=settings.planner.cycle_s,
             silent_s=settings.silent_s,
         )
+        self.positions: dict[str, int] = {}
         self._planner = settings.planner
-        self._fleet = fleet
-        self._prices = prices
-        self._book = book
-        self._probe = probe
-        self._check_lease = check_lease
-        self._dry_run = dry_run
         self._memory = Memory(count, settings.limits)
         self._turn = 0
         self._started_s = settings.started_s
@@ -284,7 +292,7 @@ class Controller:
         self._spot_open = np.ones(count, dtype=np.bool_)
         self._spot_changed_s = np.full(count, -math.inf)
         self._pools = [""] * count
-        self._known: dict[str, Instance] = {}  # alive when last seen
+        self._known: dict[str, Instance] = {}  # not ended when last seen, or not billed yet
         self._told: set[str] = set()  # instances whose notice or end is in the memory
         self._ready_s: dict[str, float] = {}  # since when an instance's worker has, or had, its slot
         self._fenced_s: dict[str, float] = {}
@@ -297,7 +305,6 @@ class Controller:
         self._evaluations = 0
         self._moves = 0
         self._interruptions = 0
-        self._restore()
 
     # --- what comes in ----------------------------------------------------------------------------------------------
 
@@ -331,10 +338,591 @@ class Controller:
             FencedError: another provisioner has taken over. Nothing was done.
             ConfigError: the book cannot be written.
         """
-        raise NotImplementedError
+        if self._check_lease is not None:
+            self._check_lease()
+        alarms: list[str] = []
+        listed = self._list(alarms)
+        prices = self._current_prices(now_s, alarms)
+        self._turn += 1
+        if listed is None or prices is None:
+            return self._blind(now_s, prices, alarms)
+        self._begin(now_s, listed)
+        instances = self._take_in(listed, now_s, alarms)
+        fleet = self._who_works(instances, now_s)
+        self._re_estimate()
+        bill = self._bill(now_s, alarms)
+        if not self._dry_run:
+            self._watch_spot(instances, fleet.ready_s, now_s)
+        phase = self._phase(draining)
+        done: list[Done] = []
+        for _ in range(_PASSES):
+            wish = self._wish(phase, instances, fleet, bill, prices, now_s, alarms)
+            view = self._view(wish, instances, fleet, bill, prices, now_s)
+            if wish.phase == "run" and view.spare_usd < 0:
+                self._spent_budget_usd = self._planner.budget_usd
+                phase = self._phase(draining)
+                wish = self._wish(phase, instances, fleet, bill, prices, now_s, alarms)
+                view = replace(view, wanted=wish.markets, reasons=wish.reasons)
+            actions = reconcile(view, self._memory, self.settings.limits, now_s)
+            done = [one for one in done if not isinstance(one.action, Wait)]
+            found = self._act(actions, instances, now_s)
+            done += found
+            if self._dry_run or not any(one.trouble and isinstance(one.action, Launch) for one in found):
+                break
+        if self._memory.stopped:
+            phase = "stopped" if phase == "run" else phase
+            alarms.append(f"nothing is launched any more: {self._memory.stopped}")
+        alarms += self._standing_alarms(wish, now_s)
+        decision = self._decision(wish, phase, instances, fleet, bill, prices, done, alarms, now_s)
+        if not self._dry_run:
+            self._book.note({"kind": "decision", **decision.to_dict()})
+            self._save()
+        return decision
+
+    # --- observe ----------------------------------------------------------------------------------------------------
+
+    def _list(self, alarms: list[str]) -> list[Instance] | None:
+        try:
+            return list(self._fleet.instances())
+        except ServiceUnavailableError as exc:
+            alarms.append(f"the fleet does not answer: {exc}")
+            return None
+
+    def _current_prices(self, now_s: float, alarms: list[str]) -> Prices | None:
+        try:
+            self._last_prices = self._prices.current(now_s)
+        except ServiceUnavailableError as exc:
+            alarms.append(f"no current prices, the last known are used: {exc}")
+        return self._last_prices
+
+    def _begin(self, now_s: float, listed: Sequence[Instance]) -> None:
+        """The job's clock begins with the first turn; a successor that knows nothing asks the topics and the tags."""
+        told = self.observed.decided
+        if self._started_s is None:
+            begun = [one.launched_s for one in listed]
+            self._started_s = told.started_s if told is not None else min([now_s, *begun])
+            if told is not None:
+                for slot, epoch in enumerate(told.epochs[: self.settings.num_slots]):
+                    self._memory.seen(slot, epoch)
+                self._carried_usd = math.nan  # settled with the first bill
+        for slot in range(self.settings.num_slots):
+            self._memory.seen(slot, self.observed.highest_incarnation(slot))
+
+    def _take_in(self, listed: Sequence[Instance], now_s: float, alarms: list[str]) -> list[Instance]:
+        """The instances that count, and what is to be remembered of them."""
+        limits, count = self.settings.limits, self.settings.num_slots
+        found = {one.id: one for one in listed}
+        for id_, one in self._known.items():
+            if id_ not in found:
+                # A launch may take a moment to be listed; after that it is gone.
+                found[id_] = one if now_s - one.launched_s <= limits.trust_s else _vanished(one, now_s)
+        for one in found.values():
+            ended = one.state is InstanceState.ENDED
+            if ended and one.id in self._lines:
+                continue
+            if ended and one.id not in self._known and now_s - (one.ended_s or now_s) > _KEEP_LINES_S:
+                continue  # settled long ago
+            if 0 <= one.slot < count:
+                self._remember(one, now_s)
+            if ended:
+                self._settle(one, now_s, alarms)
+            else:
+                self._known[one.id] = one
+        return list(found.values())
+
+    def _remember(self, one: Instance, now_s: float) -> None:
+        memory = self._memory
+        memory.seen(one.slot, one.epoch)
+        pending = memory.pending.get(one.slot)
+        if pending is not None and (pending[0].epoch, pending[0].market) == (one.epoch, one.market):
+            memory.launched(pending[0])
+        if one.market == "spot" and one.is_alive:
+            self._pools[one.slot] = one.pool
+        if one.id in self._told:
+            return
+        if one.notice_s is not None or one.end is End.INTERRUPTED:
+            self._told.add(one.id)
+            self._interruptions += 1
+            memory.interrupted(one, now_s if one.ended_s is None else one.ended_s)
+            self._note("interrupted", now_s, id=one.id, slot=one.slot, epoch=one.epoch, pool=one.pool)
+        elif one.end is End.FAILED:
+            self._told.add(one.id)
+            memory.broke(one, now_s)
+
+    def _settle(self, one: Instance, now_s: float, alarms: list[str]) -> None:
+        """The last bill of an instance that has ended."""
+        try:
+            line = bill_line(
+                one, self._prices.series, self.settings.billing, now_s,
+                ready_s=self._ready_s.get(one.id), fenced_s=self._fenced_s.get(one.id),
+            )  # fmt: skip
+        except ServiceUnavailableError as exc:
+            alarms.append(f"{one.id} cannot be billed yet: {exc}")
+            self._known[one.id] = one
+            return
+        self._lines[one.id] = line
+        self._known.pop(one.id, None)
+        self._note("ended", now_s, **line.to_dict())
+
+    def _who_works(self, instances: Sequence[Instance], now_s: float) -> _Fleet:
+        found = _Fleet()
+        present_s = self.observed.ps_since_s(now_s)
+        for slot in range(self.settings.num_slots):
+            holder = self.observed.holder(slot)
+            if holder is not None and holder.incarnation > 0:
+                found.held[slot] = holder.incarnation
+        for one in instances:
+            if not (0 <= one.slot < self.settings.num_slots) or one.state is InstanceState.ENDED:
+                continue
+            holder = self.observed.holder(one.slot)
+            held = found.held.get(one.slot, 0)
+            if holder is not None and held == one.epoch:
+                since_s = self._ready_s.setdefault(one.id, max(holder.since_s, one.launched_s))
+                if not one.is_alive:
+                    continue
+                if holder.works:
+                    found.ready_s[one.id] = since_s
+                else:
+                    found.silent_s[one.id] = max(0.0, self.observed.heard_s - holder.heard_s)
+            elif holder is not None and held > one.epoch and one.id in self._ready_s:
+                self._fenced_s.setdefault(one.id, holder.since_s)
+            elif one.is_alive and present_s is not None:
+                found.waited_s[one.id] = now_s - max(one.launched_s, present_s)
+        return found
+
+    def _watch_spot(self, instances: Sequence[Instance], ready_s: Mapping[str, float], now_s: float) -> None:
+        """Tell the estimator how slots on spot fare, boots included."""
+        if self._on_spot is None:
+            return
+        up = np.zeros(self.settings.num_slots, dtype=np.bool_)
+        for one in instances:
+            if one.market == "spot" and one.notice_s is None and one.id in ready_s:
+                up[one.slot] = True
+        self.observed.watch_spot(now_s, up, self._on_spot, self._pools)
+
+    def _re_estimate(self) -> None:
+        """J anew from the job's own held-out errors, where that is asked for."""
+        settings = self.settings
+        if settings.target_error is None:
+            return
+        updates, errors = self.observed.errors(settings.measure)
+        if len(updates) < self._evaluations + _RE_ESTIMATE_EVERY:
+            return
+        self._evaluations = len(updates)
+        before = self._planner.updates
+        rng = np.random.default_rng(len(updates))
+        self._planner = goal.re_estimate(self._planner, updates, errors, settings.target_error, rng)
+        if self._planner.updates != before:
+            log.info("work_re_estimated", updates_before=before, updates=self._planner.updates)
+
+    def _bill(self, now_s: float, alarms: list[str]) -> Bill:
+        lines, missing = [], False
+        for one in self._known.values():
+            try:
+                lines.append(
+                    bill_line(
+                        one, self._prices.series, self.settings.billing, now_s,
+                        ready_s=self._ready_s.get(one.id), fenced_s=self._fenced_s.get(one.id),
+                    )
+                )  # fmt: skip
+            except ServiceUnavailableError as exc:
+                alarms.append(f"{one.id} cannot be billed now: {exc}")
+                missing = True
+        for id_, line in list(self._lines.items()):
+            if now_s - (line.ended_s or now_s) > _KEEP_LINES_S:
+                self._settled = replace(self._settled.plus(Bill.of([line])), lines=())
+                del self._lines[id_]
+        found = self._settled.plus(Bill.of(self._lines.values())).plus(Bill.of(lines))
+        if math.isnan(self._carried_usd):
+            told = self.observed.decided
+            self._carried_usd = max(0.0, told.spent_usd - found.usd) if told is not None else 0.0
+        # Of what a lost file knew only the sum is left. An instance that cannot be billed now has not become free.
+        usd = found.usd + self._carried_usd
+        self._last_usd = max(usd, self._last_usd) if missing else usd
+        return replace(found, usd=self._last_usd)
+
+    # --- plan -------------------------------------------------------------------------------------------------------
+
+    def _phase(self, draining: bool) -> Phase:
+        if draining:
+            return "drain"
+        if self.observed.finished is not None:
+            return "done"
+        if self._spent_budget_usd is not None and self._planner.budget_usd == self._spent_budget_usd:
+            return "budget"
+        return "run"
+
+    def _wish(
+        self, phase: Phase, instances: Sequence[Instance], fleet: _Fleet, bill: Bill, prices: Prices, now_s: float,
+        alarms: list[str],
+    ) -> _Wish:  # fmt: skip
+        """Which market each slot is to be in, and why."""
+        count = self.settings.num_slots
+        state = self._state(instances, fleet, bill, prices, now_s)
+        if phase != "run":
+            why = {
+                "drain": "every instance is handed back",
+                "done": f"the job has ended: {self.observed.finished}",
+                "budget": f"the budget of {self._planner.budget_usd} USD is spent",
+            }[phase]
+            return _Wish(
+                phase=phase, markets=(None,) * count, reasons=(why,) * count, binding=phase,
+                feasible=phase != "budget", expected_cost_usd=bill.usd, expected_finish_s=state.clock_s, slack_s=0.0,
+                urgent=False, state=state,
+            )  # fmt: skip
+        first = self._on_spot is None and not any(one.is_alive for one in instances)
+        plan = (planner.start if first else planner.plan)(state, self._planner)
+        on_spot, reasons, binding, feasible = plan.on_spot, list(plan.reasons), plan.binding, plan.feasible
+        expected_usd, finish_s = plan.forecast.expected_cost_usd, plan.forecast.expected_finish_s
+        if (within := self._within_budget(on_spot, state)) is not None:
+            forced = within.on_spot & ~on_spot
+            on_spot, expected_usd, finish_s = within.on_spot, within.expected_cost_usd, within.expected_finish_s
+            binding, feasible = "budget", feasible and finish_s <= self._planner.deadline_s
+            for slot in np.flatnonzero(forced):
+                reasons[slot] = "spot: on-demand would pass the budget"
+        if not self._dry_run:
+            before = state.on_spot if not first else on_spot
+            moved = on_spot != before
+            self._moves += int(np.count_nonzero(moved))
+            self._moved_s[moved] = now_s
+            if first:
+                self._moved_s[:] = now_s
+            self._on_spot = on_spot.copy()
+        return _Wish(
+            phase=phase, markets=tuple("spot" if spot else "on_demand" for spot in on_spot), reasons=tuple(reasons),
+            binding=binding, feasible=feasible, expected_cost_usd=expected_usd, expected_finish_s=finish_s,
+            slack_s=plan.slack_s, urgent=binding in ("guard", "late"), state=state,
+        )  # fmt: skip
+
+    def _state(
+        self, instances: Sequence[Instance], fleet: _Fleet, bill: Bill, prices: Prices, now_s: float
+    ) -> PlannerState:
+        assert self._started_s is not None
+        count = self.settings.num_slots
+        on_spot, up = np.ones(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
+        newest = np.zeros(count, dtype=np.int64)
+        running = np.zeros(count, dtype=np.bool_)  # a spot machine runs or boots, and has no notice
+        for one in instances:
+            if not one.is_alive or not 0 <= one.slot < count:
+                continue
+            up[one.slot] |= one.id in fleet.ready_s
+            running[one.slot] |= one.market == "spot" and one.notice_s is None
+            if one.epoch >= newest[one.slot]:
+                newest[one.slot], on_spot[one.slot] = one.epoch, one.market == "spot"
+        if self._on_spot is not None:
+            on_spot = self._on_spot.copy()
+        opened, changed_s = self._look_for_spot(on_spot, running, now_s)
+        return PlannerState(
+            clock_s=max(0.0, now_s - self._started_s),
+            updates_done=self.observed.updates_done,
+            rates_per_s=self.observed.rates_per_s(),
+            on_spot=on_spot,
+            up=up,
+            alpha=self.observed.alpha(),
+            prices=prices,
+            spent_usd=bill.usd,
+            spot_open=opened,
+            spot_changed_s=changed_s - self._started_s,
+            moved_s=self._moved_s - self._started_s,
+        )
+
+    def _look_for_spot(self, on_spot: Bools, running: Bools, now_s: float) -> tuple[Bools, Floats]:
+        """Whether spot is to be had, by slot, and since when that is so."""
+        memory, limits = self._memory, self.settings.limits
+        opened = self._spot_open.copy()
+        for slot in range(self.settings.num_slots):
+            free = now_s >= memory.quota_s("spot")
+            probed = self._probe.spot_open(slot) if self._probe is not None and not running[slot] else None
+            if running[slot]:
+                opened[slot] = True
+            elif probed is not None:
+                opened[slot] = free and probed
+            elif on_spot[slot]:
+                # After an end the next try tells; one that found nothing counts until another one succeeds.
+                opened[slot] = free and not memory.is_dry(slot) and now_s >= memory.blocked_s(slot, "spot")
+            else:
+                quiet_s = max(limits.bad_pool_s, limits.retry_s)
+                trouble_s = max(memory.spot_bad_s(slot), memory.dry_since_s())
+                blocked = now_s < memory.blocked_s(slot, "spot")
+                opened[slot] = free and not blocked and now_s - trouble_s >= quiet_s
+        changed_s = np.where(opened != self._spot_open, now_s, self._spot_changed_s)
+        if not self._dry_run:
+            self._spot_open, self._spot_changed_s = opened, changed_s
+        return opened, changed_s
+
+    def _within_budget(self, on_spot: Bools, state: PlannerState) -> _Within | None:
+        """The plan with so many slots more on spot that what is left to pay for suffices; None where it does."""
+        budget_usd = self._planner.budget_usd
+        work = self._planner.samples - state.updates_done * self._planner.group_size * self._planner.batch_size
+        if budget_usd is None or work <= 0:
+            return None
+        rates, alpha = state.rates_per_s, max(state.alpha.point, 1e-3)
+        order = np.argsort(rates, kind="stable")
+        costs = state.spent_usd + unequal_cost_usd(work, rates, alpha, state.prices)
+        enough = np.flatnonzero(costs <= budget_usd)
+        # Where no mix suffices, the cheapest: what can be done is done, up to the cap.
+        fewest = int(enough[0]) if enough.size else int(np.argmin(costs))
+        missing = fewest - int(np.count_nonzero(on_spot))
+        if missing <= 0:
+            return None
+        chosen = on_spot.copy()
+        chosen[[slot for slot in order.tolist() if not on_spot[slot]][:missing]] = True
+        rate = float(rates[~chosen].sum() + alpha * rates[chosen].sum())
+        return _Within(chosen, float(costs[fewest]), state.clock_s + work / rate)
+
+    def _view(
+        self, wish: _Wish, instances: Sequence[Instance], fleet: _Fleet, bill: Bill, prices: Prices, now_s: float
+    ) -> View:
+        budget_usd, spare_usd = self._planner.budget_usd, math.inf
+        commit: dict[Market, float] = {}
+        if budget_usd is not None:
+            # What runs goes on for some turns whatever is decided; the dearer price is the safe one.
+            reserve_s = _RESERVE_TURNS * self._planner.replan_s
+            dear = max(prices.spot_usd_per_h, prices.on_demand_usd_per_h) / SECONDS_PER_HOUR
+            running = sum(one.state is not InstanceState.ENDED for one in instances)
+            spare_usd = budget_usd - bill.usd - running * dear * reserve_s
+            least_s = max(reserve_s, self.settings.billing.billed_s(0.0))
+            commit = dict.fromkeys(MARKETS, dear * least_s)
+        return View(
+            wanted=wish.markets, reasons=wish.reasons, instances=instances, ready_s=fleet.ready_s,
+            silent_s=fleet.silent_s, waited_s=fleet.waited_s, held=fleet.held, urgent=wish.urgent,
+            spare_usd=spare_usd, commit_usd=commit,
+        )  # fmt: skip
+
+    # --- act --------------------------------------------------------------------------------------------------------
+
+    def _act(self, actions: Sequence[Action], instances: list[Instance], now_s: float) -> list[Done]:
+        """Do it; `instances` is brought up to date."""
+        if self._dry_run:
+            return [Done(action) for action in actions]
+        done: list[Done] = [Done(action) for action in actions if isinstance(action, Wait)]
+        ends = [action for action in actions if isinstance(action, Terminate)]
+        if ends:
+            for end in ends:
+                self._note("end", now_s, id=end.id, slot=end.slot, why=end.why)
+            trouble = ""
+            ids = [end.id for end in ends]
+            try:
+                self._fleet.terminate(ids)
+                instances[:] = [replace(one, state=InstanceState.ENDING) if one.id in ids else one for one in instances]
+            except ServiceUnavailableError as exc:
+                trouble = str(exc)
+            done += [Done(end, trouble) for end in ends]
+        launches = [action for action in actions if isinstance(action, Launch)]
+        if launches:
+            on_spot = {one.slot for one in instances if one.is_alive and one.market == "spot"}
+            for launch in launches:
+                order = launch.order
+                self._memory.ordered(order, now_s, fallback=order.market == "on_demand" and order.slot in on_spot)
+                self._note("order", now_s, **_order_dict(launch))
+            self._save()
+            done += [self._launch(launch, instances, now_s) for launch in launches]
+        return done
+
+    def _launch(self, launch: Launch, instances: list[Instance], now_s: float) -> Done:
+        order = launch.order
+        if self._memory.stopped:
+            self._memory.cancelled(order)
+            return Done(launch, f"not tried: {self._memory.stopped}")
+        try:
+            made = self._fleet.launch(order)
+        except LaunchError as exc:
+            self._memory.failed(order, exc, now_s)
+            self._note(
+                "no_instance", now_s, **_order_dict(launch), trouble=exc.trouble.value, code=exc.code, error=str(exc)
+            )
+            return Done(launch, f"{exc.trouble.value}: {exc}")
+        self._known[made.id] = made
+        if made.id not in {one.id for one in instances}:
+            instances.append(made)
+        self._memory.launched(order)
+        self._memory.seen(order.slot, order.epoch)
+        if order.market == "spot":
+            self._pools[order.slot] = made.pool
+        self._note("instance", now_s, **_order_dict(launch), id=made.id, pool=made.pool)
+        return Done(launch, id=made.id)
+
+    def _note(self, kind: str, now_s: float, **facts: Any) -> None:
+        if not self._dry_run:
+            self._book.note({"kind": kind, "turn": self._turn, "time_s": now_s, **facts})
+
+    # --- what comes out ---------------------------------------------------------------------------------------------
+
+    def _standing_alarms(self, wish: _Wish, now_s: float) -> list[str]:
+        found = []
+        names: dict[Market, str] = {"spot": "spot", "on_demand": "on-demand"}
+        for market, name in names.items():
+            if now_s < self._memory.quota_s(market):
+                found.append(f"the quota of {name} machines is used up: ask their owner for more")
+        if not wish.feasible and wish.phase == "run":
+            found.append(
+                "the budget does not suffice for the deadline: raise one of them, or accept a later end"
+                if wish.binding == "budget"
+                else "the deadline cannot be met any more: everything runs on-demand, this is the soonest"
+            )
+        if wish.phase == "budget":
+            found.append(f"the budget of {self._planner.budget_usd} USD is spent: raise plan.budget_usd to go on")
+        if wish.binding == "done" and wish.phase == "run":
+            found.append("the planned updates are done, but the job goes on: set stop.updates, or plan for more")
+        return found
+
+    def _decision(
+        self, wish: _Wish, phase: Phase, instances: Sequence[Instance], fleet: _Fleet, bill: Bill, prices: Prices,
+        done: Sequence[Done], alarms: Sequence[str], now_s: float,
+    ) -> Decision:  # fmt: skip
+        assert self._started_s is not None
+        left = any(one.state is not InstanceState.ENDED for one in instances)
+        return Decision(
+            turn=self._turn, now_s=now_s, started_s=self._started_s, phase=phase, markets=wish.markets,
+            reasons=wish.reasons, binding=wish.binding, feasible=wish.feasible, done=tuple(done),
+            instances=tuple(instances), ready=frozenset(fleet.ready_s), epochs=self._epochs(), bill=bill,
+            updates_done=self.observed.updates_done, updates_wanted=self._planner.updates,
+            on_demand_usd=self._on_demand_usd(wish.state.rates_per_s, prices),
+            expected_cost_usd=wish.expected_cost_usd, expected_finish_s=wish.expected_finish_s, slack_s=wish.slack_s,
+            alpha=wish.state.alpha, cycle_s=self.observed.spot.cycle_s, prices=prices,
+            rates_per_s=wish.state.rates_per_s, usd_per_point=self._usd_per_point(bill), moves=self._moves,
+            interruptions=self._interruptions, alarms=tuple(dict.fromkeys(alarms)), dry_run=self._dry_run,
+            over=phase in ("done", "drain", "budget") and not left,
+        )  # fmt: skip
+
+    def _blind(self, now_s: float, prices: Prices | None, alarms: Sequence[str]) -> Decision:
+        """Nothing can be seen, so nothing is done."""
+        count = self.settings.num_slots
+        rates = self.observed.rates_per_s()
+        markets: tuple[Market | None, ...] = (None,) * count
+        if self._on_spot is not None:
+            markets = tuple("spot" if spot else "on_demand" for spot in self._on_spot)
+        bill = replace(self._settled.plus(Bill.of(self._lines.values())), usd=self._last_usd)
+        return Decision(
+            turn=self._turn, now_s=now_s, started_s=now_s if self._started_s is None else self._started_s,
+            phase="blind", markets=markets, reasons=("as before: fleet or prices do not answer",) * count,
+            binding="blind", feasible=True, done=(), instances=(), ready=frozenset(), epochs=self._epochs(), bill=bill,
+            updates_done=self.observed.updates_done, updates_wanted=self._planner.updates,
+            on_demand_usd=self._on_demand_usd(rates, prices), expected_cost_usd=math.nan, expected_finish_s=math.nan,
+            slack_s=math.nan, alpha=self.observed.alpha(), cycle_s=self.observed.spot.cycle_s, prices=prices,
+            rates_per_s=rates, usd_per_point=self._usd_per_point(bill), moves=self._moves,
+            interruptions=self._interruptions, alarms=tuple(alarms), dry_run=self._dry_run, over=False,
+        )  # fmt: skip
+
+    def _epochs(self) -> tuple[int, ...]:
+        return tuple(self._memory.epoch(slot) for slot in range(self.settings.num_slots))
+
+    def _on_demand_usd(self, rates_per_s: Floats, prices: Prices | None) -> float:
+        if prices is None:
+            return math.nan
+        samples = self.observed.updates_done * self._planner.group_size * self._planner.batch_size
+        return on_demand_usd(samples, rates_per_s, prices.on_demand_usd_per_h)
+
+    def _usd_per_point(self, bill: Bill) -> float:
+        _, errors = self.observed.errors(self.settings.measure)
+        return usd_per_point(bill.usd, errors[0], errors[-1]) if errors else math.nan
+
+    # --- kept over restarts -----------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        if self._dry_run:
+            return
+        # What is not listed any more need not be remembered.
+        about = self._known.keys() | self._lines.keys()
+        self._told &= about
+        self._ready_s = {id_: at_s for id_, at_s in self._ready_s.items() if id_ in about}
+        self._fenced_s = {id_: at_s for id_, at_s in self._fenced_s.items() if id_ in about}
+        self._book.save(
+            {
+                "state": _STATE_VERSION, "turn": self._turn, "started_s": self._started_s,
+                "on_spot": None if self._on_spot is None else self._on_spot.tolist(),
+                "moved_s": _plain(self._moved_s), "spot_open": self._spot_open.tolist(),
+                "spot_changed_s": _plain(self._spot_changed_s), "pools": self._pools,
+                "known": [_instance_dict(one) for one in self._known.values()], "told": sorted(self._told),
+                "ready_s": self._ready_s, "fenced_s": self._fenced_s,
+                "lines": [line.to_dict() for line in self._lines.values()], "settled": self._settled.to_dict(),
+                "carried_usd": 0.0 if math.isnan(self._carried_usd) else self._carried_usd,
+                "last_usd": self._last_usd,
+                "prices": None if self._last_prices is None else asdict(self._last_prices),
+                "spent_budget_usd": self._spent_budget_usd,
+                "work": {
+                    "asked": self.settings.planner.updates, "updates": self._planner.updates,
+                    "evaluations": self._evaluations,
+                },
+                "moves": self._moves, "interruptions": self._interruptions, "memory": self._memory.to_dict(),
+                "observed": self.observed.to_dict(), "positions": self.positions,
+            }
+        )  # fmt: skip
 
     def _restore(self) -> None:
-        raise NotImplementedError
+        kept = self._book.load()
+        if kept is None:
+            return
+        try:
+            if kept["state"] != _STATE_VERSION:
+                raise ValueError(f"expected state version {_STATE_VERSION}, got {kept['state']!r}")
+            self._read(kept)
+        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+            # Nothing that matters is only there: tags say what runs, topics what was decided.
+            log.warning("provision_state_unusable", error=f"{type(exc).__name__}: {exc}", action="from tags and topics")
+            self._forget()
+
+    def _read(self, kept: Mapping[str, Any]) -> None:
+        count = self.settings.num_slots
+        memory = Memory(count, self.settings.limits)
+        memory.restore(kept["memory"])
+        self.observed.restore(kept["observed"])
+        self._memory = memory
+        self._turn = int(kept["turn"])
+        if self.settings.started_s is None and kept["started_s"] is not None:
+            self._started_s = float(kept["started_s"])
+        on_spot = kept["on_spot"]
+        self._on_spot = None if on_spot is None else _sized(np.asarray(on_spot, dtype=np.bool_), count)
+        self._moved_s = _sized(_floats(kept["moved_s"]), count)
+        self._spot_open = _sized(np.asarray(kept["spot_open"], dtype=np.bool_), count)
+        self._spot_changed_s = _sized(_floats(kept["spot_changed_s"]), count)
+        self._pools = [str(pool) for pool in kept["pools"]]
+        self._known = {one["id"]: _instance(one) for one in kept["known"]}
+        self._told = set(kept["told"])
+        self._ready_s = {id_: float(at_s) for id_, at_s in kept["ready_s"].items()}
+        self._fenced_s = {id_: float(at_s) for id_, at_s in kept["fenced_s"].items()}
+        self._lines = {one["id"]: Line(**one) for one in kept["lines"]}
+        self._settled = Bill(**kept["settled"])
+        self._carried_usd, self._last_usd = float(kept["carried_usd"]), float(kept["last_usd"])
+        self._last_prices = None if kept["prices"] is None else Prices(**kept["prices"])
+        self._spent_budget_usd = kept["spent_budget_usd"]
+        work = kept["work"]
+        if work["asked"] == self.settings.planner.updates:
+            self._planner = replace(self._planner, updates=float(work["updates"]))
+            self._evaluations = int(work["evaluations"])
+        self._moves, self._interruptions = int(kept["moves"]), int(kept["interruptions"])
+        self.positions = {str(name): int(at) for name, at in kept["positions"].items()}
+
+
+@dataclass
+class _Fleet:
+    """Who works: see `View`."""
+
+    ready_s: dict[str, float] = field(default_factory=dict)
+    silent_s: dict[str, float] = field(default_factory=dict)
+    waited_s: dict[str, float] = field(default_factory=dict)
+    held: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Wish:
+    phase: Phase
+    markets: tuple[Market | None, ...]
+    reasons: tuple[str, ...]
+    binding: str
+    feasible: bool
+    expected_cost_usd: float
+    expected_finish_s: float
+    slack_s: float
+    urgent: bool
+    state: PlannerState
+
+
+@dataclass(frozen=True)
+class _Within:
+    on_spot: Bools
+    expected_cost_usd: float
+    expected_finish_s: float
 
 
 def slot_ranges(slots: Sequence[int], most: int = 12) -> str:
@@ -363,3 +951,44 @@ def _by_text_of(texts: Mapping[int, str]) -> dict[str, str]:
     for slot in sorted(texts):
         slots.setdefault(texts[slot], []).append(slot)
     return {text: slot_ranges(which) for text, which in slots.items()}
+
+
+def _vanished(one: Instance, now_s: float) -> Instance:
+    """An instance that is not listed any more, and nobody says since when and why."""
+    if one.state is InstanceState.ENDED:
+        return one
+    if one.notice_s is not None and one.notice_s <= now_s:
+        return replace(one, state=InstanceState.ENDED, ended_s=one.notice_s, end=End.INTERRUPTED)
+    end = End.TERMINATED if one.state is InstanceState.ENDING else End.FAILED
+    return replace(one, state=InstanceState.ENDED, ended_s=now_s, end=end)
+
+
+def _instance_dict(one: Instance) -> dict[str, Any]:
+    return {**asdict(one), "state": one.state.value, "end": one.end.value}
+
+
+def _instance(kept: Mapping[str, Any]) -> Instance:
+    return Instance(**{**kept, "state": InstanceState(kept["state"]), "end": End(kept["end"])})
+
+
+def _order_dict(launch: Launch) -> dict[str, Any]:
+    order = launch.order
+    return {
+        "slot": order.slot, "epoch": order.epoch, "market": order.market, "attempt": order.attempt,
+        "avoid": sorted(order.avoid), "why": launch.why,
+    }  # fmt: skip
+
+
+def _plain(values: Floats) -> list[float | None]:
+    """Numbers for JSON, which has no infinity."""
+    return [float(value) if math.isfinite(value) else None for value in values]
+
+
+def _floats(values: Sequence[float | None]) -> Floats:
+    return np.array([-math.inf if value is None else value for value in values], dtype=np.float64)
+
+
+def _sized(values: Any, count: int) -> Any:
+    if values.shape != (count,):
+        raise ValueError(f"expected {count} slots, got {values.shape}")
+    return values

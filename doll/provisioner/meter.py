@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from doll.provisioner.fleet import End, Instance
@@ -169,10 +169,8 @@ class Bill:
 
     def to_dict(self, *, lines: bool = False) -> dict[str, Any]:
         """Plain values for JSON."""
-        found = asdict(self)
-        if not lines:
-            del found["lines"]
-        return found
+        found: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "lines"}
+        return {**found, "lines": [line.to_dict() for line in self.lines]} if lines else found
 
 
 def bill_line(

@@ -26,6 +26,7 @@ from doll.records import (
     Finished,
     Join,
     Leave,
+    Metric,
     Push,
     Update,
     Welcome,
@@ -93,6 +94,7 @@ class Observed:
         self._ends: tuple[float, list[int]] | None = None
         self.heard_s = -math.inf
         """The last sign of life of anybody."""
+        self._ps_heard_s = self._ps_since_s = -math.inf
         self.version = 0
         self.ps_epoch = 0
         self.finished: str | None = None
@@ -118,6 +120,10 @@ class Observed:
     def feed(self, record: AnyRecord, at_s: float) -> None:
         """One record, written at about `at_s`. What it does not know, and slots that are none, it passes over."""
         self.heard_s = max(self.heard_s, at_s)
+        if isinstance(record, Welcome | Epoch | Update) or (isinstance(record, Metric) and record.source == "ps"):
+            if at_s - self._ps_heard_s > self._silent_s:
+                self._ps_since_s = at_s
+            self._ps_heard_s = max(self._ps_heard_s, at_s)
         match record:
             case Join() if self._has(record.worker):
                 slot = self._slots[record.worker]
@@ -230,6 +236,10 @@ class Observed:
             return None
         works = not one.left and self.heard_s - one.heard_s <= self._silent_s
         return Holder(one.incarnation, one.since_s, one.heard_s, works)
+
+    def ps_since_s(self, now_s: float) -> float | None:
+        """Since when a parameter server has been there without a pause; None where none is: nobody can join then."""
+        return self._ps_since_s if now_s - self._ps_heard_s <= self._silent_s else None
 
     def highest_incarnation(self, slot: int) -> int:
         """The highest epoch of an instance that has ever asked for the slot, as far as is known."""

@@ -100,6 +100,7 @@ class View:
         instances: as the fleet lists them.
         ready_s: since when an instance's worker has its slot, by id; those not in it are not ready.
         silent_s: for how long a worker that had its slot has not been heard, by id of its instance.
+        waited_s: for how long one that is not ready could have become so, by id.
         held: the highest epoch whose worker has had the slot, by slot.
         urgent: the deadline is in danger: fallbacks are not held back.
         spare_usd: what may still be committed; infinite without a budget.
@@ -111,6 +112,7 @@ class View:
     instances: Sequence[Instance]
     ready_s: Mapping[str, float]
     silent_s: Mapping[str, float] = field(default_factory=dict)
+    waited_s: Mapping[str, float] = field(default_factory=dict)
     held: Mapping[int, int] = field(default_factory=dict)
     urgent: bool = False
     spare_usd: float = math.inf
@@ -127,6 +129,7 @@ class _Tries:
     after_s: dict[Market, float] = field(default_factory=dict)  # no try before
     early: int = 0  # early ends in a row
     bad_s: float = -math.inf  # last sign that spot is not to be had for this slot
+    dry: bool = False  # its last spot launch found nothing
 
 
 class Memory:
@@ -141,6 +144,7 @@ class Memory:
         self._quota: dict[Market, float] = {}  # until
         self._launched_s: list[float] = []  # within the last minute
         self._fallen_s: list[float] = []
+        self._dry_s = -math.inf  # when a spot launch of any slot last found nothing; over when one finds something
         self.stopped = ""
         """Why nothing is launched any more; a person must mend it."""
 
@@ -165,7 +169,15 @@ class Memory:
     def launched(self, order: Order) -> None:
         """It got an instance."""
         self.pending.pop(order.slot, None)
-        self._slots[order.slot].after_s.pop(order.market, None)
+        one = self._slots[order.slot]
+        one.after_s.pop(order.market, None)
+        if order.market == "spot":
+            one.dry, self._dry_s = False, -math.inf
+
+    def cancelled(self, order: Order) -> None:
+        """It was not made after all."""
+        self.pending.pop(order.slot, None)
+        self._slots[order.slot].failed = True
 
     def failed(self, order: Order, error: LaunchError, now_s: float) -> None:
         """It got none."""
@@ -192,8 +204,8 @@ class Memory:
                 self._quota["on_demand"] = now_s + limits.quota_s
             case Trouble.CONFIG:
                 self.stopped = str(error)
-        if order.market == "spot":
-            one.bad_s = now_s
+        if order.market == "spot" and error.trouble is not Trouble.CONFIG:
+            one.dry, one.bad_s, self._dry_s = True, now_s, now_s
 
     def interrupted(self, instance: Instance, at_s: float) -> None:
         """A spot machine has got its notice, or was taken without one."""
@@ -235,15 +247,24 @@ class Memory:
         """When spot was last seen not to be had for this slot."""
         return self._slots[slot].bad_s
 
+    def is_dry(self, slot: int) -> bool:
+        """The slot's last spot launch found nothing."""
+        return self._slots[slot].dry
+
+    def dry_since_s(self) -> float:
+        """When a spot launch of any slot last found nothing, and none has found anything since; else long ago."""
+        return self._dry_s
+
     def epoch(self, slot: int) -> int:
         """The highest epoch that was ever used for the slot."""
         return self._slots[slot].epoch
 
     def next_order(self, slot: int, market: Market, now_s: float) -> Order:
-        """The order that gets the slot a machine: one under way as it was, else a new one."""
+        """The order that gets the slot a machine: one that may have been carried out as it was, else a new one."""
         if slot in self.pending:
             order, since_s = self.pending[slot]
-            if order.market == market and now_s - since_s <= self._limits.trust_s:
+            # Whatever is wanted by now: it must first be known whether that machine is there.
+            if now_s - since_s <= self._limits.trust_s:
                 return order
         one = self._slots[slot]
         if one.failed:
@@ -265,7 +286,7 @@ class Memory:
             "slots": [
                 {
                     "epoch": one.epoch, "attempt": one.attempt, "failed": one.failed, "after_s": one.after_s,
-                    "early": one.early, "bad_s": one.bad_s if math.isfinite(one.bad_s) else None,
+                    "early": one.early, "bad_s": one.bad_s if math.isfinite(one.bad_s) else None, "dry": one.dry,
                 }
                 for one in self._slots
             ],
@@ -276,6 +297,7 @@ class Memory:
                 }
                 for order, since_s in self.pending.values()
             ],
+            "dry_s": self._dry_s if math.isfinite(self._dry_s) else None,
             "bad_pools": self._bad_pools, "quota": self._quota,
             "launched_s": self._launched_s, "fallen_s": self._fallen_s,
         }  # fmt: skip
@@ -292,7 +314,7 @@ class Memory:
             _Tries(
                 epoch=int(one["epoch"]), attempt=int(one["attempt"]), failed=bool(one["failed"]),
                 after_s={market: float(at_s) for market, at_s in one["after_s"].items()}, early=int(one["early"]),
-                bad_s=-math.inf if one["bad_s"] is None else float(one["bad_s"]),
+                bad_s=-math.inf if one["bad_s"] is None else float(one["bad_s"]), dry=bool(one["dry"]),
             )
             for one in kept["slots"]
         ]  # fmt: skip
@@ -303,6 +325,7 @@ class Memory:
             )
             for one in kept["pending"]
         }
+        self._dry_s = -math.inf if kept["dry_s"] is None else float(kept["dry_s"])
         self._bad_pools = {str(pool): float(until_s) for pool, until_s in kept["bad_pools"].items()}
         self._quota = {market: float(until_s) for market, until_s in kept["quota"].items()}
         self._launched_s, self._fallen_s = list(kept["launched_s"]), list(kept["fallen_s"])
@@ -325,7 +348,7 @@ def reconcile(view: View, memory: Memory, limits: Limits, now_s: float) -> list[
     for slot in sorted(by_slot.keys() - range(len(view.wanted))):
         actions += [_end(one, "no such slot") for one in by_slot[slot] if one.notice_s is None]
     for slot, market in enumerate(view.wanted):
-        found = _Situation(slot, by_slot.get(slot, []), view, limits, now_s)
+        found = _Situation(slot, by_slot.get(slot, []), view, limits)
         if market is None:
             actions += [_end(one, view.reasons[slot]) for one in found.alive if one.notice_s is None]
             continue
@@ -355,11 +378,11 @@ def _end(instance: Instance, why: str) -> Terminate:
 class _Situation:
     """The machines of one slot."""
 
-    def __init__(self, slot: int, alive: Collection[Instance], view: View, limits: Limits, now_s: float) -> None:
+    def __init__(self, slot: int, alive: Collection[Instance], view: View, limits: Limits) -> None:
         self.alive = sorted(alive, key=lambda one: (one.epoch, one.launched_s, one.id))
         self._slot = slot
         self._ready = view.ready_s
-        self._ill = {one.id: why for one in self.alive if (why := _illness(one, view, limits, now_s))}
+        self._ill = {one.id: why for one in self.alive if (why := _illness(one, view, limits))}
         ready = [one for one in self.alive if one.id in view.ready_s]
         self._serving = ready[-1] if ready else None
         # A worker that has had the slot fences what is older, also when its own machine is gone by now.
@@ -406,9 +429,10 @@ class _Situation:
         return f"epoch {one.epoch} {self._ill[one.id]}" if one.id in self._ill else f"from {one.market}"
 
 
-def _illness(one: Instance, view: View, limits: Limits, now_s: float) -> str:
-    if one.id not in view.ready_s and one.id not in view.silent_s and now_s - one.launched_s > limits.boot_most_s:
-        return f"is not ready after {now_s - one.launched_s:.0f} s"
+def _illness(one: Instance, view: View, limits: Limits) -> str:
+    waited_s = view.waited_s.get(one.id, 0.0)
+    if waited_s > limits.boot_most_s:
+        return f"is not ready after {waited_s:.0f} s"
     silent_s = view.silent_s.get(one.id, 0.0)
     if silent_s > limits.silent_most_s:
         return f"has been silent for {silent_s:.0f} s"
