@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -221,10 +222,14 @@ def ps(
     standby: Annotated[
         bool, typer.Option("--standby", help="Wait until nothing is heard of another one for ps.lease_s.")
     ] = False,
+    takeover: Annotated[
+        bool, typer.Option("--takeover", help="Do not look whether another one leads: replace it if it does.")
+    ] = False,
 ) -> None:
     """Be the parameter server: form groups, apply updates, write checkpoints.
 
-    Both must reach the same checkpoints (checkpoint.folder) where one stands by for the other.
+    It ends with exit code 1 where another one leads. With --standby it waits for the other's end instead; both must
+    reach the same checkpoints (checkpoint.folder) then.
 
     Example: doll ps --job my.yaml --run-folder /var/lib/doll/my
     """
@@ -233,9 +238,13 @@ def ps(
 
     services = _ready(at, "ps")
     topics.ensure(at.config, services)
-    from doll.ps.main import run_ps  # imports torch, for seconds: not before it is known to be of use
+    from doll.ps.standby import Lookout
 
-    raise typer.Exit(run_ps(at.config, services, at.run.path, standby=standby))
+    with Lookout(at.config, services) if not (standby or takeover) else contextlib.nullcontext() as lookout:
+        from doll.ps.main import run_ps  # imports torch, for seconds: not before it is known to be of use
+
+        code = run_ps(at.config, services, at.run.path, standby=standby, lookout=lookout)
+    raise typer.Exit(code)
 
 
 @app.command(short_help="Measure held-out error while a job runs.")

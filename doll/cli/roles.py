@@ -35,7 +35,7 @@ def _role(entry: Callable[P, int]) -> Callable[P, int]:
 
 @_role
 def ps_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
-    """The parameter server."""
+    """The parameter server. Whoever starts this knows that none runs, or that this one shall replace it."""
     _log_as("ps")
     from doll.ps.main import run_ps
 

@@ -53,6 +53,15 @@ _FENCED_REMEMBERED = 16
 _STORY_LENGTH = 30
 
 
+def serving_epoch(record: Join | Announce | Push | Nack | Alive | Leave | Evaluated) -> int:
+    """The ps_epoch of the server that the record's sender knew when it sent it; 0: none."""
+    match record:
+        case Push() | Nack() | Evaluated():
+            return record.ps_epoch
+        case _:
+            return record.epoch >> _EPOCHS_PER_SERVER_BITS
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What the engine is told once. Times in seconds."""

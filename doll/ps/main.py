@@ -16,12 +16,13 @@ from doll.memory import keep_freed_memory
 from doll.model import build, fingerprint
 from doll.ps import events as ev
 from doll.ps.checkpoints import Checkpoint
+from doll.ps.engine import serving_epoch
 from doll.ps.event_log import FileEventLog
 from doll.ps.kafka_link import KafkaLink
 from doll.ps.optim import Optimizer
 from doll.ps.redis_blobs import RedisBlobs
 from doll.ps.server import ParameterServer
-from doll.ps.standby import wait_for_lease
+from doll.ps.standby import Lookout, wait_for_lease
 from doll.ps.start import Start, make_engine
 from doll.ps.stores import open_store
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, decode
@@ -34,6 +35,7 @@ log = get_logger(__name__)
 _FROM_WORKERS = (Join, Announce, Push, Nack, Alive, Leave, Evaluated)
 # Ticks decide leases (seconds) and checkpoints (seconds): twenty a second are plenty and cost nothing.
 _POLL_S = 0.05
+_ASK_AGAIN_S = 1.0
 _LEAVE_S = 2.0  # for the last records to be delivered: whoever sent SIGTERM will not wait long
 
 
@@ -53,21 +55,27 @@ class _Signals:
         self.leave = True
 
 
-def run_ps(config: JobConfig, services: Services, run_folder: Path, *, standby: bool = False) -> int:
+def run_ps(
+    config: JobConfig, services: Services, run_folder: Path, *, standby: bool = False, lookout: Lookout | None = None
+) -> int:
     """Serve the job until its stop rule is met (0), or until SIGTERM (0, after a checkpoint; the job can be resumed).
 
     Args:
         standby: begin when nothing has been heard of another server for `ps.lease_s`.
+        lookout: looks since the start of this process whether another server leads; None: none does, or it shall be
+            replaced.
 
     Raises:
-        DollError: services are not there, the task does not load, the checkpoint is of another job or model, a newer
-            server has claimed the job, or the model diverged.
+        DollError: services are not there, the task does not load, the checkpoint is of another job or model, another
+            server leads, a newer server has claimed the job, or the model diverged.
     """
     with pulse_of("ps-standby" if standby else "ps", config) as pulse:
-        return _run(config, services, run_folder, standby, pulse)
+        return _run(config, services, run_folder, standby, lookout, pulse)
 
 
-def _run(config: JobConfig, services: Services, run_folder: Path, standby: bool, pulse: Pulse) -> int:
+def _run(
+    config: JobConfig, services: Services, run_folder: Path, standby: bool, lookout: Lookout | None, pulse: Pulse
+) -> int:
     import torch
 
     signals = _Signals()
@@ -84,6 +92,10 @@ def _run(config: JobConfig, services: Services, run_folder: Path, standby: bool,
         pulse.waits_for("the silence of the parameter server (standby)")
     if standby and not wait_for_lease(config, services, lambda: signals.leave):
         return 0
+    if lookout is not None:
+        pulse.waits_for("a look whether another parameter server leads")
+        if not lookout.require_silence(lambda: signals.leave):
+            return 0
     ps_epoch = store.claim_epoch()
     fault_point("ps.after_claim")
     checkpoint = store.load_newest(mark)  # from here on no earlier server can add one
@@ -126,7 +138,7 @@ def _run(config: JobConfig, services: Services, run_folder: Path, standby: bool,
 
 def _serve(server: ParameterServer, link: KafkaLink, signals: _Signals, lease_s: float, pulse: Pulse) -> None:
     engine = server.engine
-    turned_s = time.monotonic()
+    turned_s = asked_s = time.monotonic()
     while engine.finished is None:
         values = link.poll(_POLL_S)
         now = time.monotonic()
@@ -146,6 +158,11 @@ def _serve(server: ParameterServer, link: KafkaLink, signals: _Signals, lease_s:
                 log.warning("record_refused", topic="up", reason=str(exc))
                 continue
             if isinstance(record, _FROM_WORKERS):
+                if serving_epoch(record) > engine.ps_epoch and now - asked_s > _ASK_AGAIN_S:
+                    # A worker of a later server: this one was cut off and not away, and has a successor. Or somebody
+                    # makes it believe so, therefore the store is asked.
+                    asked_s = now
+                    server.stop_if_superseded()
                 server.feed(record)
             else:
                 engine.counters["refused_record"] += 1

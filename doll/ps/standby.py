@@ -8,14 +8,16 @@ leader can save nothing, and a leader that was away for longer than the lease lo
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable
-from typing import Final
+from types import TracebackType
+from typing import Final, Self
 
 from doll import topics
 from doll.config import JobConfig
-from doll.errors import RecordError, ServiceUnavailableError
+from doll.errors import FencedError, RecordError, ServiceUnavailableError
 from doll.records import AnyRecord, Epoch, Finished, Metric, Update, decode
 from doll.services import Services, kafka_settings
 from doll.telemetry import get_logger
@@ -24,14 +26,22 @@ log = get_logger(__name__)
 
 _POLL_S: Final = 0.2
 _PROBE_S: Final = 2.0
+_SILENCE_S: Final = 3.0  # a leader writes a measurement each second
+_ON_ITS_WAY_S: Final = 0.5
 
 
 class Watch:
-    """When a leader's lease ends. Pure: `now` is any monotonic time in seconds."""
+    """When a leader's lease ends. Pure: `now` is any monotonic time in seconds.
+
+    Attributes:
+        ps_epoch: of the newest leader heard; 0: none yet.
+        heard_s: when it was heard last; before that, when this watch began.
+        finished: it has finished the job.
+    """
 
     def __init__(self, lease_s: float, now: float) -> None:
         self._lease_s = lease_s
-        self._heard_s = now
+        self.heard_s = now
         self.ps_epoch = 0
         self.finished = False
 
@@ -48,15 +58,72 @@ class Watch:
             return
         self.ps_epoch = epoch
         self.finished = isinstance(record, Finished)
-        self._heard_s = now
+        self.heard_s = now
 
     def deaf(self, now: float) -> None:
         """Kafka does not answer, so nobody can be heard: the lease begins anew."""
-        self._heard_s = now
+        self.heard_s = now
 
     def is_over(self, now: float) -> bool:
         """Nothing was heard for the length of a lease."""
-        return now - self._heard_s >= self._lease_s
+        return now - self.heard_s >= self._lease_s
+
+
+class _Ears:
+    """Hears what parameter servers write, from now on. Use it as a context manager.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer at the start.
+    """
+
+    def __init__(self, config: JobConfig, services: Services) -> None:
+        from confluent_kafka import Consumer, TopicPartition
+
+        self._address = services.kafka
+        self._names = (config.topic("updates"), config.topic("metrics"))
+        self._consumer = Consumer(
+            kafka_settings(
+                config, services, group_id=f"doll-{config.job}-standby-{uuid.uuid4().hex[:8]}",
+                enable_auto_commit=False, auto_offset_reset="latest", fetch_wait_max_ms=100,
+            )
+        )  # fmt: skip
+        try:
+            self._nexts = self._ends()
+        except BaseException:
+            self._consumer.close()
+            raise
+        self._consumer.assign([TopicPartition(name, 0, at) for name, at in self._nexts.items()])
+        self.nothing_yet = not any(self._nexts.values())  # nobody has ever served this job
+
+    def _ends(self) -> dict[str, int]:
+        return {name: topics.watermarks(self._consumer, self._address, name, 0, _PROBE_S)[1] for name in self._names}
+
+    def listen(self, watch: Watch) -> None:
+        """Wait a moment for a record, and tell `watch`."""
+        message = self._consumer.poll(_POLL_S)
+        if message is None or message.error() is not None:
+            return
+        self._nexts[message.topic()] = int(message.offset()) + 1
+        try:
+            watch.feed(decode(message.value()), time.monotonic())
+        except RecordError as exc:
+            log.warning("record_refused", topic=message.topic(), reason=str(exc))
+
+    def heard_all(self) -> bool:
+        """Whether Kafka has nothing that was not heard yet.
+
+        Raises:
+            ServiceUnavailableError: Kafka does not answer.
+        """
+        return all(end <= self._nexts[name] for name, end in self._ends().items())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._consumer.close()
 
 
 def wait_for_lease(config: JobConfig, services: Services, should_stop: Callable[[], bool]) -> bool:
@@ -65,39 +132,18 @@ def wait_for_lease(config: JobConfig, services: Services, should_stop: Callable[
     Raises:
         ServiceUnavailableError: Kafka does not answer at the start.
     """
-    from confluent_kafka import Consumer, TopicPartition
-
-    consumer = Consumer(
-        kafka_settings(
-            config, services, group_id=f"doll-{config.job}-standby-{uuid.uuid4().hex[:8]}", enable_auto_commit=False,
-            auto_offset_reset="latest", fetch_wait_max_ms=100,
-        )
-    )  # fmt: skip
-    names = (config.topic("updates"), config.topic("metrics"))
-
-    def end_of(name: str) -> int:
-        return topics.watermarks(consumer, services.kafka, name, 0, _PROBE_S)[1]
-
-    try:
-        nexts = {name: end_of(name) for name in names}
-        consumer.assign([TopicPartition(name, 0, at) for name, at in nexts.items()])
+    with _Ears(config, services) as ears:
         watch = Watch(config.ps.lease_s, time.monotonic())
         log.info("standing_by", lease_s=config.ps.lease_s)
         while not should_stop():
-            message = consumer.poll(_POLL_S)
-            if message is not None and message.error() is None:
-                nexts[message.topic()] = int(message.offset()) + 1
-                try:
-                    watch.feed(decode(message.value()), time.monotonic())
-                except RecordError as exc:
-                    log.warning("record_refused", topic=message.topic(), reason=str(exc))
+            ears.listen(watch)
             if watch.finished:
                 log.info("job_ended", reason="the leader has finished the job")
                 return False
             if not watch.is_over(time.monotonic()):
                 continue
             try:
-                if all(end_of(name) <= nexts[name] for name in names):
+                if ears.heard_all():
                     log.warning(
                         "leader_silent", ps_epoch=watch.ps_epoch, lease_s=config.ps.lease_s, action="taking over"
                     )
@@ -105,5 +151,77 @@ def wait_for_lease(config: JobConfig, services: Services, should_stop: Callable[
             except ServiceUnavailableError:
                 watch.deaf(time.monotonic())
         return False
-    finally:
-        consumer.close()
+
+
+class Lookout:
+    """Finds out whether another parameter server leads, while this process still loads what it needs.
+
+    Two servers under two supervisors would otherwise take the job from each other for ever: the one that is fenced
+    ends, is started again, and fences the other. It listens in a thread of its own, so that a start after a crash,
+    which loads for about as long, does not take longer. Use it as a context manager.
+    """
+
+    def __init__(self, config: JobConfig, services: Services) -> None:
+        self._config = config
+        self._services = services
+        self._stop = threading.Event()
+        self._over = threading.Event()
+        self._leader = 0
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="lookout", daemon=True)
+
+    def require_silence(self, should_stop: Callable[[], bool]) -> bool:
+        """Return when nobody leads (True), or when `should_stop` says so (False).
+
+        Raises:
+            FencedError: another parameter server leads.
+            ServiceUnavailableError: Kafka does not answer.
+        """
+        while not self._over.wait(_POLL_S):
+            if should_stop():
+                return False
+        if self._error is not None:
+            raise self._error
+        if self._leader:
+            raise FencedError(
+                f"another parameter server leads job {self._config.job} (epoch {self._leader}): expected none; start "
+                "this one with --standby, so that it waits for the other's end, or with --takeover to replace the other"
+            )
+        return True
+
+    def _run(self) -> None:
+        try:
+            self._leader = self._listen()
+        except Exception as exc:  # of another thread: told where it is waited for
+            self._error = exc
+        finally:
+            self._over.set()
+
+    def _listen(self) -> int:
+        """The epoch of a parameter server that is alive, 0 where nobody is."""
+        with _Ears(self._config, self._services) as ears:
+            if ears.nothing_yet:
+                return 0
+            began_s = time.monotonic()
+            silence_s = min(_SILENCE_S, self._config.ps.lease_s)
+            watch = Watch(silence_s, began_s)
+            while not self._stop.is_set():
+                ears.listen(watch)
+                if watch.finished:
+                    return 0
+                # What comes at once may have been on its way when its sender died.
+                if watch.heard_s > began_s + _ON_ITS_WAY_S:
+                    return watch.ps_epoch
+                if time.monotonic() > began_s + _ON_ITS_WAY_S + silence_s and ears.heard_all():
+                    return 0
+            return 0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()

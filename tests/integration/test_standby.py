@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -76,4 +79,66 @@ def test_a_standby_leaves_with_the_job_and_when_it_is_told_to(make_pipeline: Any
     job.until_finished()
     assert leader.wait(60.0) == 0
     assert standby.wait(60.0) == 0
+    job.assert_sound()
+
+
+def doll_ps(job: Any, *options: str) -> subprocess.Popen[str]:
+    """`doll ps`, as a supervisor on another machine runs it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "doll", "ps", "--job", str(job.job_path), "--run-folder", str(job.run), *options],
+        env={**os.environ, "DOLL_KAFKA": job.services.kafka, "DOLL_REDIS": job.services.redis},
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_a_plain_server_leaves_a_living_leader_alone_and_succeeds_a_dead_one(make_pipeline: Any) -> None:
+    """Two supervisors that each keep a `doll ps` running must not take the job from each other for ever."""
+    job = make_pipeline("stop.updates=60")
+    leader: Role = job.launch("ps", "ps_role")
+    for worker in (0, 1):
+        job.start_worker(worker)
+    job.send(job.samples(200))
+    job.until_version(5)
+    with doll_ps(job) as second:
+        try:
+            job.until(lambda: second.poll() is not None, "the end of the second server", 90.0)
+        finally:
+            second.kill()
+        assert second.returncode == 1
+        assert second.stderr is not None
+        assert "another parameter server leads" in (told := second.stderr.read())
+        assert "--standby" in told
+    assert leader.poll() is None
+    assert [epoch.ps_epoch for epoch in job.epochs] == [1]
+    job.send(job.samples(200))
+    leader.kill()
+    assert leader.wait(10.0) == -signal.SIGKILL
+    with doll_ps(job) as third:
+        try:
+            job.send(job.samples(600))
+            job.until_finished()
+            job.until(lambda: third.poll() is not None, "the end of the third server", 30.0)
+        finally:
+            third.kill()
+        assert third.returncode == 0, third.stderr.read() if third.stderr is not None else ""
+    assert [epoch.ps_epoch for epoch in job.epochs] == [1, 2]
+    job.assert_sound()
+
+
+def test_a_server_that_was_replaced_ends_though_it_has_nothing_to_save(make_pipeline: Any) -> None:
+    """As one that was cut off does: its loop has turned all the time, and only the workers' epochs tell it."""
+    job = make_pipeline("stop.updates=20")
+    leader: Role = job.launch("ps", "ps_role")
+    for worker in (0, 1):
+        job.start_worker(worker)
+    job.send(job.samples(160))
+    job.until_version(10)
+    job.until(lambda: bool(job.store.versions()) and job.store.versions()[-1][1] == 10, "a checkpoint of all")
+    successor: Role = job.launch("ps-2", "ps_role")
+    job.until(lambda: leader.poll() is not None, "the end of the first server")
+    assert leader.exitcode == 1
+    assert "parameter server epoch 1 is over: epoch 2 has claimed" in job.log("ps")
+    job.send(job.samples(160))
+    job.until_finished()
+    assert successor.wait(20.0) == 0
     job.assert_sound()
