@@ -25,7 +25,7 @@ from doll.provisioner.fleet import End, Fleet, Instance, InstanceState, LaunchEr
 from doll.provisioner.state import Market
 
 if TYPE_CHECKING:
-    from doll.config import Ec2FleetConfig
+    from doll.config import Ec2FleetConfig, JobConfig
 
 log = telemetry.get_logger(__name__)
 
@@ -217,6 +217,14 @@ class Ec2Fleet:
             log.warning("not_ours", ids=passed, cluster=self._cluster)
         for start in range(0, len(own), _TERMINATE_AT_ONCE):
             self._terminate(own[start : start + _TERMINATE_AT_ONCE])
+
+    def zones(self) -> list[str]:
+        """The zones that have a subnet and at least one of the instance types, in order of preference.
+
+        Raises:
+            LaunchError: subnets or types do not exist, or EC2 does not answer.
+        """
+        return [zone for zone, _ in self._offered()]
 
     def close(self) -> None:
         if self._notices is not None:
@@ -585,22 +593,36 @@ def client_token(cluster: str, order: Order, zone_number: int = 0) -> str:
     return cluster + rest
 
 
-def connect(config: Ec2FleetConfig, cluster: str) -> Ec2Fleet:
+def connect(config: JobConfig) -> Ec2Fleet:
     """The fleet that a job file describes. Credentials, region and endpoint are found as boto3 finds them.
 
     Raises:
-        ConfigError: boto3 lacks what it needs to make a client.
+        ConfigError: another kind of fleet, or boto3 lacks what it needs to make a client.
     """
     from doll.provisioner.ec2_notices import Ec2Notices
 
+    settings = ec2_settings(config)
     notices = None
-    if config.queue_url is not None:
-        notices = Ec2Notices(aws_client("sqs", config.region), config.queue_url)
+    if settings.queue_url is not None:
+        notices = Ec2Notices(aws_client("sqs", settings.region), settings.queue_url)
     return Ec2Fleet(
-        aws_client("ec2", config.region), cluster=cluster, launch_template=config.launch_template,
-        version=config.launch_template_version, subnets=config.subnets, instance_types=config.instance_types,
-        notices=notices, calls_per_s=config.calls_per_s,
+        aws_client("ec2", settings.region), cluster=config.cluster, launch_template=settings.launch_template,
+        version=settings.launch_template_version, subnets=settings.subnets, instance_types=settings.instance_types,
+        notices=notices, calls_per_s=settings.calls_per_s,
     )  # fmt: skip
+
+
+def ec2_settings(config: JobConfig) -> Ec2FleetConfig:
+    """The `fleet` section of a job that runs on EC2.
+
+    Raises:
+        ConfigError: it runs on another fleet.
+    """
+    from doll.config import Ec2FleetConfig
+
+    if not isinstance(config.fleet, Ec2FleetConfig):
+        raise ConfigError(f"fleet.kind: expected ec2, got {config.fleet.kind}")
+    return config.fleet
 
 
 def aws_client(service: str, region: str | None) -> Any:
