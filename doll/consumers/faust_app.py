@@ -1,6 +1,7 @@
-"""The worker's Faust app: two thin agents around `WorkerCore`.
+"""The worker's Faust app: a thin shell around `WorkerCore`.
 
-`samples` (Algorithm 1) cuts the stream into batches; `mail` (Algorithm 2) takes grants and durable watermarks.
+The agent `samples` (Algorithm 1) cuts the stream into batches; `_read_mail` and `_compute` (Algorithm 2) take grants
+and durable watermarks, which come on a connection of their own, and answer with gradients.
 Gradients run in a thread of their own, so the event loop stays free for heartbeats. Offsets are acknowledged in order
 and only when the parameter server says that they are durable; `CrashingSupervisor` ends the process on any surprise,
 because an agent that is restarted in place has lost its position (reference faust-kafka 1.1).
@@ -9,6 +10,7 @@ because an agent that is restarted in place has lost its position (reference fau
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 import time
@@ -102,12 +104,12 @@ class WorkerShell:
         self._mail_topic = config.topic("down")
         self._mail_next = mail_offset
         self._progress_s = time.monotonic()
-        self._highs = (self._batcher.next_offset, mail_offset)
         self._exiting = False
-        self.app = self._make_app(services, folder, mail_offset)
+        self._mail: asyncio.Queue[list[tuple[int, bytes | None]]] = asyncio.Queue()
+        self.app = self._make_app(services, folder)
         self.faust_worker: _FaustWorker | None = None
 
-    def _make_app(self, services: Services, folder: Path, mail_offset: int) -> DollApp:
+    def _make_app(self, services: Services, folder: Path) -> DollApp:
         config, n = self._config, self._worker
         folder.mkdir(parents=True, exist_ok=True)
         app = DollApp(
@@ -129,16 +131,12 @@ class WorkerShell:
             datadir=str(folder),
             store="memory://",
         )
-        app.fixed_partitions = {self._samples_topic: [n], self._mail_topic: [n]}
-        app.start_offsets = {
-            TP(self._samples_topic, n): self._batcher.next_offset,
-            TP(self._mail_topic, n): mail_offset,
-        }
+        app.fixed_partitions = {self._samples_topic: [n]}
+        app.start_offsets = {TP(self._samples_topic, n): self._batcher.next_offset}
         app.fetch_max_wait_ms = config.worker.fetch_max_wait_ms
         samples = app.topic(self._samples_topic, value_type=bytes, value_serializer="raw")
-        mail = app.topic(self._mail_topic, value_type=bytes, value_serializer="raw")
         app.agent(samples, name="samples")(self._read_samples)
-        app.agent(mail, name="mail")(self._read_mail)
+        app.task(self._read_mail)
         app.task(self._prepare)
         app.task(self._compute)
         app.task(self._tick)
@@ -148,8 +146,8 @@ class WorkerShell:
     # --- Algorithm 1 ------------------------------------------------------------------------------------------------
 
     async def _read_samples(self, stream: Any) -> None:
-        """Cut the stream into batches, and never wait: Faust delivers all topics in one loop, so a sample that finds
-        its queue full would hold up the very mail (durable watermarks) that makes room again."""
+        """Cut the stream into batches, and never wait: what waits in `_cut` is a batch, what waits in Faust's own
+        queue is one event a record."""
         samples = TP(self._samples_topic, self._worker)
         batcher, cut = self._batcher, self._cut
         high = _cut_batches(self._config)
@@ -214,15 +212,24 @@ class WorkerShell:
 
     # --- Algorithm 2 ------------------------------------------------------------------------------------------------
 
-    async def _read_mail(self, stream: Any) -> None:
-        async for event in stream.events():
-            self._mail_next = event.message.offset + 1
-            try:
-                record = decode(event.value)
-            except RecordError as exc:
-                log.warning("record_refused", topic="down", reason=str(exc))
-                continue
-            self._do(self._core.mail(record, time.monotonic()))
+    async def _read_mail(self) -> None:
+        loop = asyncio.get_running_loop()
+
+        def deliver(mail: list[tuple[int, bytes | None]]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._mail.put_nowait, mail)
+
+        # Through a queue, and not in a callback: what goes wrong here must end this process.
+        self._link.read_mail(deliver)
+        while True:
+            for offset, value in await self._mail.get():
+                self._mail_next = offset + 1
+                try:
+                    record = decode(value)
+                except RecordError as exc:
+                    log.warning("record_refused", topic="down", reason=str(exc))
+                    continue
+                self._do(self._core.mail(record, time.monotonic()))
 
     async def _compute(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,10 +1,13 @@
-"""A worker's wires beside Faust: sends to `up` and `dead`, asks where partitions begin and end, and joins the job.
+"""A worker's wires beside Faust: sends to `up` and `dead`, joins the job, then reads its mail on `down`.
 
-confluent-kafka sends, because its producer keeps order, retries for ever and never doubles a record; Faust only reads.
+confluent-kafka sends, because its producer keeps order, retries for ever and never doubles a record. It reads the mail
+on a connection of its own, because aiokafka asks a broker one thing at a time: a grant would wait behind a fetch of
+samples, or every fetch of samples would have to be short (ADR 0006).
 """
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -23,6 +26,8 @@ log = get_logger(__name__)
 _WATERMARK_TIMEOUT_S = 5.0
 _JOIN_AGAIN_S = 2.0
 _SAY_AGAIN_S = 10.0
+_POLL_S = 0.2  # how soon the mail's thread sees that it is told to stop
+_PER_POLL = 500
 
 
 class JobEndedError(Exception):
@@ -45,12 +50,19 @@ class WorkerLink:
                 message_max_bytes=32 * 1024 * 1024,
             )
         )  # fmt: skip
-        self._consumer = Consumer(
-            kafka_settings(
-                config, services, group_id=f"doll-{config.job}-join-{uuid.uuid4().hex[:8]}", enable_auto_commit=False,
-                auto_offset_reset="earliest",
+        self._mail, self._asking = (
+            Consumer(
+                kafka_settings(
+                    config, services, group_id=f"doll-{config.job}-{use}-{uuid.uuid4().hex[:8]}",
+                    enable_auto_commit=False, auto_offset_reset="earliest",
+                )
             )
+            # Two connections: a question for watermarks would wait behind the fetch of mail, and librdkafka would look
+            # for its answer a thousand times a second.
+            for use in ("mail", "ask")
         )  # fmt: skip
+        self._closing = threading.Event()
+        self._reader: threading.Thread | None = None
 
     def send(self, record: AnyRecord) -> None:
         """Queue a record for the parameter server; order is kept, delivery is retried until it succeeds."""
@@ -87,13 +99,14 @@ class WorkerLink:
         Raises:
             ServiceUnavailableError: Kafka does not answer.
         """
-        return topics.watermarks(self._consumer, self._address, topic, partition, _WATERMARK_TIMEOUT_S)
+        return topics.watermarks(self._asking, self._address, topic, partition, _WATERMARK_TIMEOUT_S)
 
     def join(self, instance: str, should_stop: Callable[[], bool]) -> tuple[Welcome, int] | None:
         """Ask the parameter server for a place; wait for it as long as it takes, saying so.
 
         Returns:
-            The Welcome and the offset after it on this worker's `down` partition; None if `should_stop` said so.
+            The Welcome and the offset after it on this worker's `down` partition, where `read_mail` goes on; None if
+            `should_stop` said so.
 
         Raises:
             FencedError: a newer incarnation of this worker is there.
@@ -101,39 +114,58 @@ class WorkerLink:
         """
         # Mail from before this moment is not for this process. The offset is explicit: see reference faust-kafka 8.
         _, at = self.watermarks(self._down, self._worker)
-        self._consumer.assign([TopicPartition(self._down, self._worker, at)])
+        self._mail.assign([TopicPartition(self._down, self._worker, at)])
         asked_s = said_s = float("-inf")
         started_s = time.monotonic()
-        try:
-            while not should_stop():
-                now = time.monotonic()
-                if now - asked_s >= _JOIN_AGAIN_S:
-                    self.send(Join(worker=self._worker, instance=instance))
-                    asked_s = now
-                if now - started_s >= _SAY_AGAIN_S and now - said_s >= _SAY_AGAIN_S:
-                    log.warning(
-                        "waiting_for_parameter_server", waited_s=round(now - started_s), start="doll ps --job JOB.yaml"
-                    )
-                    said_s = now
-                message = self._consumer.poll(0.2)
-                if message is None or message.error() is not None:
-                    continue
-                record = _readable(message.value())
-                match record:
-                    case Welcome() if record.instance == instance:
-                        return record, int(message.offset()) + 1
-                    case Fence() if record.instance == instance:
-                        raise FencedError(f"worker {self._worker} has been replaced by a newer process")
-                    case Hello():
-                        asked_s = float("-inf")
-                    case Stop():
-                        raise JobEndedError(record.reason)
-        finally:
-            self._consumer.unassign()
+        while not should_stop():
+            now = time.monotonic()
+            if now - asked_s >= _JOIN_AGAIN_S:
+                self.send(Join(worker=self._worker, instance=instance))
+                asked_s = now
+            if now - started_s >= _SAY_AGAIN_S and now - said_s >= _SAY_AGAIN_S:
+                log.warning(
+                    "waiting_for_parameter_server", waited_s=round(now - started_s), start="doll ps --job JOB.yaml"
+                )
+                said_s = now
+            message = self._mail.poll(_POLL_S)
+            if message is None or message.error() is not None:
+                continue
+            record = _readable(message.value())
+            match record:
+                case Welcome() if record.instance == instance:
+                    return record, int(message.offset()) + 1
+                case Fence() if record.instance == instance:
+                    raise FencedError(f"worker {self._worker} has been replaced by a newer process")
+                case Hello():
+                    asked_s = float("-inf")
+                case Stop():
+                    raise JobEndedError(record.reason)
         return None
 
+    def read_mail(self, deliver: Callable[[list[tuple[int, bytes | None]]], object]) -> None:
+        """From now on hand what comes after the Welcome to `deliver`, as (offset, value), in order, from a thread.
+
+        Call it once, after `join`.
+        """
+        self._reader = threading.Thread(target=self._read, args=(deliver,), name="mail", daemon=True)
+        self._reader.start()
+
+    def _read(self, deliver: Callable[[list[tuple[int, bytes | None]]], object]) -> None:
+        while not self._closing.is_set():
+            first = self._mail.poll(_POLL_S)
+            if first is None:
+                continue
+            messages = [first, *self._mail.consume(_PER_POLL, 0)]
+            mail = [(int(message.offset()), message.value()) for message in messages if message.error() is None]
+            if mail:
+                deliver(mail)
+
     def close(self) -> None:
-        self._consumer.close()
+        self._closing.set()
+        if self._reader is not None:
+            self._reader.join()
+        self._mail.close()
+        self._asking.close()
 
 
 def _readable(value: bytes | None) -> AnyRecord | None:

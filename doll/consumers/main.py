@@ -75,7 +75,10 @@ def _run(config: JobConfig, services: Services, worker: int, run_folder: Path, p
         blobs=blobs, link=link, folder=run_folder / "faust" / f"worker-{worker}", told_to_leave=stopping,
         pulse=pulse,
     )  # fmt: skip
-    return run_shell(shell)
+    try:
+        return run_shell(shell)
+    finally:
+        link.close()
 
 
 class _StopFlag:

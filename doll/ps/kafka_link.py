@@ -43,7 +43,6 @@ class KafkaLink:
                 group_id=f"doll-{config.job}-ps-{uuid.uuid4().hex[:8]}",
                 enable_auto_commit=False,
                 auto_offset_reset="error",
-                fetch_wait_max_ms=100,
             )
         )
         self._address = services.kafka
