@@ -26,6 +26,7 @@ from doll.cli.options import (
 from doll.cli.plan import plan
 from doll.cli.probes import health, prometheus
 from doll.cli.simulate import simulate
+from doll.cli.spot import spot
 
 if TYPE_CHECKING:
     from doll.cli.runfolder import Target
@@ -349,6 +350,7 @@ app.command(short_help="Is the process on this machine healthy?")(health)
 app.command(short_help="Serve a job's measurements to Prometheus.")(prometheus)
 app.command(short_help="Feasible? How many on spot, which, at what cost?")(plan)
 app.command(short_help="Measure what plan needs from a run.")(calibrate)
+app.command(short_help="Run a whole job on a spot market on this machine.")(spot)
 app.command(short_help="Simulate a whole job in virtual time.")(simulate)
 app.command(short_help="Replay planner and rivals on recorded markets.")(backtest)
 

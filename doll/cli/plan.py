@@ -105,6 +105,7 @@ def ask(
     from doll.theory.cost import Prices
 
     notes: list[str] = []
+    section = at_speed(config, section, notes)
     size = group_size or (config.group_size if config else None)
     batch = batch_size or (config.data.batch_size if config else None)
     spot, on_demand = section.spot_usd_per_h, section.on_demand_usd_per_h
@@ -142,6 +143,27 @@ def ask(
     except ValueError as error:
         raise ConfigError(f"plan: {error}") from error
     return question, notes
+
+
+def at_speed(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> PlanConfig:
+    """The section in the time of this machine, where the job's market is replayed faster: prices and cycle change."""
+    from doll.config import ProcessesFleetConfig
+
+    if config is None or not isinstance(config.fleet, ProcessesFleetConfig) or config.fleet.speed_up == 1:
+        return section
+    speed = config.fleet.speed_up
+    notes.append(
+        f"the market runs {speed:g} times as fast as the job (fleet.speed_up): a second is billed as {speed:g}, spot "
+        f"goes and comes once in {section.cycle_s / speed:g} s"
+    )
+    prices = {
+        name: None if price is None else price * speed
+        for name, price in (
+            ("spot_usd_per_h", section.spot_usd_per_h),
+            ("on_demand_usd_per_h", section.on_demand_usd_per_h),
+        )
+    }
+    return section.model_copy(update={**prices, "cycle_s": section.cycle_s / speed})
 
 
 def _updates(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> tuple[float, float | None]:

@@ -134,6 +134,10 @@ def summary(report: Mapping[str, Any]) -> str:
     lines.extend(f"  {complaint}" for complaint in (audit or {}).get("complaints", []))
     if report["error"]:
         lines.append(f"  failed: {report['error']}")
+    if "cost_predicted_usd" in report:
+        from doll.cli.spotstory import lines as spot_lines
+
+        lines.extend(spot_lines(report))
     lines.extend(f"  note: {note}" for note in report["notes"])
     lines.extend(f"  {name}: {path}" for name, path in report["files"].items())
     if "recovery_s_by_kind" in report:

@@ -1,0 +1,562 @@
+"""`doll spot`: `doll up` on a spot market: workers as machines that a controller buys, and that their owner takes back.
+
+Order of effects: 1. the plan, or exit 3; 2. what a backtest of this very market predicts; 3. `doll up`, whose workers
+belong to the controller; 4. when they are up the source starts, the market opens and the job's clock runs; 5. the
+controller plans anew every second until the job ends, then hands everything back; 6. the figures, beside the predicted.
+
+One clock for all that the provisioner sees: it stands still until the market opens, since what a laptop takes to start
+its processes is no part of the market. Times are of this machine; the market runs `fleet.speed_up` times as fast, and
+so does its meter (see `doll.provisioner.market`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from doll.cli.options import JobArgument, JobOption, JsonOption, SetOption, emit, target
+from doll.cli.runfolder import RunFolder
+from doll.errors import ConfigError, DollError
+
+if TYPE_CHECKING:
+    from doll.cli.live import View
+    from doll.cli.progress import Snapshot
+    from doll.config import JobConfig, PlanConfig, ProcessesFleetConfig
+    from doll.local.roles import ForkServer
+    from doll.local.stack import Stack
+    from doll.local.supervisor import RoleSpec, Supervisor
+    from doll.provisioner.controller import Controller, ControllerSettings, Decision
+    from doll.provisioner.fleet import Instance
+    from doll.provisioner.market import SpotMarket
+    from doll.provisioner.outlook import Outlook
+    from doll.provisioner.process_fleet import ProcessFleet
+    from doll.provisioner.state import PlannerSettings
+    from doll.records import AnyRecord
+    from doll.services import Services
+    from doll.simulation.spot import Prediction
+
+REPLAN_S = 1.0
+MUSTER_S = 180.0
+_PICTURE = "spot.png"
+_BOOT_MOST_S = 60.0  # on a busy machine; a worker that is not ready by then is replaced
+
+
+def spot(
+    job: JobArgument = None,
+    job_option: JobOption = None,
+    overrides: SetOption = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Replay a recorded market (docs/traces.md).")
+    ] = None,
+    pool: Annotated[str | None, typer.Option(help="Pool of the trace [default: its first].")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Without a trace: share of time for which spot is up.")] = None,
+    cycle_s: Annotated[float | None, typer.Option(help="Mean up and down time together, market seconds.")] = None,
+    speed_up: Annotated[float | None, typer.Option(help="Market seconds per second of this machine.")] = None,
+    deadline_s: Annotated[float | None, typer.Option(help="Seconds of this machine.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same market.")] = 0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and predict; start nothing.")] = False,
+    runs_folder: Annotated[Path, typer.Option(help="Where the folder of this run is made.")] = Path("runs"),
+    as_json: JsonOption = False,
+) -> None:
+    """Run a whole job on this machine whose workers live on a spot market: taken back with a notice, or without one.
+
+    Prices and preemptions replay a recording, or a chain of up and down times, at a chosen speed. A controller keeps
+    the deadline at the least cost. In the end: cost, beside the predicted one and that of all on-demand; moves with
+    their reasons; preemptions; accuracy; the audit. Exit 3 if the plan says that the deadline cannot be met.
+
+    Example: doll spot examples/spot.yaml --seed 3
+    """
+    given = {
+        "fleet.trace": trace.resolve() if trace is not None else None, "fleet.pool": pool, "plan.alpha": alpha,
+        "plan.cycle_s": cycle_s, "fleet.speed_up": speed_up, "plan.deadline_s": deadline_s,
+    }  # fmt: skip
+    changes = [f"{key}={value}" for key, value in given.items() if value is not None]
+    config = target(job, job_option, [*(overrides or []), *changes]).config
+    raise typer.Exit(run_spot(config, runs_folder, seed=seed, dry_run=dry_run, as_json=as_json))
+
+
+def run_spot(
+    config: JobConfig, runs_folder: Path, *, seed: int, dry_run: bool = False, as_json: bool = False
+) -> int:  # fmt: skip
+    """Run the job on its market; the exit code as of `run_up`, or 3 for a deadline that cannot be met.
+
+    Raises:
+        ConfigError: the job cannot be run this way.
+        ServiceUnavailableError: Kafka or Redis cannot be found or started.
+    """
+    from doll.cli.up import run_up
+
+    campaign = Campaign.of(config, seed)
+    if campaign.outlook.problem is not None or dry_run:
+        emit(as_json, campaign.to_dict(), campaign.text())
+        return campaign.outlook.problem.exit_code if campaign.outlook.problem is not None else 0
+    return run_up(
+        config, runs_folder, as_json=as_json, crew=lambda run, view: SpotCrew(config, campaign, run, view)
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Campaign:
+    """A job, its market, and what is known of both before anything runs.
+
+    Attributes:
+        planner: in seconds of this machine and USD per hour of it.
+        predictions: by policy; empty where the plan is not feasible.
+    """
+
+    market: SpotMarket
+    fleet: ProcessesFleetConfig
+    planner: PlannerSettings
+    rates_per_s: list[float]
+    seed: int
+    outlook: Outlook
+    notes: list[str]
+    predictions: dict[str, Prediction]
+
+    @classmethod
+    def of(cls, config: JobConfig, seed: int) -> Campaign:
+        """Build the market, plan, and predict.
+
+        Raises:
+            ConfigError: the job file lacks something, or has what does not go together.
+        """
+        import numpy as np
+
+        from doll.cli.plan import ask
+        from doll.config import ProcessesFleetConfig
+        from doll.provisioner.outlook import look_ahead
+        from doll.provisioner.state import PlannerSettings
+        from doll.simulation.adaptive import ADAPTIVE
+        from doll.simulation.spot import predict, rivals
+
+        fleet, plan = config.fleet, config.plan
+        if not isinstance(fleet, ProcessesFleetConfig):
+            raise ConfigError(f"fleet.kind: expected processes, the machines of `doll spot`, got {fleet.kind}")
+        if plan.deadline_s is None or config.stop.updates is None:
+            raise ConfigError("expected plan.deadline_s, and stop.updates: the work that is to be done by then")
+        if config.source is None:
+            raise ConfigError("source: expected one in the job file: the market opens when it starts")
+        market, section = make_market(config, fleet, seed)
+        rates = config.rates_per_s()
+        question, notes = ask(config, section, rates, None, None)
+        if config.arrivals.while_down != "pause":
+            notes.append(
+                "arrivals.while_down is pile_up: what waits for a worker is read when it is back, so that the job ends "
+                "earlier and costs less than predicted"
+            )
+        outlook = look_ahead(question)
+        planner = PlannerSettings(
+            updates=question.updates, group_size=question.group_size, batch_size=question.batch_size,
+            deadline_s=plan.deadline_s, budget_usd=plan.budget_usd, replan_s=REPLAN_S, boot_s=plan.boot_s,
+            cycle_s=question.cycle_s, margin=plan.margin, dwell_s=2 * plan.boot_s,
+        )  # fmt: skip
+        predictions = {}
+        if outlook.problem is None:
+            found = [predict(market, planner, np.asarray(rates), policy=one) for one in (None, *rivals())]
+            predictions = {one.policy: one for one in found}
+            assert ADAPTIVE in predictions
+        return cls(market, fleet, planner, rates, seed, outlook, notes, predictions)
+
+    @property
+    def predicted(self) -> Prediction:
+        """For the planner, which is what runs."""
+        from doll.simulation.adaptive import ADAPTIVE
+
+        return self.predictions[ADAPTIVE]
+
+    def text(self) -> str:
+        """For people."""
+        from doll.cli.plan import text
+
+        lines = [text(self.outlook, self.notes)]
+        if self.predictions:
+            one = self.predicted
+            lines.append(
+                f"Backtest of this market (seed {self.seed}): {one.cost_usd:.4f} USD, "
+                f"{one.cost_usd / self.outlook.on_demand_usd:.1%} of on-demand, done at {one.finish_s:.1f} s, "
+                f"{one.moves} moves"
+            )
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            **self.outlook.to_dict(),
+            "notes": self.notes,
+            "market": self.facts(),
+            "predictions": {name: dataclasses.asdict(one) for name, one in self.predictions.items()},
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """The market in a few figures."""
+        market = self.market
+        return {
+            "name": market.name, "seed": self.seed, "alpha": market.alpha, "speed_up": market.speed_up,
+            "notice_s": market.notice_s, "surprise": self.fleet.surprise, "boot_s": self.planner.boot_s,
+        }  # fmt: skip
+
+
+def make_market(config: JobConfig, fleet: ProcessesFleetConfig, seed: int) -> tuple[SpotMarket, PlanConfig]:
+    """The market of the job file, and its plan with the market's own availability and prices.
+
+    Raises:
+        ConfigError: the trace or the pool is not there, or prices are missing.
+    """
+    from doll.provisioner.market import SpotMarket
+    from doll.theory.cost import Prices
+
+    plan, slots = config.plan, config.data.workers
+    if fleet.trace is None:
+        if plan.spot_usd_per_h is None or plan.on_demand_usd_per_h is None:
+            raise ConfigError("expected plan.spot_usd_per_h and plan.on_demand_usd_per_h, or a trace")
+        market = SpotMarket.chain(
+            slots, Prices(plan.spot_usd_per_h, plan.on_demand_usd_per_h), alpha=plan.alpha, cycle_s=plan.cycle_s,
+            speed_up=fleet.speed_up, notice_s=fleet.notice_s, surprise=fleet.surprise, seed=seed,
+        )  # fmt: skip
+        return market, plan
+    from doll.provisioner.traces import load
+
+    folder = config.path(fleet.trace)
+    pools = {found.name: found for trace_set in load(folder) for found in trace_set.pools}
+    chosen = next(iter(pools.values())) if fleet.pool is None else pools.get(fleet.pool)
+    if chosen is None:
+        raise ConfigError(f"fleet.pool: expected one of {', '.join(sorted(pools))}; got {fleet.pool}")
+    market = SpotMarket.replay(
+        chosen, slots, length_s=plan.deadline_s or 0.0, speed_up=fleet.speed_up, notice_s=fleet.notice_s,
+        surprise=fleet.surprise, seed=seed,
+    )  # fmt: skip
+    section = plan.model_copy(
+        update={
+            "alpha": chosen.alpha, "spot_usd_per_h": chosen.price.mean(chosen.start_s, chosen.end_s),
+            "on_demand_usd_per_h": chosen.on_demand_usd_per_hour,
+        }
+    )  # fmt: skip
+    return market, section
+
+
+class StandingClock:
+    """Unix seconds that stand still until `start`, then go on at the pace of the real ones."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._begin_s = clock()
+        self._started_s: float | None = None
+
+    def start(self) -> None:
+        """It may be repeated."""
+        if self._started_s is None:
+            self._started_s = self._clock()
+
+    @property
+    def runs(self) -> bool:
+        return self._started_s is not None
+
+    def __call__(self) -> float:
+        return self.at(self._clock())
+
+    def at(self, real_s: float) -> float:
+        """What it shows at a time of the real clock."""
+        return self._begin_s if self._started_s is None else self._begin_s + max(0.0, real_s - self._started_s)
+
+
+class _Market:
+    """The controller's `Probe`."""
+
+    def __init__(self, market: SpotMarket, since: Callable[[], float]) -> None:
+        self._market = market
+        self._since = since
+
+    def spot_open(self, slot: int) -> bool | None:
+        return self._market.is_up(slot, self._since())
+
+
+class SpotCrew:
+    """The workers of one run: a controller on a fleet of processes, and all that is to be told of it."""
+
+    standby = False
+
+    def __init__(self, config: JobConfig, campaign: Campaign, run: RunFolder, view: View) -> None:
+        from doll.cli.spotstory import Story
+        from doll.provisioner.market import MarketClock
+
+        self._config = config
+        self._campaign = campaign
+        self._run = run
+        self._view = view
+        self._clock = StandingClock()
+        self._opening = MarketClock()
+        self._story = Story()
+        self._fleet: ProcessFleet | None = None
+        self._controller: Controller | None = None
+        self._mail: _Mail | None = None
+        self._decision: Decision | None = None
+        self._turn_at_s = 0.0
+        self._mustered = False
+        self._mustering_s = time.monotonic()
+        self._finished_s: float | None = None
+        self._closed = False
+        self._told_moves = self._told_preempted = 0
+        for line in campaign.text().splitlines():
+            view.say(line)
+
+    # --- Companion
+
+    @property
+    def detours(self) -> dict[str, int]:
+        return {}
+
+    def services(self, role: str, stack: Stack) -> Services:
+        return stack.services
+
+    def feed(self, record: AnyRecord) -> None:
+        from doll.records import Finished, Metric
+
+        if isinstance(record, Metric) and record.source == "producer" and record.values.get("delivered_total", 0) > 0:
+            self._open()
+        if isinstance(record, Finished) and self._finished_s is None:
+            self._finished_s = self._clock.at(record.time_s)
+        if self._controller is not None:
+            self._controller.feed(record, self._clock())
+
+    def turn(self, supervisor: Supervisor, stack: Stack) -> str | None:
+        if self._fleet is None or self._controller is None or self._mail is None:
+            return None
+        self._fleet.poll()
+        for record in self._mail.poll():
+            self._controller.feed(record, self._clock())
+        now_s = time.monotonic()
+        if now_s >= self._turn_at_s:
+            self._turn_at_s = now_s + REPLAN_S
+            self._decide()
+        if not self._mustered and now_s - self._mustering_s > MUSTER_S:
+            raise DollError(f"the workers are not up after {MUSTER_S:g} s: see {self._run.logs}/worker-*.log")
+        return None
+
+    def close(self) -> None:
+        """Everything is handed back."""
+        if self._closed or self._fleet is None or self._controller is None:
+            return
+        self._closed = True
+        if not self._clock.runs:
+            self._clock.start()  # or who does not heed SIGTERM would never be killed
+        self._decide(draining=True)
+        self._fleet.wait_until_ended(self._config.worker.drain_s + 5.0)
+        self._decide(draining=True)  # the last bill
+        self._fleet.close()
+        if self._mail is not None:
+            self._mail.close()
+
+    def facts(self) -> dict[str, Any]:
+        from doll.cli.spotstory import facts
+        from doll.simulation.adaptive import ADAPTIVE
+
+        if self._fleet is None or self._decision is None:
+            return {}
+        found = facts(self._ending, self._campaign.predictions, ADAPTIVE, self._story, self._fleet.machines)
+        bill = self._decision.bill.to_dict()
+        return {**found, "market": self._campaign.facts(), "bill": bill, "alarms": list(self._decision.alarms)}
+
+    # --- Crew
+
+    def muster(self, forks: ForkServer, stack: Stack, spec: Callable[[Instance], RoleSpec]) -> None:
+        from doll.provisioner.book import FileBook
+        from doll.provisioner.controller import Controller
+        from doll.provisioner.process_fleet import ProcessFleet
+        from doll.provisioner.trace_prices import TracePrices
+
+        market = self._campaign.market
+        self._fleet = ProcessFleet(
+            forks, spec, self._run.path, market=market, market_clock=self._opening,
+            boot_s=self._campaign.fleet.boot_s, drain_s=self._config.worker.drain_s, clock=self._clock,
+        )  # fmt: skip
+        self._controller = Controller(
+            controller_settings(self._config, self._campaign), self._fleet, TracePrices(market, self._opening),
+            FileBook(self._run.path), probe=_Market(market, lambda: self._opening.since(self._clock())),
+        )  # fmt: skip
+        self._mail = _Mail(self._config, stack.services)
+        self._mustering_s = time.monotonic()
+
+    @property
+    def mustered(self) -> bool:
+        return self._mustered
+
+    def pids(self) -> dict[str, int]:
+        if self._fleet is None:
+            return {}
+        return {
+            f"worker-{one.instance.slot}.{one.instance.epoch}": one.pid
+            for one in self._fleet.machines
+            if one.pid is not None and one.instance.ended_s is None
+        }
+
+    def shown(self, snapshot: Snapshot) -> Snapshot:
+        if self._fleet is None or self._decision is None:
+            return snapshot
+        decision, planner = self._decision, self._campaign.planner
+        usd: dict[int, float] = {}
+        for line in decision.bill.lines:
+            usd[line.slot] = usd.get(line.slot, 0.0) + line.usd
+        workers = tuple(
+            dataclasses.replace(line, machine=self._machine(line.worker), usd=usd.get(line.worker, 0.0))
+            for line in snapshot.workers
+        )
+        alive = decision.alive
+        num_spot = sum(one.market == "spot" for one in alive)
+        clock_s = decision.clock_s if self._clock.runs else 0.0
+        costs = (
+            f"{clock_s:.0f} of {planner.deadline_s:g} s, {num_spot} spot + {len(alive) - num_spot} on-demand, "
+            f"{decision.bill.usd:.3f} USD, {self._preempted()} preemptions, {len(self._story.moves)} moves"
+        )
+        return dataclasses.replace(snapshot, workers=workers, costs=costs)
+
+    def files(self) -> dict[str, Path]:
+        from doll.cli.spotplot import draw
+        from doll.provisioner.book import FileBook
+
+        if self._fleet is None or self._decision is None:
+            return {}
+        picture = self._run.path / _PICTURE
+        draw(
+            picture, story=self._story, ending=self._ending, predicted=self._campaign.predicted,
+            market=self._campaign.market, machines=self._fleet.machines, opened_s=self._opening.opened_s or 0.0,
+            updates=round(self._campaign.planner.updates), job=self._config.job,
+        )  # fmt: skip
+        return {"market": picture, "decisions": FileBook(self._run.path).journal}
+
+    # --- turns
+
+    def _decide(self, *, draining: bool = False) -> None:
+        assert self._controller is not None
+        decision = self._decision = self._controller.turn(self._clock(), draining=draining)
+        if self._clock.runs:
+            self._story.feed(decision)
+            self._tell()
+        elif not self._mustered:
+            self._mustered = self._all_there(decision)
+
+    def _all_there(self, decision: Decision) -> bool:
+        """Every slot works, or waits for spot as it should."""
+        ready = {one.slot for one in decision.alive if one.id in decision.ready}
+        waits = {
+            slot
+            for slot, wanted in enumerate(decision.markets)
+            if wanted == "spot" and not self._campaign.market.is_up(slot, 0.0)
+        }
+        return decision.phase == "run" and ready | waits == set(range(self._config.data.workers))
+
+    def _open(self) -> None:
+        if not self._clock.runs and self._fleet is not None:
+            self._opening.open(self._clock())
+            self._clock.start()
+            self._view.say("the market opens: from now on machines are billed, and taken back")
+
+    def _tell(self) -> None:
+        """What has happened since the last turn."""
+        for move in self._story.moves[self._told_moves :]:
+            self._view.say(f"worker {move.slot} to {move.to.replace('_', '-')}: {move.reason}")
+        self._told_moves = len(self._story.moves)
+        assert self._fleet is not None
+        taken = [one for one in self._fleet.machines if one.preempted]
+        if len(taken) > self._told_preempted:
+            self._view.say(f"{len(taken)} preemptions until now")
+            self._told_preempted = len(taken)
+
+    def _preempted(self) -> int:
+        return 0 if self._fleet is None else sum(one.preempted for one in self._fleet.machines)
+
+    def _machine(self, slot: int) -> str:
+        """What a slot runs on, in a few words."""
+        assert self._fleet is not None
+        assert self._decision is not None
+        there = self._campaign.market.is_up(slot, self._opening.since(self._clock()))
+        words = []
+        for one in (machine.instance for machine in self._fleet.machines):
+            if one.slot == slot and one.ended_s is None:
+                state = "leaves" if one.notice_s is not None else one.state.value
+                state = "works" if state == "running" and one.id in self._decision.ready else state
+                words.append(f"{one.market.replace('_', '-')} #{one.epoch} {state}")
+        return f"{' + '.join(words) or 'none'}{'' if there else ' (no spot to be had)'}"
+
+    @property
+    def _ending(self) -> Any:
+        from doll.cli.spotstory import Ending
+        from doll.provisioner.meter import on_demand_usd
+
+        assert self._decision is not None
+        import numpy as np
+
+        planner, market = self._campaign.planner, self._campaign.market
+        end_s = self._finished_s if self._finished_s is not None else self._clock()
+        return Ending(
+            finish_s=end_s - (self._opening.opened_s or end_s),
+            reached=self._finished_s is not None and self._decision.updates_done >= planner.updates,
+            deadline_s=planner.deadline_s,
+            cost_usd=self._decision.bill.usd,
+            on_demand_usd=on_demand_usd(
+                planner.samples, np.asarray(self._campaign.rates_per_s), market.on_demand_usd_per_h
+            ),
+        )
+
+
+def controller_settings(config: JobConfig, campaign: Campaign) -> ControllerSettings:
+    """How the controller behaves on a market in a box: no pools to avoid, no quota, tries as often as it plans."""
+    import numpy as np
+
+    from doll.provisioner.controller import ControllerSettings
+    from doll.provisioner.reconcile import Limits
+
+    limits = Limits(
+        launches_per_min=600, fallbacks_per_min=600, retry_s=REPLAN_S, bad_pool_s=0.0, early_s=0.0,
+        boot_most_s=_BOOT_MOST_S, silent_most_s=_BOOT_MOST_S, trust_s=1.0,
+    )  # fmt: skip
+    return ControllerSettings(
+        planner=campaign.planner, rates_per_s=np.asarray(campaign.rates_per_s),
+        samples_per_record=config.data.samples_per_record, prior_alpha=campaign.outlook.question.alpha, limits=limits,
+        silent_s=max(10.0, 2 * config.worker.lease_s),
+    )  # fmt: skip
+
+
+class _Mail:
+    """What workers and the parameter server write to each other, from now on."""
+
+    def __init__(self, config: JobConfig, services: Services) -> None:
+        from confluent_kafka import Consumer, TopicPartition
+
+        from doll.services import kafka_settings
+        from doll.topics import watermarks
+
+        self._consumer = Consumer(
+            kafka_settings(
+                config, services, group_id=f"doll.{config.job}.spot", enable_auto_commit=False,
+                auto_offset_reset="earliest", fetch_wait_max_ms=100,
+            )
+        )  # fmt: skip
+        places = [(config.topic("up"), 0), *((config.topic("down"), slot) for slot in range(config.data.workers))]
+        self._consumer.assign(
+            [
+                TopicPartition(name, part, watermarks(self._consumer, services.kafka, name, part, 10.0)[1])
+                for name, part in places
+            ]
+        )
+
+    def poll(self) -> list[AnyRecord]:
+        """What there is; does not wait. What is no record is passed over: the parameter server counts it."""
+        from doll.errors import RecordError
+        from doll.records import decode
+
+        found: list[AnyRecord] = []
+        for message in self._consumer.consume(1000, 0.0):
+            if message.error() is None:
+                try:
+                    found.append(decode(message.value()))
+                except RecordError:
+                    continue
+        return found
+
+    def close(self) -> None:
+        self._consumer.close()
