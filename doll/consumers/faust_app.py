@@ -71,9 +71,11 @@ class WorkerShell:
         folder: Path,
         told_to_leave: Callable[[], bool] = lambda: False,
         pulse: Pulse | None = None,
+        incarnation: int = 0,
     ) -> None:
         """
         Args:
+            incarnation: number of this machine, as in `Join`.
             told_to_leave: whether SIGTERM came before Faust took the signals over; nobody else would heed that one.
         """
         self.exit_code = 0
@@ -90,6 +92,7 @@ class WorkerShell:
             max_pending=config.worker.max_pending_batches,
             now=time.monotonic(),
             market=os.environ.get("DOLL_MARKET", ""),
+            incarnation=incarnation,
         )
         self._batcher: Batcher[Any] = Batcher(
             origin=welcome.origin, records_per_batch=config.data.records_per_batch, next_token=welcome.next_token

@@ -101,8 +101,12 @@ class WorkerLink:
         """
         return topics.watermarks(self._asking, self._address, topic, partition, _WATERMARK_TIMEOUT_S)
 
-    def join(self, instance: str, should_stop: Callable[[], bool]) -> tuple[Welcome, int] | None:
+    def join(self, instance: str, should_stop: Callable[[], bool], incarnation: int = 0) -> tuple[Welcome, int] | None:
         """Ask the parameter server for a place; wait for it as long as it takes, saying so.
+
+        Args:
+            instance: name of this process, as in `Join`.
+            incarnation: number of its machine, as in `Join`.
 
         Returns:
             The Welcome and the offset after it on this worker's `down` partition, where `read_mail` goes on; None if
@@ -120,7 +124,7 @@ class WorkerLink:
         while not should_stop():
             now = time.monotonic()
             if now - asked_s >= _JOIN_AGAIN_S:
-                self.send(Join(worker=self._worker, instance=instance))
+                self.send(Join(worker=self._worker, instance=instance, incarnation=incarnation))
                 asked_s = now
             if now - started_s >= _SAY_AGAIN_S and now - said_s >= _SAY_AGAIN_S:
                 log.warning(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import uuid
 from pathlib import Path
 from types import FrameType
+from typing import Final
 
 from doll import topics
 from doll.config import JobConfig
@@ -23,6 +25,9 @@ from doll.task import load_task
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
+
+INSTANCE_ENV: Final = "DOLL_INSTANCE"
+INCARNATION_ENV: Final = "DOLL_INCARNATION"
 
 
 def run_worker(config: JobConfig, services: Services, worker: int, run_folder: Path) -> int:
@@ -55,7 +60,7 @@ def _run(config: JobConfig, services: Services, worker: int, run_folder: Path, p
     link = WorkerLink(config, services, worker)
     pulse.waits_for("the parameter server's answer")
     try:
-        joined = link.join(uuid.uuid4().hex, stopping)
+        joined = link.join(process_name(), stopping, incarnation())
     except JobEndedError as exc:
         log.info("job_ended", reason=str(exc))
         return 0
@@ -73,12 +78,30 @@ def _run(config: JobConfig, services: Services, worker: int, run_folder: Path, p
     shell = WorkerShell(
         config, services, welcome=welcome, mail_offset=mail_offset, task=task, computer=GradientComputer(task, model),
         blobs=blobs, link=link, folder=run_folder / "faust" / f"worker-{worker}", told_to_leave=stopping,
-        pulse=pulse,
+        pulse=pulse, incarnation=incarnation(),
     )  # fmt: skip
     try:
         return run_shell(shell)
     finally:
         link.close()
+
+
+def process_name() -> str:
+    """Tells this process from all others; it begins with the name of its machine where somebody gave it one."""
+    machine = os.environ.get(INSTANCE_ENV, "")
+    return f"{machine}:{uuid.uuid4().hex}" if machine else uuid.uuid4().hex
+
+
+def incarnation() -> int:
+    """Number of this machine among those of its slot, from the provisioner; 0: nobody numbers them.
+
+    Raises:
+        ConfigError: it is no number of 0 or more.
+    """
+    given = os.environ.get(INCARNATION_ENV, "") or "0"
+    if not given.isdecimal():
+        raise ConfigError(f"{INCARNATION_ENV}: expected a whole number of 0 or more, got {given!r}")
+    return int(given)
 
 
 class _StopFlag:
