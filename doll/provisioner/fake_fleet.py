@@ -7,6 +7,7 @@ it. It is the world, not a handle on it: a controller that crashes and starts ag
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -68,6 +69,7 @@ class FakeFleet:
 
     Attributes:
         calls: every call of the port, in order.
+        pools: their names.
     """
 
     def __init__(
@@ -81,13 +83,14 @@ class FakeFleet:
     ) -> None:
         self.calls: list[Call] = []
         self._clock = clock
-        self._pools = tuple(pools)
+        self.pools = tuple(pools)
         self._boot_s = boot_s
         self._ending_s = ending_s
         self._keep_ended_s = keep_ended_s
         self._machines: dict[str, Instance] = {}
         self._orders: dict[tuple[int, int, Market, int], str] = {}
         self._ending_at_s: dict[str, float] = {}
+        self._taken_at_s: dict[str, float] = {}
         self._room: dict[tuple[str, Market], int] = {}
         self._failures: defaultdict[CallName, deque[Exception]] = defaultdict(deque)
         self._lose_answers = 0
@@ -161,8 +164,11 @@ class FakeFleet:
         else:
             self._room[pool, market] = machines
 
-    def interrupt(self, id_: str, notice_s: float = 120.0) -> float:
-        """The owner of the spot market gives notice, and takes the instance `notice_s` later, which is returned.
+    def interrupt(self, id_: str, notice_s: float = 120.0, *, announced: bool = True) -> float:
+        """The owner of the spot market gives notice, and takes the instance `notice_s` later; returns that time.
+
+        Args:
+            announced: without, it is taken all the same, and nothing tells of it before.
 
         Raises:
             ValueError: it is not alive, or not on spot.
@@ -171,7 +177,9 @@ class FakeFleet:
         if not machine.is_alive or machine.market != "spot":
             raise ValueError(f"{id_}: expected one on spot that is alive, got {machine.market} {machine.state}")
         at_s = self._clock() + notice_s
-        self._put(id_, notice_s=at_s)
+        self._taken_at_s[id_] = at_s
+        if announced:
+            self._put(id_, notice_s=at_s)
         return at_s
 
     def break_down(self, id_: str) -> None:
@@ -182,7 +190,7 @@ class FakeFleet:
     # --- the machines -----------------------------------------------------------------------------------------------
 
     def _buy(self, order: Order) -> str:
-        for pool in self._pools:
+        for pool in self.pools:
             room = self._room.get((pool, order.market))
             if pool in order.avoid or room == 0:
                 continue
@@ -198,15 +206,16 @@ class FakeFleet:
             f"worker {order.slot}, epoch {order.epoch}: no pool has room on {order.market}",
             trouble=Trouble.CAPACITY,
             code="InsufficientInstanceCapacity",
-            pools=[pool for pool in self._pools if pool not in order.avoid],
+            pools=[pool for pool in self.pools if pool not in order.avoid],
         )
 
     def _now(self, id_: str) -> Instance:
         """The machine as time has made it by now."""
         machine = self._machines[id_]
         now_s = self._clock()
-        if machine.is_alive and machine.notice_s is not None and now_s >= machine.notice_s:
-            self._put(id_, state=InstanceState.ENDED, ended_s=machine.notice_s, end=End.INTERRUPTED)
+        taken_at_s = self._taken_at_s.get(id_, math.inf)
+        if machine.is_alive and now_s >= taken_at_s:
+            self._put(id_, state=InstanceState.ENDED, ended_s=taken_at_s, end=End.INTERRUPTED)
         elif machine.state is InstanceState.PENDING and now_s >= machine.launched_s + self._boot_s:
             self._put(id_, state=InstanceState.RUNNING)
         elif machine.state is InstanceState.ENDING and now_s >= self._ending_at_s[id_]:
@@ -217,8 +226,8 @@ class FakeFleet:
         self._machines[id_] = dataclasses.replace(self._machines[id_], **changes)
 
     def _known(self, pool: str) -> None:
-        if pool not in self._pools:
-            raise ValueError(f"expected one of {', '.join(self._pools)}, got {pool!r}")
+        if pool not in self.pools:
+            raise ValueError(f"expected one of {', '.join(self.pools)}, got {pool!r}")
 
     def _fail(self, call: CallName) -> None:
         if self._failures[call]:

@@ -1,0 +1,199 @@
+"""A world for each fleet adapter, so that one contract suite can play with all of them.
+
+To add a fleet: write a `Rig` and enter it in `RIGS`. What its world cannot do it leaves out of `can`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import boto3
+from botocore.config import Config
+from doll.provisioner.ec2_fleet import Ec2Fleet
+from doll.provisioner.ec2_notices import Ec2Notices
+from doll.provisioner.fake_fleet import FakeFleet, VirtualClock
+from doll.provisioner.fleet import Fleet
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from moto_overlay import REGION, MotoMarket, moto_market
+
+MARKETS = ("spot", "on_demand")
+
+
+class Rig:
+    """One fleet and its world.
+
+    Attributes:
+        can: of "dry" (a market can run dry), "interrupt", "throttle", "lose_answer", "boot", "pools" (more than one).
+        fleet: made anew by `crash`.
+    """
+
+    can: frozenset[str] = frozenset()
+    fleet: Fleet
+
+    def advance(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    def crash(self) -> None:
+        """The provisioner dies and starts again: all that `fleet` had in memory is gone."""
+        raise NotImplementedError
+
+    def go_away(self) -> None:
+        """The next call of the fleet's owner is not answered."""
+        raise NotImplementedError
+
+    def break_down(self, id_: str) -> None:
+        """The machine ends by itself."""
+        raise NotImplementedError
+
+    def strangers(self) -> Fleet:
+        """The fleet of another cluster with the same owner."""
+        raise NotImplementedError
+
+    def run_dry(self, market: str) -> None:
+        raise NotImplementedError
+
+    def throttle(self) -> None:
+        """The next launch is refused because there were too many calls."""
+        raise NotImplementedError
+
+    def lose_answer(self) -> None:
+        raise NotImplementedError
+
+    def interrupt(self, id_: str, *, announced: bool = True) -> None:
+        """Its owner takes a spot instance back in 120 s."""
+        raise NotImplementedError
+
+
+class FakeRig(Rig):
+    can = frozenset({"dry", "interrupt", "throttle", "lose_answer", "boot", "pools"})
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.fleet = self.fake = FakeFleet(self.clock, boot_s=30.0, ending_s=5.0)
+
+    def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    def crash(self) -> None:
+        pass  # the fake is the world: a provisioner that starts again is given the same
+
+    def go_away(self) -> None:
+        self.fake.go_away()
+
+    def break_down(self, id_: str) -> None:
+        self.fake.break_down(id_)
+
+    def strangers(self) -> Fleet:
+        return FakeFleet(self.clock)
+
+    def run_dry(self, market: str) -> None:
+        for pool in self.fake.pools:
+            self.fake.set_room(pool, market, 0)  # type: ignore[arg-type]
+
+    def throttle(self) -> None:
+        from doll.provisioner.fleet import Trouble
+
+        self.fake.fail_next("launch", Trouble.THROTTLED)
+
+    def lose_answer(self) -> None:
+        self.fake.lose_answer_next()
+
+    def interrupt(self, id_: str, *, announced: bool = True) -> None:
+        self.fake.interrupt(id_, 120.0, announced=announced)
+
+
+class Ec2Rig(Rig):
+    can = frozenset({"dry", "interrupt", "throttle", "lose_answer", "boot", "pools"})
+    types = ("c5.xlarge", "c6i.xlarge", "m5.xlarge")
+
+    def __init__(self, market: MotoMarket, clock: VirtualClock) -> None:
+        self.market, self.clock = market, clock
+        market.boot_s, market.lag_s = 30.0, 10.0
+        plain = Config(retries={"max_attempts": 0})
+        self.ec2 = boto3.client("ec2", REGION, config=plain)
+        self.sqs = boto3.client("sqs", REGION, config=plain)
+        vpc = self.ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
+        self.subnets = [
+            self.ec2.create_subnet(VpcId=vpc, CidrBlock=f"10.0.{16 * n}.0/20", AvailabilityZone=f"{REGION}{zone}")[
+                "Subnet"
+            ]["SubnetId"]
+            for n, zone in enumerate("ab")
+        ]
+        image = self.ec2.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
+        made = self.ec2.create_launch_template(
+            LaunchTemplateName="doll-workers", LaunchTemplateData={"ImageId": image}, ClientToken="template"
+        )
+        self.template = made["LaunchTemplate"]["LaunchTemplateId"]
+        self.queue_url = self.sqs.create_queue(QueueName="notices")["QueueUrl"]
+        attributes = self.sqs.get_queue_attributes(QueueUrl=self.queue_url, AttributeNames=["QueueArn"])
+        events = boto3.client("events", REGION)
+        events.put_rule(Name="notices", EventPattern='{"source": ["aws.ec2"]}')
+        events.put_targets(Rule="notices", Targets=[{"Id": "queue", "Arn": attributes["Attributes"]["QueueArn"]}])
+        self.down = False
+        self.ec2.meta.events.register("before-send.ec2.*", self._before_send)
+        self.crash()
+
+    def _before_send(self, **_: Any) -> None:
+        if self.down:
+            from botocore.exceptions import EndpointConnectionError
+
+            self.down = False
+            raise EndpointConnectionError(endpoint_url="https://ec2")
+
+    def make(self, cluster: str = "digits", **changes: Any) -> Ec2Fleet:
+        settings: dict[str, Any] = {
+            "cluster": cluster, "launch_template": self.template, "version": 1, "subnets": self.subnets,
+            "instance_types": self.types, "notices": Ec2Notices(self.sqs, self.queue_url, clock=self.clock),
+            "calls_per_s": 1e6, "clock": self.clock, "page_size": 5,
+        }  # fmt: skip
+        return Ec2Fleet(self.ec2, **{**settings, **changes})
+
+    def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    def crash(self) -> None:
+        self.fleet = self.make()
+
+    def go_away(self) -> None:
+        self.down = True
+
+    def break_down(self, id_: str) -> None:
+        self.market.stop_by_itself(id_)
+
+    def strangers(self) -> Fleet:
+        return self.make("strangers", notices=None)
+
+    def run_dry(self, market: str) -> None:
+        kind = market.replace("_", "-")
+        for type_ in self.types:
+            for zone in "ab":
+                self.market.room[(type_, REGION + zone), kind] = 0
+
+    def throttle(self) -> None:
+        self.market.api_errors.append("RequestLimitExceeded")
+
+    def lose_answer(self) -> None:
+        self.market.lost_answers += 1
+
+    def interrupt(self, id_: str, *, announced: bool = True) -> None:
+        self.market.interrupt(id_, announced=announced)
+
+
+@contextmanager
+def fake() -> Iterator[Rig]:
+    yield FakeRig()
+
+
+@contextmanager
+def ec2() -> Iterator[Rig]:
+    clock = VirtualClock()
+    with moto_market(clock) as market:
+        yield Ec2Rig(market, clock)
+
+
+RIGS: dict[str, Callable[[], AbstractContextManager[Rig]]] = {"fake": fake, "ec2": ec2}

@@ -1,0 +1,247 @@
+"""What every `Fleet` must do, on each adapter in its own world (`fleet_rigs.py`)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from doll.errors import ServiceUnavailableError
+from doll.provisioner.fleet import End, Instance, InstanceState, LaunchError, Order, Trouble
+
+sys.path.insert(0, str(Path(__file__).parent))
+from fleet_rigs import RIGS, Rig
+
+
+@pytest.fixture(params=sorted(RIGS))
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    with RIGS[request.param]() as made:
+        yield made
+        made.fleet.close()
+
+
+def need(rig: Rig, *abilities: str) -> None:
+    missing = set(abilities) - rig.can
+    if missing:
+        pytest.skip(f"{type(rig).__name__}: its world has no {', '.join(sorted(missing))}")
+
+
+def listed(rig: Rig) -> dict[str, Instance]:
+    found = list(rig.fleet.instances())
+    assert len({one.id for one in found}) == len(found), "each instance once"
+    return {one.id: one for one in found}
+
+
+def alive(rig: Rig) -> set[str]:
+    return {id_ for id_, one in listed(rig).items() if one.is_alive}
+
+
+def refused(rig: Rig, order: Order) -> LaunchError:
+    with pytest.raises(LaunchError) as caught:
+        rig.fleet.launch(order)
+    assert str(caught.value)
+    return caught.value
+
+
+def test_an_empty_fleet_has_no_instances(rig: Rig) -> None:
+    assert listed(rig) == {}
+
+
+def test_what_was_launched_is_listed_at_once_with_its_identity(rig: Rig) -> None:
+    orders = [Order(0, 1, "spot"), Order(7, 3, "on_demand"), Order(12, 2, "spot", attempt=4)]
+    made = [rig.fleet.launch(order) for order in orders]
+    found = listed(rig)
+    assert set(found) == {one.id for one in made}
+    for order, one in zip(orders, made, strict=True):
+        seen = found[one.id]
+        for each in (one, seen):
+            assert (each.slot, each.epoch, each.market) == (order.slot, order.epoch, order.market)
+            assert each.is_alive
+            assert (each.ended_s, each.end, each.notice_s) == (None, End.NOT, None)
+            assert each.pool == one.pool != ""
+        assert abs(seen.launched_s - one.launched_s) < 60
+
+
+def test_an_instance_boots_and_runs(rig: Rig) -> None:
+    need(rig, "boot")
+    one = rig.fleet.launch(Order(0, 1, "spot"))
+    assert one.state is InstanceState.PENDING
+    rig.advance(60)
+    assert listed(rig)[one.id].state is InstanceState.RUNNING
+
+
+def test_the_same_order_launches_once(rig: Rig) -> None:
+    order = Order(3, 2, "spot")
+    first = rig.fleet.launch(order)
+    assert rig.fleet.launch(order).id == first.id
+    rig.advance(90)
+    assert rig.fleet.launch(order).id == first.id
+    assert set(listed(rig)) == {first.id}
+
+
+def test_the_same_order_after_a_crash_finds_its_instance(rig: Rig) -> None:
+    order = Order(3, 2, "spot")
+    first = rig.fleet.launch(order)
+    rig.crash()
+    assert rig.fleet.launch(order).id == first.id
+    rig.advance(90)
+    rig.crash()
+    assert rig.fleet.launch(order).id == first.id
+    assert alive(rig) == {first.id}
+
+
+def test_instances_outlive_the_provisioner(rig: Rig) -> None:
+    made = {rig.fleet.launch(Order(slot, 1, "on_demand")).id for slot in range(3)}
+    rig.advance(90)
+    rig.fleet.close()
+    rig.crash()
+    assert alive(rig) == made
+
+
+def test_a_replacement_runs_beside_what_it_replaces(rig: Rig) -> None:
+    old = rig.fleet.launch(Order(5, 1, "spot"))
+    new = rig.fleet.launch(Order(5, 2, "on_demand"))
+    assert alive(rig) == {old.id, new.id}
+    rig.fleet.terminate([old.id])
+    assert alive(rig) == {new.id}
+
+
+def test_terminated_ones_end_and_are_listed_for_a_while(rig: Rig) -> None:
+    gone, stays = (rig.fleet.launch(Order(slot, 1, "spot")) for slot in range(2))
+    rig.advance(60)
+    before_s = listed(rig)[gone.id].launched_s
+    rig.fleet.terminate([gone.id])
+    assert alive(rig) == {stays.id}, "at once, whatever the owner's listing says"
+    rig.fleet.terminate([gone.id, "i-0123456789abcdef0"])
+    rig.fleet.terminate([])
+    rig.advance(90)
+    found = listed(rig)
+    assert (found[gone.id].state, found[gone.id].end) == (InstanceState.ENDED, End.TERMINATED)
+    ended_s = found[gone.id].ended_s
+    assert ended_s is not None
+    assert before_s < ended_s <= before_s + 200
+    rig.advance(3000)
+    assert listed(rig)[gone.id] == found[gone.id], "what has ended does not change"
+    assert alive(rig) == {stays.id}
+
+
+def test_terminating_works_after_a_crash_too(rig: Rig) -> None:
+    one, two = (rig.fleet.launch(Order(slot, 1, "spot")) for slot in range(2))
+    rig.advance(90)
+    rig.crash()
+    rig.fleet.terminate([one.id])
+    rig.advance(90)
+    assert alive(rig) == {two.id}
+
+
+def test_a_machine_that_ends_by_itself_has_failed(rig: Rig) -> None:
+    one = rig.fleet.launch(Order(0, 1, "on_demand"))
+    rig.advance(60)
+    listed(rig)
+    rig.break_down(one.id)
+    rig.advance(60)
+    found = listed(rig)[one.id]
+    assert (found.state, found.end) == (InstanceState.ENDED, End.FAILED)
+    assert found.ended_s is not None
+
+
+def test_other_clusters_are_neither_seen_nor_touched(rig: Rig) -> None:
+    strangers = rig.strangers()
+    theirs = strangers.launch(Order(0, 1, "spot"))
+    ours = rig.fleet.launch(Order(0, 1, "spot"))
+    rig.advance(90)
+    assert set(listed(rig)) == {ours.id}
+    if theirs.id != ours.id:  # owners that give names cluster by cluster cannot mix them up
+        rig.fleet.terminate([theirs.id])
+        rig.advance(90)
+    assert [one.is_alive for one in strangers.instances()] == [True]
+
+
+def test_pools_to_avoid_are_avoided(rig: Rig) -> None:
+    need(rig, "pools")
+    first = rig.fleet.launch(Order(0, 1, "spot"))
+    second = rig.fleet.launch(Order(0, 2, "spot", avoid=frozenset({first.pool})))
+    assert second.pool != first.pool
+
+
+def test_a_dry_market_says_which_pools_and_the_other_market_is_open(rig: Rig) -> None:
+    need(rig, "dry")
+    rig.run_dry("spot")
+    error = refused(rig, Order(0, 1, "spot"))
+    assert error.trouble is Trouble.CAPACITY
+    assert error.code
+    assert error.pools
+    assert listed(rig) == {}
+    assert rig.fleet.launch(Order(0, 1, "on_demand", attempt=1)).pool in error.pools
+
+
+def test_too_many_calls_and_the_same_order_again(rig: Rig) -> None:
+    need(rig, "throttle")
+    rig.throttle()
+    order = Order(0, 1, "spot")
+    assert refused(rig, order).trouble is Trouble.THROTTLED
+    made = rig.fleet.launch(order)
+    assert alive(rig) == {made.id}
+
+
+def test_a_lost_answer_and_the_same_order_again_is_one_instance(rig: Rig) -> None:
+    need(rig, "lose_answer")
+    order = Order(0, 1, "spot")
+    rig.lose_answer()
+    assert refused(rig, order).trouble is Trouble.THROTTLED
+    made = rig.fleet.launch(order)
+    rig.advance(90)
+    assert alive(rig) == {made.id}
+
+
+def test_a_lost_answer_and_a_crash_and_the_same_order_is_one_instance(rig: Rig) -> None:
+    need(rig, "lose_answer")
+    order = Order(0, 1, "spot")
+    rig.lose_answer()
+    refused(rig, order)
+    rig.crash()
+    made = rig.fleet.launch(order)
+    rig.advance(90)
+    assert alive(rig) == {made.id}
+
+
+def test_an_owner_that_does_not_answer_is_no_surprise(rig: Rig) -> None:
+    one = rig.fleet.launch(Order(0, 1, "spot"))
+    rig.advance(90)
+    rig.go_away()
+    with pytest.raises(ServiceUnavailableError):
+        rig.fleet.instances()
+    assert alive(rig) == {one.id} or alive(rig) == {one.id}
+
+
+def test_an_interruption_has_a_notice_and_an_end(rig: Rig) -> None:
+    need(rig, "interrupt")
+    taken, stays = (rig.fleet.launch(Order(slot, 1, "spot")) for slot in range(2))
+    rig.advance(600)
+    listed(rig)
+    rig.interrupt(taken.id)
+    rig.advance(10)
+    found = listed(rig)
+    assert found[taken.id].is_alive
+    assert found[taken.id].notice_s is not None
+    assert found[stays.id].notice_s is None
+    notice_s = found[taken.id].notice_s or 0.0
+    assert 600 < notice_s - found[taken.id].launched_s < 800
+    rig.advance(150)
+    found = listed(rig)
+    assert (found[taken.id].state, found[taken.id].end) == (InstanceState.ENDED, End.INTERRUPTED)
+    assert found[taken.id].ended_s == pytest.approx(notice_s, abs=60)
+    assert alive(rig) == {stays.id}
+
+
+def test_an_interruption_without_a_notice_shows_all_the_same(rig: Rig) -> None:
+    need(rig, "interrupt")
+    one = rig.fleet.launch(Order(0, 1, "spot"))
+    rig.advance(600)
+    rig.interrupt(one.id, announced=False)
+    rig.advance(60)
+    assert listed(rig)[one.id].notice_s is None
+    rig.advance(120)
+    found = listed(rig)[one.id]
+    assert (found.state, found.end) == (InstanceState.ENDED, End.INTERRUPTED)

@@ -1,0 +1,243 @@
+"""moto's EC2 with what it lacks: a spot market, capacity, client tokens that count, notices and interruptions, time.
+
+moto has instances, tags, templates, subnets, queues and events; this replaces its CreateFleet, spot price history and
+listing by ones that behave as AWS documents them, on a clock that a test moves. Nothing in `doll` knows of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any
+from unittest import mock
+
+import boto3
+from moto import mock_aws
+from moto.core.responses import ActionResult
+from moto.ec2.exceptions import EC2ClientError
+from moto.ec2.models.instances import Instance, InstanceState, StateReason
+from moto.ec2.responses.fleets import Fleets
+from moto.ec2.responses.instances import InstanceResponse
+from moto.ec2.responses.spot_instances import SpotInstances
+
+REGION = "us-east-1"
+NOTICE_S = 120.0
+FORGOTTEN_S = 3600.0
+PoolKey = tuple[str, str]  # instance type, zone
+
+
+class MotoMarket:
+    """What the test decides about the market, and what the market has seen.
+
+    Attributes:
+        prices: spot price changes (Unix seconds, USD per hour) of each pool, in order.
+        room: machines left, by pool and "spot" or "on-demand"; a pool that is not in it has any number.
+        refusals: error code instead of capacity, by pool and capacity type.
+        api_errors: codes with which the next CreateFleet calls fail.
+        lost_answers: so many next CreateFleet calls launch, and answer with an error.
+        boot_s, lag_s: how long an instance is pending; how long a listing does not show it.
+        requests: parameters of each CreateFleet call, whatever came of it.
+        terminated: ids that TerminateInstances was told, in order.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self.prices: dict[PoolKey, list[tuple[float, float]]] = {}
+        self.room: dict[tuple[PoolKey, str], int] = {}
+        self.refusals: dict[tuple[PoolKey, str], str] = {}
+        self.api_errors: deque[str] = deque()
+        self.lost_answers = 0
+        self.boot_s = self.lag_s = 0.0
+        self.requests: list[dict[str, Any]] = []
+        self.terminated: list[str] = []
+        self._answers: dict[str, tuple[str, dict[str, Any]]] = {}
+        self._taken_at_s: dict[str, float] = {}
+        self._ended_at_s: dict[str, float] = {}
+        self._launched_at_s: dict[str, float] = {}
+
+    # --- what a test does -------------------------------------------------------------------------------------------
+
+    def interrupt(self, id_: str, notice_s: float = NOTICE_S, *, announced: bool = True) -> float:
+        """EC2 wants the instance back: the event goes out now, the instance goes `notice_s` later."""
+        at_s = self._taken_at_s[id_] = self.clock() + notice_s
+        if announced:
+            self.event("EC2 Spot Instance Interruption Warning", id_, at_s - NOTICE_S)
+        return at_s
+
+    def event(self, kind: str, id_: str, time_s: float) -> None:
+        """An event of EC2 on the default bus."""
+        detail = {"instance-id": id_, "instance-action": "terminate"}
+        entry = {
+            "Source": "aws.ec2",
+            "DetailType": kind,
+            "Detail": json.dumps(detail),
+            "Time": datetime.fromtimestamp(time_s, UTC),
+        }
+        boto3.client("events", REGION).put_events(Entries=[entry])
+
+    def stop_by_itself(self, id_: str) -> None:
+        """The machine shuts down from inside."""
+        self._end(_instance(id_), "Client.InstanceInitiatedShutdown", "User initiated")
+
+    # --- AWS's side -------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Let happen what is due by now."""
+        now_s = self.clock()
+        backend = _backend()
+        for reservation in list(backend.reservations.values()):
+            for one in reservation.instances:
+                launched_s = self._launched_at_s.get(one.id, 0.0)
+                if one._state.name == "pending" and now_s >= launched_s + self.boot_s:
+                    one._state = InstanceState("running", 16)
+                if one.id in self._taken_at_s and now_s >= self._taken_at_s[one.id] and one._state.name == "running":
+                    self._end(one, "Server.SpotInstanceTermination", "Server.SpotInstanceTermination")
+            if all(now_s - self._ended_at_s.get(one.id, now_s) > FORGOTTEN_S for one in reservation.instances):
+                del backend.reservations[reservation.id]
+
+    def _end(self, one: Instance, code: str, reason: str) -> None:
+        if one._state.name != "terminated":
+            _TERMINATE(one)
+            at = datetime.fromtimestamp(self.clock(), UTC)
+            self._ended_at_s[one.id] = self.clock()
+            one.state_reason = StateReason(f"{code}: ended", code)
+            one._reason = reason if code.startswith("Server") else f"{reason} ({at:%Y-%m-%d %H:%M:%S} GMT)"
+
+    def create_fleet(self, response: Any) -> ActionResult:
+        param = response._get_param
+        request = {
+            key: param(key)
+            for key in ("Type", "LaunchTemplateConfigs", "TargetCapacitySpecification", "TagSpecifications",
+                        "SpotOptions", "OnDemandOptions")
+        }  # fmt: skip
+        token = param("ClientToken")
+        self.requests.append({**request, "ClientToken": token})
+        if self.api_errors:
+            raise EC2ClientError(self.api_errors.popleft(), "told to fail")
+        same = json.dumps(request, sort_keys=True, default=str)
+        if token in self._answers:
+            if self._answers[token][0] != same:
+                raise EC2ClientError("IdempotentParameterMismatch", "the token was used with other parameters")
+            return ActionResult(self._answers[token][1])
+        answer = self._bought(response, request)
+        self._answers[token] = (same, answer)
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise EC2ClientError("InternalError", "told to lose the answer")
+        return ActionResult(answer)
+
+    def _bought(self, response: Any, request: dict[str, Any]) -> dict[str, Any]:
+        (config,) = request["LaunchTemplateConfigs"]
+        kind = request["TargetCapacitySpecification"]["DefaultTargetCapacityType"]
+        errors = []
+        zone_of = {
+            id_: subnet.availability_zone for zone in _backend().subnets.values() for id_, subnet in zone.items()
+        }
+        choices = [((one["InstanceType"], zone_of[one["SubnetId"]]), one) for one in config["Overrides"]]
+        for pool, override in sorted(choices, key=lambda choice: self._price(choice[0])):
+            code = self.refusals.get((pool, kind))
+            if code is None and self.room.get((pool, kind), 1) > 0:
+                if (pool, kind) in self.room:
+                    self.room[pool, kind] -= 1
+                return {**self._launched(response, request, config, override), "Errors": errors}
+            errors.append({
+                "ErrorCode": code or "InsufficientInstanceCapacity",
+                "ErrorMessage": f"told so: {pool}",
+                "Lifecycle": kind,
+                "LaunchTemplateAndOverrides": {"Overrides": override},
+            })  # fmt: skip
+        return {"FleetId": "fleet-00000000-0000-0000-0000-000000000000", "Instances": [], "Errors": errors}
+
+    def _launched(self, response: Any, request: dict[str, Any], config: Any, override: Any) -> dict[str, Any]:
+        fleet = response.ec2_backend.create_fleet(
+            on_demand_options=request["OnDemandOptions"] or {}, spot_options=request["SpotOptions"] or {},
+            target_capacity_specification=request["TargetCapacitySpecification"],
+            launch_template_configs=[{**config, "Overrides": [override]}], excess_capacity_termination_policy="",
+            replace_unhealthy_instances=False, terminate_instances_with_expiration=False, fleet_type=request["Type"],
+            valid_from=None, valid_until=None, tag_specifications=request["TagSpecifications"],
+        )  # fmt: skip
+        for got in fleet.instances:
+            one = _instance(got["InstanceIds"][0])
+            self._launched_at_s[one.id] = self.clock()
+            one.launch_time = datetime.fromtimestamp(self.clock(), UTC).replace(tzinfo=None)
+            one._state = InstanceState("pending", 0)
+        return {"FleetId": fleet.id, "Instances": fleet.instances}
+
+    def _price(self, pool: PoolKey) -> float:
+        changes = [usd for at_s, usd in self.prices.get(pool, ()) if at_s <= self.clock()]
+        return changes[-1] if changes else 1.0
+
+    def describe_instances(self, response: Any, original: Callable[[Any], ActionResult]) -> ActionResult:
+        self.settle()
+        result = original(response)
+        shown = [
+            group
+            for group in result._result["Reservations"]
+            if all(self.clock() - self._launched_at_s.get(one.id, 0.0) >= self.lag_s for one in group.instances)
+        ]
+        return ActionResult({**result._result, "Reservations": shown})
+
+    def describe_spot_price_history(self, response: Any) -> ActionResult:
+        filters, param = response._filters_from_querystring(), response._get_param
+        start_s, end_s = (param(key).replace(tzinfo=UTC).timestamp() for key in ("StartTime", "EndTime"))
+        rows = []
+        for (type_, zone), changes in self.prices.items():
+            if type_ in param("InstanceTypes", []) and zone in filters["availability-zone"]:
+                before = [change for change in changes if change[0] <= start_s][-1:]
+                inside = [change for change in changes if start_s < change[0] <= end_s]
+                rows += [(at_s, type_, zone, usd) for at_s, usd in (*before, *inside)]
+        rows.sort(reverse=True)
+        first, size = int(param("NextToken") or 0), int(param("MaxResults") or 1000)
+        history = [
+            {"InstanceType": type_, "AvailabilityZone": zone, "ProductDescription": "Linux/UNIX (Amazon VPC)",
+             "SpotPrice": f"{usd:.6f}", "Timestamp": datetime.fromtimestamp(at_s, UTC)}
+            for at_s, type_, zone, usd in rows[first : first + size]
+        ]  # fmt: skip
+        more = str(first + size) if first + size < len(rows) else ""
+        return ActionResult({"SpotPriceHistory": history, "NextToken": more})
+
+
+_TERMINATE = Instance.terminate
+
+
+def _backend() -> Any:
+    from moto.ec2.models import ec2_backends
+
+    return ec2_backends["123456789012"][REGION]
+
+
+def _instance(id_: str) -> Instance:
+    found: Instance = _backend().get_instance(id_)
+    return found
+
+
+@contextmanager
+def moto_market(clock: Callable[[], float]) -> Iterator[MotoMarket]:
+    """AWS in this process until the end of the block, empty at its start."""
+    market = MotoMarket(clock)
+    listing = InstanceResponse.describe_instances
+
+    def terminate(one: Instance) -> Any:
+        before = InstanceState(one._state.name, one._state.code)
+        market.terminated.append(one.id)
+        market._end(one, "Client.UserInitiatedShutdown", "User initiated")
+        return before
+
+    with (
+        mock_aws(),
+        mock.patch.dict(
+            "os.environ", AWS_ACCESS_KEY_ID="none", AWS_SECRET_ACCESS_KEY="none", AWS_DEFAULT_REGION=REGION
+        ),
+        mock.patch.object(Fleets, "create_fleet", _bound(market.create_fleet)),
+        mock.patch.object(InstanceResponse, "describe_instances", _bound(market.describe_instances, listing)),
+        mock.patch.object(SpotInstances, "describe_spot_price_history", _bound(market.describe_spot_price_history)),
+        mock.patch.object(Instance, "terminate", terminate),
+    ):
+        yield market
+
+
+def _bound(function: Callable[..., Any], *more: Any) -> Callable[[Any], Any]:
+    return lambda response: function(response, *more)
