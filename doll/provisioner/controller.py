@@ -9,10 +9,11 @@ the same instance, and an end may be asked for twice.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+import msgspec
 import numpy as np
 
 from doll import records, telemetry
@@ -26,7 +27,7 @@ from doll.provisioner.meter import (
     Bill,
     BillingRule,
     Line,
-    bill_line,
+    bill_lines,
     on_demand_usd,
     usd_per_1000_updates,
     usd_per_point,
@@ -452,10 +453,7 @@ class Controller:
     def _settle(self, one: Instance, now_s: float, alarms: list[str]) -> None:
         """The last bill of an instance that has ended."""
         try:
-            line = bill_line(
-                one, self._prices.series, self.settings.billing, now_s,
-                ready_s=self._ready_s.get(one.id), fenced_s=self._fenced_s.get(one.id),
-            )  # fmt: skip
+            (line,) = self._bill_lines([one], now_s)
         except ServiceUnavailableError as exc:
             alarms.append(f"{one.id} cannot be billed yet: {exc}")
             self._known[one.id] = one
@@ -516,18 +514,12 @@ class Controller:
             log.info("work_re_estimated", updates_before=before, updates=self._planner.updates)
 
     def _bill(self, now_s: float, alarms: list[str]) -> Bill:
-        lines, missing = [], False
-        for one in self._known.values():
-            try:
-                lines.append(
-                    bill_line(
-                        one, self._prices.series, self.settings.billing, now_s,
-                        ready_s=self._ready_s.get(one.id), fenced_s=self._fenced_s.get(one.id),
-                    )
-                )  # fmt: skip
-            except ServiceUnavailableError as exc:
-                alarms.append(f"{one.id} cannot be billed now: {exc}")
-                missing = True
+        lines, missing = list[Line](), False
+        try:
+            lines = self._bill_lines(self._known.values(), now_s)
+        except ServiceUnavailableError as exc:
+            alarms.append(f"what runs cannot be billed now: {exc}")
+            missing = True
         for id_, line in list(self._lines.items()):
             if now_s - (line.ended_s or now_s) > _KEEP_LINES_S:
                 self._settled = replace(self._settled.plus(Bill.of([line])), lines=())
@@ -540,6 +532,11 @@ class Controller:
         usd = found.usd + self._carried_usd
         self._last_usd = max(usd, self._last_usd) if missing else usd
         return replace(found, usd=self._last_usd)
+
+    def _bill_lines(self, instances: Iterable[Instance], now_s: float) -> list[Line]:
+        return bill_lines(
+            instances, self._prices.series, self.settings.billing, now_s, ready_s=self._ready_s, fenced_s=self._fenced_s
+        )
 
     # --- plan -------------------------------------------------------------------------------------------------------
 
@@ -964,7 +961,8 @@ def _vanished(one: Instance, now_s: float) -> Instance:
 
 
 def _instance_dict(one: Instance) -> dict[str, Any]:
-    return {**asdict(one), "state": one.state.value, "end": one.end.value}
+    found: dict[str, Any] = msgspec.to_builtins(one)
+    return found
 
 
 def _instance(kept: Mapping[str, Any]) -> Instance:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
+
+import msgspec
+import numpy as np
 
 from doll.provisioner.fleet import End, Instance
 from doll.provisioner.state import Market
@@ -105,7 +108,8 @@ class Line:
     free: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
 
 
 @dataclass(frozen=True)
@@ -173,42 +177,68 @@ class Bill:
         return {**found, "lines": [line.to_dict() for line in self.lines]} if lines else found
 
 
-def bill_line(
-    instance: Instance,
+def bill_lines(
+    instances: Iterable[Instance],
     price_of: PriceOf,
     rule: BillingRule,
     now_s: float,
     *,
-    ready_s: float | None = None,
-    fenced_s: float | None = None,
-) -> Line:
-    """What one instance has cost until `now_s`, or until it ended.
+    ready_s: Mapping[str, float] | None = None,
+    fenced_s: Mapping[str, float] | None = None,
+) -> list[Line]:
+    """What each instance has cost until `now_s`, or until it ended.
 
     Args:
-        ready_s: when its worker became the slot's; None: it has not.
-        fenced_s: when the next one took over; None: it has not.
+        price_of: `PriceFeed.series`.
+        ready_s: when its worker became the slot's, by id; without it nothing is in `usd_without_boots`.
+        fenced_s: when the next one took over, by id.
 
     Raises:
         ServiceUnavailableError: as the price feed does.
     """
-    start_s = instance.launched_s
-    end_s = max(start_s, now_s if instance.ended_s is None else instance.ended_s)
-    billed_s, usd, without = rule.billed_s(end_s - start_s), 0.0, 0.0
-    free = rule.is_free(instance)
-    if free:
-        billed_s = 0.0
-    elif billed_s > 0:
+    ready_s, fenced_s = ready_s or {}, fenced_s or {}
+    pools: dict[tuple[str, Market], list[Instance]] = {}
+    for one in instances:
+        pools.setdefault((one.pool, one.market), []).append(one)
+    lines = []
+    for (pool, market), members in pools.items():
+        start_s = np.array([one.launched_s for one in members])
+        end_s = np.maximum(start_s, [now_s if one.ended_s is None else one.ended_s for one in members])
         # A moment's mean is its price.
-        series = price_of(instance.pool, instance.market, start_s, max(end_s, start_s + 1e-3))
-        usd_per_s = series.mean(start_s, max(end_s, start_s + 1e-3)) / SECONDS_PER_HOUR
-        usd = usd_per_s * billed_s
-        if ready_s is not None:
-            served_s = (end_s if fenced_s is None else min(end_s, fenced_s)) - max(start_s, ready_s)
-            without = usd_per_s * min(billed_s, max(0.0, served_s))
+        until_s = np.maximum(end_s, start_s + 1e-3)
+        series = price_of(pool, market, float(start_s.min()), float(until_s.max()))
+        usd_per_s = (_integral(series, until_s) - _integral(series, start_s)) / (until_s - start_s) / SECONDS_PER_HOUR
+        for index, one in enumerate(members):
+            lines.append(
+                _line(
+                    one, rule, float(end_s[index]), float(usd_per_s[index]), ready_s.get(one.id), fenced_s.get(one.id)
+                )
+            )
+    return lines
+
+
+def _integral(series: Series, at_s: Floats) -> Floats:
+    """Of the step function from its first time on; its first and last values hold beyond its ends."""
+    times, values = series.times_s, series.values
+    sums = np.concatenate(([0.0], np.cumsum(values[:-1] * np.diff(times))))
+    index = np.clip(np.searchsorted(times, at_s, side="right") - 1, 0, len(times) - 1)
+    found: Floats = sums[index] + values[index] * (at_s - times[index])
+    return found
+
+
+def _line(
+    one: Instance, rule: BillingRule, end_s: float, usd_per_s: float, ready_s: float | None, fenced_s: float | None
+) -> Line:
+    free = rule.is_free(one)
+    billed_s = 0.0 if free else rule.billed_s(end_s - one.launched_s)
+    served_s = 0.0
+    if ready_s is not None:
+        until_s = end_s if fenced_s is None else min(end_s, fenced_s)
+        served_s = min(billed_s, max(0.0, until_s - max(one.launched_s, ready_s)))
     return Line(
-        id=instance.id, slot=instance.slot, epoch=instance.epoch, market=instance.market, pool=instance.pool,
-        launched_s=start_s, ended_s=instance.ended_s, end=instance.end.value, billed_s=billed_s, usd=usd,
-        usd_without_boots=without, free=free,
+        id=one.id, slot=one.slot, epoch=one.epoch, market=one.market, pool=one.pool, launched_s=one.launched_s,
+        ended_s=one.ended_s, end=one.end.value, billed_s=billed_s, usd=usd_per_s * billed_s,
+        usd_without_boots=usd_per_s * served_s, free=free,
     )  # fmt: skip
 
 
@@ -221,21 +251,13 @@ def bill(
     ready_s: Mapping[str, float] | None = None,
     fenced_s: Mapping[str, float] | None = None,
 ) -> Bill:
-    """What these instances have cost until `now_s`, each counted once by its id.
-
-    Args:
-        price_of: `PriceFeed.series`.
-        ready_s, fenced_s: by id, as in `bill_line`; where unknown, nothing of it is in `usd_without_boots`.
+    """What these instances have cost until `now_s`, each counted once by its id; arguments as of `bill_lines`.
 
     Raises:
         ServiceUnavailableError: as the price feed does.
     """
-    ready_s, fenced_s = ready_s or {}, fenced_s or {}
-    found = {one.id: one for one in instances}
-    return Bill.of(
-        bill_line(one, price_of, rule, now_s, ready_s=ready_s.get(one.id), fenced_s=fenced_s.get(one.id))
-        for one in found.values()
-    )
+    distinct = {one.id: one for one in instances}
+    return Bill.of(bill_lines(distinct.values(), price_of, rule, now_s, ready_s=ready_s, fenced_s=fenced_s))
 
 
 def on_demand_usd(samples: float, rates_per_s: Floats, on_demand_usd_per_h: float) -> float:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -250,7 +251,7 @@ class Observed:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON; `restore` takes them back."""
         return {
-            "slots": [asdict(one) for one in self._slots],
+            "slots": msgspec.to_builtins(self._slots),
             "heard_s": self.heard_s if math.isfinite(self.heard_s) else None,
             "version": self.version, "ps_epoch": self.ps_epoch, "finished": self.finished,
             "evaluations": [list(one) for one in self.evaluations], "service": list(self._service),
