@@ -53,15 +53,6 @@ _FENCED_REMEMBERED = 16
 _STORY_LENGTH = 30
 
 
-def serving_epoch(record: Join | Announce | Push | Nack | Alive | Leave | Evaluated) -> int:
-    """The ps_epoch of the server that the record's sender knew when it sent it; 0: none."""
-    match record:
-        case Push() | Nack() | Evaluated():
-            return record.ps_epoch
-        case _:
-            return record.epoch >> _EPOCHS_PER_SERVER_BITS
-
-
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """What the engine is told once. Times in seconds."""
@@ -348,7 +339,10 @@ class Engine:
         # A later machine wins whatever epoch it holds: a server that has lost the memory of it may have given a higher
         # one to an older machine since.
         later = event.incarnation > slot.incarnation
-        replaced = 0 < event.incarnation < slot.incarnation or (0 < event.epoch < slot.epoch and not later)
+        # The one that counts may hold an epoch of an earlier server, whose Welcome came before ours.
+        replaced = event.instance != slot.instance and (
+            0 < event.incarnation < slot.incarnation or (0 < event.epoch < slot.epoch and not later)
+        )
         if event.instance in slot.fenced or replaced:
             self.counters["refused_fenced"] += 1
             actions.append(SendFence(event.worker, event.instance))

@@ -9,24 +9,22 @@ from types import FrameType
 
 from doll import topics
 from doll.config import JobConfig
-from doll.errors import RecordError
+from doll.errors import CheckpointError, RecordError
 from doll.faults import fault_point
 from doll.health import Pulse, pulse_of
 from doll.memory import keep_freed_memory
 from doll.model import build, fingerprint
 from doll.ps import events as ev
 from doll.ps.checkpoints import Checkpoint
-from doll.ps.engine import serving_epoch
 from doll.ps.event_log import FileEventLog
 from doll.ps.kafka_link import KafkaLink
 from doll.ps.optim import Optimizer
-from doll.ps.redis_blobs import RedisBlobs
 from doll.ps.server import ParameterServer
 from doll.ps.standby import Lookout, wait_for_lease
 from doll.ps.start import Start, make_engine
-from doll.ps.stores import open_store
+from doll.ps.stores import open_blobs, open_store
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, decode
-from doll.services import Services, connect_redis, require
+from doll.services import Services, require
 from doll.task import load_task
 from doll.telemetry import get_logger
 
@@ -35,7 +33,6 @@ log = get_logger(__name__)
 _FROM_WORKERS = (Join, Announce, Push, Nack, Alive, Leave, Evaluated)
 # Ticks decide leases (seconds) and checkpoints (seconds): twenty a second are plenty and cost nothing.
 _POLL_S = 0.05
-_ASK_AGAIN_S = 1.0
 _LEAVE_S = 2.0  # for the last records to be delivered: whoever sent SIGTERM will not wait long
 
 
@@ -105,7 +102,7 @@ def _run(
         pulse.beat("loop")  # while Redis is away the loop stands still, and a restart would not help
         return signals.leave
 
-    redis_blobs = RedisBlobs(connect_redis(services), give_up=give_up)
+    blobs = open_blobs(config, services, give_up=give_up)
     link.open()
     start = _start(config, link, checkpoint, ps_epoch)
     optimizer = Optimizer(model, config.training.optimizer)
@@ -113,7 +110,7 @@ def _run(
     log_path = run_folder / "events" / f"ps-{ps_epoch:06d}.log"
     event_log = FileEventLog(log_path, start) if config.checkpoint.event_log else None
     server = ParameterServer(
-        config, engine=engine, optimizer=optimizer, blobs=redis_blobs, store=store, outbox=link, fingerprint=mark,
+        config, engine=engine, optimizer=optimizer, blobs=blobs, store=store, outbox=link, fingerprint=mark,
         event_log=event_log,
     )  # fmt: skip
     log.info(
@@ -130,7 +127,7 @@ def _run(
     finally:
         server.close()
         link.close()
-        redis_blobs.close()
+        blobs.close()
         if event_log is not None:
             event_log.close()
     return 0
@@ -138,17 +135,17 @@ def _run(
 
 def _serve(server: ParameterServer, link: KafkaLink, signals: _Signals, lease_s: float, pulse: Pulse) -> None:
     engine = server.engine
-    turned_s = asked_s = time.monotonic()
+    turned_s = sure_s = time.monotonic()
     while engine.finished is None:
         values = link.poll(_POLL_S)
         now = time.monotonic()
         pulse.beat("loop")
         if link.heard():
             pulse.beat("kafka")
-        if now - turned_s > lease_s:
-            # Frozen, or waiting for Redis: a standby may have taken over, and then nothing may be written any more.
-            log.warning("was_away", seconds=round(now - turned_s, 1))
-            server.stop_if_superseded()
+        if now - sure_s > lease_s:
+            # A standby may have taken over from one that was frozen, waited for Redis or was cut off from Kafka.
+            _make_sure(server, away_s=now - turned_s, lease_s=lease_s)
+            sure_s = now
         turned_s = now
         for value in values:
             try:
@@ -158,11 +155,6 @@ def _serve(server: ParameterServer, link: KafkaLink, signals: _Signals, lease_s:
                 log.warning("record_refused", topic="up", reason=str(exc))
                 continue
             if isinstance(record, _FROM_WORKERS):
-                if serving_epoch(record) > engine.ps_epoch and now - asked_s > _ASK_AGAIN_S:
-                    # A worker of a later server: this one was cut off and not away, and has a successor. Or somebody
-                    # makes it believe so, therefore the store is asked.
-                    asked_s = now
-                    server.stop_if_superseded()
                 server.feed(record)
             else:
                 engine.counters["refused_record"] += 1
@@ -177,6 +169,23 @@ def _serve(server: ParameterServer, link: KafkaLink, signals: _Signals, lease_s:
             log.info("leaving", version=engine.version, reason="SIGTERM; the job can be resumed")
             return
         server.turn()
+
+
+def _make_sure(server: ParameterServer, *, away_s: float, lease_s: float) -> None:
+    """End this process if it has a successor: one with nothing to save would not find out.
+
+    Raises:
+        FencedError: it has one.
+        CheckpointError: it was away for longer than its lease, and the store does not say.
+    """
+    if away_s > lease_s:
+        log.warning("was_away", seconds=round(away_s, 1))
+    try:
+        server.stop_if_superseded()
+    except CheckpointError as exc:
+        if away_s > lease_s:
+            raise  # nothing may be written before it is known
+        log.warning("store_away", error=str(exc), action="trying again")
 
 
 def _deliver(link: KafkaLink, signals: _Signals, pulse: Pulse) -> None:

@@ -126,8 +126,8 @@ def test_a_plain_server_leaves_a_living_leader_alone_and_succeeds_a_dead_one(mak
 
 
 def test_a_server_that_was_replaced_ends_though_it_has_nothing_to_save(make_pipeline: Any) -> None:
-    """As one that was cut off does: its loop has turned all the time, and only the workers' epochs tell it."""
-    job = make_pipeline("stop.updates=20")
+    """As one that was cut off does: its loop has turned all the time."""
+    job = make_pipeline("stop.updates=20", f"ps.lease_s={LEASE_S}")
     leader: Role = job.launch("ps", "ps_role")
     for worker in (0, 1):
         job.start_worker(worker)

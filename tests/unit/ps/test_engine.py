@@ -236,6 +236,17 @@ def test_a_later_machine_that_a_restarted_server_has_forgotten_wins_over_an_olde
     assert welcome.epoch > older.epoch
 
 
+def test_a_process_that_two_servers_have_welcomed_is_not_fenced_as_its_own_predecessor() -> None:
+    """Both heard its Join; it takes the earlier server's epoch first, and answers the later one's Hello with that."""
+    earlier, later = (Engine(settings(1), Doll(1), ps_epoch=number, now=0.0, origins=[0]) for number in (1, 2))
+    join = Join(worker=0, instance="a")
+    (first,) = only(earlier.handle(join, 0.0), ev.SendWelcome)
+    (second,) = only(later.handle(join, 0.0), ev.SendWelcome)
+    assert first.epoch < second.epoch
+    (again,) = only(later.handle(Join(worker=0, instance="a", epoch=first.epoch), 0.0), ev.SendWelcome)
+    assert again.epoch == second.epoch
+
+
 def test_epochs_of_a_later_server_are_higher_whatever_the_earlier_one_handed_out() -> None:
     first = Bench(Doll(1), workers=1)
     first.join(0)
