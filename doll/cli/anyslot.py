@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,19 +16,34 @@ if TYPE_CHECKING:
 
 
 def run_any_worker(config: JobConfig, services: Services, run_folder: Path) -> int:
-    """Wait for a free slot and work in it, as `run_worker` does; 1 where another process has taken it meanwhile.
+    """Wait for a free slot, then work in it as `run_worker` does. Needs the main thread.
+
+    Returns:
+        0 at the end of the job, which a spare waits for too, or after SIGTERM; 1 where this process is of no use, or
+        where another one has taken its slot: start it again.
 
     Raises:
         DollError: as `run_worker`.
     """
     from doll.consumers.redis_slots import held_slot
+    from doll.evaluation.finish import on_finish
     from doll.services import connect_redis
 
-    with held_slot(config, connect_redis(services)) as held:
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # until the worker takes it over
+
+    def leave() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with on_finish(config, services, leave), held_slot(config, connect_redis(services), stop, leave) as held:
         if held is None:
             return 0
         telemetry.configure(process=f"worker-{held.number}")
-        from doll.consumers.main import run_worker  # imports torch, for seconds and 300 MB: a spare has no use for it
+        import torch  # noqa: F401  # for seconds, and 300 MB: a spare has no use for it
 
+        from doll.consumers.main import run_worker
+
+        if stop.is_set():
+            return int(held.lost)
         code = run_worker(config, services, held.number, run_folder)
         return code or int(held.lost)

@@ -8,8 +8,6 @@ two embody one slot all the same (Redis was wiped, a process was frozen), the pa
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 import time
 import uuid
@@ -20,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import redis
 
 from doll import telemetry
+from doll.health import pulse_of
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -157,22 +156,25 @@ class Held:
 
 
 @contextmanager
-def held_slot(config: JobConfig, client: redis.Redis) -> Iterator[Held | None]:
-    """A free slot of the job, waited for as long as it takes; None if SIGTERM came before. Needs the main thread.
+def held_slot(
+    config: JobConfig, client: redis.Redis, stop: threading.Event, leave: Callable[[], None]
+) -> Iterator[Held | None]:
+    """A free slot of the job, waited for as long as it takes; None if `stop` was set before.
 
     Who waits answers health probes as `worker`, and is healthy but not ready.
-    """
-    from doll.health import pulse_of
 
+    Args:
+        leave: called, from another thread, when another process has taken the slot.
+    """
     slots = Slots(client, config.job, config.data.workers, config.worker.lease_s)
-    with _told_to_stop() as stop, pulse_of("worker", config) as pulse:
+    with pulse_of("worker", config) as pulse:
         pulse.waits_for("a free slot")
         number = _wait(slots, config, stop)
     if number is None:
         yield None
         return
     log.info("slot_taken", worker=number, workers=config.data.workers)
-    with Held(slots, number, config, lambda: os.kill(os.getpid(), signal.SIGTERM)) as held:
+    with Held(slots, number, config, leave) as held:
         yield held
 
 
@@ -197,13 +199,3 @@ def _wait(slots: Slots, config: JobConfig, stop: threading.Event) -> int | None:
                 log.warning("redis_away", reason=str(error), action="waiting")
         stop.wait(_LOOK_S)
     return None
-
-
-@contextmanager
-def _told_to_stop() -> Iterator[threading.Event]:
-    stop = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -1,41 +1,48 @@
-"""Wait for the end of a job, told by its `updates` topic, for processes that have no other reason to end."""
+"""Hear of the end of a job, for processes that have no other reason to end."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from doll.evaluation.kafka_tail import Tail
-from doll.records import Epoch, Finished
+from doll.records import Finished
+from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
     from doll.services import Services
 
+log = get_logger(__name__)
 _POLL_S: Final = 0.5
-# A job that finished before this process started may be about to go on: a new parameter server says so within seconds.
-RESUME_GRACE_S: Final = 15.0
 
 
-def wait_for_finish(config: JobConfig, services: Services, give_up: threading.Event) -> Finished | None:
-    """The record that the job has finished, once nothing follows it; None if `give_up` is set before.
+@contextlib.contextmanager
+def on_finish(config: JobConfig, services: Services, call: Callable[[], None]) -> Iterator[None]:
+    """Within the context: `call` is called, in a thread, once when the job finishes.
+
+    A job that had finished before is about to go on, or why would this process have been started?
 
     Raises:
         ServiceUnavailableError: Kafka does not answer at the start. Later it is waited for.
     """
-    topic = config.topic("updates")
-    started_s = time.monotonic()
-    finished: Finished | None = None
-    with Tail(config, services, (topic,)) as tail:
-        while not give_up.is_set():
-            news = False
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
             for one in tail.poll(_POLL_S):
                 if isinstance(one.record, Finished):
-                    finished, news = one.record, one.offset >= tail.ends[topic]
-                elif isinstance(one.record, Epoch):
-                    finished, news = None, False
-            settled = time.monotonic() - started_s > RESUME_GRACE_S and tail.past(topic)
-            if finished is not None and (news or settled):
-                return finished
-    return None
+                    log.info("job_finished", version=one.record.version, reason=one.record.reason)
+                    call()
+                    return
+
+    with Tail(config, services, (config.topic("updates"),), from_now_on=True) as tail:
+        thread = threading.Thread(target=watch, name="finish", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()

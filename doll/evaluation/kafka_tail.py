@@ -30,7 +30,7 @@ class Tailed(NamedTuple):
 
 
 class Tail:
-    """Records of `topics` (full names, one partition each) from the earliest that is kept.
+    """Records of `topics` (full names, one partition each) from the earliest that is kept, or from now on.
 
     A broker that goes away is waited for: `poll` then returns nothing. Records that do not decode are counted and
     skipped. Use as a context manager.
@@ -43,7 +43,9 @@ class Tail:
         ServiceUnavailableError: a topic is not there, or the broker does not answer.
     """
 
-    def __init__(self, config: JobConfig, services: Services, topics: tuple[str, ...]) -> None:
+    def __init__(
+        self, config: JobConfig, services: Services, topics: tuple[str, ...], *, from_now_on: bool = False
+    ) -> None:
         from confluent_kafka import Consumer, TopicPartition
 
         # A group id must be given even where, as here, no group is joined.
@@ -64,8 +66,8 @@ class Tail:
             raise
         self._address = services.kafka
         self.ends: dict[str, int] = {topic: high for topic, (_, high) in marks.items()}
-        self._next: dict[str, int] = {topic: low for topic, (low, _) in marks.items()}
-        self._consumer.assign([TopicPartition(topic, 0, low) for topic, (low, _) in marks.items()])
+        self._next: dict[str, int] = {topic: high if from_now_on else low for topic, (low, high) in marks.items()}
+        self._consumer.assign([TopicPartition(topic, 0, offset) for topic, offset in self._next.items()])
 
     def __enter__(self) -> Tail:
         return self

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from doll import telemetry
-from doll.evaluation.finish import RESUME_GRACE_S
 from doll.evaluation.kafka_tail import Tail
 from doll.health import Pulse, pulse_of
 from doll.records import AnyRecord, Evaluated, Metric, encode
@@ -30,6 +29,8 @@ POLL_S = 0.2
 FLUSH_S = 10.0
 ASK_KAFKA_S = 5.0
 MEASURE_S = 300.0  # one round over a large held-out set, on a machine whose workers come first
+# A job that finished before this process started may be about to go on: a new parameter server says so within seconds.
+RESUME_GRACE_S = 15.0
 
 
 def run_evaluator(config: JobConfig, services: Services, run_folder: Path) -> int:

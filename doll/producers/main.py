@@ -16,6 +16,7 @@ from typing import Final
 from doll import packing, topics
 from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
+from doll.evaluation.finish import on_finish
 from doll.health import Pulse, pulse_of
 from doll.producers.kafka import Counts, SampleSender
 from doll.producers.pacing import Pacer
@@ -63,6 +64,7 @@ def run_producer(
         _stop_on_signals() if stop is None else contextlib.nullcontext(stop) as stopped,
         pulse_of("producer", config) as pulse,
         Workers(config, services) if config.arrivals.while_down == "pause" else contextlib.nullcontext() as workers,
+        on_finish(config, services, stopped.set) if until_finished else contextlib.nullcontext(),
     ):
         feed = events(config, _samples_there(config, services), paused=workers.is_down if workers else _never)
         run = _Run(config, sender, stopped, pulse, workers)
@@ -184,27 +186,6 @@ class _Run:
 
 def _never(stream: int) -> bool:
     return False
-
-
-@contextlib.contextmanager
-def _set_at_end_of_job(config: JobConfig, services: Services, stop: threading.Event) -> Iterator[None]:
-    """Within the context: `stop` is set once the job has finished."""
-    from doll.evaluation.finish import wait_for_finish
-
-    over = threading.Event()
-
-    def watch() -> None:
-        if (finished := wait_for_finish(config, services, over)) is not None:
-            get_logger(__name__).info("job_finished", version=finished.version, reason=finished.reason)
-            stop.set()
-
-    thread = threading.Thread(target=watch, name="finish", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def _samples_there(config: JobConfig, services: Services) -> list[int]:
