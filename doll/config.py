@@ -316,6 +316,10 @@ class WorkerConfig(Section):
         default=8.0,
         description="time to finish or hand back after SIGTERM; below the notice of the machines (AWS 120 s, GCP 30 s)",
     )
+    notice_s: PositiveFloat = Field(
+        default=25.0,
+        description="time to finish or hand back after a spot notice, at most: AWS gives 120 s and says when, GCP 30 s",
+    )
     notices: Literal["none", "imds"] | None = Field(
         default=None,
         description="imds: ask the EC2 instance metadata service every 5 s whether spot takes this machine, and leave "

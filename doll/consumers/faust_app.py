@@ -12,10 +12,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from faust.types import TP
 from doll.config import JobConfig
 from doll.consumers.batching import Batcher, RawBatch
 from doll.consumers.decoding import Decoded, decode_records
+from doll.consumers.departure import Departure, end_within
 from doll.consumers.gradient import GradientComputer
 from doll.consumers.link import WorkerLink
 from doll.consumers.worker import Acknowledge, Action, Batch, Compute, Exit, GradientDone, Send, WorkerCore
@@ -69,7 +69,7 @@ class WorkerShell:
         blobs: Blobs,
         link: WorkerLink,
         folder: Path,
-        told_to_leave: Callable[[], bool] = lambda: False,
+        departure: Departure | None = None,
         pulse: Pulse | None = None,
         incarnation: int = 0,
     ) -> None:
@@ -79,7 +79,7 @@ class WorkerShell:
             told_to_leave: whether SIGTERM came before Faust took the signals over; nobody else would heed that one.
         """
         self.exit_code = 0
-        self._told_to_leave = told_to_leave
+        self.departure = departure or Departure()
         self._pulse = pulse or Pulse(f"worker-{welcome.worker}")
         self._config = config
         self._worker = welcome.worker
@@ -320,8 +320,8 @@ class WorkerShell:
             await asyncio.sleep(_TICK_S)
             self._pulse.beat("loop")
             self._link.poll()
-            if self._told_to_leave() and not self._core.draining and self.faust_worker is not None:
-                self.faust_worker._on_sigterm()
+            if self.departure() and self.faust_worker is not None:
+                self.faust_worker.leave()
             self._do(self._core.tick(time.monotonic()))
 
     async def _watch(self) -> None:
@@ -356,17 +356,16 @@ class WorkerShell:
     # --- the end ----------------------------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """SIGTERM or a notice: announce nothing more, finish the gradient under way, say goodbye."""
-        if self._core.draining:
-            return
+        """Announce nothing more, finish the gradient under way or hand its batch back, say goodbye."""
+        departure = self.departure
         self._core.drain()
         self._pulse.waits_for("its end (draining)")
-        deadline_s = time.monotonic() + max(0.0, self._config.worker.drain_s - _STOP_S)
-        log.info("draining", budget_s=self._config.worker.drain_s, owes_gradient=self._core.busy)
-        while self._core.busy and time.monotonic() < deadline_s:
+        log.info("draining", cause=departure.cause, owes_gradient=self._core.busy)
+        # An earlier time may be told meanwhile.
+        while self._core.busy and departure.left_s() > _STOP_S:
             await asyncio.sleep(0.02)
-        self._do(list(self._core.leave("sigterm")))
-        self._link.flush(1.0)
+        self._do(list(self._core.leave(departure.cause)))
+        self._link.flush(min(1.0, max(0.0, departure.left_s())))
 
     def exit(self, code: int, reason: str) -> None:
         """End this process soon, in order if Faust lets us, in any case."""
@@ -385,12 +384,18 @@ class _FaustWorker(faust.Worker):  # type: ignore[misc]
     """Drains before it stops."""
 
     shell: WorkerShell
+    _leaving: asyncio.Future[None] | None = None
 
     def _on_sigterm(self) -> None:
-        end_within(self.shell._config.worker.drain_s, 0)
-        asyncio.ensure_future(self._drain_and_stop(), loop=self.loop)  # noqa: RUF006 - the loop runs until it is done
+        self.shell.departure.leave_within(self.shell._config.worker.drain_s, "sigterm")
+        self.leave()
 
     _on_sigint = _on_sigterm
+
+    def leave(self) -> None:
+        """Drain and stop; it may be repeated."""
+        if self._leaving is None:
+            self._leaving = asyncio.ensure_future(self._drain_and_stop(), loop=self.loop)
 
     async def _drain_and_stop(self) -> None:
         await self.shell.drain()
@@ -415,13 +420,6 @@ def run_shell(shell: WorkerShell) -> int:
         code = exc.code if isinstance(exc.code, int) else 1
         return shell.exit_code or code
     return shell.exit_code
-
-
-def end_within(seconds: float, code: int) -> None:
-    """End this process with `code` after `seconds`, whatever it is doing: a spot machine will not wait either."""
-    timer = threading.Timer(seconds, os._exit, args=(code,))
-    timer.daemon = True
-    timer.start()
 
 
 def lost_to_retention(topic: str, partition: int, next_offset: int, low: int) -> str:

@@ -6,11 +6,11 @@ import os
 import signal
 import uuid
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 from doll import topics
 from doll.config import JobConfig
+from doll.consumers.departure import Departure
 from doll.consumers.faust_app import WorkerShell, lost_to_retention, run_shell
 from doll.consumers.gradient import GradientComputer
 from doll.consumers.link import JobEndedError, WorkerLink
@@ -30,8 +30,13 @@ INSTANCE_ENV: Final = "DOLL_INSTANCE"
 INCARNATION_ENV: Final = "DOLL_INCARNATION"
 
 
-def run_worker(config: JobConfig, services: Services, worker: int, run_folder: Path) -> int:
-    """Work as worker `worker` until the job ends or SIGTERM (0), or this process is of no use (1: start it again).
+def run_worker(
+    config: JobConfig, services: Services, worker: int, run_folder: Path, *, departure: Departure | None = None
+) -> int:
+    """Work as worker `worker` until the job ends or it must leave (0), or is of no use (1: start it again).
+
+    Args:
+        departure: tells when it must leave, as a spot notice does; SIGTERM always tells it too (`worker.drain_s`).
 
     Raises:
         DollError: services are not there, the task does not load, the parameter server runs another job file, or
@@ -39,10 +44,12 @@ def run_worker(config: JobConfig, services: Services, worker: int, run_folder: P
             that were not learned yet are gone from Kafka.
     """
     with pulse_of(f"worker-{worker}", config) as pulse:
-        return _run(config, services, worker, run_folder, pulse)
+        return _run(config, services, worker, run_folder, departure or Departure(), pulse)
 
 
-def _run(config: JobConfig, services: Services, worker: int, run_folder: Path, pulse: Pulse) -> int:
+def _run(
+    config: JobConfig, services: Services, worker: int, run_folder: Path, departure: Departure, pulse: Pulse
+) -> int:
     import torch
 
     keep_freed_memory()
@@ -51,7 +58,8 @@ def _run(config: JobConfig, services: Services, worker: int, run_folder: Path, p
         raise ConfigError(
             f"--worker: expected 0 to {config.data.workers - 1} (data.workers is {config.data.workers}), got {worker}"
         )
-    stopping = _StopFlag()
+    # Until Faust takes the signals over.
+    signal.signal(signal.SIGTERM, lambda *_: departure.leave_within(config.worker.drain_s, "sigterm"))
     require(config, services)
     topics.check(config, services)
     task = load_task(config)
@@ -60,7 +68,7 @@ def _run(config: JobConfig, services: Services, worker: int, run_folder: Path, p
     link = WorkerLink(config, services, worker)
     pulse.waits_for("the parameter server's answer")
     try:
-        joined = link.join(process_name(), stopping, incarnation())
+        joined = link.join(process_name(), departure, incarnation())
     except JobEndedError as exc:
         log.info("job_ended", reason=str(exc))
         return 0
@@ -74,10 +82,10 @@ def _run(config: JobConfig, services: Services, worker: int, run_folder: Path, p
     if start < low:
         raise DollError(lost_to_retention(config.topic("samples"), worker, start, low))
     log.info("joined", worker=worker, epoch=welcome.epoch, from_offset=start)
-    blobs = RedisBlobs(connect_redis(services), give_up=stopping)
+    blobs = open_blobs(config, services, give_up=departure)
     shell = WorkerShell(
         config, services, welcome=welcome, mail_offset=mail_offset, task=task, computer=GradientComputer(task, model),
-        blobs=blobs, link=link, folder=run_folder / "faust" / f"worker-{worker}", told_to_leave=stopping,
+        blobs=blobs, link=link, folder=run_folder / "faust" / f"worker-{worker}", departure=departure,
         pulse=pulse, incarnation=incarnation(),
     )  # fmt: skip
     try:
@@ -102,17 +110,3 @@ def incarnation() -> int:
     if not given.isdecimal():
         raise ConfigError(f"{INCARNATION_ENV}: expected a whole number of 0 or more, got {given!r}")
     return int(given)
-
-
-class _StopFlag:
-    """SIGTERM before Faust takes the signals over."""
-
-    def __init__(self) -> None:
-        self._set = False
-        signal.signal(signal.SIGTERM, self._on_signal)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._set = True
-
-    def __call__(self) -> bool:
-        return self._set

@@ -1,0 +1,68 @@
+"""When this process will be gone, and why: the one place that SIGTERM, a spot notice or anything else tells.
+
+Whoever is told calls `leave_by` or `leave_within`, from any thread. The worker then announces nothing more, finishes
+the gradient that it owes or hands its batch back, says Leave and exits. Whatever it is doing, the process ends before
+its time is over: the machine will not wait either.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+# Taken off the time that is left: the process must be gone before its machine is.
+MARGIN_S = 0.25
+
+
+def end_within(seconds: float, code: int) -> None:
+    """End this process with `code` after `seconds`, whatever it is doing."""
+    timer = threading.Timer(seconds, os._exit, args=(code,))
+    timer.daemon = True
+    timer.start()
+
+
+class Departure:
+    """Whether, by when and why this process leaves. Safe to use from any thread and from signal handlers.
+
+    Args:
+        clock: monotonic seconds.
+        end_within: ends the process; see there.
+
+    Attributes:
+        by_s: when it must be gone, on `clock`; None: it stays.
+        cause: why, as its Leave says it: `sigterm`, `notice`.
+    """
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        end_within: Callable[[float, int], None] = end_within,
+    ) -> None:
+        self._clock = clock
+        self._end_within = end_within
+        self._lock = threading.RLock()  # a signal may come while the same thread is in here
+        self.by_s: float | None = None
+        self.cause = ""
+
+    def leave_by(self, at_s: float, cause: str) -> None:
+        """You will be gone at `at_s`, on the clock of `time.monotonic`. Of several times the earliest counts."""
+        with self._lock:
+            if self.by_s is not None and self.by_s <= at_s:
+                return
+            self.by_s, self.cause = at_s, cause
+        self._end_within(max(0.0, at_s - self._clock() - MARGIN_S), 0)
+
+    def leave_within(self, seconds: float, cause: str) -> None:
+        """As `leave_by`, so long from now."""
+        self.leave_by(self._clock() + seconds, cause)
+
+    def left_s(self) -> float:
+        """Seconds that are left; infinite while it stays."""
+        return float("inf") if self.by_s is None else self.by_s - self._clock()
+
+    def __call__(self) -> bool:
+        """Whether it has been told to leave."""
+        return self.by_s is not None
