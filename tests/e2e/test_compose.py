@@ -1,0 +1,478 @@
+"""The Dockerfile and docker-compose.yml, without an engine: each container's command is run as compose would run it.
+
+Same arguments, same environment and nothing else of ours, started in the order of `depends_on`, with the health checks
+really asked and the restart policies kept. A real broker and a real Redis stand in for the two images that are not
+ours, so their names, and the ports and folders inside of containers, are replaced by what is true here. What only an
+engine can show (that the images build and start) is not shown.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from doll.audit import audit
+from doll.config import load
+from doll.local import compose, kafka_broker
+from doll.local.kafka_broker import LocalKafka
+from doll.local.processes import exit_text, free_port, spawn, tail
+from doll.local.redis_server import LocalRedis
+from doll.ps.file_store import FileStore
+from doll.services import Services
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / compose.FILE_NAME
+BIN = Path(sys.executable).parent
+DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "doll.json"
+ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
+IN_FOREIGN_IMAGES = {"kafka", "redis", "prometheus", "grafana"}
+METRIC = re.compile(r"\bdoll_[a-z][a-z0-9_]*")
+START_S = 240.0  # bounds failure: a loaded machine loads torch slowly
+
+JOB = """
+job: {name}
+task: {{class: "doll.tasks.digits:Digits", args: {{hidden: [16]}}}}
+data: {{workers: 2, batch_size: 8}}
+source: {{kind: digits}}
+arrivals: {{rate_per_s: 40}}
+training: {{policy: {{name: doll, group_size: 2}}, optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}}}
+checkpoint: {{every_updates: 5, every_s: 0.5}}
+worker: {{lease_s: 4}}
+"""
+
+
+# --- what compose and the engine make of the two files ----------------------------------------------------------------
+
+
+def interpolated(text: str, variables: dict[str, str]) -> str:
+    """`${NAME:-default}`, the one form that the file uses."""
+    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: variables.get(found[1]) or found[2], text)
+
+
+def project(**variables: str) -> dict[str, Any]:
+    """The compose file with these variables in the environment."""
+    read: dict[str, Any] = yaml.safe_load(interpolated(FILE.read_text(), variables))
+    return read
+
+
+def stages() -> list[list[tuple[str, str]]]:
+    """The Dockerfile's instructions and their arguments, by stage; those before the first FROM are in none."""
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
+    found: list[list[tuple[str, str]]] = []
+    for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
+        instruction, _, rest = line.partition(" ")
+        if instruction == "FROM":
+            found.append([])
+        if found and instruction:
+            found[-1].append((instruction, rest.strip()))
+    return found
+
+
+@dataclass(frozen=True)
+class Image:
+    """What the last stage leaves to those who run it."""
+
+    entrypoint: list[str]
+    environment: dict[str, str]
+    folder: str
+
+
+def image() -> Image:
+    last = dict(stages()[-1])
+    environment = dict(word.split("=", 1) for word in shlex.split(last["ENV"]))
+    return Image(json.loads(last["ENTRYPOINT"]), environment, last["WORKDIR"])
+
+
+# --- the files themselves ---------------------------------------------------------------------------------------------
+
+
+def test_the_image_runs_as_nobody_from_the_lock_and_takes_in_what_is_named_only() -> None:
+    build, last = stages()
+    assert dict(last)["USER"] == "${DOLL_UID}:${DOLL_UID}"
+    assert all(rest.startswith("${PYTHON_IMAGE}") for stage in (build, last) for kind, rest in stage if kind == "FROM")
+    uv = re.search(r"^UV_PIN := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert uv is not None
+    assert ("ARG", f"UV_VERSION={uv[1]}") in build
+    copied = {source for kind, rest in build if kind == "COPY" for source in shlex.split(rest)[:-1]}
+    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert (ROOT / ".dockerignore").read_text().splitlines()[1] == "*"
+    assert copied == let_in
+    assert all((ROOT / name).exists() for name in copied)
+    assert [rest for kind, rest in last if kind == "COPY"] == ["--from=build /opt/doll /opt/doll"]
+
+
+def test_without_torchs_packages_the_lock_still_has_all_others_with_their_hashes(tmp_path: Path) -> None:
+    run = next(rest for kind, rest in stages()[0] if kind == "RUN" and "awk" in rest)
+    script = re.search(r"awk '[^']+' requirements\.lock > constraints\.txt", run)
+    assert script is not None
+    shutil.copy(ROOT / "requirements.lock", tmp_path)
+    subprocess.run(["sh", "-c", script[0]], cwd=tmp_path, check=True, timeout=60)
+    pins = re.compile(r"^([a-z0-9.-]+)==\S+.* \\$", re.MULTILINE)
+    locked = pins.findall((ROOT / "requirements.lock").read_text())
+    left = (tmp_path / "constraints.txt").read_text()
+    dropped = set(locked) - set(pins.findall(left))
+    assert {"torch", "triton"} <= dropped
+    assert all(re.match(r"(torch|triton|nvidia-|cuda-)", name) for name in dropped)
+    assert left.count("--hash=") > len(pins.findall(left)) > 50
+
+
+def test_containers_have_no_more_rights_than_they_need() -> None:
+    content = project()
+    assert "version" not in content
+    for name, service in content["services"].items():
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert "privileged" not in service
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", [])), name
+        if name not in IN_FOREIGN_IMAGES:
+            assert service["read_only"], name
+            assert "ports" not in service, name
+        for volume in service.get("volumes", []):
+            if isinstance(volume, dict) and volume["type"] == "bind":
+                assert volume["read_only"], name
+    assert not re.search(r"(?i)password|secret|token", FILE.read_text().replace("there is no password to keep", ""))
+
+
+def test_the_broker_is_the_one_that_the_tests_run_on() -> None:
+    service = project()["services"]["kafka"]
+    pom = (ROOT / "deploy" / "kafka" / "pom.xml").read_text()
+    version = re.search(r"<kafka\.version>([^<]+)<", pom)
+    assert version is not None
+    assert service["image"] == f"apache/kafka:{version[1]}"
+    local = dict(line.split("=", 1) for line in kafka_broker._PROPERTIES.splitlines())
+    ours = {
+        key.removeprefix("KAFKA_").lower().replace("_", "."): value
+        for key, value in service["environment"].items()
+        if key != "KAFKA_HEAP_OPTS"
+    }
+    assert ours.keys() == local.keys()
+    addresses = {key for key in ours if "listener" in key or key in ("controller.quorum.voters", "log.dirs")}
+    assert {key: ours[key] for key in ours.keys() - addresses} == {key: local[key] for key in ours.keys() - addresses}
+
+
+def test_doll_up_finds_its_two_services_where_the_file_publishes_them() -> None:
+    services = project(KAFKA_PORT="29092", REDIS_PORT="26379")["services"]
+    assert services["kafka"]["ports"] == [f"127.0.0.1:29092:{compose._PORTS['kafka']}"]
+    assert "HOST://127.0.0.1:29092" in services["kafka"]["environment"]["KAFKA_ADVERTISED_LISTENERS"]
+    assert services["redis"]["ports"] == [f"127.0.0.1:26379:{compose._PORTS['redis']}"]
+
+
+def compose_command() -> list[str]:
+    """The docker compose v2 of this machine, else a skip."""
+    for command in (["docker", "compose"], ["docker-compose"]):
+        if shutil.which(command[0]) is None:
+            continue
+        told = subprocess.run([*command, "version"], capture_output=True, text=True, timeout=60, check=False)
+        if told.returncode == 0 and "Docker Compose version" in told.stdout:
+            return command
+    pytest.skip("no docker compose v2 on this machine")
+
+
+@pytest.mark.parametrize("variables", [{}, {"JOB": "./my.yaml", "WORKERS": "8", "KAFKA_PORT": "29092"}])
+def test_docker_compose_reads_the_file_as_this_test_does(variables: dict[str, str]) -> None:
+    command = [*compose_command(), "--file", str(FILE), "--profile", "*", "config", "--format", "json"]
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home()), **variables}
+    program = shutil.which(command[0]) or command[0]
+    told = subprocess.run(
+        [program, *command[1:]], env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert told.returncode == 0, told.stderr
+    assert not told.stderr, "a warning"
+    real, ours = json.loads(told.stdout)["services"], project(**variables)["services"]
+    assert real.keys() == ours.keys()
+    for name, service in ours.items():
+        assert real[name].get("command") == service.get("command"), name
+        assert real[name].get("environment", {}) == service.get("environment", {}), name
+        assert real[name].get("restart") == service.get("restart"), name
+        conditions = {
+            other: of["condition"] if isinstance(of, dict) else "service_started"
+            for other, of in service.get("depends_on", {}).items()
+        }
+        implied = {"prometheus"} if name == "metrics" else set()
+        found = {other: of["condition"] for other, of in real[name].get("depends_on", {}).items()}
+        assert found.keys() - implied == conditions.keys() - implied, name
+        assert all(found[other] == condition for other, condition in conditions.items()), name
+        if "test" in service["healthcheck"]:
+            assert real[name]["healthcheck"]["test"] == service["healthcheck"]["test"], name
+
+
+def test_what_is_drawn_and_alarmed_on_is_parsed() -> None:
+    rules = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+    manual = (ROOT / "docs" / "operations.md").read_text()
+    for rule in rules:
+        assert METRIC.search(rule["expr"]) or "up{" in rule["expr"], rule["alert"]
+        assert rule["alert"] in manual, "docs/operations.md says what each alarm means"
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    assert all(target["expr"] for panel in panels for target in panel.get("targets", []))
+
+
+# --- a whole job ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Container:
+    """One container of a service: a process that is restarted as the service's policy says."""
+
+    name: str
+    service: dict[str, Any]
+    argv: list[str]
+    environment: dict[str, str]
+    folder: Path
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    restarts: int = 0
+    stopped: bool = False
+    exit_codes: list[int] = field(default_factory=list)
+
+    def start(self) -> None:
+        assignments = [f"{key}={value}" for key, value in self.environment.items()]
+        # `env -i`: what is not in the image or the compose file is not there.
+        self.process = spawn(["env", "-i", "-C", str(self.folder), *assignments, *self.argv], self.log)
+
+    def look(self) -> None:
+        """Restart it if it has ended and its policy says so."""
+        if self.process is None or (code := self.process.poll()) is None:
+            return
+        self.process = None
+        self.exit_codes.append(code)
+        if self.service["restart"] == "on-failure" and code != 0 and not self.stopped:
+            self.restarts += 1
+            self.start()
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None
+
+    def healthy(self) -> bool:
+        """What its own health check says."""
+        kind, *argv = self.service["healthcheck"]["test"]
+        assert kind == "CMD"
+        asked = subprocess.run(
+            [str(BIN / argv[0]), *argv[1:]], env=self.environment, cwd=self.folder, timeout=120, check=False,
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        return asked.returncode == 0
+
+
+class Project:
+    """`docker compose up`, as far as it can be had without an engine."""
+
+    def __init__(self, folder: Path, job: Path, kafka: LocalKafka, redis: LocalRedis, **variables: str) -> None:
+        self.services = project(JOB=job.name, JOB_FOLDER=str(job.parent), **variables)["services"]
+        self.folder = folder / "var-lib-doll"
+        self.folder.mkdir()
+        self.containers: dict[str, Container] = {}
+        self._logs = folder / "logs"
+        self._job_folder = job.parent
+        self._image = image()
+        self._kafka, self._redis = kafka, redis
+
+    def up(self, *names: str) -> None:
+        """Start services in the order of their dependencies, each when its conditions are met."""
+        for name in names:
+            service = self.services[name]
+            for other, of in service.get("depends_on", {}).items():
+                if other not in ("prometheus", "grafana"):  # nobody stands in for them; nothing of ours asks them
+                    self._await(other, of["condition"])
+            for number in range(int(service.get("deploy", {}).get("replicas", 1))):
+                self._start(f"{name}-{number + 1}", service)
+
+    def _await(self, name: str, condition: str) -> None:
+        if name in ("kafka", "redis"):
+            assert condition == "service_healthy"
+            self.until(lambda: self._stand_in_healthy(name), f"{name} is healthy")
+            return
+        assert condition == "service_completed_successfully"
+        container = self.containers[f"{name}-1"]
+        self.until(lambda: not container.running, f"{name} has ended")
+        assert container.exit_codes == [0], tail(container.log)
+
+    def _stand_in_healthy(self, name: str) -> bool:
+        inside, address = ("9092", self._kafka.address) if name == "kafka" else ("6379", self._redis.address)
+        found = re.search(r":(\d+)(?:/|$)", address)
+        assert found is not None
+        kind, *argv = self.services[name]["healthcheck"]["test"]
+        assert kind == "CMD"
+        assert any(inside in word for word in argv)
+        argv = [word.replace(inside, found[1]) for word in argv]
+        return subprocess.run(
+            [shutil.which(argv[0]) or str(BIN / argv[0]), *argv[1:]], capture_output=True, timeout=60, check=False
+        ).returncode == 0  # fmt: skip
+
+    def container(self, name: str, service: dict[str, Any], command: list[str]) -> Container:
+        """As the engine would make it: entry point and environment of the image, then what the file says."""
+        environment = {**self._image.environment, **service["environment"]}
+        assert environment["PATH"].startswith("/opt/doll/bin:")
+        environment |= {
+            "PATH": f"{BIN}:/usr/bin:/bin",
+            "HOME": str(self.folder),
+            "DOLL_KAFKA": environment["DOLL_KAFKA"].replace("kafka:19092", self._kafka.address),
+            "DOLL_REDIS": environment["DOLL_REDIS"].replace("redis://redis:6379/0", self._redis.address),
+            "DOLL_JOB": environment["DOLL_JOB"].replace("/job", str(self._job_folder), 1),
+            "DOLL_HEALTH_PORT": str(free_port()),  # each container has a loopback of its own
+        }
+        assert not {"kafka:19092", "redis:6379"} & set(environment.values())
+        assert self._image.folder == "/var/lib/doll"
+        program, *arguments = self._image.entrypoint
+        argv = [str(BIN / program), *arguments, *command]
+        return Container(name, service, argv, environment, self.folder, self._logs / f"{name}.log")
+
+    def _start(self, name: str, service: dict[str, Any]) -> None:
+        self.containers[name] = self.container(name, service, service["command"])
+        self.containers[name].start()
+
+    def run(self, service: str, *command: str) -> subprocess.CompletedProcess[str]:
+        """`docker compose run --rm SERVICE COMMAND`."""
+        one = self.container(f"{service}-run", self.services[service], list(command))
+        return subprocess.run(
+            one.argv, env=one.environment, cwd=one.folder, capture_output=True, text=True, timeout=START_S, check=False
+        )
+
+    def signal(self, name: str, number: int) -> None:
+        """`docker compose kill -s`."""
+        process = self.containers[name].process
+        assert process is not None
+        process.send_signal(number)
+
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = START_S) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not condition():
+            for container in self.containers.values():
+                container.look()
+            if time.monotonic() > deadline_s:
+                logs = "\n".join(
+                    f"--- {one.name} ({', '.join(map(exit_text, one.exit_codes)) or 'running'})\n{tail(one.log, 30)}"
+                    for one in self.containers.values()
+                )
+                pytest.fail(f"not within {timeout_s:g} s: {what}\n{logs}")
+            time.sleep(0.2)
+
+    def down(self) -> None:
+        """`docker compose down`."""
+        running = [one for one in self.containers.values() if one.process is not None]
+        for one in running:
+            one.stopped = True
+            assert one.process is not None
+            one.process.terminate()
+        for one in running:
+            assert one.process is not None
+            try:
+                one.process.wait(30)
+            except subprocess.TimeoutExpired:
+                one.process.kill()
+                one.process.wait()
+
+
+@pytest.fixture
+def stack(tmp_path: Path, broker: LocalKafka, redis_server: LocalRedis, job_name: str) -> Iterator[Project]:
+    """Three workers for two slots."""
+    (tmp_path / "mine").mkdir()
+    job = tmp_path / "mine" / "my.yaml"
+    job.write_text(JOB.format(name=job_name))
+    made = Project(tmp_path, job, broker, redis_server, WORKERS="3")
+    yield made
+    made.down()
+
+
+def scrape(container: Container) -> dict[str, float]:
+    """What Prometheus would get, by name and labels."""
+    url = f"http://127.0.0.1:{container.environment['DOLL_HEALTH_PORT']}/metrics"
+    try:
+        with urllib.request.urlopen(url, timeout=20) as answer:
+            lines = answer.read().decode().splitlines()
+    except OSError:
+        return {}
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+@pytest.mark.e2e
+def test_a_job_trains_loses_a_worker_to_sigkill_and_ends_with_its_books_balanced(
+    stack: Project, job_name: str, broker: LocalKafka, redis_server: LocalRedis
+) -> None:
+    stack.up("topics", "ps", "worker", "producer", "evaluator", "metrics")
+    containers = stack.containers
+    metrics = containers["metrics-1"]
+    prefix = f'job_name="{job_name}"'
+
+    def value(name: str, labels: str = "") -> float:
+        return scrape(metrics).get(f"doll_{name}{{{prefix}{labels}}}", float("nan"))
+
+    def up() -> int:
+        return sum(value("worker_up", f',worker="{number}"') == 1 for number in range(2))
+
+    stack.until(lambda: up() == 2 and value("ps_version") >= 3, "two workers train")
+    alike = [name for name in containers if name.startswith("worker")]
+    held = {name: re.findall(r"slot_taken .*worker=(\d)", containers[name].log.read_text()) for name in alike}
+    assert sorted(slot for slots in held.values() for slot in slots) == ["0", "1"]
+    (spare,) = (name for name in alike if not held[name])
+    stack.until(
+        lambda: "waiting_as_spare" in containers[spare].log.read_text(), "the third one says that it is a spare"
+    )
+    stack.until(
+        lambda: all(
+            one.healthy() for one in containers.values() if one.running and "test" in one.service["healthcheck"]
+        ),
+        "health checks pass",
+    )
+
+    victim = next(name for name in alike if held[name] == ["1"])
+    stack.signal(victim, signal.SIGKILL)
+    stack.until(lambda: "slot_taken" in containers[spare].log.read_text(), "the spare takes over")
+    stack.until(lambda: containers[victim].restarts == 1, "the dead container is restarted")
+    assert containers[victim].exit_codes == [-signal.SIGKILL]
+    stack.until(lambda: containers[spare].log.read_text().count("joined") == 1 and up() == 2, "both slots work")
+    at = value("ps_version")
+    stack.until(lambda: value("ps_version") >= at + 3, "training goes on")
+    stack.until(lambda: value("evaluator_accuracy") > 0, "held-out error is measured")
+
+    names = {key.partition("{")[0] for key in scrape(metrics)}
+    used = set(METRIC.findall(ALERTS.read_text())) | {
+        name
+        for panel in json.loads(DASHBOARD.read_text())["panels"]
+        for target in panel.get("targets", [])
+        for name in METRIC.findall(target["expr"])
+    }
+    # Counters of what has not happened are not there yet.
+    assert {name for name in used - names if not name.endswith("_total")} == set()
+
+    stack.signal("ps-1", signal.SIGINT)  # docker compose kill -s SIGINT ps: the job ends
+    working = [one for name, one in containers.items() if name != "metrics-1"]
+    stack.until(lambda: not any(one.running for one in working), "the end of the job is the end of its processes")
+    assert {one.name: one.exit_codes[-1] for one in working} == {one.name: 0 for one in working}
+    assert {one.name for one in working if one.restarts} == {victim}
+    assert value("job_finished") == 1
+
+    told = stack.run("doll", "audit")
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert re.search(r"\b0 missing, 0 twice", told.stdout), told.stdout
+    config = load(Path(metrics.environment["DOLL_JOB"]))
+    store = FileStore(stack.folder / "runs" / job_name / "checkpoints", job_name, keep=config.checkpoint.keep)
+    report = audit(config, Services(broker.address, redis_server.address), store)
+    assert report.ok
+    assert report.applied > 0
+
+
+@pytest.mark.e2e
+def test_a_job_file_that_is_wrong_stops_topics_so_that_nothing_else_starts(stack: Project) -> None:
+    job = stack._job_folder / "my.yaml"
+    job.write_text(job.read_text().replace("batch_size", "batch_sice"))
+    told = stack.run("topics", *stack.services["topics"]["command"])
+    assert told.returncode == 2
+    assert "did you mean 'batch_size'" in told.stderr
+    assert stack.services["topics"]["restart"] == "no"
+    roles = stack.services.keys() - IN_FOREIGN_IMAGES - {"topics"}
+    needed = {"condition": "service_completed_successfully"}
+    assert all(stack.services[name]["depends_on"]["topics"] == needed for name in roles)
