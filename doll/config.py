@@ -350,8 +350,9 @@ class HealthConfig(Section):
         default=None,
         ge=1024,
         le=60_000,
-        description="the parameter server answers here, evaluator + 1, producer + 2, standby + 3, worker n + 10 + n; "
-        "default: $DOLL_HEALTH_PORT of each process, else no probes (`doll up` picks free ports: health.json)",
+        description="the parameter server answers here, evaluator + 1, producer + 2, standby + 3, provisioner + 5, "
+        "worker n + 10 + n; default: $DOLL_HEALTH_PORT of each process, else no probes (`doll up` picks free ports: "
+        "health.json)",
     )
     stuck_s: PositiveFloat = Field(
         default=60.0, description="a process whose main loop does not turn for this long ends, to be started again"
@@ -435,6 +436,49 @@ class _Fleet(Section):
 
 
 class ProcessesFleetConfig(_Fleet):
+class ProvisionConfig(Section):
+    """How `doll provision` buys machines for the workers."""
+
+    every_s: PositiveFloat | None = Field(
+        default=None,
+        description="seconds between two turns; default: 30, or a 200th of the deadline where that is less, but 1",
+    )
+    rule: Literal["pace", "theorem"] = Field(
+        default="pace",
+        description="pace: wait for spot while the slack allows; theorem: the mix of Theorem 4/5 on what is left",
+    )
+    guard: bool = Field(
+        default=True, description="keep so much on-demand that the deadline holds even if all of spot went down now"
+    )
+    dwell_s: float | None = Field(
+        default=None,
+        ge=0,
+        description="how long spot must have been available before a worker returns to it; default: 10 boots",
+    )
+    re_estimate: bool = Field(
+        default=False,
+        description="estimate the updates to `plan.target_error` anew from the job's own held-out errors as it runs",
+    )
+    launches_per_min: PositiveInt = Field(default=120, description="launches of the whole fleet, at most")
+    fallbacks_per_min: PositiveInt = Field(
+        default=60, description="of these, from spot to on-demand while the deadline is not in danger"
+    )
+    bad_pool_s: float | None = Field(
+        default=None,
+        ge=0,
+        description="a pool that was dry, or took a machine back, is avoided so long; default: 180, processes: 0",
+    )
+    silent_s: PositiveFloat = Field(
+        default=30.0, description="a worker that is not heard for so long, while others are, does not work"
+    )
+    replace_s: PositiveFloat = Field(
+        default=300.0, description="a machine whose worker is silent for so long is replaced"
+    )
+    boot_most_s: PositiveFloat = Field(
+        default=900.0, description="a machine whose worker has not joined by then is replaced"
+    )
+
+
     """Worker processes of this machine as instances, on a spot market that is replayed."""
 
     kind: Literal["processes"] = "processes"
@@ -548,6 +592,7 @@ class JobConfig(Section):
         default=Path("."), exclude=True, description="folder of the job file; relative paths start there"
     )
 
+    provision: ProvisionConfig = Field(default_factory=ProvisionConfig)
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not JOB_NAME.fullmatch(self.job):

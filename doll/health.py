@@ -32,7 +32,7 @@ HOST: Final = "127.0.0.1"
 LATE_S: Final = 15.0  # a beat comes several times a second; a loaded machine may hold it up for seconds
 _LOOK_S: Final = 1.0
 _REQUEST_S: Final = 5.0
-_OFFSETS: Final = {"ps": 0, "evaluator": 1, "producer": 2, "ps-standby": 3, "prometheus": 4}
+_OFFSETS: Final = {"ps": 0, "evaluator": 1, "producer": 2, "ps-standby": 3, "prometheus": 4, "provisioner": 5}
 _FIRST_WORKER: Final = 10
 
 

@@ -25,6 +25,7 @@ from doll.cli.options import (
 )
 from doll.cli.plan import plan
 from doll.cli.probes import health, prometheus
+from doll.cli.provision import provision_app
 from doll.cli.simulate import simulate
 from doll.cli.spot import spot
 
@@ -58,6 +59,7 @@ app = typer.Typer(
 config_app = typer.Typer(cls=DollGroup, help="Show or check a job file.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
 app.add_typer(dead_app, name="dead")
+app.add_typer(provision_app, name="provision")
 
 
 def _version(wanted: bool) -> None:

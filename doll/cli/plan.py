@@ -123,7 +123,7 @@ def ask(
         raise ConfigError(f"plan: expected a value for {', '.join(missing)}")
     if config is not None and config.training.policy.name != "doll":
         notes.append(f"policy {config.training.policy.name}: planned as groups of K = {size} batches of any workers")
-    updates, service_s = _updates(config, section, notes)
+    updates, service_s = work(config, section, notes)
     try:
         question = Question(
             rates_per_s=rates,  # type: ignore[arg-type]  # checked and converted by Question
@@ -166,8 +166,12 @@ def at_speed(config: JobConfig | None, section: PlanConfig, notes: list[str]) ->
     return section.model_copy(update={**prices, "cycle_s": section.cycle_s / speed})
 
 
-def _updates(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> tuple[float, float | None]:
-    """J and the service time."""
+def work(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> tuple[float, float | None]:
+    """J and the service time; notes on where J comes from.
+
+    Raises:
+        ConfigError: J is not known.
+    """
     from doll.errors import ConfigError
 
     service_s = section.service_s
@@ -294,6 +298,8 @@ def _chance(probability: float) -> str:
 
 def _which(outlook: Outlook) -> list[str]:
     """Streams by market with the reason, as ranges."""
+    from doll.provisioner.controller import slot_ranges
+
     lines = []
     reasons = outlook.reasons()
     for market, spot in (("spot", True), ("on-demand", False)):
@@ -302,20 +308,8 @@ def _which(outlook: Outlook) -> list[str]:
             why = reasons[slots[0]].split(": ", 1)[1]
             rates = outlook.question.rates_per_s[slots]
             span = f"{rates.min():g}" if rates.min() == rates.max() else f"{rates.min():g} .. {rates.max():g}"
-            lines.append(f"    {market}: streams {_ranges(slots)} ({span} samples/s); {why}")
+            lines.append(f"    {market}: streams {slot_ranges(slots)} ({span} samples/s); {why}")
     return lines
-
-
-def _ranges(slots: list[int], most: int = 12) -> str:
-    """0-3, 7, 9-10."""
-    runs: list[list[int]] = []
-    for slot in slots:
-        if runs and runs[-1][1] == slot - 1:
-            runs[-1][1] = slot
-        else:
-            runs.append([slot, slot])
-    shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
-    return ", ".join(shown[:most]) + (f", ... ({len(slots)} in all; --json lists them)" if len(shown) > most else "")
 
 
 def _time(seconds: float) -> str:

@@ -137,12 +137,17 @@ def create(runs: Path, job: str, now: datetime) -> RunFolder:
 
 @dataclass(frozen=True)
 class Target:
-    """What a command was pointed at: a job file, or the folder of a run."""
+    """What a command was pointed at: a job file, or the folder of a run.
+
+    Attributes:
+        path: the job file.
+    """
 
     config: JobConfig
     run: RunFolder
     given_run: bool
 
+    path: Path
     def services(self) -> Services:
         """Where Kafka and Redis are: as the run noted, else as the job file or the environment says.
 
@@ -174,7 +179,7 @@ def open_target(path: Path, overrides: list[str], run_folder: Path | None = None
     given_run = (path.parent / STACK).is_file()
     if run_folder is None:
         run_folder = path.parent.resolve() if given_run else Path("runs") / config.job
-    return Target(config, RunFolder(run_folder.resolve()), given_run)
+    return Target(config, RunFolder(run_folder.resolve()), given_run, path)
 
 
 def write_json(path: Path, content: Any) -> None:

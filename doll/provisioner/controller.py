@@ -935,7 +935,7 @@ def slot_ranges(slots: Sequence[int], most: int = 12) -> str:
         else:
             runs.append([slot, slot])
     shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
-    return ", ".join(shown[:most]) + (f", ... ({len(slots)} in all)" if len(shown) > most else "")
+    return ", ".join(shown[:most]) + (f", ... ({len(slots)} in all; --json lists them)" if len(shown) > most else "")
 
 
 def _by_text(texts: Sequence[str]) -> dict[str, str]:

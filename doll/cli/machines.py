@@ -1,0 +1,120 @@
+"""The fleet that a job file names, with its prices: the one place that knows all kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from doll.cli.runfolder import RunFolder
+    from doll.config import JobConfig
+    from doll.provisioner.controller import Probe
+    from doll.provisioner.fleet import Fleet, Instance
+    from doll.provisioner.meter import BillingRule
+    from doll.provisioner.prices import PriceFeed
+    from doll.services import Services
+
+
+@dataclass(frozen=True)
+class Machines:
+    """A fleet and what belongs to it.
+
+    Attributes:
+        probe: who can tell whether spot is to be had; None on a real market.
+        billing: how its owner counts.
+    """
+
+    fleet: Fleet
+    prices: PriceFeed
+    billing: BillingRule
+    probe: Probe | None = None
+
+
+@contextmanager
+def machines_of(config: JobConfig, services: Services, run: RunFolder) -> Iterator[Machines]:
+    """The machines of the job.
+
+    Raises:
+        ConfigError: the fleet cannot be used as the job file describes it.
+    """
+    kind: Any = config.fleet.kind
+    if kind == "ec2":
+        from doll.provisioner import ec2_fleet, ec2_prices
+        from doll.provisioner.meter import EC2_LINUX
+
+        fleet = ec2_fleet.connect(config)
+        try:
+            yield Machines(fleet, ec2_prices.connect(config, fleet, run_folder=run.path), EC2_LINUX)
+        finally:
+            fleet.close()
+    elif kind == "compose":
+        yield from _compose(config)
+    else:
+        with ExitStack() as started:
+            yield _processes(config, services, run, started)
+
+
+def _compose(config: JobConfig) -> Iterator[Machines]:
+    from doll.provisioner import compose_fleet
+    from doll.provisioner.meter import LOCAL
+
+    fleet = compose_fleet.connect(config)
+    try:
+        yield Machines(fleet, stated_prices(config), LOCAL)
+    finally:
+        fleet.close()
+
+
+def _processes(config: JobConfig, services: Services, run: RunFolder, started: ExitStack) -> Machines:
+    """Worker processes of this machine on a replayed market, which opens now. They end with this process."""
+    import time
+
+    from doll.cli.spot import make_market
+    from doll.config import ProcessesFleetConfig
+    from doll.local.roles import ForkServer
+    from doll.local.supervisor import RoleSpec
+    from doll.provisioner.market import MarketClock
+    from doll.provisioner.meter import LOCAL
+    from doll.provisioner.process_fleet import ProcessFleet
+    from doll.provisioner.trace_prices import TracePrices
+
+    assert isinstance(config.fleet, ProcessesFleetConfig)
+    market, _ = make_market(config, config.fleet, config.seed)
+    run.logs.mkdir(parents=True, exist_ok=True)
+    run.write_job(config)
+    forks = started.enter_context(ForkServer(run.logs / "forkserver.log"))
+    clock = MarketClock()
+    clock.open(time.time())
+
+    def spec(one: Instance) -> RoleSpec:
+        arguments = [str(run.job), services.kafka, services.redis, str(run.path), one.slot]
+        return RoleSpec(one.id, "doll.cli.roles:worker_role", run.logs / f"{one.id}.log", arguments)
+
+    fleet = ProcessFleet(
+        forks, spec, run.path, market=market, market_clock=clock, boot_s=config.fleet.boot_s,
+        drain_s=config.worker.drain_s,
+    )  # fmt: skip
+    started.callback(fleet.close)
+
+    class Market:
+        def spot_open(self, slot: int) -> bool | None:
+            return market.is_up(slot, clock.since(time.time()))
+
+    return Machines(fleet, TracePrices(market, clock), LOCAL, Market())
+
+
+def stated_prices(config: JobConfig) -> PriceFeed:
+    """The prices of the job file's plan section, which never change.
+
+    Raises:
+        ConfigError: it states none.
+    """
+    from doll.errors import ConfigError
+    from doll.provisioner.stated_prices import StatedPrices
+
+    plan = config.plan
+    if plan.spot_usd_per_h is None or plan.on_demand_usd_per_h is None:
+        raise ConfigError("expected plan.spot_usd_per_h and plan.on_demand_usd_per_h: nobody else knows these prices")
+    return StatedPrices(plan.spot_usd_per_h, plan.on_demand_usd_per_h)

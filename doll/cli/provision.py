@@ -1,0 +1,500 @@
+"""`doll provision`: machines for a job's workers, bought where they are cheapest in time, and handed back."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from doll.cli.errors import DollGroup
+from doll.cli.options import JobArgument, JobOption, JsonOption, RunFolderOption, SetOption, emit, target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from doll.cli.machines import Machines
+    from doll.cli.runfolder import Target
+    from doll.config import JobConfig
+    from doll.health import Pulse
+    from doll.provisioner.controller import Controller, ControllerSettings, Decision
+    from doll.provisioner.kafka_mail import Mail
+    from doll.provisioner.lease import Lease
+
+POLL_S = 0.2
+DRAIN_TURN_S = 2.0
+DRAIN_MOST_S = 900.0
+
+provision_app = typer.Typer(
+    cls=DollGroup, help="Buy machines for the workers, in time and as cheap as can be.", rich_markup_mode=None
+)
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Decide and say, but start and end nothing.")]
+
+
+@provision_app.callback(invoke_without_command=True)
+def provision(
+    context: typer.Context,
+    job_option: JobOption = None,
+    overrides: SetOption = None,
+    run_folder: RunFolderOption = None,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Buy machines for a job's workers, watch them, move them between the markets, and hand them back at its end.
+
+    Without a sub-command the same as: doll provision run
+
+    Example: doll provision --job my.yaml --dry-run
+    """
+    if context.invoked_subcommand is None:
+        run(None, job_option, overrides, run_folder, dry_run)
+    elif job_option is not None or overrides or run_folder is not None or dry_run:
+        from doll.cli.errors import usage
+
+        raise usage(f"expected options after the sub-command, as in: doll provision {context.invoked_subcommand} --job")
+
+
+@provision_app.command(short_help="Provision until the job has ended.")
+def run(
+    job: JobArgument = None,
+    job_option: JobOption = None,
+    overrides: SetOption = None,
+    run_folder: RunFolderOption = None,
+    dry_run: DryRunOption = False,
+) -> None:
+    """Provision until the job has ended, then hand everything back. SIGTERM or Ctrl-C leaves all machines running.
+
+    It goes on where an earlier one was, and takes over from one that still runs. Deadline, budget and work may be
+    changed in the job file meanwhile.
+
+    Example: doll provision run my.yaml
+    """
+    raise typer.Exit(_provision(target(job, job_option, overrides, run_folder), overrides or [], dry_run=dry_run))
+
+
+@provision_app.command(short_help="One turn, then leave.")
+def once(
+    job: JobArgument = None,
+    job_option: JobOption = None,
+    overrides: SetOption = None,
+    run_folder: RunFolderOption = None,
+    dry_run: DryRunOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Look, decide and act once. With --dry-run nothing is changed.
+
+    Example: doll provision once my.yaml --dry-run
+    """
+    at = target(job, job_option, overrides, run_folder)
+    raise typer.Exit(_provision(at, overrides or [], dry_run=dry_run, once=True, as_json=as_json))
+
+
+@provision_app.command(short_help="Hand every machine of the job back.")
+def drain(
+    job: JobArgument = None,
+    job_option: JobOption = None,
+    overrides: SetOption = None,
+    run_folder: RunFolderOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """End every machine of the job and wait until they are gone; a provisioner that runs is stopped by it.
+
+    Workers finish or hand back what they hold. The job stays as it is: doll provision run goes on with it. Do this
+    before `terraform destroy`, which knows nothing of these machines.
+
+    Example: doll provision drain my.yaml
+    """
+    at = target(job, job_option, overrides, run_folder)
+    raise typer.Exit(_drain(at, as_json=as_json))
+
+
+@provision_app.command(short_help="Slots, markets, machines, cost and reasons.")
+def status(
+    job: JobArgument = None,
+    job_option: JobOption = None,
+    overrides: SetOption = None,
+    run_folder: RunFolderOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show what the provisioner last decided and why, from its journal. It changes nothing, and needs no service.
+
+    Example: doll provision status my.yaml
+    """
+    at = target(job, job_option, overrides, run_folder)
+    found = last_decision(at)
+    emit(as_json, found, _status_text(found))
+
+
+# --- the settings ---------------------------------------------------------------------------------------------------
+
+
+def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str]]:
+    """What the job file asks of its provisioner, and notes on where its numbers come from.
+
+    Raises:
+        ConfigError: the work or the rates are not known, or a number is out of its range.
+    """
+    import math
+
+    import numpy as np
+
+    from doll.cli.plan import at_speed, work
+    from doll.config import ProcessesFleetConfig
+    from doll.errors import ConfigError
+    from doll.provisioner.controller import ControllerSettings
+    from doll.provisioner.meter import EC2_LINUX, LOCAL
+    from doll.provisioner.reconcile import Limits
+    from doll.provisioner.state import PlannerSettings
+
+    notes: list[str] = []
+    plan, own = at_speed(config, config.plan, notes), config.provision
+    rates = config.rates_per_s()
+    if not all(math.isfinite(rate) for rate in rates):
+        raise ConfigError(
+            "arrivals.process is asap, which states no rate: expected poisson or deterministic, with "
+            "arrivals.rate_per_s as the samples per second that come to each worker"
+        )
+    updates, _ = work(config, plan, notes)
+    samples = updates * config.group_size * config.data.batch_size
+    deadline_s = plan.deadline_s
+    if deadline_s is None:
+        deadline_s = 2 * samples / (max(plan.alpha, 0.01) * sum(rates))
+        notes.append(f"no plan.deadline_s: cost alone counts, as if it were {deadline_s:.0f} s")
+    every_s = own.every_s if own.every_s is not None else max(1.0, min(30.0, deadline_s / 200))
+    local = isinstance(config.fleet, ProcessesFleetConfig)
+    bad_pool_s = own.bad_pool_s if own.bad_pool_s is not None else 0.0 if local else 180.0
+    try:
+        planner = PlannerSettings(
+            updates=updates, group_size=config.group_size, batch_size=config.data.batch_size, deadline_s=deadline_s,
+            budget_usd=plan.budget_usd, replan_s=every_s, boot_s=plan.boot_s, cycle_s=plan.cycle_s, rule=own.rule,
+            guard=own.guard, margin=plan.margin, risk=plan.risk, dwell_s=own.dwell_s,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(f"plan: {error}") from error
+    limits = Limits(
+        launches_per_min=own.launches_per_min, fallbacks_per_min=own.fallbacks_per_min, retry_s=min(30.0, 2 * every_s),
+        bad_pool_s=bad_pool_s, early_s=min(3600.0, plan.cycle_s / 10), backoff_s=2 * every_s,
+        boot_most_s=own.boot_most_s, silent_most_s=own.replace_s,
+    )  # fmt: skip
+    found = ControllerSettings(
+        planner=planner, rates_per_s=np.asarray(rates), samples_per_record=config.data.samples_per_record,
+        prior_alpha=plan.alpha, limits=limits, billing=EC2_LINUX if config.fleet.kind == "ec2" else LOCAL,
+        silent_s=own.silent_s, target_error=plan.target_error if own.re_estimate else None, measure=plan.measure,
+    )  # fmt: skip
+    return found, notes
+
+
+# --- a provisioner that runs ----------------------------------------------------------------------------------------
+
+
+def _provision(at: Target, overrides: list[str], *, dry_run: bool, once: bool = False, as_json: bool = False) -> int:
+    """Turns until it is over, somebody interrupts, or one was asked for; the exit code."""
+    from doll.cli.interrupts import Interrupts
+
+    settings, notes = controller_settings(at.config)
+    with Interrupts() as interrupts, _Seat(at, settings, dry_run=dry_run) as seat:
+        for note in notes:
+            seat.log.info("plan_note", note=note)
+        seat.read_history()
+        interrupts.orderly = True
+        source = _Source(at, overrides)
+        while True:
+            seat.pulse.beat("turn")
+            if (changed := source.changed()) is not None:
+                seat.retarget(changed)
+            decision = seat.turn()
+            if once:
+                emit(as_json, {**decision.to_dict(), "bill": decision.bill.to_dict()}, decision_text(decision))
+                return 0
+            if decision.over:
+                emit(False, {}, decision_text(decision))
+                return 0
+            if decision.phase == "stopped":
+                emit(False, {}, decision_text(decision))
+                return 1
+            seat.follow(settings.planner.replan_s, lambda: interrupts.asked)
+            if interrupts.asked:
+                seat.log.info("leaving", instances=len(decision.alive), action="all machines are left as they are")
+                return 0
+
+
+def _drain(at: Target, *, as_json: bool) -> int:
+    from doll.cli.interrupts import Interrupts
+    from doll.errors import ServiceUnavailableError
+
+    settings, _ = controller_settings(at.config)
+    with Interrupts() as interrupts, _Seat(at, settings, dry_run=False) as seat:
+        seat.read_history()
+        interrupts.orderly = True
+        end_s = time.monotonic() + DRAIN_MOST_S
+        while not interrupts.asked:
+            decision = seat.turn(draining=True)
+            if decision.over:
+                emit(as_json, {**decision.to_dict(), "bill": decision.bill.to_dict()}, decision_text(decision))
+                return 0
+            if time.monotonic() > end_s:
+                left = ", ".join(one.id for one in decision.instances if one.ended_s is None)
+                raise ServiceUnavailableError(f"not ended after {DRAIN_MOST_S:g} s: {left}; look at them by hand")
+            seat.follow(DRAIN_TURN_S, lambda: interrupts.asked)
+    return 1
+
+
+class _Source:
+    """The job file, which may be edited while the job runs."""
+
+    def __init__(self, at: Target, overrides: list[str]) -> None:
+        self._path = at.path
+        self._overrides = overrides
+        self._seen = self._stamp()
+
+    def _stamp(self) -> tuple[int, int]:
+        try:
+            found = self._path.stat()
+        except OSError:
+            return (0, 0)
+        return (found.st_mtime_ns, found.st_size)
+
+    def changed(self) -> JobConfig | None:
+        """The job file as it now is, if it has changed; None for one that is wrong, which is told."""
+        from doll.config import load
+        from doll.errors import ConfigError
+        from doll.telemetry import get_logger
+
+        stamp = self._stamp()
+        if stamp == self._seen or stamp == (0, 0):
+            return None
+        self._seen = stamp
+        try:
+            return load(self._path, self._overrides)
+        except ConfigError as error:
+            get_logger(__name__).warning("job_file_wrong", error=str(error), action="going on as before")
+            return None
+
+
+class _Seat:
+    """A controller with all that it needs: fleet, prices, mail, lease, health, and a voice on `metrics`."""
+
+    def __init__(self, at: Target, settings: ControllerSettings, *, dry_run: bool) -> None:
+        from doll.telemetry import get_logger
+
+        self._at = at
+        self._settings = settings
+        self._dry_run = dry_run
+        self._told: tuple[Any, ...] = ()
+        self.log = get_logger(__name__)
+
+    def __enter__(self) -> _Seat:
+        from contextlib import ExitStack
+
+        from doll import telemetry, topics
+        from doll.cli.machines import machines_of
+        from doll.health import pulse_of
+        from doll.provisioner.book import FileBook
+        from doll.provisioner.controller import Controller
+        from doll.provisioner.kafka_mail import Mail
+        from doll.provisioner.lease import Lease, claims_of
+        from doll.services import require
+
+        at = self._at
+        telemetry.configure(process="provisioner")
+        services = at.services()
+        require(at.config, services)
+        topics.ensure(at.config, services)
+        with ExitStack() as opened:
+            self.pulse: Pulse = opened.enter_context(pulse_of("provisioner", at.config))
+            machines: Machines = opened.enter_context(machines_of(at.config, services, at.run))
+            lease: Lease | None = None if self._dry_run else Lease(claims_of(at.config, at.run.path))
+            self.controller: Controller = Controller(
+                self._settings, machines.fleet, machines.prices, FileBook(at.run.path), probe=machines.probe,
+                check_lease=None if lease is None else lease.check, dry_run=self._dry_run,
+            )  # fmt: skip
+            self._mail: Mail = opened.enter_context(Mail(at.config, services, self.controller.positions))
+            self._voice = _Voice(at.config, services) if not self._dry_run else None
+            if self._voice is not None:
+                opened.callback(self._voice.close)
+            self._opened = opened.pop_all()
+        self.log.info(
+            "provisioning", fleet=at.config.fleet.kind, slots=self._settings.num_slots, dry_run=self._dry_run,
+            number=0 if lease is None else lease.number, journal=str(at.run.path / "provision.jsonl"),
+        )  # fmt: skip
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._opened.close()
+
+    def read_history(self) -> None:
+        """What was written before, or since an earlier provisioner saved its state."""
+        for letter in self._mail.history():
+            self.controller.feed(letter.record, letter.at_s)
+        turns = max(60.0, 10 * self._settings.planner.replan_s)
+        self.pulse.expect("turn", within_s=turns)
+        self.pulse.waits_for("")
+
+    def retarget(self, config: JobConfig) -> None:
+        """The job file has changed."""
+        from doll.errors import DollError
+
+        try:
+            settings, _ = controller_settings(config)
+            self.controller.retarget(settings)
+        except (DollError, ValueError) as error:
+            self.log.warning("job_file_wrong", error=str(error), action="going on as before")
+            return
+        self._settings = settings
+        planner = settings.planner
+        self.log.info(
+            "retargeted", deadline_s=planner.deadline_s, budget_usd=planner.budget_usd, updates=planner.updates
+        )
+
+    def turn(self, *, draining: bool = False) -> Decision:
+        """One turn, told to everybody."""
+        now_s = time.time()
+        ends = self._mail.sample_ends()
+        if ends is not None:
+            self.controller.look_at_ends(now_s, ends)
+        self.controller.positions = self._mail.positions
+        decision = self.controller.turn(now_s, draining=draining)
+        if self._voice is not None:
+            self._voice.tell(decision)
+        self._say(decision)
+        return decision
+
+    def _say(self, decision: Decision) -> None:
+        """What is new, for whoever reads the log."""
+        for one in decision.actions:
+            self.log.info("action", what=one.text())
+        told = (decision.phase, decision.markets, decision.binding, decision.alarms)
+        if told == self._told:
+            return
+        before, self._told = self._told, told
+        for alarm in decision.alarms:
+            if not before or alarm not in before[3]:
+                self.log.warning("alarm", what=alarm)
+        self.log.info(
+            "decided", phase=decision.phase, binding=decision.binding, clock_s=round(decision.clock_s),
+            spot=decision.markets.count("spot"), on_demand=decision.markets.count("on_demand"),
+            updates=decision.updates_done, spent_usd=round(decision.bill.usd, 4),
+            expected_cost_usd=decision.expected_cost_usd, reasons=decision.to_dict()["reasons"],
+        )  # fmt: skip
+
+    def follow(self, seconds: float, should_stop: Callable[[], bool]) -> None:
+        """Read on until the next turn is due; earlier where a worker comes or goes, or the job ends."""
+        from doll.records import Finished, Leave, Welcome
+
+        start_s = time.monotonic()
+        while not should_stop() and time.monotonic() - start_s < seconds:
+            urgent = False
+            for letter in self._mail.poll(min(POLL_S, seconds)):
+                self.controller.feed(letter.record, letter.at_s)
+                urgent = urgent or isinstance(letter.record, Finished | Leave | Welcome)
+            if urgent and time.monotonic() - start_s >= min(1.0, seconds):
+                return
+
+
+class _Voice:
+    """Tells decisions on the job's topic `metrics`. What cannot be told is in the journal."""
+
+    def __init__(self, config: JobConfig, services: Any) -> None:
+        from confluent_kafka import Producer
+
+        from doll.services import kafka_settings
+
+        self._producer = Producer(kafka_settings(config, services, linger_ms=5, message_timeout_ms=30_000))
+        self._topic = config.topic("metrics")
+
+    def tell(self, decision: Decision) -> None:
+        from doll.records import Metric, encode
+
+        metric = Metric(source="provisioner", values=decision.measurements(), time_s=decision.now_s)
+        for record in (decision.record(), metric):
+            try:
+                self._producer.produce(self._topic, encode(record))
+            except BufferError:
+                return
+        self._producer.poll(0)
+
+    def close(self) -> None:
+        self._producer.flush(5.0)
+
+
+# --- for people -----------------------------------------------------------------------------------------------------
+
+
+def last_decision(at: Target) -> dict[str, Any]:
+    """The last decision in the journal, with the instances of the state file.
+
+    Raises:
+        ConfigError: nothing was decided yet.
+    """
+    import json
+
+    from doll.errors import ConfigError
+    from doll.provisioner.book import FileBook
+
+    book = FileBook(at.run.path)
+    found: dict[str, Any] | None = None
+    try:
+        # Lines are long; the newest decision is near the end.
+        with book.journal.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 4_000_000))
+            for line in file.read().splitlines():
+                try:
+                    entry = json.loads(line)
+                except ValueError:
+                    continue  # cut at the front, or by a crash
+                if entry.get("kind") == "decision":
+                    found = entry
+    except OSError:
+        pass
+    if found is None:
+        raise ConfigError(f"{book.journal}: no decision yet: start it with: doll provision run {at.path}")
+    state = book.load() or {}
+    return {**found, "instances": state.get("known", []), "journal": str(book.journal)}
+
+
+def decision_text(decision: Decision) -> str:
+    """A decision for people."""
+    instances = [{"slot": one.slot, "epoch": one.epoch, "market": one.market, "id": one.id, "pool": one.pool,
+                  "state": one.state.value, "ready": one.id in decision.ready}
+                 for one in decision.instances if one.ended_s is None]  # fmt: skip
+    return _status_text({**decision.to_dict(), "instances": instances})
+
+
+def _status_text(found: dict[str, Any]) -> str:
+    def number(name: str, form: str = ".4f", unit: str = "") -> str:
+        value = found.get(name)
+        return "?" if value is None else f"{value:{form}}{unit}"
+
+    lines = [
+        f"{'dry run, ' if found.get('dry_run') else ''}{found['phase']}; {found['binding']} decides"
+        + ("" if found["feasible"] else "; the deadline cannot be met"),
+        f"  clock    {number('clock_s', '.0f', ' s')}, updates {number('updates_done', 'g')} of "
+        f"{number('updates_wanted', 'g')}, expected end {number('expected_finish_s', '.0f', ' s')}",
+        f"  cost     {number('spent_usd')} USD ({number('spent_spot_usd')} spot, {number('spent_on_demand_usd')} "
+        f"on-demand), expected {number('expected_cost_usd')}; all on-demand until now {number('on_demand_usd')}",
+        f"           {number('usd_per_1000_updates')} USD per 1000 updates, {number('usd_per_point')} USD per point "
+        "of error",
+        f"  prices   {number('spot_usd_per_h')} spot, {number('on_demand_usd_per_h')} on-demand USD/h; availability "
+        f"{number('availability', '.3f')}; {number('moves_total', '.0f')} moves, "
+        f"{number('interruptions_total', '.0f')} interruptions",
+    ]
+    markets = found["markets"]
+    for reason, slots in found["reasons"].items():
+        lines.append(f"  slots {slots}: {reason}")
+    by_slot: dict[int, list[dict[str, Any]]] = {}
+    for one in found.get("instances", []):
+        by_slot.setdefault(one["slot"], []).append(one)
+    if by_slot:
+        lines.append("  slot  wanted     machines")
+    for slot in sorted(by_slot):
+        wanted = markets[slot] if 0 <= slot < len(markets) else ""
+        there = ", ".join(
+            f"{one['id']} ({one['market']}, epoch {one['epoch']}, {one['pool']}, {one['state']}"
+            f"{', ready' if one.get('ready') else ''})"
+            for one in by_slot[slot]
+        )
+        lines.append(f"  {slot:>4}  {wanted or 'none':<9}  {there}")
+    lines += [f"  did: {one}" for one in found["actions"]]
+    lines += [f"  waits: slots {slots}: {why}" for why, slots in found["waits"].items()]
+    lines += [f"  ALARM: {one}" for one in found["alarms"]]
+    return "\n".join(lines)
