@@ -429,13 +429,6 @@ class PlanConfig(Section):
         return self
 
 
-class _Fleet(Section):
-    cluster: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] | None = Field(
-        default=None, description="marks the machines of this job, and no others are touched; default: the job's name"
-    )
-
-
-class ProcessesFleetConfig(_Fleet):
 class ProvisionConfig(Section):
     """How `doll provision` buys machines for the workers."""
 
@@ -479,6 +472,13 @@ class ProvisionConfig(Section):
     )
 
 
+class _Fleet(Section):
+    cluster: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] | None = Field(
+        default=None, description="marks the machines of this job, and no others are touched; default: the job's name"
+    )
+
+
+class ProcessesFleetConfig(_Fleet):
     """Worker processes of this machine as instances, on a spot market that is replayed."""
 
     kind: Literal["processes"] = "processes"
@@ -585,6 +585,7 @@ class JobConfig(Section):
     kafka: KafkaConfig = Field(default_factory=KafkaConfig)
     redis: RedisConfig = Field(default_factory=RedisConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
+    provision: ProvisionConfig = Field(default_factory=ProvisionConfig)
     fleet: FleetConfig = Field(
         default_factory=ProcessesFleetConfig, description="the machines that `doll provision` starts workers on"
     )
@@ -592,7 +593,6 @@ class JobConfig(Section):
         default=Path("."), exclude=True, description="folder of the job file; relative paths start there"
     )
 
-    provision: ProvisionConfig = Field(default_factory=ProvisionConfig)
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if not JOB_NAME.fullmatch(self.job):

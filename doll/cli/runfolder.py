@@ -146,8 +146,8 @@ class Target:
     config: JobConfig
     run: RunFolder
     given_run: bool
-
     path: Path
+
     def services(self) -> Services:
         """Where Kafka and Redis are: as the run noted, else as the job file or the environment says.
 
