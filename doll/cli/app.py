@@ -188,16 +188,25 @@ def worker(
     any_slot: Annotated[
         bool, typer.Option("--any", help="Where no slot is named: take one that no other worker with --any holds.")
     ] = False,
+    from_imds: Annotated[
+        bool, typer.Option("--from-imds", help="Take the slot from this EC2 machine's tags, and heed its spot notices.")
+    ] = False,
     overrides: SetOption = None,
     run_folder: RunFolderOption = None,
 ) -> None:
     """Be worker n: batch the samples of partition n and compute gradients of granted batches.
+
+    It ends with exit code 0 where the job has ended, it was told to leave or another process has taken its place.
 
     With --any workers can be started alike. One more than there are slots waits, and takes over when another ends.
 
     Example: doll worker --job my.yaml --worker 3
     """
     at = target(job, job_option, overrides, run_folder)
+    if from_imds:
+        if any_slot:
+            raise usage("expected --from-imds or --any, got both")
+        number = slot_of_this_machine(number)
     if number is not None and number >= at.config.data.workers:
         raise usage(f"--worker: expected 0 .. {at.config.data.workers - 1} (data.workers), got {number}")
     from doll import topics
@@ -407,6 +416,27 @@ def config_check(
         facts["parameters"] = build(config, load_task(config)).num_parameters
         text += f", {facts['parameters']} parameters"
     emit(as_json, facts, text)
+
+
+def slot_of_this_machine(number: int | None) -> int:
+    """The slot in this EC2 machine's tags, or `number`; the environment then says the rest of its identity.
+
+    Raises:
+        ConfigError: there are no such tags, or they name no slot.
+        ServiceUnavailableError: this is no EC2 machine, or its metadata service is off.
+    """
+    import os
+
+    from doll.consumers.notice import Imds, take_identity
+    from doll.errors import ConfigError
+
+    if number is not None:
+        os.environ["DOLL_WORKER"] = str(number)
+    take_identity(Imds())
+    slot = os.environ["DOLL_WORKER"]
+    if not slot.isdecimal():
+        raise ConfigError(f"tag doll:worker: expected a slot, 0 or more, got {slot!r}")
+    return int(slot)
 
 
 def _ready(at: Target, process: str) -> Services:

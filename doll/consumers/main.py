@@ -14,7 +14,8 @@ from doll.consumers.departure import Departure
 from doll.consumers.faust_app import WorkerShell, lost_to_retention, run_shell
 from doll.consumers.gradient import GradientComputer
 from doll.consumers.link import JobEndedError, WorkerLink
-from doll.errors import ConfigError, DollError
+from doll.consumers.notice import watching
+from doll.errors import ConfigError, DollError, FencedError
 from doll.fingerprint import difference
 from doll.health import Pulse, pulse_of
 from doll.memory import keep_freed_memory
@@ -33,18 +34,23 @@ INCARNATION_ENV: Final = "DOLL_INCARNATION"
 def run_worker(
     config: JobConfig, services: Services, worker: int, run_folder: Path, *, departure: Departure | None = None
 ) -> int:
-    """Work as worker `worker` until the job ends or it must leave (0), or is of no use (1: start it again).
+    """Work as worker `worker`.
+
+    It returns 0 when the job ends, it must leave or another process has its place; 1 when it is of no use and a new
+    one may be.
 
     Args:
-        departure: tells when it must leave, as a spot notice does; SIGTERM always tells it too (`worker.drain_s`).
+        departure: tells when it must leave; SIGTERM (`worker.drain_s`) and a spot notice (`worker.notices`) tell it
+            too.
 
     Raises:
         DollError: services are not there, the task does not load, the parameter server runs another job file, or
         records
             that were not learned yet are gone from Kafka.
     """
-    with pulse_of(f"worker-{worker}", config) as pulse:
-        return _run(config, services, worker, run_folder, departure or Departure(), pulse)
+    departure = departure or Departure()
+    with pulse_of(f"worker-{worker}", config) as pulse, watching(config, departure):
+        return _run(config, services, worker, run_folder, departure, pulse)
 
 
 def _run(
@@ -71,6 +77,10 @@ def _run(
         joined = link.join(process_name(), departure, incarnation())
     except JobEndedError as exc:
         log.info("job_ended", reason=str(exc))
+        return 0
+    except FencedError as exc:
+        # Not a failure: whoever restarts what fails (compose, systemd, our supervisor) must not start this one again.
+        log.info("fenced", reason=str(exc))
         return 0
     if joined is None:
         return 0

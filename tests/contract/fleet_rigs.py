@@ -21,7 +21,7 @@ from doll.provisioner.fleet import Fleet
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from moto_overlay import REGION, MotoMarket, moto_market
 
-MARKETS = ("spot", "on_demand")
+IMAGE = "ami-03cf127a"  # one that moto knows
 
 
 class Rig:
@@ -124,16 +124,12 @@ class Ec2Rig(Rig):
             ]["SubnetId"]
             for n, zone in enumerate("ab")
         ]
-        image = self.ec2.describe_images(Owners=["amazon"])["Images"][0]["ImageId"]
         made = self.ec2.create_launch_template(
-            LaunchTemplateName="doll-workers", LaunchTemplateData={"ImageId": image}, ClientToken="template"
+            LaunchTemplateName="doll-workers", LaunchTemplateData={"ImageId": IMAGE}, ClientToken="template"
         )
         self.template = made["LaunchTemplate"]["LaunchTemplateId"]
         self.queue_url = self.sqs.create_queue(QueueName="notices")["QueueUrl"]
-        attributes = self.sqs.get_queue_attributes(QueueUrl=self.queue_url, AttributeNames=["QueueArn"])
-        events = boto3.client("events", REGION)
-        events.put_rule(Name="notices", EventPattern='{"source": ["aws.ec2"]}')
-        events.put_targets(Rule="notices", Targets=[{"Id": "queue", "Arn": attributes["Attributes"]["QueueArn"]}])
+        market.queue_url = self.queue_url
         self.down = False
         self.ec2.meta.events.register("before-send.ec2.*", self._before_send)
         self.crash()

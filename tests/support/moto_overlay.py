@@ -38,6 +38,7 @@ class MotoMarket:
         refusals: error code instead of capacity, by pool and capacity type.
         api_errors: codes with which the next CreateFleet calls fail.
         lost_answers: so many next CreateFleet calls launch, and answer with an error.
+        queue_url: where the events of EC2 go.
         boot_s, lag_s: how long an instance is pending; how long a listing does not show it.
         requests: parameters of each CreateFleet call, whatever came of it.
         terminated: ids that TerminateInstances was told, in order.
@@ -50,6 +51,7 @@ class MotoMarket:
         self.refusals: dict[tuple[PoolKey, str], str] = {}
         self.api_errors: deque[str] = deque()
         self.lost_answers = 0
+        self.queue_url = ""
         self.boot_s = self.lag_s = 0.0
         self.requests: list[dict[str, Any]] = []
         self.terminated: list[str] = []
@@ -68,15 +70,15 @@ class MotoMarket:
         return at_s
 
     def event(self, kind: str, id_: str, time_s: float) -> None:
-        """An event of EC2 on the default bus."""
-        detail = {"instance-id": id_, "instance-action": "terminate"}
-        entry = {
-            "Source": "aws.ec2",
-            "DetailType": kind,
-            "Detail": json.dumps(detail),
-            "Time": datetime.fromtimestamp(time_s, UTC),
-        }
-        boto3.client("events", REGION).put_events(Entries=[entry])
+        """An event of EC2, as EventBridge's rule puts it into the queue."""
+        at = datetime.fromtimestamp(time_s, UTC)
+        body = {
+            "version": "0", "id": "00000000-0000-0000-0000-000000000000", "detail-type": kind, "source": "aws.ec2",
+            "account": "123456789012", "time": f"{at:%Y-%m-%dT%H:%M:%SZ}", "region": REGION,
+            "resources": [f"arn:aws:ec2:{REGION}a:instance/{id_}"],
+            "detail": {"instance-id": id_, "instance-action": "terminate"},
+        }  # fmt: skip
+        boto3.client("sqs", REGION).send_message(QueueUrl=self.queue_url, MessageBody=json.dumps(body))
 
     def stop_by_itself(self, id_: str) -> None:
         """The machine shuts down from inside."""
