@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 from urllib.parse import urlsplit
 
 from doll.drill.relay import Relay, Relays
-from doll.services import Services
 
 if TYPE_CHECKING:
     from doll.local.stack import Stack
+    from doll.services import Services
 
 Service = Literal["kafka", "redis"]
 
@@ -42,7 +43,7 @@ class Wires:
         if stack.redis is not None and (wire := self._wires.get((role, "redis"))) is not None:
             wire.target_port = urlsplit(redis).port or 0
             redis = f"redis://127.0.0.1:{wire.port}/0"
-        return Services(kafka, redis)
+        return replace(stack.services, kafka=kafka, redis=redis)
 
     def wire(self, role: str, service: Service) -> Relay:
         """The relay of `role` to `service`."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,3 +31,103 @@ def test_a_worker_that_has_just_joined_heeds_sigterm(make_pipeline: Any, delay_s
     job.until(lambda: worker.poll() is not None, "the end of the worker", EXIT_S)
     assert worker.exitcode == 0
     assert time.monotonic() - told_s < EXIT_S
+
+
+NEVER = ("worker.lease_s=600", "worker.grant_timeout_s=600")  # who waited for a ghost would wait for longer than a test
+GROUP, BATCH = 2, 8
+
+
+def test_what_a_worker_hands_back_is_replaced_at_once(make_pipeline: Any) -> None:
+    """Digest 1.2: with replacement at least 99 % of lambda / (K b) updates for the streams that are up."""
+    wanted = 100
+    job = make_pipeline(*NEVER, f"worker.drain_s={DRAIN_S}")
+    job.start_ps()
+    job.start_worker(0)
+    leaving: Role = job.launch("worker-1", "worker_role", 1)
+    # A group, and one batch that is announced and waits for company when its worker is told to go.
+    job.send(job.samples((GROUP + 1) * BATCH), partition=1)
+    job.until(lambda: job.metrics.get("ps", {}).get("waiting_tokens") == 1 and job.version == 1, "a batch that waits")
+    leaving.terminate()
+    job.until(lambda: leaving.poll() is not None, "the end of the worker", EXIT_S)
+    assert leaving.exitcode == 0
+    began_s = time.monotonic()
+    job.send(job.samples(wanted * GROUP * BATCH), partition=0)
+    job.until_version(1 + wanted)
+    assert time.monotonic() - began_s < 600
+    made = [update for update in job.updates if update.version > 1]
+    assert len(made) >= 0.99 * wanted
+    assert {member.worker for update in made for member in update.members} == {0}
+    # Its successor announces the batch again, and nothing of it was lost.
+    job.start_worker(1)
+    job.send(job.samples(BATCH), partition=0)
+    job.until_version(2 + wanted)
+    assert {member.worker for member in job.updates[-1].members} == {0, 1}
+    job.assert_sound()
+
+
+TASK = """
+import time
+from pathlib import Path
+
+from doll.tasks.synthetic import Gaussian
+
+
+class Held(Gaussian):
+    def loss(self, outputs, y):
+        while Path(__file__).with_name("hold").exists():
+            time.sleep(0.05)
+        return super().loss(outputs, y)
+"""
+# As a watcher of spot notices does it: from a thread of its own, at any moment.
+NOTICED = """
+import sys, threading
+from pathlib import Path
+from doll.config import load
+from doll.consumers.departure import Departure
+from doll.consumers.main import run_worker
+from doll.services import Services
+
+config = load(Path(sys.argv[1]))
+departure = Departure()
+
+def watch():
+    sys.stdin.readline()
+    departure.leave_within(config.worker.notice_s, "notice")
+
+threading.Thread(target=watch, daemon=True).start()
+sys.exit(run_worker(config, Services(sys.argv[2], sys.argv[3]), 1, Path(sys.argv[4]), departure=departure))
+"""
+
+
+def test_a_notice_ends_a_worker_in_time_and_its_gradient_is_computed_by_another(
+    make_pipeline: Any, tmp_path: Path
+) -> None:
+    """The gradient takes longer than the notice leaves: its batch is handed back, and the group is filled anew."""
+    (tmp_path / "held.py").write_text(TASK)
+    job = make_pipeline(*NEVER, "task.class=held.py:Held", "worker.notice_s=4")
+    job.start_ps()
+    job.start_worker(0)
+    (tmp_path / "hold").touch()
+    arguments = [str(job.job_path), job.services.kafka, job.services.redis, str(job.run)]
+    with subprocess.Popen([sys.executable, "-c", NOTICED, *arguments], stdin=subprocess.PIPE, text=True) as noticed:
+        try:
+            job.send(job.samples(GROUP * BATCH), partition=1)
+            job.until(lambda: job.metrics.get("ps", {}).get("computing_tokens") == GROUP, "the grants")
+            assert noticed.stdin is not None
+            noticed.stdin.write("now\n")
+            noticed.stdin.flush()
+            told_s = time.monotonic()
+            job.until(lambda: noticed.poll() is not None, "the end of the worker", 4.0 + 30.0)
+        finally:
+            noticed.kill()
+        assert noticed.returncode == 0
+        assert time.monotonic() - told_s < 4.0 + 30.0
+    (tmp_path / "hold").unlink()
+    job.until(lambda: job.metrics["ps"]["returned_total"] == GROUP, "the batches to come back")
+    job.send(job.samples(GROUP * BATCH), partition=0)
+    job.until_version(1)
+    assert {member.worker for member in job.updates[0].members} == {0}
+    job.start_worker(1)
+    job.until_version(2)
+    assert {member.worker for member in job.updates[1].members} == {1}
+    job.assert_sound()
