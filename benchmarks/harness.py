@@ -26,6 +26,7 @@ from doll.local.roles import ForkServer, Role
 from doll.local.stack import Stack, local_stack
 from doll.producers.kafka import SampleSender
 from doll.records import Finished, Update
+from doll.services import BLOBS_ENV
 
 from benchmarks.data import records
 
@@ -97,7 +98,8 @@ class Bench:
     # --- roles
 
     def start(self, name: str, target: str, args: Sequence[Any]) -> Role:
-        role = self.forks.start_role(target, args, log_path=self.folder / "logs" / f"{name}.log", name=name)
+        log_path, env = self.folder / "logs" / f"{name}.log", {BLOBS_ENV: self.stack.services.blobs}
+        role = self.forks.start_role(target, args, log_path=log_path, name=name, env=env)
         self._names[role.pid] = name.split("-")[0]
         return role
 

@@ -360,7 +360,14 @@ class HealthConfig(Section):
 
 
 class BlobConfig(Section):
-    ttl_s: PositiveFloat = Field(default=600.0, description="time to live of weights and gradients in Redis")
+    """Weights and gradients on their way between processes."""
+
+    kind: Literal["auto", "redis", "shm"] = Field(
+        default="auto",
+        description="auto: shared memory between the processes that `doll up` starts on this machine with a Redis of "
+        "its own, else Redis; shm: as auto, also with a Redis that is given (all workers on this machine)",
+    )
+    ttl_s: PositiveFloat = Field(default=600.0, description="time to live of weights and gradients there")
     keep_versions: int = Field(default=4, ge=2)
 
 

@@ -20,6 +20,7 @@ log = get_logger(__name__)
 
 KAFKA_ENV: Final = "DOLL_KAFKA"
 REDIS_ENV: Final = "DOLL_REDIS"
+BLOBS_ENV: Final = "DOLL_BLOBS"
 KAFKA_USER_ENV: Final = "DOLL_KAFKA_USERNAME"
 KAFKA_PASSWORD_ENV: Final = "DOLL_KAFKA_PASSWORD"
 KAFKA_CA_ENV: Final = "DOLL_KAFKA_CA"
@@ -45,10 +46,12 @@ class Services:
     Attributes:
         kafka: bootstrap servers, `host:port[,host:port]`.
         redis: URL, `redis://host:port/db` or `rediss://...`, without credentials.
+        blobs: folder in shared memory for weights and gradients; empty: they go through Redis.
     """
 
     kafka: str
     redis: str
+    blobs: str = ""
 
 
 class Settings(dict[str, Any]):

@@ -44,7 +44,9 @@ def run_drill(
 
     if config.source is None:
         raise ConfigError("source: expected one in the job file: a drill needs a stream that lasts")
-    endless = config.model_copy(update={"stop": StopConfig()})
+    # Through Redis, whatever the job file says: a drill without a Redis that dies with all blobs would prove less.
+    blobs = config.blobs.model_copy(update={"kind": "redis"})
+    endless = config.model_copy(update={"stop": StopConfig(), "blobs": blobs})
     roles = [*PARAMETER_SERVERS, *(f"worker-{worker}" for worker in range(config.data.workers)), "producer"]
     with Wires(roles) as wires:
         return run_up(

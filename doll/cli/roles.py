@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec
 
 from doll.errors import DollError
-from doll.services import Services
+from doll.services import BLOBS_ENV, Services
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -39,7 +40,7 @@ def ps_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
     _log_as("ps")
     from doll.ps.main import run_ps
 
-    return run_ps(_load(job_path), Services(kafka, redis), Path(run_folder))
+    return run_ps(_load(job_path), _services(kafka, redis), Path(run_folder))
 
 
 @_role
@@ -48,7 +49,7 @@ def ps_standby_role(job_path: str, kafka: str, redis: str, run_folder: str) -> i
     _log_as("ps-standby")
     from doll.ps.main import run_ps
 
-    return run_ps(_load(job_path), Services(kafka, redis), Path(run_folder), standby=True)
+    return run_ps(_load(job_path), _services(kafka, redis), Path(run_folder), standby=True)
 
 
 @_role
@@ -57,7 +58,7 @@ def worker_role(job_path: str, kafka: str, redis: str, run_folder: str, worker: 
     _log_as(f"worker-{worker}")
     from doll.consumers.main import run_worker
 
-    return run_worker(_load(job_path), Services(kafka, redis), worker, Path(run_folder))
+    return run_worker(_load(job_path), _services(kafka, redis), worker, Path(run_folder))
 
 
 @_role
@@ -66,7 +67,7 @@ def evaluator_role(job_path: str, kafka: str, redis: str, run_folder: str) -> in
     _log_as("evaluator")
     from doll.evaluation.main import run_evaluator
 
-    return run_evaluator(_load(job_path), Services(kafka, redis), Path(run_folder))
+    return run_evaluator(_load(job_path), _services(kafka, redis), Path(run_folder))
 
 
 @_role
@@ -75,7 +76,7 @@ def producer_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int
     _log_as("producer")
     from doll.producers.main import run_producer
 
-    return run_producer(_load(job_path), Services(kafka, redis), Path(run_folder))
+    return run_producer(_load(job_path), _services(kafka, redis), Path(run_folder))
 
 
 @_role
@@ -86,6 +87,10 @@ def export_role(job_path: str, run_folder: str, out_folder: str) -> int:
 
     export_model(_load(job_path), Path(run_folder), Path(out_folder))
     return 0
+
+
+def _services(kafka: str, redis: str) -> Services:
+    return Services(kafka, redis, os.environ.get(BLOBS_ENV, ""))
 
 
 def _load(job_path: str) -> JobConfig:

@@ -77,7 +77,7 @@ class RunFolder:
 
     def write_stack(self, services: Services, **facts: Any) -> None:
         """Note where the services are; they hold no secret."""
-        write_json(self.stack, {"kafka": services.kafka, "redis": services.redis, **facts})
+        write_json(self.stack, {"kafka": services.kafka, "redis": services.redis, "blobs": services.blobs, **facts})
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -108,7 +108,8 @@ class RunFolder:
 
         noted = read_json(self.stack)
         try:
-            return Services(str(noted["kafka"]), str(noted["redis"]))
+            blobs = str(noted.get("blobs", ""))  # a folder of this machine, as long as the run lasts
+            return Services(str(noted["kafka"]), str(noted["redis"]), blobs if blobs and Path(blobs).is_dir() else "")
         except (KeyError, TypeError) as exc:
             raise ConfigError(f"{self.stack}: expected the keys kafka and redis, got {noted!r}") from exc
 

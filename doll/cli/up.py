@@ -29,6 +29,7 @@ from doll.cli.report import Outcome, summary
 from doll.cli.runfolder import RunFolder, write_json
 from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.health import PORT_ENV
+from doll.services import BLOBS_ENV
 
 if TYPE_CHECKING:
     from doll.cli.progress import Snapshot
@@ -282,6 +283,7 @@ class _Up:
         services = stack.services if self._companion is None else self._companion.services(name, stack)
         common = [str(self._run.job), services.kafka, services.redis, str(self._run.path)]
         env = {} if self._config.health.base_port is not None else {PORT_ENV: str(self._health_port(name))}
+        env |= {BLOBS_ENV: services.blobs}
         return RoleSpec(name, f"doll.cli.roles:{role}", self._run.logs / f"{name}.log", [*common, *more], env)
 
     def _health_port(self, name: str) -> int:

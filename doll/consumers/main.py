@@ -20,8 +20,8 @@ from doll.fingerprint import difference
 from doll.health import Pulse, pulse_of
 from doll.memory import keep_freed_memory
 from doll.model import build, fingerprint
-from doll.ps.redis_blobs import RedisBlobs
-from doll.services import Services, connect_redis, require
+from doll.ps.stores import open_blobs
+from doll.services import Services, require
 from doll.task import load_task
 from doll.telemetry import get_logger
 

@@ -16,7 +16,7 @@ from doll import telemetry
 from doll.evaluation.kafka_tail import Tail
 from doll.health import Pulse, pulse_of
 from doll.records import AnyRecord, Evaluated, Metric, encode
-from doll.services import Services, connect_redis, kafka_settings
+from doll.services import Services, kafka_settings
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -53,11 +53,11 @@ def _run(config: JobConfig, services: Services, run_folder: Path, stop: threadin
     from confluent_kafka import Producer
 
     from doll.evaluation.evaluator import Evaluator
-    from doll.ps.redis_blobs import RedisBlobs
+    from doll.ps.stores import open_blobs
 
     torch.set_num_threads(1)
     # One failed call ends a round of evaluation, it does not hold up the updates.
-    blobs = RedisBlobs(connect_redis(services, timeout_s=5.0), give_up=lambda: True)
+    blobs = open_blobs(config, services, give_up=lambda: True, timeout_s=5.0)
     producer = Producer(kafka_settings(config, services, acks="all", linger_ms=5))
     try:
         evaluator = Evaluator(config, blobs, _checkpoint_reader(config, run_folder), run_folder)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from doll import services as connections
 from doll import topics
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.local import compose, kafka_jars, redis_server
+from doll.local import compose, kafka_jars, redis_server, shared_memory
 from doll.local.compose import Compose
 from doll.local.kafka_broker import LocalKafka
 from doll.local.mock_kafka import KEPT_BYTES_PER_PARTITION, MockKafka
@@ -75,8 +75,9 @@ def local_stack(
     with contextlib.ExitStack() as started:
         chooser = _Chooser(config, run_folder / "services", say, started, detours)
         redis_url, redis_kind, redis = chooser.redis()
+        blobs = chooser.blobs(redis_kind)
         address, kafka_kind, kafka = chooser.kafka()
-        services = Services(address, redis_url)
+        services = Services(address, redis_url, blobs)
         connections.require(config, services)
         yield Stack(services, kafka_kind, redis_kind, chooser.notes, kafka, redis)
 
@@ -104,6 +105,21 @@ class _Chooser:
         self._detours = detours
         self._compose_file = _once(lambda: compose.find(config.base_folder))
         self.notes: list[str] = []
+
+    def blobs(self, redis_kind: RedisKind) -> str:
+        """Folder in shared memory for weights and gradients; empty where they go through Redis."""
+        kind = self._config.blobs.kind
+        # Who knows a Redis of ours is started by us, or reads our run folder; a given one may have others at work.
+        if kind == "redis" or (kind == "auto" and redis_kind in ("given", "environment")):
+            return ""
+        if (problem := shared_memory.why_not()) is not None:
+            if kind == "shm":
+                raise ServiceUnavailableError(f"blobs.kind is shm, and {problem}: make room, or set blobs.kind: redis")
+            self._note(f"blobs: through Redis, because {problem}")
+            return ""
+        folder = self._started.enter_context(shared_memory.run_folder())
+        self._note(f"blobs: {folder}, shared memory")
+        return str(folder)
 
     def redis(self) -> tuple[str, RedisKind, LocalRedis | None]:
         """URL, kind, and our own server if one was started."""

@@ -1,10 +1,12 @@
-"""What every `Blobs` must do; then what only Redis can do: go away, come back, refuse."""
+"""What every `Blobs` must do; then what only Redis can do (go away, come back, refuse), and only shared memory."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from doll.local.redis_server import LocalRedis
 from doll.ps import blobs as codec
 from doll.ps.blobs import Blobs
 from doll.ps.redis_blobs import RedisBlobs
+from doll.ps.shm_blobs import ShmBlobs
 from doll.services import Services, connect_redis
 from doll.testing import MemoryBlobs
 
@@ -24,10 +27,13 @@ def client_of(server: LocalRedis) -> redis.Redis:
     return connect_redis(Services("", server.address))
 
 
-@pytest.fixture(params=["memory", "redis"])
-def blobs(request: pytest.FixtureRequest) -> Iterator[Blobs]:
+@pytest.fixture(params=["memory", "redis", "shm"])
+def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Blobs]:
     if request.param == "memory":
         yield MemoryBlobs()
+        return
+    if request.param == "shm":
+        yield ShmBlobs(tmp_path / "blobs", limit_bytes=10**9, beyond=MemoryBlobs())
         return
     client = client_of(request.getfixturevalue("redis_server"))
     client.flushall()
@@ -192,3 +198,109 @@ def test_speed_of_a_4_8_mb_blob(redis_server: LocalRedis) -> None:
         gets_s.append(time.perf_counter() - middle_s)
     assert min(puts_s) < 0.015
     assert min(gets_s) < 0.015
+
+
+# --- shared memory only -------------------------------------------------------------------------------------------
+
+
+class Shm:
+    """A store in a folder of its own, with the one beyond it and a clock."""
+
+    def __init__(self, folder: Path, limit_bytes: int = 1000) -> None:
+        self.folder = folder
+        self.now_s = 100.0
+        self.beyond = MemoryBlobs()
+        self.store = ShmBlobs(folder, limit_bytes=limit_bytes, beyond=self.beyond, clock=lambda: self.now_s)
+
+    def files(self) -> list[str]:
+        return sorted(path.name for path in self.folder.iterdir())
+
+
+@pytest.fixture
+def shm(tmp_path: Path) -> Shm:
+    return Shm(tmp_path / "blobs")
+
+
+def test_shm_is_for_this_user_alone(shm: Shm) -> None:
+    shm.store.put("a", [b"1"], 60)
+    assert shm.folder.stat().st_mode & 0o777 == 0o700
+    assert [path.stat().st_mode & 0o777 for path in shm.folder.iterdir()] == [0o600]
+    shm.folder.chmod(0o750)
+    with pytest.raises(ServiceUnavailableError, match="nobody else may enter"):
+        Shm(shm.folder)
+    link = shm.folder.with_name("link")
+    shm.folder.chmod(0o700)
+    link.symlink_to(shm.folder)
+    with pytest.raises(ServiceUnavailableError, match="nobody else may enter"):
+        Shm(link)
+
+
+@pytest.mark.parametrize("key", ["../up", "/etc/passwd", ".", "..", "", "x" * 5000, "a/b", "nul\0"])
+def test_shm_keeps_every_key_inside_its_folder(shm: Shm, key: str) -> None:
+    before = {path for path in shm.folder.parent.rglob("*") if shm.folder not in path.parents}
+    shm.store.put(key, [b"here"], 60)
+    assert bytes(shm.store.get(key) or b"") == b"here"
+    assert {path for path in shm.folder.parent.rglob("*") if shm.folder not in path.parents} == before
+    assert len(shm.files()) == 1
+    shm.store.delete(key)
+    assert shm.files() == []
+
+
+def test_shm_sends_what_does_not_fit_beyond_and_finds_it_there(shm: Shm, events: list[Any]) -> None:
+    shm.store.put("a", [bytes(600)], 60)
+    shm.store.put("b", [bytes(600)], 60)
+    shm.store.put("c", [bytes(1001)], 60)
+    assert shm.beyond.keys() == ["b", "c"]
+    assert [event["event"] for event in events] == ["shared_memory_full"]
+    assert [len(shm.store.get(key) or b"") for key in "abc"] == [600, 600, 1001]
+    shm.store.delete("a", "b", "c")
+    assert [shm.store.get(key) for key in "abc"] == [None, None, None]
+    shm.store.put("b", [bytes(600)], 60)  # there is room again
+    assert shm.beyond.keys() == []
+
+
+def test_shm_replaces_a_blob_that_no_longer_fits(shm: Shm) -> None:
+    shm.store.put("a", [b"old"], 60)
+    shm.store.put("a", [bytes(1001)], 60)
+    assert len(shm.store.get("a") or b"") == 1001
+
+
+def test_shm_removes_what_has_expired_and_what_a_dead_writer_left(shm: Shm) -> None:
+    shm.store.put("short", [b"1"], 10)
+    shm.store.put("long", [b"2"], 100)
+    for name, age_s in ((".new-dead", 3600), (".new-alive", 0)):
+        (shm.folder / name).write_bytes(b"half")
+        os.utime(shm.folder / name, (time.time() - age_s,) * 2)
+    shm.now_s += 50
+    assert shm.store.get("short") is None
+    shm.store.put("next", [b"3"], 100)
+    assert len(shm.files()) == 3
+    assert ".new-alive" in shm.files()
+    assert bytes(shm.store.get("long") or b"") == b"2"
+
+
+def test_shm_that_was_wiped_is_empty_and_goes_on(shm: Shm) -> None:
+    shm.store.put("a", [b"1"], 60)
+    held = shm.store.get("a")
+    for path in shm.folder.iterdir():
+        path.unlink()
+    shm.folder.rmdir()
+    assert shm.store.get("a") is None
+    assert bytes(held or b"") == b"1"  # whoever reads it has it
+    shm.store.put("a", [b"2"], 60)
+    assert bytes(shm.store.get("a") or b"") == b"2"
+    assert shm.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_shm_refuses_a_torn_blob_as_any_store(shm: Shm) -> None:
+    big = Shm(shm.folder, 10**6)
+    big.store.put("w", codec.encode_blob(np.ones(100, np.float32), job="j", kind="w", version=3), 60)
+    (path,) = shm.folder.iterdir()
+    with path.open("r+b") as file:
+        file.seek(200)
+        file.write(b"!")
+    os.utime(path, ns=(0, 10**18))
+    data = big.store.get("w")
+    assert data is not None
+    with pytest.raises(BlobError, match="the body's checksum does not match"):
+        codec.decode_blob(data, job="j", kind="w", version=3, numel=100)

@@ -23,7 +23,7 @@ from doll.ps.checkpoints import Checkpoint
 from doll.ps.file_store import FileStore
 from doll.ps.server import restore
 from doll.records import AnyRecord, Epoch, Finished, Metric, Update, decode, encode
-from doll.services import Services, kafka_settings
+from doll.services import BLOBS_ENV, Services, kafka_settings
 
 FEATURES = 4
 # Short leases and pauses: a test waits for what a person would wait for.
@@ -78,7 +78,8 @@ class Pipeline:
 
     def spec(self, name: str, role: str, *more: Any, job_path: Path | None = None) -> RoleSpec:
         arguments = [str(job_path or self.job_path), self.services.kafka, self.services.redis, str(self.run), *more]
-        return RoleSpec(name, f"doll.cli.roles:{role}", self.run / "logs" / f"{name}.log", arguments)
+        log = self.run / "logs" / f"{name}.log"
+        return RoleSpec(name, f"doll.cli.roles:{role}", log, arguments, {BLOBS_ENV: self.services.blobs})
 
     def start(self) -> None:
         """The parameter server and all workers."""

@@ -1,0 +1,54 @@
+"""Weights and gradients in shared memory: the same job, and the same proof when all of it is wiped."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doll.errors import ConfigError
+from doll.ps.blobs import decode_blob, decode_latest, latest_key
+from doll.ps.stores import open_blobs
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize("wipe", [False, True])
+def test_a_job_learns_every_sample_once_also_when_it_is_wiped(make_pipeline: Any, tmp_path: Path, wipe: bool) -> None:
+    job = make_pipeline("stop.updates=200")
+    folder = tmp_path / "blobs"
+    folder.mkdir(mode=0o700)
+    job.services = replace(job.services, blobs=str(folder))
+    job.start()
+    job.send(job.samples(1600))
+    job.until_version(10)
+    assert list(folder.iterdir()), "the weights are not in shared memory"
+    if wipe:
+        pids = {name: handle.pid for name, handle in job.supervisor.handles().items()}
+        for _ in range(5):
+            shutil.rmtree(folder, ignore_errors=True)  # may meet a blob that is being written
+            version = job.version
+            job.until_version(version + 5)
+        assert job.pids == pids
+    job.send(job.samples(1700))
+    job.until_finished()
+    report = job.assert_sound()
+    assert (report.version, report.applied) == (200, 3200)
+
+    blobs = open_blobs(job.config, job.services, give_up=lambda: True)
+    pointer = blobs.get(latest_key(job.config.job))
+    assert pointer is not None
+    weights = job.checkpoint().tensors["weights"]
+    blob = blobs.get(decode_latest(pointer).key)
+    assert blob is not None
+    published = decode_blob(blob, job=job.config.job, kind="w", version=200, numel=weights.size)
+    assert published.tobytes() == weights.tobytes()
+    blobs.close()
+
+
+def test_shm_asked_for_and_not_there_is_an_error(make_pipeline: Any) -> None:
+    job = make_pipeline("blobs.kind=shm")
+    with pytest.raises(ConfigError, match=r"blobs\.kind is shm: expected a process that `doll up` starts"):
+        open_blobs(job.config, job.services, give_up=lambda: True)
