@@ -1,0 +1,131 @@
+"""`doll provision` on a real broker: worker processes as machines, a spot market, a journal, a drain, a successor."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doll.services import KAFKA_ENV, REDIS_ENV
+
+pytestmark = pytest.mark.integration
+
+PLAN = (
+    "plan.deadline_s=600", "plan.spot_usd_per_h=0.158", "plan.on_demand_usd_per_h=0.286", "plan.boot_s=5",
+    "plan.alpha=0.8", "plan.cycle_s=60", "provision.every_s=1", "arrivals.process=poisson", "arrivals.rate_per_s=20",
+)  # fmt: skip
+
+
+class Provisioner:
+    """`doll provision ...` of a pipeline's job, as a program of its own."""
+
+    def __init__(self, job: Any) -> None:
+        self.job = job
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def __call__(self, *arguments: str) -> subprocess.Popen[bytes]:
+        env = os.environ | {KAFKA_ENV: self.job.services.kafka, REDIS_ENV: self.job.services.redis}
+        log = self.job.run / "logs" / f"provision-{len(self.processes)}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        argv = [sys.executable, "-m", "doll", "provision", arguments[0], "--job", str(self.job.job_path)]
+        argv += ["--run-folder", str(self.job.run), *arguments[1:]]
+        with log.open("wb") as file:
+            self.processes.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=file))
+        return self.processes[-1]
+
+    def ask(self, *arguments: str) -> dict[str, Any]:
+        """What a command that ends by itself says."""
+        process = self(*arguments, "--json")
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, self.job.log(f"provision-{len(self.processes) - 1}")
+        found: dict[str, Any] = json.loads(out)
+        return found
+
+    def journal(self) -> list[dict[str, Any]]:
+        path: Path = self.job.run / "provision.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def provision(make_pipeline: Callable[..., Any]) -> Iterator[Provisioner]:
+    job = make_pipeline(*PLAN, "stop.updates=40")
+    found = Provisioner(job)
+    job.start_ps()
+    yield found
+    found.close()
+
+
+def test_a_job_from_its_first_machine_to_its_last(provision: Provisioner) -> None:
+    """It starts workers, keeps them, tells why, and hands everything back when the job has ended."""
+    job = provision.job
+    process = provision("run")
+    job.send(job.samples(1200))
+    job.until_finished()
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, job.log("provision-0")
+    assert "done" in out.decode()
+    journal = provision.journal()
+    last = [one for one in journal if one["kind"] == "decision"][-1]
+    assert (last["phase"], last["over"], last["updates_done"]) == ("done", True, 40)
+    orders = [one for one in journal if one["kind"] == "order"]
+    assert {one["slot"] for one in orders} == {0, 1}
+    made = {one["id"] for one in journal if one["kind"] == "instance"}
+    bills = {one["id"]: one["usd"] for one in journal if one["kind"] == "ended"}
+    assert bills.keys() == made, "every machine has its bill"
+    assert last["spent_usd"] == pytest.approx(sum(bills.values()))
+    assert all(one.get("reasons") for one in journal if one["kind"] == "decision")
+    job.assert_sound()
+    told = job.metrics["provisioner"]
+    assert told["spent_usd"] > 0
+    shown = provision.ask("status")
+    assert (shown["phase"], shown["instances"]) == ("done", [])
+
+
+def test_sigterm_leaves_and_a_dry_run_changes_nothing(provision: Provisioner) -> None:
+    """A dry run orders nothing; SIGTERM ends the provisioner with code 0, and its successor goes on with the job."""
+    job = provision.job
+    said = provision.ask("once", "--dry-run")
+    assert said["dry_run"]
+    assert said["markets"] == ["spot", "spot"] or "on_demand" in said["markets"]
+    assert said["actions"], "it would launch"
+    assert provision.journal() == []
+    first = provision("run")
+    job.send(job.samples(400))
+    job.until_version(5)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(90) == 0, job.log("provision-1")
+    spent = [one for one in provision.journal() if one["kind"] == "decision"][-1]["spent_usd"]
+    second = provision("run")
+    job.send(job.samples(800))
+    job.until_finished()
+    assert second.wait(120) == 0, job.log("provision-2")
+    journal = provision.journal()
+    assert journal[-1]["spent_usd"] >= spent, "what was spent is not forgotten"
+    epochs = [(one["slot"], one["epoch"]) for one in journal if one["kind"] == "instance"]
+    assert len(set(epochs)) == len(epochs), "no epoch twice"
+    job.assert_sound()
+
+
+def test_drain_hands_everything_back_and_stops_the_other(provision: Provisioner) -> None:
+    """The drain takes the lease: the provisioner that ran ends with code 1 and starts nothing more."""
+    job = provision.job
+    first = provision("run")
+    job.send(job.samples(200))
+    job.until_version(3)
+    said = provision.ask("drain")
+    assert (said["phase"], said["over"]) == ("drain", True)
+    assert first.wait(90) == 1
+    assert "has taken its place" in job.log("provision-0")
+    assert [one for one in said["markets"] if one] == []
