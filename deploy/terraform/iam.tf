@@ -1,0 +1,266 @@
+# Who may do what: three roles, in one place. The actions are what the code calls; what is deliberately absent stands in
+# README.md. tests/unit/deploy/test_terraform.py holds this list against the code's own.
+
+locals {
+  arn         = "arn:${data.aws_partition.this.partition}"
+  ec2         = "${local.arn}:ec2:${var.region}:${data.aws_caller_identity.this.account_id}"
+  cluster_tag = "doll:cluster"
+}
+
+data "aws_iam_policy_document" "control" {
+  # checkov:skip=CKV_AWS_356: Describe actions, prices, quotas and PutMetricData know no resources
+  # checkov:skip=CKV_AWS_111: what launches is bounded by the cluster's tag, the launch template and the subnets
+  statement {
+    sid = "Read"
+    actions = [
+      "ec2:DescribeInstances",
+      "ec2:DescribeInstanceStatus",
+      "ec2:DescribeInstanceTypeOfferings",
+      "ec2:DescribeLaunchTemplateVersions",
+      "ec2:DescribeSpotPriceHistory",
+      "ec2:DescribeSubnets",
+      "ec2:GetSpotPlacementScores",
+      "pricing:GetProducts",
+      "servicequotas:GetServiceQuota",
+    ]
+    resources = ["*"]
+  }
+
+  # What a launch uses; none of it is made by the launch, so none of it carries our tag.
+  statement {
+    sid     = "LaunchFrom"
+    actions = ["ec2:CreateFleet", "ec2:RunInstances"]
+    resources = concat(
+      [
+        "${local.arn}:ec2:${var.region}::image/*",
+        "${local.arn}:ec2:${var.region}::snapshot/*",
+        "${local.ec2}:security-group/${module.network.security_group_ids.worker}",
+        "${local.ec2}:spot-instances-request/*",
+        module.workers.launch_template_arn,
+      ],
+      [for id in module.network.private_subnet_ids : "${local.ec2}:subnet/${id}"],
+    )
+  }
+
+  # What a launch makes: only with our tag on all four.
+  statement {
+    sid     = "LaunchTagged"
+    actions = ["ec2:CreateFleet", "ec2:RunInstances"]
+    resources = [
+      "${local.ec2}:fleet/*",
+      "${local.ec2}:instance/*",
+      "${local.ec2}:volume/*",
+      "${local.ec2}:network-interface/*",
+    ]
+
+    condition {
+      test     = "StringEquals"
+      variable = "aws:RequestTag/${local.cluster_tag}"
+      values   = [var.name]
+    }
+  }
+
+  statement {
+    sid     = "TagAtLaunch"
+    actions = ["ec2:CreateTags"]
+    resources = [
+      "${local.ec2}:fleet/*",
+      "${local.ec2}:instance/*",
+      "${local.ec2}:volume/*",
+      "${local.ec2}:network-interface/*",
+    ]
+
+    condition {
+      test     = "StringEquals"
+      variable = "ec2:CreateAction"
+      values   = ["CreateFleet", "RunInstances"]
+    }
+  }
+
+  # The stack's own machines carry doll:stack, not this tag: the provisioner cannot end its own host or a broker.
+  statement {
+    sid       = "TerminateOwn"
+    actions   = ["ec2:TerminateInstances"]
+    resources = ["${local.ec2}:instance/*"]
+
+    condition {
+      test     = "StringEquals"
+      variable = "aws:ResourceTag/${local.cluster_tag}"
+      values   = [var.name]
+    }
+  }
+
+  statement {
+    sid       = "PassWorkerRole"
+    actions   = ["iam:PassRole"]
+    resources = [module.workers.role_arn]
+
+    condition {
+      test     = "StringEquals"
+      variable = "iam:PassedToService"
+      values   = ["ec2.amazonaws.com"]
+    }
+  }
+
+  statement {
+    sid       = "Queue"
+    actions   = ["sqs:ReceiveMessage", "sqs:DeleteMessage", "sqs:GetQueueAttributes"]
+    resources = [module.observability.queue_arn]
+  }
+
+  # DeleteObject: the store keeps the newest checkpoints and removes the others (versioning keeps them for a week).
+  statement {
+    sid       = "Checkpoints"
+    actions   = ["s3:GetObject", "s3:PutObject", "s3:DeleteObject"]
+    resources = ["${module.storage.bucket_arn}/checkpoints/*"]
+  }
+
+  statement {
+    sid       = "ListCheckpoints"
+    actions   = ["s3:ListBucket"]
+    resources = [module.storage.bucket_arn]
+  }
+
+  statement {
+    sid       = "Metrics"
+    actions   = ["cloudwatch:PutMetricData"]
+    resources = ["*"]
+
+    condition {
+      test     = "StringEquals"
+      variable = "cloudwatch:namespace"
+      values   = ["DOLL"]
+    }
+  }
+
+  # --- at boot ---
+
+  statement {
+    sid       = "Job"
+    actions   = ["s3:GetObject"]
+    resources = ["${module.storage.bucket_arn}/job/*", "${module.storage.bucket_arn}/ca/*"]
+  }
+
+  statement {
+    sid       = "Heartbeat"
+    actions   = ["s3:PutObject"]
+    resources = ["${module.storage.bucket_arn}/job/heartbeat"]
+  }
+
+  dynamic "statement" {
+    for_each = var.cache_mode == "self_managed" ? [module.secrets.authority_arns.cache] : []
+
+    content {
+      sid       = "CacheAuthority"
+      actions   = ["secretsmanager:GetSecretValue", "secretsmanager:PutSecretValue"]
+      resources = [statement.value]
+    }
+  }
+
+  dynamic "statement" {
+    for_each = var.cache_mode == "self_managed" ? ["${module.storage.bucket_arn}/ca/cache.pem"] : []
+
+    content {
+      sid       = "PublishCacheAuthority"
+      actions   = ["s3:PutObject"]
+      resources = [statement.value]
+    }
+  }
+
+  source_policy_documents = [data.aws_iam_policy_document.boot.json, data.aws_iam_policy_document.iam_client.json]
+}
+
+# No ec2:* at all: which slot a worker is stands in its instance's tags, which it reads from the metadata service.
+data "aws_iam_policy_document" "worker" {
+  statement {
+    sid       = "Job"
+    actions   = ["s3:GetObject"]
+    resources = ["${module.storage.bucket_arn}/job/*", "${module.storage.bucket_arn}/ca/*"]
+  }
+
+  source_policy_documents = [data.aws_iam_policy_document.boot.json, data.aws_iam_policy_document.iam_client.json]
+}
+
+data "aws_iam_policy_document" "kafka" {
+  dynamic "statement" {
+    for_each = var.kafka_mode == "self_managed" ? [module.secrets.authority_arns.kafka] : []
+
+    content {
+      sid       = "KafkaAuthority"
+      actions   = ["secretsmanager:GetSecretValue", "secretsmanager:PutSecretValue"]
+      resources = [statement.value]
+    }
+  }
+
+  statement {
+    sid       = "PublishKafkaAuthority"
+    actions   = ["s3:PutObject"]
+    resources = ["${module.storage.bucket_arn}/ca/kafka.pem"]
+  }
+
+  source_policy_documents = [data.aws_iam_policy_document.boot.json]
+}
+
+# What every host of ours does when it starts: modules/boot/files/common.sh.
+data "aws_iam_policy_document" "boot" {
+  # checkov:skip=CKV_AWS_356: ecr:GetAuthorizationToken knows no resources
+  statement {
+    sid       = "Registry"
+    actions   = ["ecr:GetAuthorizationToken"]
+    resources = ["*"]
+  }
+
+  statement {
+    sid       = "Image"
+    actions   = ["ecr:BatchGetImage", "ecr:GetDownloadUrlForLayer", "ecr:BatchCheckLayerAvailability"]
+    resources = [module.storage.repository_arn]
+  }
+
+  statement {
+    sid       = "Parameters"
+    actions   = ["ssm:GetParameter"]
+    resources = ["${local.arn}:ssm:${var.region}:${data.aws_caller_identity.this.account_id}:parameter/doll/${var.name}/*"]
+  }
+
+  statement {
+    sid       = "Secrets"
+    actions   = ["secretsmanager:GetSecretValue"]
+    resources = [module.secrets.clients_arn]
+  }
+
+  statement {
+    sid       = "Key"
+    actions   = ["kms:Decrypt", "kms:GenerateDataKey"]
+    resources = [module.storage.kms_key_arn]
+  }
+
+  statement {
+    sid       = "Logs"
+    actions   = ["logs:CreateLogStream", "logs:PutLogEvents"]
+    resources = ["${module.storage.roles_log_group.arn}:*"]
+  }
+}
+
+# With msk_serverless, which knows clients by their roles only.
+data "aws_iam_policy_document" "iam_client" {
+  dynamic "statement" {
+    for_each = var.kafka_mode == "msk_serverless" ? {
+      KafkaConnect = { actions = ["kafka-cluster:Connect"], kind = "cluster" }
+      KafkaTopics = {
+        actions = ["kafka-cluster:CreateTopic", "kafka-cluster:DescribeTopic", "kafka-cluster:ReadData", "kafka-cluster:WriteData", "kafka-cluster:WriteDataIdempotently"]
+        kind    = "topic"
+      }
+      KafkaGroups = { actions = ["kafka-cluster:DescribeGroup", "kafka-cluster:AlterGroup"], kind = "group" }
+    } : {}
+
+    content {
+      sid     = statement.key
+      actions = statement.value.actions
+      # cluster/name/uuid, topic/name/uuid/topic, group/name/uuid/group
+      resources = [join("", [
+        replace(module.kafka.cluster_arn, ":cluster/", ":${statement.value.kind}/"),
+        statement.value.kind == "cluster" ? "" : "/doll.*",
+      ])]
+    }
+  }
+}

@@ -1,0 +1,93 @@
+#!/bin/bash
+# One node of the self-managed Kafka: KRaft, broker and controller in one. Clients log in with SCRAM-SHA-512 over TLS;
+# nodes know each other by certificates of our own authority, which node 1 creates. Whoever has no ACL may do nothing.
+# Run at each boot: certificates are new each time, data and cluster id stay on the data volume.
+# shellcheck source=common.sh
+. "${DOLL_ROOT:-}/opt/doll/common.sh"
+
+kafka=$root/var/lib/kafka # the data volume
+conf=$run/kafka
+kafka_uid=1000 # appuser of apache/kafka
+
+# The volume is attached after the machine has started; it is formatted once, when it holds nothing at all.
+mount_volume() {
+  local device=$root/dev/disk/by-id/nvme-Amazon_Elastic_Block_Store_${DOLL_VOLUME_ID//-/}
+  mountpoint --quiet "$kafka" && return
+  [ -b "$device" ] || return
+  if [ -z "$(blkid --probe --output value --match-tag TYPE "$device")" ]; then mkfs.xfs -q "$device" || return; fi
+  mkdir -p "$kafka" && mount -o noatime "$device" "$kafka"
+}
+
+# The nodes of a cluster share an id; it follows from the authority, which they share already.
+cluster_id() { openssl x509 -in "$conf/ca.pem" -outform DER | openssl dgst -md5 -binary | base64 | tr '+/' '-_' | tr -d '='; }
+
+properties() {
+  local copies=$((DOLL_NODES < 3 ? 1 : 3)) in_sync=$((DOLL_NODES < 3 ? 1 : 2))
+  cat << PROPERTIES
+process.roles=broker,controller
+node.id=$DOLL_NODE
+controller.quorum.voters=$DOLL_VOTERS
+controller.listener.names=CONTROLLER
+listeners=CLIENT://$DOLL_PRIVATE_IP:9092,INTERNAL://$DOLL_PRIVATE_IP:9091,CONTROLLER://$DOLL_PRIVATE_IP:9093
+advertised.listeners=CLIENT://$DOLL_PRIVATE_IP:9092,INTERNAL://$DOLL_PRIVATE_IP:9091
+inter.broker.listener.name=INTERNAL
+listener.security.protocol.map=CLIENT:SASL_SSL,INTERNAL:SSL,CONTROLLER:SSL
+sasl.enabled.mechanisms=SCRAM-SHA-512
+listener.name.client.scram-sha-512.sasl.jaas.config=org.apache.kafka.common.security.scram.ScramLoginModule required;
+ssl.keystore.type=PEM
+ssl.keystore.location=$conf/server.pem
+ssl.truststore.type=PEM
+ssl.truststore.location=$conf/ca.pem
+listener.name.internal.ssl.client.auth=required
+listener.name.controller.ssl.client.auth=required
+authorizer.class.name=org.apache.kafka.metadata.authorizer.StandardAuthorizer
+super.users=User:CN=doll-broker;User:$(secret DOLL_KAFKA_USERNAME)
+log.dirs=$kafka/data
+auto.create.topics.enable=false
+num.partitions=1
+default.replication.factor=$copies
+min.insync.replicas=$in_sync
+offsets.topic.replication.factor=$copies
+transaction.state.log.replication.factor=$copies
+transaction.state.log.min.isr=$in_sync
+share.coordinator.state.topic.replication.factor=$copies
+share.coordinator.state.topic.min.isr=$in_sync
+message.max.bytes=33554432
+replica.fetch.max.bytes=33554432
+PROPERTIES
+}
+
+kafka_run() {
+  docker run --rm --network host --user "$kafka_uid:$kafka_uid" --cap-drop ALL --security-opt no-new-privileges \
+    --volume "$conf:$conf:ro" --volume "$kafka:$kafka" --env LOG_DIR=/tmp/kafka "$@"
+}
+
+# The user is written into the first metadata, before the first client asks. A node that has its data has it all.
+format_data() {
+  [ -f "$kafka/data/meta.properties" ] && return
+  kafka_run "$(setting DOLL_BOOT_KAFKA_IMAGE)" /opt/kafka/bin/kafka-storage.sh format "--cluster-id=$(cluster_id)" \
+    --config "$conf/server.properties" \
+    --add-scram "SCRAM-SHA-512=[name=$(secret DOLL_KAFKA_USERNAME),password=$(secret DOLL_KAFKA_PASSWORD)]"
+}
+
+need aws awscli-2
+need openssl openssl
+insist fetch_environment
+insist fetch_secrets
+insist mount_volume
+rm -rf "$conf" && mkdir -p "$conf"
+authority "$conf" "doll/$DOLL_NAME/kafka-authority" kafka "$([ "$DOLL_NODE" = 1 ] && echo create || echo await)"
+certificate "$conf" doll-broker "$DOLL_PRIVATE_IP"
+properties > "$conf/server.properties"
+mkdir -p "$kafka/data"
+chown -R "$kafka_uid:$kafka_uid" "$conf" "$kafka/data"
+insist pull "$(setting DOLL_BOOT_KAFKA_IMAGE)"
+insist format_data
+
+# Half of the memory for Java's heap, up to 6 GB: the rest caches the log.
+heap_mb=$(awk '/^MemTotal:/ {mb = int($2 / 2048); print (mb > 6144 ? 6144 : mb)}' /proc/meminfo)
+docker rm --force doll-kafka > /dev/null 2>&1 || true
+kafka_run --name doll-kafka --ulimit nofile=100000:100000 --env "KAFKA_HEAP_OPTS=-Xms${heap_mb}m -Xmx${heap_mb}m" \
+  --log-driver awslogs --log-opt "awslogs-group=$(setting DOLL_BOOT_LOG_GROUP)" --log-opt "awslogs-region=$AWS_REGION" \
+  --log-opt "awslogs-stream=kafka-$DOLL_NODE" \
+  "$(setting DOLL_BOOT_KAFKA_IMAGE)" /opt/kafka/bin/kafka-server-start.sh "$conf/server.properties"

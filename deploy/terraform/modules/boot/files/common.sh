@@ -1,0 +1,152 @@
+# shellcheck shell=bash
+# What every host of the stack does at boot. Sourced by the scripts beside it, which cloud-init puts into /opt/doll.
+#
+# What is no secret comes from two SSM parameters: `environment` (a docker env file) and `settings` (`--set` lines for
+# doll). Passwords come from one secret, also a docker env file, into a folder in memory that only root reads. So user
+# data holds neither, and a host gets what has changed when its services start again.
+
+set -euo pipefail
+umask 077
+
+root=${DOLL_ROOT:-} # a folder in which tests play the host
+run=$root/run/doll
+state=$root/var/lib/doll
+uid=10001 # of the image's user
+pause_s=${DOLL_PAUSE_S:-10}
+
+# DOLL_NAME, AWS_REGION and what the host's own role needs
+# shellcheck source=/dev/null
+. "$root/etc/doll/boot.env"
+export AWS_REGION AWS_DEFAULT_REGION=$AWS_REGION AWS_PAGER=""
+
+say() { printf 'doll: %s\n' "$*" >&2; }
+
+# Until it works: at boot, roles, endpoints and other hosts may take minutes. What it waits for is in the journal.
+insist() {
+  until "$@"; do
+    say "trying again in $pause_s s: $1"
+    sleep "$pause_s"
+  done
+}
+
+# program, package
+need() { command -v "$1" > /dev/null || insist dnf install --assumeyes --quiet "$2"; }
+
+# name of the parameter, file
+parameter() {
+  aws ssm get-parameter --name "/doll/$DOLL_NAME/$1" --query Parameter.Value --output text > "$2.new" && mv "$2.new" "$2"
+}
+
+# name of a variable: its value in the parameter `environment`
+setting() { sed -n "s/^$1=//p" "$run/environment"; }
+
+# name of a variable: its value in the secret
+secret() { sed -n "s/^$1=//p" "$run/secrets"; }
+
+fetch_environment() {
+  mkdir -p "$run/ca" "$state"
+  chmod 755 "$run" "$run/ca" "$state"
+  parameter environment "$run/environment" && parameter settings "$run/settings"
+}
+
+fetch_secrets() {
+  aws secretsmanager get-secret-value --secret-id "doll/$DOLL_NAME/clients" --query SecretString --output text \
+    > "$run/secrets.new" && mv "$run/secrets.new" "$run/secrets"
+}
+
+# The certificates of the authorities that Kafka's and the cache's own certificates come from, where they are ours.
+fetch_authorities() {
+  local object
+  for object in $(setting DOLL_BOOT_AUTHORITIES); do
+    aws s3 cp --quiet "s3://$(setting DOLL_BOOT_BUCKET)/ca/$object.pem" "$run/ca/$object.pem" || return
+    chmod 644 "$run/ca/$object.pem"
+  done
+}
+
+# image, of our own registry or a public one
+pull() {
+  if [[ $1 == *.dkr.ecr.* ]]; then
+    aws ecr get-login-password | docker login --username AWS --password-stdin "${1%%/*}" > /dev/null || return
+  fi
+  docker pull --quiet "$1" > /dev/null
+}
+
+# job.tar.gz: job.yaml, and the files that it names (the task's Python file, say)
+fetch_job() {
+  local new=$state/job.new
+  rm -rf "$new" && mkdir -p "$new" &&
+    aws s3 cp --quiet "s3://$(setting DOLL_BOOT_BUCKET)/job/job.tar.gz" "$state/job.tar.gz" &&
+    tar --extract --gzip --no-same-owner --file "$state/job.tar.gz" --directory "$new" || return
+  if [ ! -f "$new/job.yaml" ]; then
+    say "job.tar.gz holds no job.yaml at its top"
+    return 1
+  fi
+  chmod -R u=rwX,go=rX "$new" && rm -rf "$state/job" && mv "$new" "$state/job"
+}
+
+# name of the container, port of its probes, words of the doll command: run it in the foreground. Exit code: the command's.
+run_doll() {
+  local name=$1 port=$2 line
+  shift 2
+  local sets=()
+  while IFS= read -r line; do
+    if [ -n "$line" ]; then sets+=(--set "$line"); fi
+  done < "$run/settings"
+  docker rm --force "$name" > /dev/null 2>&1 || true
+  # Containers share the host's network: metadata is one hop away, and nothing is published.
+  docker run --rm --init --name "$name" --network host --user "$uid:$uid" --read-only --tmpfs /tmp --cap-drop ALL \
+    --security-opt no-new-privileges --env-file "$run/environment" --env-file "$run/secrets" \
+    --env "AWS_REGION=$AWS_REGION" --env "DOLL_HEALTH_PORT=$port" \
+    --volume "$state/job:/job:ro" --volume "$run/ca:/run/doll/ca:ro" --volume "$state/run:/var/lib/doll" \
+    --log-driver awslogs --log-opt "awslogs-group=$(setting DOLL_BOOT_LOG_GROUP)" \
+    --log-opt "awslogs-region=$AWS_REGION" --log-opt "awslogs-stream=$name-$(metadata instance-id)" \
+    "$(setting DOLL_BOOT_IMAGE)" "$@" --job /job/job.yaml "${sets[@]}"
+}
+
+# path below meta-data
+metadata() {
+  local imds=${AWS_EC2_METADATA_SERVICE_ENDPOINT:-http://169.254.169.254} token
+  token=$(curl --silent --fail --max-time 5 --request PUT --header 'X-aws-ec2-metadata-token-ttl-seconds: 60' \
+    "${imds%/}/latest/api/token") &&
+    curl --silent --fail --max-time 5 --header "X-aws-ec2-metadata-token: $token" "${imds%/}/latest/meta-data/$1"
+}
+
+# folder, secret that keeps the authority's key, name, `create` or `await`: our own certificate authority in the folder.
+# One host creates it, once; all others wait for it. The certificate goes to where clients fetch it.
+authority() {
+  local folder=$1 secret=$2 name=$3 who=$4 told
+  while :; do
+    if told=$(aws secretsmanager get-secret-value --secret-id "$secret" --query SecretString --output text 2>&1 > "$folder/authority.pem"); then
+      break
+    fi
+    # Only where it surely has no value yet: a second authority would cut off all who know the first.
+    if [[ $who == create && $told == *ResourceNotFoundException* ]]; then
+      openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -noenc -days 3650 -subj "/CN=DOLL $DOLL_NAME $name" \
+        -addext "keyUsage=critical,keyCertSign,cRLSign" -keyout "$folder/new.key" -out "$folder/new.crt" 2> /dev/null
+      cat "$folder/new.key" "$folder/new.crt" > "$folder/new.pem"
+      aws secretsmanager put-secret-value --secret-id "$secret" --secret-string "file://$folder/new.pem" > /dev/null ||
+        say "cannot keep the new authority"
+      rm -f "$folder"/new.*
+    else
+      say "waiting for the certificate authority: $told"
+      sleep "$pause_s"
+    fi
+  done
+  openssl x509 -in "$folder/authority.pem" -out "$folder/ca.pem"
+  if [ "$who" = create ]; then
+    insist aws s3 cp --quiet "$folder/ca.pem" "s3://$(setting DOLL_BOOT_BUCKET)/ca/$name.pem"
+  fi
+}
+
+# folder with an authority, common name, IP address: server.key (PKCS 8), server.crt and server.pem (both, then the
+# authority's). A new one at each start, for 398 days. The authority's key is forgotten.
+certificate() {
+  local folder=$1
+  openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -noenc -subj "/CN=$2" \
+    -keyout "$folder/server.key" -out "$folder/server.csr" 2> /dev/null
+  printf 'subjectAltName=IP:%s\nextendedKeyUsage=serverAuth,clientAuth\nkeyUsage=digitalSignature\n' "$3" > "$folder/server.ext"
+  openssl x509 -req -in "$folder/server.csr" -CA "$folder/authority.pem" -CAkey "$folder/authority.pem" -days 398 \
+    -extfile "$folder/server.ext" -out "$folder/server.crt" 2> /dev/null
+  cat "$folder/server.key" "$folder/server.crt" "$folder/ca.pem" > "$folder/server.pem"
+  rm -f "$folder/authority.pem" "$folder/server.csr" "$folder/server.ext"
+}

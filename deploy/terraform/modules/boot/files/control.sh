@@ -1,0 +1,26 @@
+#!/bin/bash
+# Get what the roles of the control host need, and wait for what is not there yet: at the first apply, the image and the
+# job are pushed after the host is up.
+# shellcheck source=common.sh
+. "${DOLL_ROOT:-}/opt/doll/common.sh"
+
+need aws awscli-2
+need openssl openssl
+insist fetch_environment
+insist fetch_secrets
+if [ -n "$(setting DOLL_BOOT_CACHE_IMAGE)" ]; then
+  # Certificate and user of the cache beside us; doll's own user may touch its keys only.
+  mkdir -p "$run/cache"
+  authority "$run/cache" "doll/$DOLL_NAME/cache-authority" cache create
+  certificate "$run/cache" doll-cache "$DOLL_PRIVATE_IP"
+  hash=$(secret DOLL_REDIS_PASSWORD | tr -d '\n' | sha256sum | cut -d ' ' -f 1)
+  printf 'user default off\nuser %s on #%s ~doll:* +@all -@dangerous\n' "$(secret DOLL_REDIS_USERNAME)" "$hash" \
+    > "$run/cache/users.acl"
+  chown -R "$uid:$uid" "$run/cache"
+  insist pull "$(setting DOLL_BOOT_CACHE_IMAGE)"
+fi
+insist fetch_authorities
+insist pull "$(setting DOLL_BOOT_IMAGE)"
+insist fetch_job
+mkdir -p "$state/run"
+chown "$uid:$uid" "$state/run"

@@ -1,0 +1,15 @@
+#!/bin/bash
+# ps, evaluate or provision, in the foreground. Their probes are on loopback, one port each: they share the host's.
+# shellcheck source=common.sh
+. "${DOLL_ROOT:-}/opt/doll/common.sh"
+
+case $1 in
+  ps) port=8080 ;;
+  evaluate) port=8081 ;;
+  provision) port=8082 ;;
+  *)
+    say "expected ps, evaluate or provision, got $1"
+    exit 2
+    ;;
+esac
+run_doll "doll-$1" "$port" "$1" --run-folder /var/lib/doll

@@ -1,0 +1,9 @@
+output "document" {
+  description = "The cloud-init document."
+  value       = local.document
+
+  precondition {
+    condition     = length(base64gzip(local.document)) <= 16384
+    error_message = "EC2 takes 16 KiB of user data."
+  }
+}

@@ -1,0 +1,114 @@
+# Parameter server, provisioner, evaluator and, where it is self-managed, the cache: one on-demand machine. What must
+# survive it is in the bucket (checkpoints) and in Kafka.
+
+data "aws_partition" "this" {}
+
+# Hosts read both each time their services start, so a change needs no new machine.
+resource "aws_ssm_parameter" "environment" {
+  # checkov:skip=CKV2_AWS_34: it holds no secret; secrets are in Secrets Manager
+  # checkov:skip=CKV_AWS_337: same
+  name        = "/doll/${var.name}/environment"
+  description = "Environment of doll's containers, a docker env file"
+  type        = "String"
+  value       = join("", [for key in sort(keys(var.environment)) : "${key}=${var.environment[key]}\n"])
+}
+
+resource "aws_ssm_parameter" "settings" {
+  # checkov:skip=CKV2_AWS_34: it holds no secret
+  # checkov:skip=CKV_AWS_337: same
+  name        = "/doll/${var.name}/settings"
+  description = "Job settings that follow from the stack, one --set in each line"
+  type        = "String"
+  value       = join("", [for key in sort(keys(var.settings)) : "${key}=${var.settings[key]}\n"])
+}
+
+data "aws_iam_policy_document" "trust" {
+  statement {
+    actions = ["sts:AssumeRole"]
+
+    principals {
+      type        = "Service"
+      identifiers = ["ec2.amazonaws.com"]
+    }
+  }
+}
+
+resource "aws_iam_role" "this" {
+  name               = "${var.name}-control"
+  assume_role_policy = data.aws_iam_policy_document.trust.json
+}
+
+resource "aws_iam_role_policy" "this" {
+  name   = "control"
+  role   = aws_iam_role.this.id
+  policy = var.policy_json
+}
+
+resource "aws_iam_role_policy_attachment" "session_manager" {
+  role       = aws_iam_role.this.name
+  policy_arn = "arn:${data.aws_partition.this.partition}:iam::aws:policy/AmazonSSMManagedInstanceCore"
+}
+
+resource "aws_iam_instance_profile" "this" {
+  name = "${var.name}-control"
+  role = aws_iam_role.this.name
+}
+
+locals {
+  roles = ["ps", "evaluate", "provision"]
+}
+
+module "boot" {
+  source = "../boot"
+
+  environment = {
+    AWS_REGION      = var.region
+    DOLL_NAME       = var.name
+    DOLL_PRIVATE_IP = var.private_ip
+  }
+  scripts = ["control", "cache", "role", "heartbeat", "drain"]
+  units   = ["doll-boot.service", "doll-cache.service", "doll-role@.service", "doll-heartbeat.service", "doll-heartbeat.timer"]
+  start = concat(
+    ["doll-boot.service", "doll-cache.service"],
+    [for role in local.roles : "doll-role@${role}.service"],
+    ["doll-heartbeat.timer"],
+  )
+}
+
+resource "aws_instance" "this" {
+  ami                    = var.ami_id
+  instance_type          = var.instance_type
+  subnet_id              = var.subnet_id
+  private_ip             = var.private_ip
+  vpc_security_group_ids = var.security_group_ids
+  iam_instance_profile   = aws_iam_instance_profile.this.name
+  user_data_base64       = base64gzip(module.boot.document)
+  ebs_optimized          = true
+  monitoring             = true
+
+  metadata_options {
+    http_endpoint               = "enabled"
+    http_tokens                 = "required"
+    http_put_response_hop_limit = 1
+  }
+
+  root_block_device {
+    volume_type = "gp3"
+    volume_size = var.volume_gb
+    encrypted   = true
+  }
+
+  tags = { Name = "${var.name}-control" }
+
+  lifecycle {
+    # A new image of Amazon's must not replace the machine under a running job; user data is read at the first boot only.
+    ignore_changes = [ami, user_data_base64]
+  }
+
+  depends_on = [
+    var.network_ready,
+    aws_iam_role_policy.this,
+    aws_ssm_parameter.environment,
+    aws_ssm_parameter.settings,
+  ]
+}

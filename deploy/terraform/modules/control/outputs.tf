@@ -1,0 +1,14 @@
+output "instance_id" {
+  description = "The control host."
+  value       = aws_instance.this.id
+}
+
+output "role_name" {
+  description = "Role of the control host."
+  value       = aws_iam_role.this.name
+}
+
+output "restart_units" {
+  description = "Units that take up what has changed, in the order to name them to systemctl restart."
+  value       = concat(["doll-boot", "doll-cache"], [for role in local.roles : "doll-role@${role}"])
+}

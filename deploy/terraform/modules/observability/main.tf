@@ -1,0 +1,218 @@
+# Notices of the spot market for the provisioner, and alarms for people.
+
+# --- EventBridge -> SQS: the events carry no tags, so all spot instances of the account are in the queue ---
+
+locals {
+  events = {
+    interruption = "EC2 Spot Instance Interruption Warning"
+    rebalance    = "EC2 Instance Rebalance Recommendation"
+    state        = "EC2 Instance State-change Notification"
+  }
+}
+
+resource "aws_sqs_queue" "notices" {
+  name = "doll-${var.name}-notices"
+  # A notice is of use for two minutes: what is older the provisioner learns from the list of instances.
+  message_retention_seconds  = 300
+  receive_wait_time_seconds  = 20
+  visibility_timeout_seconds = 30
+  sqs_managed_sse_enabled    = true
+}
+
+resource "aws_cloudwatch_event_rule" "this" {
+  for_each = local.events
+
+  name          = "doll-${var.name}-${each.key}"
+  description   = each.value
+  event_pattern = jsonencode({ source = ["aws.ec2"], "detail-type" = [each.value] })
+}
+
+resource "aws_cloudwatch_event_target" "this" {
+  for_each = local.events
+
+  rule      = aws_cloudwatch_event_rule.this[each.key].name
+  target_id = "notices"
+  arn       = aws_sqs_queue.notices.arn
+}
+
+data "aws_iam_policy_document" "notices" {
+  statement {
+    sid       = "RulesMaySend"
+    actions   = ["sqs:SendMessage"]
+    resources = [aws_sqs_queue.notices.arn]
+
+    principals {
+      type        = "Service"
+      identifiers = ["events.amazonaws.com"]
+    }
+
+    condition {
+      test     = "ArnEquals"
+      variable = "aws:SourceArn"
+      values   = [for rule in aws_cloudwatch_event_rule.this : rule.arn]
+    }
+  }
+}
+
+resource "aws_sqs_queue_policy" "notices" {
+  queue_url = aws_sqs_queue.notices.id
+  policy    = data.aws_iam_policy_document.notices.json
+}
+
+# --- alarms ---
+
+resource "aws_sns_topic" "alarms" {
+  name              = "doll-${var.name}-alarms"
+  kms_master_key_id = var.kms_key_arn
+}
+
+resource "aws_sns_topic_subscription" "email" {
+  count = var.alarm_email == null ? 0 : 1
+
+  topic_arn = aws_sns_topic.alarms.arn
+  protocol  = "email"
+  endpoint  = var.alarm_email
+}
+
+# The control host counts them each minute while the parameter server runs; no job, no measurement, no alarm.
+resource "aws_cloudwatch_metric_alarm" "no_workers" {
+  alarm_name          = "doll-${var.name}-no-workers"
+  alarm_description   = "The parameter server runs, and for 15 minutes there has been no worker: doll status, then the provisioner's decisions"
+  namespace           = "DOLL"
+  metric_name         = "WorkersRunning"
+  dimensions          = { Cluster = var.name }
+  statistic           = "Maximum"
+  period              = 300
+  evaluation_periods  = 3
+  threshold           = 1
+  comparison_operator = "LessThanThreshold"
+  treat_missing_data  = "notBreaching"
+  alarm_actions       = [aws_sns_topic.alarms.arn]
+  ok_actions          = [aws_sns_topic.alarms.arn]
+}
+
+resource "aws_cloudwatch_metric_alarm" "control_host" {
+  alarm_name          = "doll-${var.name}-control-host"
+  alarm_description   = "The control host is sick: EC2 moves it to other hardware; the job goes on from the newest checkpoint"
+  namespace           = "AWS/EC2"
+  metric_name         = "StatusCheckFailed_System"
+  dimensions          = { InstanceId = var.control_instance_id }
+  statistic           = "Maximum"
+  period              = 60
+  evaluation_periods  = 3
+  threshold           = 1
+  comparison_operator = "GreaterThanOrEqualToThreshold"
+  treat_missing_data  = "notBreaching"
+  alarm_actions       = ["arn:${data.aws_partition.this.partition}:automate:${var.region}:ec2:recover", aws_sns_topic.alarms.arn]
+}
+
+# Notices are read within seconds: an old one says that no provisioner reads them.
+resource "aws_cloudwatch_metric_alarm" "notices_unread" {
+  alarm_name          = "doll-${var.name}-notices-unread"
+  alarm_description   = "Spot notices lie unread for two minutes: is the provisioner (doll-role@provision) up?"
+  namespace           = "AWS/SQS"
+  metric_name         = "ApproximateAgeOfOldestMessage"
+  dimensions          = { QueueName = aws_sqs_queue.notices.name }
+  statistic           = "Maximum"
+  period              = 60
+  evaluation_periods  = 5
+  threshold           = 120
+  comparison_operator = "GreaterThanThreshold"
+  treat_missing_data  = "notBreaching"
+  alarm_actions       = [aws_sns_topic.alarms.arn]
+}
+
+data "aws_partition" "this" {}
+
+# By tag: activate `doll:stack` as a cost allocation tag in the billing console first. What the workers cost is under
+# `doll:cluster`, the provisioner's own tag.
+resource "aws_budgets_budget" "this" {
+  count = var.budget_usd_per_month > 0 ? 1 : 0
+
+  name         = "doll-${var.name}"
+  budget_type  = "COST"
+  limit_amount = tostring(var.budget_usd_per_month)
+  limit_unit   = "USD"
+  time_unit    = "MONTHLY"
+
+  cost_filter {
+    name   = "TagKeyValue"
+    values = ["user:doll:stack$${var.name}", "user:doll:cluster$${var.name}"]
+  }
+
+  notification {
+    comparison_operator       = "GREATER_THAN"
+    notification_type         = "FORECASTED"
+    threshold                 = 100
+    threshold_type            = "PERCENTAGE"
+    subscriber_sns_topic_arns = [aws_sns_topic.alarms.arn]
+  }
+}
+
+data "aws_iam_policy_document" "alarms" {
+  statement {
+    sid       = "AlarmsMayPublish"
+    actions   = ["sns:Publish"]
+    resources = [aws_sns_topic.alarms.arn]
+
+    principals {
+      type        = "Service"
+      identifiers = ["cloudwatch.amazonaws.com", "budgets.amazonaws.com"]
+    }
+
+    condition {
+      test     = "StringEquals"
+      variable = "aws:SourceAccount"
+      values   = [data.aws_caller_identity.this.account_id]
+    }
+  }
+}
+
+data "aws_caller_identity" "this" {}
+
+resource "aws_sns_topic_policy" "alarms" {
+  arn    = aws_sns_topic.alarms.arn
+  policy = data.aws_iam_policy_document.alarms.json
+}
+
+# --- dashboard ---
+
+resource "aws_cloudwatch_dashboard" "this" {
+  dashboard_name = "doll-${var.name}"
+  dashboard_body = jsonencode({
+    widgets = [
+      {
+        type = "metric", x = 0, y = 0, width = 12, height = 6
+        properties = {
+          title   = "Workers running", region = var.region, stat = "Maximum", period = 60, view = "timeSeries"
+          metrics = [["DOLL", "WorkersRunning", "Cluster", var.name]]
+        }
+      },
+      {
+        type = "metric", x = 12, y = 0, width = 12, height = 6
+        properties = {
+          title = "Control host", region = var.region, stat = "Average", period = 60, view = "timeSeries"
+          metrics = [
+            ["AWS/EC2", "CPUUtilization", "InstanceId", var.control_instance_id],
+            ["AWS/EC2", "NetworkIn", "InstanceId", var.control_instance_id, { yAxis = "right", stat = "Sum" }],
+            ["AWS/EC2", "NetworkOut", "InstanceId", var.control_instance_id, { yAxis = "right", stat = "Sum" }],
+          ]
+        }
+      },
+      {
+        type = "log", x = 0, y = 6, width = 24, height = 8
+        properties = {
+          title = "Decisions of the provisioner", region = var.region, view = "table"
+          query = "SOURCE '${var.roles_log_group}' | fields @timestamp, @message | filter @logStream like /doll-provision/ | sort @timestamp desc | limit 100"
+        }
+      },
+      {
+        type = "log", x = 0, y = 14, width = 24, height = 8
+        properties = {
+          title = "Warnings and errors", region = var.region, view = "table"
+          query = "SOURCE '${var.roles_log_group}' | fields @timestamp, @logStream, @message | filter @message like /warning|error/ | sort @timestamp desc | limit 100"
+        }
+      },
+    ]
+  })
+}

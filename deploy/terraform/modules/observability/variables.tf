@@ -1,0 +1,34 @@
+variable "name" {
+  description = "Prefix of all names."
+  type        = string
+}
+
+variable "region" {
+  description = "Region of the stack."
+  type        = string
+}
+
+variable "kms_key_arn" {
+  description = "Key of the alarm topic."
+  type        = string
+}
+
+variable "control_instance_id" {
+  description = "The control host."
+  type        = string
+}
+
+variable "roles_log_group" {
+  description = "Log group of all containers."
+  type        = string
+}
+
+variable "alarm_email" {
+  description = "Who gets the alarms; null: nobody, they show on the console only."
+  type        = string
+}
+
+variable "budget_usd_per_month" {
+  description = "Budget of the stack, USD per month; 0: none."
+  type        = number
+}

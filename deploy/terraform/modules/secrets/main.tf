@@ -1,0 +1,77 @@
+# Passwords are made here, go straight into Secrets Manager (write-only arguments) and are in no state or plan.
+# Hosts read them at boot. What is in a secret changes when its version does: with the modes, and at no other time.
+
+locals {
+  version = 1 + index(["self_managed", "msk", "msk_serverless"], var.kafka_mode) + 10 * index(["self_managed", "elasticache"], var.cache_mode)
+
+  empty = merge(
+    var.kafka_mode == "self_managed" ? { kafka = "Key and certificate of Kafka's certificate authority" } : {},
+    var.cache_mode == "self_managed" ? { cache = "Key and certificate of the cache's certificate authority" } : {},
+  )
+}
+
+ephemeral "aws_secretsmanager_random_password" "kafka" {
+  provider = aws.passwords
+
+  password_length     = 32
+  exclude_punctuation = true
+}
+
+ephemeral "aws_secretsmanager_random_password" "cache" {
+  provider = aws.passwords
+
+  password_length     = 32
+  exclude_punctuation = true
+}
+
+resource "aws_secretsmanager_secret" "clients" {
+  # checkov:skip=CKV2_AWS_57: brokers and cache take the password when they are made; docs/security.md says how to change it
+  name                    = "doll/${var.name}/clients"
+  description             = "User names and passwords of doll's own clients, as a docker env file"
+  kms_key_id              = var.kms_key_arn
+  recovery_window_in_days = 0
+}
+
+resource "aws_secretsmanager_secret_version" "clients" {
+  secret_id                = aws_secretsmanager_secret.clients.id
+  secret_string_wo_version = local.version
+  secret_string_wo         = <<-ENV
+    DOLL_KAFKA_USERNAME=doll
+    DOLL_KAFKA_PASSWORD=${ephemeral.aws_secretsmanager_random_password.kafka.random_password}
+    DOLL_REDIS_USERNAME=doll
+    DOLL_REDIS_PASSWORD=${var.cache_password != null ? var.cache_password : ephemeral.aws_secretsmanager_random_password.cache.random_password}
+  ENV
+}
+
+# The same user, in the form and under the name that MSK asks for.
+resource "aws_secretsmanager_secret" "msk" {
+  # checkov:skip=CKV2_AWS_57: as above
+  count = var.kafka_mode == "msk" ? 1 : 0
+
+  name                    = "AmazonMSK_doll_${var.name}"
+  description             = "User of the MSK cluster"
+  kms_key_id              = var.kms_key_arn
+  recovery_window_in_days = 0
+}
+
+resource "aws_secretsmanager_secret_version" "msk" {
+  count = var.kafka_mode == "msk" ? 1 : 0
+
+  secret_id                = aws_secretsmanager_secret.msk[0].id
+  secret_string_wo_version = local.version
+  secret_string_wo = jsonencode({
+    username = "doll"
+    password = ephemeral.aws_secretsmanager_random_password.kafka.random_password
+  })
+}
+
+# Filled at boot by the one host that owns the authority; Terraform never sees a key.
+resource "aws_secretsmanager_secret" "authority" {
+  # checkov:skip=CKV2_AWS_57: an authority is not rotated by itself: its clients must know the new one first
+  for_each = local.empty
+
+  name                    = "doll/${var.name}/${each.key}-authority"
+  description             = each.value
+  kms_key_id              = var.kms_key_arn
+  recovery_window_in_days = 0
+}

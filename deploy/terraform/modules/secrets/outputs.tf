@@ -1,0 +1,19 @@
+output "clients_arn" {
+  description = "Secret with the clients' user names and passwords, a docker env file."
+  value       = aws_secretsmanager_secret.clients.arn
+}
+
+output "clients_name" {
+  description = "Its name."
+  value       = aws_secretsmanager_secret.clients.name
+}
+
+output "msk_arn" {
+  description = "Secret that MSK reads; null where there is none."
+  value       = var.kafka_mode == "msk" ? aws_secretsmanager_secret_version.msk[0].arn : null
+}
+
+output "authority_arns" {
+  description = "Secrets of our own certificate authorities: kafka, cache."
+  value       = { for key, secret in aws_secretsmanager_secret.authority : key => secret.arn }
+}

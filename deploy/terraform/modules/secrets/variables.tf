@@ -1,0 +1,25 @@
+variable "name" {
+  description = "Prefix of all names."
+  type        = string
+}
+
+variable "kms_key_arn" {
+  description = "Key of the secrets."
+  type        = string
+}
+
+variable "kafka_mode" {
+  description = "msk, self_managed or msk_serverless."
+  type        = string
+}
+
+variable "cache_mode" {
+  description = "self_managed or elasticache."
+  type        = string
+}
+
+variable "cache_password" {
+  description = "Password of the cache's user, where somebody else has set it; null: one is made."
+  type        = string
+  sensitive   = true
+}

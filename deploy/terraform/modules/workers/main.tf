@@ -1,0 +1,79 @@
+# A launch template only. Which instance types, which market, how many and when: the provisioner decides.
+
+data "aws_partition" "this" {}
+
+data "aws_iam_policy_document" "trust" {
+  statement {
+    actions = ["sts:AssumeRole"]
+
+    principals {
+      type        = "Service"
+      identifiers = ["ec2.amazonaws.com"]
+    }
+  }
+}
+
+resource "aws_iam_role" "this" {
+  name               = "${var.name}-worker"
+  assume_role_policy = data.aws_iam_policy_document.trust.json
+}
+
+resource "aws_iam_role_policy" "this" {
+  name   = "worker"
+  role   = aws_iam_role.this.id
+  policy = var.policy_json
+}
+
+resource "aws_iam_role_policy_attachment" "session_manager" {
+  role       = aws_iam_role.this.name
+  policy_arn = "arn:${data.aws_partition.this.partition}:iam::aws:policy/AmazonSSMManagedInstanceCore"
+}
+
+resource "aws_iam_instance_profile" "this" {
+  name = "${var.name}-worker"
+  role = aws_iam_role.this.name
+}
+
+resource "aws_launch_template" "this" {
+  name        = "doll-${var.name}-worker"
+  description = "Worker of ${var.name}: no market and no instance type on purpose"
+  image_id    = var.ami_id
+  user_data   = base64gzip(var.user_data)
+
+  update_default_version               = true
+  instance_initiated_shutdown_behavior = "terminate"
+
+  iam_instance_profile {
+    arn = aws_iam_instance_profile.this.arn
+  }
+
+  # Containers share the host's network, so that one hop is enough. The slot comes with the tags.
+  metadata_options {
+    http_endpoint               = "enabled"
+    http_tokens                 = "required"
+    http_put_response_hop_limit = 1
+    instance_metadata_tags      = "enabled"
+  }
+
+  network_interfaces {
+    device_index                = 0
+    associate_public_ip_address = false
+    delete_on_termination       = true
+    security_groups             = [var.security_group_id]
+  }
+
+  # With AWS's own key for volumes: a key of ours would need a grant for spot's service-linked role.
+  block_device_mappings {
+    device_name = "/dev/xvda"
+
+    ebs {
+      volume_type           = "gp3"
+      volume_size           = var.volume_gb
+      encrypted             = true
+      delete_on_termination = true
+    }
+  }
+
+  # No tag_specifications: a tagged spot-instances-request would break on-demand launches, and the provisioner tags
+  # the instance with its slot anyway.
+}

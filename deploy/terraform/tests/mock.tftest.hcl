@@ -1,0 +1,234 @@
+# Wiring, variables and every mode, without AWS and without the provider's own logic: everything is made up.
+
+mock_provider "aws" {
+  mock_data "aws_iam_policy_document" {
+    defaults = { json = "{\"Version\":\"2012-10-17\",\"Statement\":[]}" }
+  }
+  mock_data "aws_availability_zones" {
+    defaults = { names = ["us-east-1a", "us-east-1b", "us-east-1c"] }
+  }
+  mock_data "aws_partition" {
+    defaults = { partition = "aws" }
+  }
+  mock_data "aws_region" {
+    defaults = { name = "us-east-1" }
+  }
+  mock_data "aws_caller_identity" {
+    defaults = { account_id = "123456789012" }
+  }
+  mock_data "aws_ssm_parameter" {
+    defaults = { insecure_value = "ami-0123456789abcdef0" }
+  }
+  mock_resource "aws_subnet" {
+    defaults = { id = "subnet-0123456789abcdef0" }
+  }
+  mock_resource "aws_kms_key" {
+    defaults = { arn = "arn:aws:kms:us-east-1:123456789012:key/00000000-0000-0000-0000-000000000000" }
+  }
+  mock_resource "aws_s3_bucket" {
+    defaults = { arn = "arn:aws:s3:::doll-test-1", bucket = "doll-test-1" }
+  }
+  mock_resource "aws_iam_role" {
+    defaults = { arn = "arn:aws:iam::123456789012:role/test" }
+  }
+  mock_resource "aws_iam_instance_profile" {
+    defaults = { arn = "arn:aws:iam::123456789012:instance-profile/test" }
+  }
+  mock_resource "aws_cloudwatch_log_group" {
+    defaults = { arn = "arn:aws:logs:us-east-1:123456789012:log-group:/doll/test/roles" }
+  }
+  mock_resource "aws_ecr_repository" {
+    defaults = {
+      arn            = "arn:aws:ecr:us-east-1:123456789012:repository/doll-test"
+      repository_url = "123456789012.dkr.ecr.us-east-1.amazonaws.com/doll-test"
+    }
+  }
+  mock_resource "aws_sqs_queue" {
+    defaults = {
+      arn = "arn:aws:sqs:us-east-1:123456789012:doll-test-notices"
+      url = "https://sqs.us-east-1.amazonaws.com/123456789012/doll-test-notices"
+    }
+  }
+  mock_resource "aws_sns_topic" {
+    defaults = { arn = "arn:aws:sns:us-east-1:123456789012:doll-test-alarms" }
+  }
+  mock_resource "aws_cloudwatch_event_rule" {
+    defaults = { arn = "arn:aws:events:us-east-1:123456789012:rule/doll-test" }
+  }
+  mock_resource "aws_launch_template" {
+    defaults = {
+      id             = "lt-0123456789abcdef0"
+      arn            = "arn:aws:ec2:us-east-1:123456789012:launch-template/lt-0123456789abcdef0"
+      latest_version = 3
+    }
+  }
+  mock_resource "aws_ebs_volume" {
+    defaults = { id = "vol-0123456789abcdef0" }
+  }
+  mock_resource "aws_msk_cluster" {
+    defaults = {
+      arn                          = "arn:aws:kafka:us-east-1:123456789012:cluster/doll-test/11111111-1111-1111-1111-111111111111-1"
+      bootstrap_brokers_sasl_scram = "b-1.test:9096,b-2.test:9096,b-3.test:9096"
+    }
+  }
+  mock_resource "aws_msk_serverless_cluster" {
+    defaults = {
+      arn                        = "arn:aws:kafka:us-east-1:123456789012:cluster/doll-test/22222222-2222-2222-2222-222222222222-1"
+      bootstrap_brokers_sasl_iam = "boot.test:9098"
+    }
+  }
+  mock_resource "aws_msk_configuration" {
+    defaults = { arn = "arn:aws:kafka:us-east-1:123456789012:configuration/doll-test/1", latest_revision = 1 }
+  }
+  mock_resource "aws_elasticache_replication_group" {
+    defaults = { primary_endpoint_address = "master.test.cache" }
+  }
+}
+
+provider "aws" {
+  alias                       = "passwords"
+  region                      = "us-east-1"
+  access_key                  = "none"
+  secret_key                  = "none"
+  skip_credentials_validation = true
+  skip_metadata_api_check     = true
+  skip_region_validation      = true
+  skip_requesting_account_id  = true
+}
+
+variables {
+  name      = "test"
+  image_tag = "v1"
+}
+
+# Real passwords are made where the stack is applied, as by make tf-apply-local.
+override_module {
+  target = module.secrets
+  outputs = {
+    clients_arn  = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/clients-abcdef"
+    clients_name = "doll/test/clients"
+    msk_arn      = "arn:aws:secretsmanager:us-east-1:123456789012:secret:AmazonMSK_doll_test-abcdef"
+    authority_arns = {
+      kafka = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/kafka-authority-abcdef"
+      cache = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/cache-authority-abcdef"
+    }
+  }
+}
+
+run "msk_is_the_default" {
+  assert {
+    condition     = output.environment.DOLL_KAFKA == "b-1.test:9096,b-2.test:9096,b-3.test:9096"
+    error_message = "clients are sent elsewhere than to MSK"
+  }
+  assert {
+    condition     = output.settings["kafka.security"] == "sasl_ssl" && output.settings["kafka.replication_factor"] == "3"
+    error_message = "Kafka is not spoken to with TLS and log-in, or records have not three copies"
+  }
+  assert {
+    condition     = output.settings["fleet.launch_template_version"] == "3"
+    error_message = "the provisioner does not launch from a fixed version"
+  }
+  assert {
+    condition     = output.environment.DOLL_REDIS == "rediss://10.64.128.10:6379/0" && output.environment.DOLL_REDIS_CA == "/run/doll/ca/cache.pem"
+    error_message = "the cache is not on the control host, or its authority is not told"
+  }
+  assert {
+    condition     = !contains(keys(output.environment), "DOLL_KAFKA_CA")
+    error_message = "MSK's certificates come from a public authority"
+  }
+  assert {
+    condition     = output.environment.DOLL_BOOT_IMAGE == "123456789012.dkr.ecr.us-east-1.amazonaws.com/doll-test:v1"
+    error_message = "the image is not the one in the stack's repository"
+  }
+}
+
+run "self_managed_kafka_in_two_zones" {
+  variables {
+    kafka_mode = "self_managed"
+    zone_count = 2
+  }
+  assert {
+    condition     = output.environment.DOLL_KAFKA == "10.64.128.11:9092,10.64.144.12:9092,10.64.128.13:9092"
+    error_message = "brokers are not spread over the zones, at their fixed addresses"
+  }
+  assert {
+    condition     = output.environment.DOLL_KAFKA_CA == "/run/doll/ca/kafka.pem" && output.environment.DOLL_BOOT_AUTHORITIES == "kafka cache"
+    error_message = "clients do not learn of our own authorities"
+  }
+}
+
+run "one_broker_and_elasticache" {
+  variables {
+    kafka_mode         = "self_managed"
+    kafka_broker_count = 1
+    cache_mode         = "elasticache"
+  }
+  assert {
+    condition     = output.environment.DOLL_KAFKA == "10.64.128.11:9092" && output.settings["kafka.replication_factor"] == "1"
+    error_message = "one broker holds more than one copy"
+  }
+  assert {
+    condition     = output.environment.DOLL_REDIS == "rediss://master.test.cache:6379/0" && output.environment.DOLL_BOOT_CACHE_IMAGE == ""
+    error_message = "clients are not sent to ElastiCache, or a cache of our own would start beside it"
+  }
+}
+
+run "serverless_and_all_that_is_optional" {
+  variables {
+    kafka_mode                      = "msk_serverless"
+    nat_mode                        = "none"
+    cache_image                     = "123456789012.dkr.ecr.us-east-1.amazonaws.com/doll-test:valkey-8.1"
+    budget_usd_per_month            = 500
+    alarm_email                     = "a@example.com"
+    create_spot_service_linked_role = true
+    producer_cidrs                  = ["10.1.0.0/16"]
+    image_tag                       = "sha256:0000000000000000000000000000000000000000000000000000000000000000"
+    worker_instance_types           = ["c7g.xlarge", "c6g.xlarge", "m7g.xlarge"]
+    control_instance_type           = "m7g.xlarge"
+  }
+  assert {
+    condition     = strcontains(output.environment.DOLL_BOOT_IMAGE, "doll-test@sha256:")
+    error_message = "a digest is not taken as one"
+  }
+  assert {
+    condition     = output.names.worker_architecture == "linux/arm64"
+    error_message = "Graviton types are not seen as arm64"
+  }
+  expect_failures = [check.serverless_needs_iam_login]
+}
+
+# --- what is refused ---
+
+run "wrong_values" {
+  command = plan
+  variables {
+    name                  = "a-name-that-does-not-fit"
+    image_tag             = "latest"
+    region                = "us-east-1a"
+    zone_count            = 4
+    vpc_cidr              = "10.0.0.0/8"
+    producer_cidrs        = ["0.0.0.0/0"]
+    worker_instance_types = ["c7g.xlarge", "c5.xlarge", "m5.xlarge"]
+    worker_ami_id         = "c5.xlarge"
+    cache_mode            = "memcached"
+    control_instance_type = "xlarge"
+    alarm_email           = "nobody"
+    log_retention_days    = 2
+  }
+  expect_failures = [
+    var.name, var.image_tag, var.region, var.zone_count, var.vpc_cidr, var.producer_cidrs, var.worker_instance_types,
+    var.worker_ami_id, var.cache_mode, var.control_instance_type, var.alarm_email, var.log_retention_days,
+  ]
+}
+
+# A quorum of two, public images without a way out, one instance type.
+run "values_that_do_not_go_together" {
+  command = plan
+  variables {
+    kafka_mode            = "self_managed"
+    kafka_broker_count    = 2
+    nat_mode              = "none"
+    worker_instance_types = ["c5.xlarge"]
+  }
+  expect_failures = [var.kafka_broker_count, var.kafka_image, var.cache_image, var.worker_instance_types]
+}
