@@ -14,10 +14,10 @@ TORCH ?=
 STAMP := $(VENV)/.doll-setup$(if $(TORCH),-$(TORCH))
 JOB   ?= examples/digits.yaml
 
-.PHONY: help setup demo test check lint type fmt bench build lock clean
+.PHONY: help setup demo test check lint type fmt bench bench-overhead paper build lock clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  JOB=file.yaml   the job that \`make demo\` runs (default $(JOB))"
 	@echo "  TORCH=cpu       take torch's CPU build, where the network has it (2 GB less to download)"
@@ -77,6 +77,12 @@ fmt: setup ## format the code and mend what can be mended by itself
 
 bench: setup ## measure DOLL against yardsticks (BENCH=--quick: 5 minutes); results in benchmarks/results
 	@$(BIN)/python -m benchmarks.pipeline $(BENCH)
+
+bench-overhead: setup ## measure what checkpoints cost an undisturbed run (10 minutes)
+	@$(BIN)/python -m benchmarks.overhead $(BENCH)
+
+paper: setup ## reproduce the DOLL paper's figures and tables, write docs/results.md (PAPER=--quick: a minute, no docs)
+	@$(BIN)/python -m benchmarks.paper $(PAPER)
 
 build: setup ## build the wheel and the source archive into dist/
 	@$(BIN)/python -m build --no-isolation

