@@ -5,7 +5,10 @@ To add a fleet: write a `Rig` and enter it in `RIGS`. What its world cannot do i
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -13,14 +16,17 @@ from typing import Any
 
 import boto3
 from botocore.config import Config
+from doll.provisioner.compose_fleet import ComposeFleet
 from doll.provisioner.ec2_fleet import Ec2Fleet
 from doll.provisioner.ec2_notices import Ec2Notices
 from doll.provisioner.fake_fleet import FakeFleet, VirtualClock
 from doll.provisioner.fleet import Fleet
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from fake_docker import DAEMON, stamp
 from moto_overlay import REGION, MotoMarket, moto_market
 
+SUPPORT = Path(__file__).parents[1] / "support"
 IMAGE = "ami-03cf127a"  # one that moto knows
 
 
@@ -180,6 +186,70 @@ class Ec2Rig(Rig):
         self.market.interrupt(id_, announced=announced)
 
 
+class ComposeRig(Rig):
+    """`docker` is a likeness of docker 27 (tests/support/fake_docker.py): tests find no engine."""
+
+    can = frozenset({"throttle", "lose_answer"})
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.clock = VirtualClock()
+        docker = folder / "docker"
+        docker.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{SUPPORT / "fake_docker.py"}" "$@"\n')
+        docker.chmod(0o755)
+        (folder / "docker-compose.yml").write_text("services: {worker: {image: doll:local}}\n")
+        (folder / "calls.jsonl").touch()
+        empty = {"containers": {}, "services": ["worker"], "made": 0, "stubborn": [], "now_s": self.clock(),
+                 "fail_before": {}, "fail_after": {}}  # fmt: skip
+        (folder / "state.json").write_text(json.dumps(empty))
+        self.crash()
+
+    def state(self) -> dict[str, Any]:
+        """What the engine holds."""
+        found: dict[str, Any] = json.loads((self.folder / "state.json").read_text())
+        return found
+
+    def change(self, **changes: Any) -> None:
+        (self.folder / "state.json").write_text(json.dumps({**self.state(), **changes}))
+
+    def calls(self) -> list[list[str]]:
+        return [json.loads(line) for line in (self.folder / "calls.jsonl").read_text().splitlines()]
+
+    def make(self, cluster: str = "digits", **changes: Any) -> ComposeFleet:
+        settings: dict[str, Any] = {
+            "cluster": cluster, "project": "doll", "file": self.folder / "docker-compose.yml",
+            "docker": str(self.folder / "docker"), "clock": self.clock, "timeout_s": 120.0,
+            "environment": {"FAKE_DOCKER": str(self.folder), "PATH": os.environ["PATH"]},
+        }  # fmt: skip
+        return ComposeFleet(**{**settings, **changes})
+
+    def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.change(now_s=self.clock())
+
+    def crash(self) -> None:
+        self.fleet = self.make()
+
+    def go_away(self) -> None:
+        self.change(fail_before={"ps": DAEMON})
+
+    def break_down(self, id_: str) -> None:
+        containers = self.state()["containers"]
+        containers[id_]["State"] |= {
+            "Status": "exited", "Running": False, "ExitCode": 1, "FinishedAt": stamp(self.clock()),
+        }  # fmt: skip
+        self.change(containers=containers)
+
+    def strangers(self) -> Fleet:
+        return self.make("strangers")
+
+    def throttle(self) -> None:
+        self.change(fail_before={"compose": DAEMON})
+
+    def lose_answer(self) -> None:
+        self.change(fail_after={"compose": "error during connect: Post: EOF"})
+
+
 @contextmanager
 def fake() -> Iterator[Rig]:
     yield FakeRig()
@@ -192,4 +262,10 @@ def ec2() -> Iterator[Rig]:
         yield Ec2Rig(market, clock)
 
 
-RIGS: dict[str, Callable[[], AbstractContextManager[Rig]]] = {"fake": fake, "ec2": ec2}
+@contextmanager
+def compose() -> Iterator[Rig]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield ComposeRig(Path(folder))
+
+
+RIGS: dict[str, Callable[[], AbstractContextManager[Rig]]] = {"fake": fake, "ec2": ec2, "compose": compose}
