@@ -16,6 +16,7 @@ from typing import Final
 from doll.errors import ConfigError
 
 POINTS: Final = (
+    "worker.after_dead_letter",
     "worker.after_announce",
     "worker.after_blob",
     "worker.after_push",

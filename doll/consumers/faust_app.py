@@ -211,6 +211,7 @@ class WorkerShell:
             first = decoded.refused[0]
             log.warning("dead_lettered", records=len(letters), first_offset=first.offset, first_reason=first.reason)
             self._link.dead_letters(letters)
+            fault_point("worker.after_dead_letter")
         return decoded
 
     # --- Algorithm 2 ------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from doll.local.roles import Role
 # The hit at which a process dies: late enough that the job is under way, and sure to come within the first ten updates,
 # of which two checkpoints at least are made.
 HITS = {
+    "worker.after_dead_letter": 1,
     "worker.after_announce": 4,
     "worker.after_blob": 4,
     "worker.after_push": 4,
@@ -66,7 +67,10 @@ def test_a_death_in_the_gap_costs_nothing(make_pipeline: Any, tmp_path: Path, po
         job.pids[name] = job.supervisor.start(
             dataclasses.replace(spec, env=environment) if name == victim else spec
         ).pid
-    job.send(job.samples(10 * 2 * 8))
+    samples = job.samples(10 * 2 * 8)
+    dead = int(point == "worker.after_dead_letter")
+    samples[: 2 * dead : 2] = [b"poison"] * dead  # of worker 0
+    job.send(samples)
     job.until(marker.exists, f"the death at {point}")
     # More than the stop rule needs of both streams: one of them may be ahead when its worker dies.
     job.send(job.samples(10 * 2 * 8 + 160))
@@ -74,7 +78,8 @@ def test_a_death_in_the_gap_costs_nothing(make_pipeline: Any, tmp_path: Path, po
     job.until_finished()
     report = job.assert_sound()
     assert report.version == 20
-    assert report.applied == 20 * 2 * 8
+    assert report.applied + dead == 20 * 2 * 8
+    assert report.dead == dead
     assert report.ps_epoch == (2 if victim == "ps" else 1)
 
 
