@@ -53,6 +53,12 @@ checkpoint: {{every_updates: 5, every_s: 0.5}}
 worker: {{lease_s: 4}}
 """
 
+PLAN = """
+stop: {updates: 40}
+plan: {deadline_s: 600, spot_usd_per_h: 0.1, on_demand_usd_per_h: 0.3, alpha: 0.9, boot_s: 5}
+fleet: {kind: processes, notice_s: 2}
+"""
+
 
 # --- what compose and the engine make of the two files ----------------------------------------------------------------
 
@@ -463,6 +469,31 @@ def test_a_job_trains_loses_a_worker_to_sigkill_and_ends_with_its_books_balanced
     report = audit(config, Services(broker.address, redis_server.address), store)
     assert report.ok
     assert report.applied > 0
+
+
+@pytest.mark.e2e
+def test_the_provisioner_starts_workers_in_its_own_container(stack: Project) -> None:
+    job = stack._job_folder / "my.yaml"
+    job.write_text(job.read_text() + PLAN)
+    stack.services["worker"]["deploy"]["replicas"] = "0"  # WORKERS=0
+    stack.up("topics", "ps", "worker", "producer", "provisioner")
+    ps, provisioner = stack.containers["ps-1"], stack.containers["provisioner-1"]
+    asked = {one.name: False for one in (ps, provisioner)}
+
+    def all_were_healthy() -> bool:  # the job is short: one may end before the other is asked
+        for one in (ps, provisioner):
+            asked[one.name] = asked[one.name] or one.healthy()
+        return all(asked.values())
+
+    stack.until(all_were_healthy, "health checks pass")
+    stack.until(lambda: ps.log.read_text().count("worker_joined") >= 2, "its workers join")
+    stack.until(lambda: not ps.running, "the job is done")
+    stack.until(lambda: not any(one.running for one in stack.containers.values()), "all have ended")
+    assert {one.exit_codes[-1] for one in stack.containers.values()} == {0}
+    told = stack.run("doll", "audit")
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert re.search(r"\b0 missing, 0 twice", told.stdout), told.stdout
+    assert stack.run("doll", "provision", "status").returncode == 0
 
 
 @pytest.mark.e2e
