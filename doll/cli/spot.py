@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,18 +32,17 @@ if TYPE_CHECKING:
     from doll.local.supervisor import RoleSpec, Supervisor
     from doll.provisioner.controller import Controller, ControllerSettings, Decision
     from doll.provisioner.fleet import Instance
+    from doll.provisioner.kafka_mail import Mail
     from doll.provisioner.market import SpotMarket
     from doll.provisioner.outlook import Outlook
-    from doll.provisioner.process_fleet import ProcessFleet
+    from doll.provisioner.process_fleet import Machine, ProcessFleet
     from doll.provisioner.state import PlannerSettings
     from doll.records import AnyRecord
     from doll.services import Services
     from doll.simulation.spot import Prediction
 
-REPLAN_S = 1.0
 MUSTER_S = 180.0
 _PICTURE = "spot.png"
-_BOOT_MOST_S = 60.0  # on a busy machine; a worker that is not ready by then is replaced
 
 
 def spot(
@@ -105,14 +104,12 @@ class Campaign:
     """A job, its market, and what is known of both before anything runs.
 
     Attributes:
-        planner: in seconds of this machine and USD per hour of it.
         predictions: by policy; empty where the plan is not feasible.
     """
 
     market: SpotMarket
     fleet: ProcessesFleetConfig
-    planner: PlannerSettings
-    rates_per_s: list[float]
+    settings: ControllerSettings
     seed: int
     outlook: Outlook
     notes: list[str]
@@ -128,9 +125,9 @@ class Campaign:
         import numpy as np
 
         from doll.cli.plan import ask
+        from doll.cli.provision import controller_settings
         from doll.config import ProcessesFleetConfig
         from doll.provisioner.outlook import look_ahead
-        from doll.provisioner.state import PlannerSettings
         from doll.simulation.adaptive import ADAPTIVE
         from doll.simulation.spot import predict, rivals
 
@@ -142,7 +139,11 @@ class Campaign:
         if config.source is None:
             raise ConfigError("source: expected one in the job file: the market opens when it starts")
         market, section = make_market(config, fleet, seed)
-        rates = config.rates_per_s()
+        settings, _ = controller_settings(config.model_copy(update={"plan": section}))
+        # On this market every launch is free and says at once whether there is a machine.
+        limits = dataclasses.replace(settings.limits, retry_s=settings.planner.replan_s, early_s=0.0)
+        settings = dataclasses.replace(settings, limits=limits)
+        planner, rates = settings.planner, config.rates_per_s()
         question, notes = ask(config, section, rates, None, None)
         if config.arrivals.while_down != "pause":
             notes.append(
@@ -150,17 +151,20 @@ class Campaign:
                 "earlier and costs less than predicted"
             )
         outlook = look_ahead(question)
-        planner = PlannerSettings(
-            updates=question.updates, group_size=question.group_size, batch_size=question.batch_size,
-            deadline_s=plan.deadline_s, budget_usd=plan.budget_usd, replan_s=REPLAN_S, boot_s=plan.boot_s,
-            cycle_s=question.cycle_s, margin=plan.margin, dwell_s=2 * plan.boot_s,
-        )  # fmt: skip
         predictions = {}
         if outlook.problem is None:
-            found = [predict(market, planner, np.asarray(rates), policy=one) for one in (None, *rivals())]
+            leave_s = config.worker.drain_s
+            found = [
+                predict(market, planner, np.asarray(rates), leave_s=leave_s, policy=one) for one in (None, *rivals())
+            ]
             predictions = {one.policy: one for one in found}
             assert ADAPTIVE in predictions
-        return cls(market, fleet, planner, rates, seed, outlook, notes, predictions)
+        return cls(market, fleet, settings, seed, outlook, notes, predictions)
+
+    @property
+    def planner(self) -> PlannerSettings:
+        """In seconds of this machine and USD per hour of it."""
+        return self.settings.planner
 
     @property
     def predicted(self) -> Prediction:
@@ -293,7 +297,8 @@ class SpotCrew:
         self._story = Story()
         self._fleet: ProcessFleet | None = None
         self._controller: Controller | None = None
-        self._mail: _Mail | None = None
+        self._mail: Mail | None = None
+        self._obituaries: _Obituaries | None = None
         self._decision: Decision | None = None
         self._turn_at_s = 0.0
         self._mustered = False
@@ -320,18 +325,17 @@ class SpotCrew:
             self._open()
         if isinstance(record, Finished) and self._finished_s is None:
             self._finished_s = self._clock.at(record.time_s)
-        if self._controller is not None:
-            self._controller.feed(record, self._clock())
 
     def turn(self, supervisor: Supervisor, stack: Stack) -> str | None:
         if self._fleet is None or self._controller is None or self._mail is None:
             return None
         self._fleet.poll()
-        for record in self._mail.poll():
-            self._controller.feed(record, self._clock())
+        self._read()
+        if self._obituaries is not None:
+            self._obituaries.tell(self._fleet.machines)
         now_s = time.monotonic()
         if now_s >= self._turn_at_s:
-            self._turn_at_s = now_s + REPLAN_S
+            self._turn_at_s = now_s + self._campaign.planner.replan_s
             self._decide()
         if not self._mustered and now_s - self._mustering_s > MUSTER_S:
             raise DollError(f"the workers are not up after {MUSTER_S:g} s: see {self._run.logs}/worker-*.log")
@@ -349,7 +353,9 @@ class SpotCrew:
         self._decide(draining=True)  # the last bill
         self._fleet.close()
         if self._mail is not None:
-            self._mail.close()
+            self._mail.__exit__()
+        if self._obituaries is not None:
+            self._obituaries.close()
 
     def facts(self) -> dict[str, Any]:
         from doll.cli.spotstory import facts
@@ -366,6 +372,7 @@ class SpotCrew:
     def muster(self, forks: ForkServer, stack: Stack, spec: Callable[[Instance], RoleSpec]) -> None:
         from doll.provisioner.book import FileBook
         from doll.provisioner.controller import Controller
+        from doll.provisioner.kafka_mail import Mail
         from doll.provisioner.process_fleet import ProcessFleet
         from doll.provisioner.trace_prices import TracePrices
 
@@ -375,10 +382,12 @@ class SpotCrew:
             boot_s=self._campaign.fleet.boot_s, drain_s=self._config.worker.drain_s, clock=self._clock,
         )  # fmt: skip
         self._controller = Controller(
-            controller_settings(self._config, self._campaign), self._fleet, TracePrices(market, self._opening),
-            FileBook(self._run.path), probe=_Market(market, lambda: self._opening.since(self._clock())),
+            self._campaign.settings, self._fleet, TracePrices(market, self._opening), FileBook(self._run.path),
+            probe=_Market(market, lambda: self._opening.since(self._clock())),
         )  # fmt: skip
-        self._mail = _Mail(self._config, stack.services)
+        self._mail = Mail(self._config, stack.services, {})
+        self._mail.history()  # of an earlier run on topics that are still there
+        self._obituaries = _Obituaries(self._config, stack.services)
         self._mustering_s = time.monotonic()
 
     @property
@@ -429,6 +438,15 @@ class SpotCrew:
         return {"market": picture, "decisions": FileBook(self._run.path).journal}
 
     # --- turns
+
+    def _read(self) -> None:
+        """What workers and parameter server say."""
+        assert self._mail is not None
+        assert self._controller is not None
+        for letter in self._mail.poll(0.0):
+            self._controller.feed(letter.record, self._clock.at(letter.at_s))
+            if self._obituaries is not None:
+                self._obituaries.feed(letter.record)
 
     def _decide(self, *, draining: bool = False) -> None:
         assert self._controller is not None
@@ -488,75 +506,61 @@ class SpotCrew:
         from doll.provisioner.meter import on_demand_usd
 
         assert self._decision is not None
-        import numpy as np
-
         planner, market = self._campaign.planner, self._campaign.market
         end_s = self._finished_s if self._finished_s is not None else self._clock()
         return Ending(
             finish_s=end_s - (self._opening.opened_s or end_s),
             reached=self._finished_s is not None and self._decision.updates_done >= planner.updates,
             deadline_s=planner.deadline_s,
-            cost_usd=self._decision.bill.usd,
+            cost_usd=self._usd_until(end_s),
+            cost_with_hand_back_usd=self._decision.bill.usd,
             on_demand_usd=on_demand_usd(
-                planner.samples, np.asarray(self._campaign.rates_per_s), market.on_demand_usd_per_h
+                planner.samples, self._campaign.settings.rates_per_s, market.on_demand_usd_per_h
             ),
         )
 
+    def _usd_until(self, end_s: float) -> float:
+        """What all machines cost until the job had ended, as predictions and Eq. (16) count."""
+        from doll.provisioner.meter import LOCAL, bill
+        from doll.provisioner.trace_prices import TracePrices
 
-def controller_settings(config: JobConfig, campaign: Campaign) -> ControllerSettings:
-    """How the controller behaves on a market in a box: no pools to avoid, no quota, tries as often as it plans."""
-    import numpy as np
-
-    from doll.provisioner.controller import ControllerSettings
-    from doll.provisioner.reconcile import Limits
-
-    limits = Limits(
-        launches_per_min=600, fallbacks_per_min=600, retry_s=REPLAN_S, bad_pool_s=0.0, early_s=0.0,
-        boot_most_s=_BOOT_MOST_S, silent_most_s=_BOOT_MOST_S, trust_s=1.0,
-    )  # fmt: skip
-    return ControllerSettings(
-        planner=campaign.planner, rates_per_s=np.asarray(campaign.rates_per_s),
-        samples_per_record=config.data.samples_per_record, prior_alpha=campaign.outlook.question.alpha, limits=limits,
-        silent_s=max(10.0, 2 * config.worker.lease_s),
-    )  # fmt: skip
+        assert self._fleet is not None
+        instances = [machine.instance for machine in self._fleet.machines if machine.instance.launched_s < end_s]
+        ended = [dataclasses.replace(one, ended_s=min(one.ended_s or end_s, end_s)) for one in instances]
+        return bill(ended, TracePrices(self._campaign.market, self._opening).series, LOCAL, end_s).usd
 
 
-class _Mail:
-    """What workers and the parameter server write to each other, from now on."""
+class _Obituaries:
+    """Says Leave for workers whose machine is gone without a word: who owns the machine knows it before the lease."""
 
     def __init__(self, config: JobConfig, services: Services) -> None:
-        from confluent_kafka import Consumer, TopicPartition
+        from confluent_kafka import Producer
 
         from doll.services import kafka_settings
-        from doll.topics import watermarks
 
-        self._consumer = Consumer(
-            kafka_settings(
-                config, services, group_id=f"doll.{config.job}.spot", enable_auto_commit=False,
-                auto_offset_reset="earliest", fetch_wait_max_ms=100,
-            )
-        )  # fmt: skip
-        places = [(config.topic("up"), 0), *((config.topic("down"), slot) for slot in range(config.data.workers))]
-        self._consumer.assign(
-            [
-                TopicPartition(name, part, watermarks(self._consumer, services.kafka, name, part, 10.0)[1])
-                for name, part in places
-            ]
-        )
+        self._producer = Producer(kafka_settings(config, services, acks="all", linger_ms=0))
+        self._topic = config.topic("up")
+        self._epochs: dict[str, tuple[int, int]] = {}  # worker and its epoch, by the name of its machine
+        self._told: set[str] = set()
 
-    def poll(self) -> list[AnyRecord]:
-        """What there is; does not wait. What is no record is passed over: the parameter server counts it."""
-        from doll.errors import RecordError
-        from doll.records import decode
+    def feed(self, record: AnyRecord) -> None:
+        from doll.records import Welcome
 
-        found: list[AnyRecord] = []
-        for message in self._consumer.consume(1000, 0.0):
-            if message.error() is None:
-                try:
-                    found.append(decode(message.value()))
-                except RecordError:
-                    continue
-        return found
+        if isinstance(record, Welcome):
+            self._epochs[record.instance.partition(":")[0]] = (record.worker, record.epoch)
+
+    def tell(self, machines: Sequence[Machine]) -> None:
+        from doll.records import Leave, encode
+
+        for machine in machines:
+            id_ = machine.instance.id
+            if machine.killed and machine.instance.ended_s is not None and id_ not in self._told:
+                self._told.add(id_)
+                if id_ in self._epochs:
+                    worker, epoch = self._epochs[id_]
+                    leave = Leave(worker=worker, epoch=epoch, cause="machine taken")
+                    self._producer.produce(self._topic, encode(leave), key=str(worker).encode(), partition=0)
+        self._producer.poll(0)
 
     def close(self) -> None:
-        self._consumer.close()
+        self._producer.flush(5.0)

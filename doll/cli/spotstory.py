@@ -71,12 +71,15 @@ class Ending:
     Attributes:
         finish_s: when the job ended, seconds on its clock.
         reached: its stop rule was met.
+        cost_usd: until then.
+        cost_with_hand_back_usd: until the last machine was given back.
     """
 
     finish_s: float
     reached: bool
     deadline_s: float
     cost_usd: float
+    cost_with_hand_back_usd: float
     on_demand_usd: float
 
 
@@ -100,6 +103,7 @@ def facts(
         "finish_predicted_s": round(predicted.finish_s, 3),
         "cost_usd": ending.cost_usd,
         "on_demand_usd": ending.on_demand_usd,
+        "cost_with_hand_back_usd": ending.cost_with_hand_back_usd,
         "cost_predicted_usd": predicted.cost_usd,
         "cost_percent": percent,
         "cost_predicted_percent": predicted_percent,
@@ -107,6 +111,7 @@ def facts(
         "moves": len(story.moves),
         "moves_predicted": predicted.moves,
         "preemptions": len(preempted),
+        "preemptions_predicted": predicted.preemptions,
         "preemptions_killed": sum(one.exit_code == -signal.SIGKILL for one in preempted),
         "preemptions_without_notice": sum(one.surprise for one in preempted),
         "instances": len(machines),
@@ -130,9 +135,9 @@ def lines(report: Mapping[str, Any]) -> list[str]:
             + ("" if one["finish_s"] <= report["deadline_s"] else ": too late")
             for one in others
         ),
-        f"  {report['preemptions']} preemptions, {report['preemptions_without_notice']} without notice; "
-        f"{report['preemptions_killed']} workers were killed at work, the others left in time; "
-        f"{report['instances']} instances in all",
+        f"  {report['preemptions']} preemptions (predicted {report['preemptions_predicted']}), "
+        f"{report['preemptions_without_notice']} without notice; {report['preemptions_killed']} by SIGKILL, the "
+        f"others left in time; {report['instances']} instances in all",
         f"  {report['moves']} moves between the markets (predicted {report['moves_predicted']})",
     ]
     moves = report["moves_log"]

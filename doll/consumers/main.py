@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
+import time
 import uuid
 from pathlib import Path
 from typing import Final
@@ -29,6 +31,7 @@ log = get_logger(__name__)
 
 INSTANCE_ENV: Final = "DOLL_INSTANCE"
 INCARNATION_ENV: Final = "DOLL_INCARNATION"
+BOOT_ENV: Final = "DOLL_BOOT_S"
 
 
 def run_worker(
@@ -56,6 +59,7 @@ def run_worker(
 def _run(
     config: JobConfig, services: Services, worker: int, run_folder: Path, departure: Departure, pulse: Pulse
 ) -> int:
+    booted_s = time.monotonic() + _number(BOOT_ENV)
     import torch
 
     keep_freed_memory()
@@ -72,6 +76,7 @@ def _run(
     model = build(config, task)
     mark = fingerprint(config, model)
     link = WorkerLink(config, services, worker)
+    _boot(booted_s, departure)
     pulse.waits_for("the parameter server's answer")
     try:
         joined = link.join(process_name(), departure, incarnation())
@@ -116,7 +121,22 @@ def incarnation() -> int:
     Raises:
         ConfigError: it is no number of 0 or more.
     """
-    given = os.environ.get(INCARNATION_ENV, "") or "0"
-    if not given.isdecimal():
-        raise ConfigError(f"{INCARNATION_ENV}: expected a whole number of 0 or more, got {given!r}")
-    return int(given)
+    return int(_number(INCARNATION_ENV))
+
+
+def _number(name: str) -> float:
+    """A variable of the environment; 0 where it is not set."""
+    given = os.environ.get(name, "") or "0"
+    try:
+        number = float(given)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < math.inf:
+        raise ConfigError(f"{name}: expected a number of 0 or more, got {given!r}")
+    return number
+
+
+def _boot(booted_s: float, departure: Departure) -> None:
+    """Wait until then: a machine of a market in a box, which has started already, boots as long as a real one."""
+    while (left_s := booted_s - time.monotonic()) > 0 and not departure():
+        time.sleep(min(left_s, 0.05))

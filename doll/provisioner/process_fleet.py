@@ -31,6 +31,7 @@ SLOT_ENV: Final = "DOLL_WORKER"
 EPOCH_ENV: Final = "DOLL_INCARNATION"
 INSTANCE_ENV: Final = "DOLL_INSTANCE"
 MARKET_ENV: Final = "DOLL_MARKET"
+BOOT_ENV: Final = "DOLL_BOOT_S"
 _KEPT_S: Final = 3600.0
 _GRACE_S: Final = 1.0  # after its time to drain
 
@@ -44,7 +45,7 @@ class Machine:
         surprise: without notice.
         killed: SIGKILL found it alive.
         exit_code: negative for a signal; None while it runs, or where nobody saw its end.
-        leaves_s, taken_s: end of its spell and of its machine in wall seconds since the market's opening.
+        bought_s: when it was launched in wall seconds since the market's opening.
         kill_at_s: Unix seconds; None while nobody wants its end.
     """
 
@@ -54,8 +55,7 @@ class Machine:
     surprise: bool = False
     killed: bool = False
     exit_code: int | None = None
-    leaves_s: float = math.inf
-    taken_s: float = math.inf
+    bought_s: float = 0.0
     kill_at_s: float | None = None
 
 
@@ -68,7 +68,9 @@ class ProcessFleet:
         folder: where `instances.json` is kept.
         market: when spot is there; None: always.
         market_clock: when that market has opened.
-        boot_s: from a launch to the start of the process, wall seconds; nothing boots before the market has opened.
+        boot_s: from a launch to a worker that works, wall seconds. The process starts at once, gets ready within this
+            time and joins the job when it is over, so that a boot takes as long as it should on a busy machine too.
+            Nothing boots before the market has opened.
         drain_s: from SIGTERM to SIGKILL where the provisioner ends an instance.
         clock: Unix seconds.
 
@@ -168,18 +170,17 @@ class ProcessFleet:
 
     def _buy(self, id_: str, order: Order) -> Machine:
         now_s = self._clock()
-        pool = self._pool(order)
-        leaves_s = taken_s = math.inf
-        surprise, dry = False, pool in order.avoid
+        # Each slot's spells are its own, so each slot is a pool of its own: one that is dry says nothing of the others.
+        pool = f"{'local' if self._market is None else self._market.name}/{order.slot}"
+        bought_s = self._market_clock.since(now_s)
+        dry = order.market == "spot" and pool in order.avoid
         if order.market == "spot" and self._market is not None:
             if not 0 <= order.slot < self._market.num_slots:
                 raise LaunchError(
                     f"expected a slot of 0 to {self._market.num_slots - 1}, got {order.slot}",
                     trouble=Trouble.CONFIG, code="NoSuchSlot",
                 )  # fmt: skip
-            spell = self._market.spell(order.slot, self._market_clock.since(now_s))
-            dry = dry or not spell.up
-            leaves_s, taken_s, surprise = spell.end_s, spell.taken_s, spell.surprise
+            dry = dry or not self._market.is_up(order.slot, bought_s)
         if dry:
             raise LaunchError(
                 f"worker {order.slot}, epoch {order.epoch}: pool {pool} has no machine on {order.market}",
@@ -189,46 +190,49 @@ class ProcessFleet:
             id=id_, slot=order.slot, epoch=order.epoch, market=order.market, pool=pool, state=InstanceState.PENDING,
             launched_s=now_s,
         )  # fmt: skip
-        return Machine(instance, surprise=surprise, leaves_s=leaves_s, taken_s=taken_s)
-
-    def _pool(self, order: Order) -> str:
-        # Each slot's spells are its own, so each slot is a pool of its own: one that is dry says nothing of the others.
-        name = "local" if self._market is None else self._market.name
-        return f"{name}/{order.slot}" if order.market == "spot" else f"{name}/on-demand"
+        return Machine(instance, bought_s=bought_s)
 
     def _advance(self, id_: str, machine: Machine, now_s: float) -> None:
         opened_s = self._market_clock.opened_s
-        since_s = -math.inf if opened_s is None else now_s - opened_s
-        if not machine.preempted and since_s >= machine.leaves_s:
-            assert opened_s is not None
-            machine.preempted = self._changed = True
-            machine.kill_at_s = min(opened_s + machine.taken_s, machine.kill_at_s or math.inf)
-            if not machine.surprise:
-                self._put(machine, notice_s=opened_s + machine.taken_s)
-                if id_ in self._roles:
-                    self._roles[id_].terminate()
+        if opened_s is not None and machine.instance.market == "spot" and not machine.preempted:
+            self._look_at_the_market(id_, machine, opened_s, now_s)
         instance = machine.instance
         if id_ in self._roles:
             self._see(id_, machine, now_s)
-        elif instance.state is not InstanceState.PENDING:
-            self._end(machine, now_s)  # it had no process when its end was wanted
-        elif machine.preempted:
-            if now_s >= (machine.kill_at_s or 0.0):
-                self._end(machine, now_s)
-        elif opened_s is None or now_s >= instance.launched_s + self._boot_s:
+        elif machine.pid is None and instance.state is InstanceState.PENDING:
             self._start(id_, machine)
+        else:
+            self._end(machine, now_s)  # nobody saw its end
+            return
+        booted = opened_s is None or now_s >= instance.launched_s + self._boot_s
+        if booted and machine.instance.state is InstanceState.PENDING:
+            self._put(machine, state=InstanceState.RUNNING)
+
+    def _look_at_the_market(self, id_: str, machine: Machine, opened_s: float, now_s: float) -> None:
+        """Whether its owner takes it back now."""
+        if self._market is None:
+            return
+        spell = self._market.spell(machine.instance.slot, machine.bought_s)
+        if now_s < opened_s + spell.end_s:
+            return
+        machine.preempted, machine.surprise, self._changed = True, spell.surprise, True
+        machine.kill_at_s = min(opened_s + spell.taken_s, machine.kill_at_s or math.inf)
+        if not spell.surprise:
+            self._put(machine, notice_s=opened_s + spell.taken_s)
+            if id_ in self._roles:
+                self._roles[id_].terminate()
 
     def _start(self, id_: str, machine: Machine) -> None:
         instance = machine.instance
         spec = self._spec(instance)
         identity = {
             SLOT_ENV: str(instance.slot), EPOCH_ENV: str(instance.epoch), INSTANCE_ENV: id_,
-            MARKET_ENV: instance.market,
+            MARKET_ENV: instance.market, BOOT_ENV: f"{0.0 if self._market_clock.opened_s is None else self._boot_s:g}",
         }  # fmt: skip
         role = self._forks.launch(dataclasses.replace(spec, name=id_, env={**spec.env, **identity}))
         self._roles[id_] = role
         machine.pid = role.pid
-        self._put(machine, state=InstanceState.RUNNING)
+        self._changed = True
 
     def _see(self, id_: str, machine: Machine, now_s: float) -> None:
         role = self._roles[id_]
@@ -269,9 +273,7 @@ class ProcessFleet:
         for id_, machine in self._machines.items():
             if id_ in roles:
                 self._roles[id_] = roles[id_]
-                if machine.instance.state is InstanceState.PENDING:  # it was started, and we ended before we noted it
-                    machine.pid = roles[id_].pid
-                    self._put(machine, state=InstanceState.RUNNING)
+                machine.pid = roles[id_].pid  # it may have been started, and we ended before we noted it
             elif machine.pid is not None and machine.instance.state is not InstanceState.ENDED:
                 self._end(machine, now_s)
 
@@ -280,25 +282,16 @@ class ProcessFleet:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
         beside = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
-        beside.write_text(json.dumps([_plain(machine) for machine in self._machines.values()]) + "\n", encoding="utf-8")
+        content = [dataclasses.asdict(machine) for machine in self._machines.values()]
+        beside.write_text(json.dumps(content) + "\n", encoding="utf-8")
         os.replace(beside, self._path)
         self._changed = False
-
-
-def _plain(machine: Machine) -> dict[str, Any]:
-    """For JSON, which has no infinity."""
-    found = dataclasses.asdict(machine)
-    for name in ("leaves_s", "taken_s"):
-        found[name] = None if math.isinf(found[name]) else found[name]
-    return found
 
 
 def _machine(kept: dict[str, Any]) -> Machine:
     plain = dict(kept)
     one = dict(plain.pop("instance"))
     one["state"], one["end"] = InstanceState(one["state"]), End(one["end"])
-    for name in ("leaves_s", "taken_s"):
-        plain[name] = math.inf if plain[name] is None else float(plain[name])
     return Machine(Instance(**one), **plain)
 
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from doll.provisioner.market import SpotMarket
-from doll.provisioner.rivals import AllOnDemand, AllSpot, Job, MarketPolicy
-from doll.provisioner.state import PlannerSettings
+from doll.provisioner.rivals import SPOT, AllOnDemand, AllSpot, Choices, Job, MarketPolicy, Moment
+from doll.provisioner.state import Bools, PlannerSettings
 from doll.provisioner.traces import Floats
 from doll.simulation.adaptive import ADAPTIVE, Adaptive
 from doll.simulation.backtest import replay
 from doll.simulation.windows import Windows
+from doll.theory.cost import SECONDS_PER_HOUR
 
 _TICKS = 2000
 _SHORTEST_TICK_S = 0.5
@@ -26,36 +27,70 @@ class Prediction:
         finish_s: when the work is done.
         cost_usd: until then.
         moves: slots that changed their market.
+        preemptions: machines that were taken from slots which used them.
     """
 
     policy: str
     finish_s: float
     cost_usd: float
     moves: int
+    preemptions: int
 
 
 def predict(
-    market: SpotMarket, planner: PlannerSettings, rates_per_s: Floats, *, policy: MarketPolicy | None = None
-) -> Prediction:
+    market: SpotMarket, planner: PlannerSettings, rates_per_s: Floats, *, leave_s: float = 0.0,
+    policy: MarketPolicy | None = None,
+) -> Prediction:  # fmt: skip
     """Replay the job tick by tick, `planner.replan_s` long (longer for a job of days), under the planner as it is live.
 
     Arrivals have no noise here, and pause while their worker is down. A slot whose machine is taken works until then;
-    the next one works `planner.boot_s` after it was launched.
+    the next one works `planner.boot_s` after it was launched. To the work belong half a batch of each stream and half
+    a group, which are there in the end and not learned.
 
     Args:
         rates_per_s: λ_n, shape (N,).
+        leave_s: for so long a machine that got its notice is still billed, while its worker leaves.
         policy: another policy in place of the planner.
     """
     rates = np.asarray(rates_per_s, dtype=np.float64)
     tick_s = max(planner.replan_s, planner.deadline_s / _TICKS, _SHORTEST_TICK_S)
     windows = _window(market, planner.deadline_s, tick_s)
     job = Job(
-        samples=planner.samples, deadline_s=planner.deadline_s, rates_per_s=rates, boot_s=planner.boot_s,
-        tick_s=tick_s, on_demand=windows.on_demand, pool_alpha=windows.pool_alpha, pool_price=windows.pool_price,
+        samples=planner.samples + 0.5 * planner.batch_size * (len(rates) + planner.group_size),
+        deadline_s=planner.deadline_s, rates_per_s=rates, boot_s=planner.boot_s, tick_s=tick_s,
+        on_demand=windows.on_demand, pool_alpha=windows.pool_alpha, pool_price=windows.pool_price,
     )  # fmt: skip
-    chosen = policy or Adaptive(ADAPTIVE, planner)
-    outcome = replay(chosen, job, windows)
-    return Prediction(chosen.name, float(outcome.finish_s[0]), float(outcome.usd[0]), int(outcome.moves[0]))
+    seen = _Watched(policy or Adaptive(ADAPTIVE, planner))
+    outcome = replay(seen, job, windows)
+    finish_s, usd = float(outcome.finish_s[0]), float(outcome.usd[0])
+    taken = [(slot, at_s) for slot, at_s in seen.taken if at_s <= finish_s]
+    told = sum(not market.spell(slot, at_s - tick_s).surprise for slot, at_s in taken)
+    usd += told * min(leave_s, market.notice_s) * float(windows.pool_price[0]) / SECONDS_PER_HOUR
+    return Prediction(seen.name, finish_s, usd, int(outcome.moves[0]), len(taken))
+
+
+class _Watched:
+    """A policy for one job, and the machines that were taken from it.
+
+    Attributes:
+        taken: (slot, tick at which it was gone, in seconds).
+    """
+
+    def __init__(self, policy: MarketPolicy) -> None:
+        self.name = policy.name
+        self.taken: list[tuple[int, float]] = []
+        self._policy = policy
+        self._used: Bools | None = None
+
+    def start(self, job: Job) -> None:
+        self._policy.start(job)
+
+    def decide(self, moment: Moment) -> Choices:
+        if self._used is not None:
+            self.taken += [(int(slot), moment.now_s) for slot in np.flatnonzero(self._used & ~moment.up[0])]
+        choice = self._policy.decide(moment)
+        self._used = (choice[0] == SPOT) & moment.up[0]
+        return choice
 
 
 def rivals() -> list[MarketPolicy]:

@@ -108,7 +108,7 @@ def test_a_launch_is_a_process_that_knows_who_it_is(make: Callable[..., Box]) ->
     one = box.launch(slot=1, epoch=7)
     assert (one.slot, one.epoch, one.market, one.pool, one.state) == (1, 7, "spot", "box/1", InstanceState.RUNNING)
     assert one.launched_s == box.clock()
-    assert box.works(one.id) == ["1", "7", one.id, "spot"]
+    assert box.works(one.id) == ["1", "7", one.id, "spot", "0"]
     assert psutil.pid_exists(box.machine(one.id).pid or 0)
 
 
@@ -120,23 +120,22 @@ def test_the_same_order_is_the_same_instance_and_another_attempt_is_not(make: Ca
     assert len(box.fleet.instances()) == 2
 
 
-def test_a_machine_boots_before_its_process_starts(make: Callable[..., Box]) -> None:
+def test_a_machine_boots_and_its_process_knows_for_how_long(make: Callable[..., Box]) -> None:
     box = make((True, math.inf), boot_s=3.0)
     one = box.launch()
+    assert box.works(one.id)[4] == "3"
     box.clock.advance(2.9)
     assert box.fleet.instances() == [one]
     assert one.state is InstanceState.PENDING
-    assert box.machine(one.id).pid is None
     box.clock.advance(0.2)
     assert box.fleet.instances() == [replace(one, state=InstanceState.RUNNING)]
-    box.works(one.id)
 
 
 def test_before_the_market_opens_time_stands_still(make: Callable[..., Box]) -> None:
     box = make((True, 10.0), (False, 10.0), boot_s=3.0, opened=False)
     one = box.launch()
     assert one.state is InstanceState.RUNNING
-    box.works(one.id)
+    assert box.works(one.id)[4] == "0"
     box.clock.advance(1000.0)
     assert box.fleet.instances()[0].notice_s is None
     box.opening.open(box.clock())
@@ -202,14 +201,14 @@ def test_a_surprise_is_sigkill_without_a_word(make: Callable[..., Box]) -> None:
     assert (ended.instance.end, ended.exit_code, ended.surprise) == (End.INTERRUPTED, -signal.SIGKILL, True)
 
 
-def test_a_machine_that_is_taken_while_it_boots_never_starts(make: Callable[..., Box]) -> None:
+def test_a_machine_that_is_taken_while_it_boots_is_told_too(make: Callable[..., Box]) -> None:
     box = make((True, 10.0), (False, 10.0), boot_s=30.0)
     one = box.launch()
+    box.works(one.id)
     box.clock.advance(10.0)
     assert box.fleet.instances()[0].notice_s is not None
-    box.clock.advance(5.0)
     ended = box.ended(one.id)
-    assert (ended.instance.end, ended.pid) == (End.INTERRUPTED, None)
+    assert (ended.instance.end, ended.exit_code) == (End.INTERRUPTED, 0)
 
 
 @pytest.mark.parametrize(("heeds", "code"), [(True, 0), (False, -signal.SIGKILL)])
@@ -219,7 +218,8 @@ def test_to_terminate_is_to_tell_and_then_to_kill(make: Callable[..., Box], heed
     box.works(one.id)
     box.fleet.terminate([one.id, "unknown"])
     assert box.fleet.instances()[0].state in (InstanceState.ENDING, InstanceState.ENDED)
-    box.clock.advance(5.0)  # the time to drain, and one second
+    if not heeds:
+        box.clock.advance(5.0)  # the time to drain, and one second
     ended = box.ended(one.id)
     assert (ended.instance.end, ended.exit_code, ended.preempted) == (End.TERMINATED, code, False)
     box.fleet.terminate([one.id])
