@@ -1,0 +1,100 @@
+"""Leases of slots in a real Redis: each has one holder, spares take over, and what is lost is noticed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import redis
+from doll.config import JobConfig, parse
+from doll.consumers.redis_slots import Slots, held_slot
+from doll.local.redis_server import LocalRedis
+from doll.services import Services, connect_redis
+
+pytestmark = pytest.mark.integration
+
+
+def config_of(job: str, workers: int, lease_s: float) -> JobConfig:
+    return parse(
+        f"job: {job}\ntask: {{class: 'a:B'}}\ndata: {{workers: {workers}}}\nworker: {{lease_s: {lease_s}}}\n"
+        "training: {policy: {name: asp}}\n"
+    )
+
+
+@pytest.fixture
+def client(redis_server: LocalRedis) -> Iterator[redis.Redis]:
+    found = connect_redis(Services("", redis_server.address))
+    yield found
+    found.close()
+
+
+def test_many_at_once_get_a_slot_each_and_the_rest_none(client: redis.Redis, job_name: str) -> None:
+    seekers = [Slots(client, job_name, 8, ttl_s=600) for _ in range(20)]
+    with ThreadPoolExecutor(20) as pool:
+        taken = list(pool.map(Slots.take, seekers))
+    assert sorted(slot for slot in taken if slot is not None) == list(range(8))
+    assert seekers[0].free() == []
+
+
+def test_a_lease_is_renewed_by_its_holder_alone_and_freed_by_its_holder_alone(
+    client: redis.Redis, job_name: str
+) -> None:
+    one, other = Slots(client, job_name, 1, ttl_s=600), Slots(client, job_name, 1, ttl_s=600)
+    assert one.take() == 0
+    assert one.renew(0)
+    assert not other.renew(0)
+    other.release(0)
+    assert other.take() is None
+    one.release(0)
+    assert other.take() == 0
+    assert not one.renew(0)
+
+
+def test_what_redis_has_forgotten_is_taken_again_unless_another_was_faster(client: redis.Redis, job_name: str) -> None:
+    one, other = Slots(client, job_name, 1, ttl_s=600), Slots(client, job_name, 1, ttl_s=600)
+    assert one.take() == 0
+    client.delete(f"doll:{job_name}:slot:0")
+    assert one.renew(0)
+    assert other.take() is None
+    client.delete(f"doll:{job_name}:slot:0")
+    assert other.take() == 0
+    assert not one.renew(0)
+
+
+def test_a_spare_takes_over_when_a_holder_goes_without_a_word(client: redis.Redis, job_name: str) -> None:
+    gone = Slots(client, job_name, 2, ttl_s=0.3)
+    kept = Slots(client, job_name, 2, ttl_s=600)
+    assert (gone.take(), kept.take()) == (0, 1)
+    with held_slot(config_of(job_name, 2, 600), client, threading.Event(), lambda: None) as held:
+        assert held is not None
+        assert held.number == 0
+
+
+def test_a_holder_that_has_lost_its_slot_is_told_to_leave(client: redis.Redis, job_name: str) -> None:
+    told = threading.Event()
+    with held_slot(config_of(job_name, 1, 0.4), client, threading.Event(), told.set) as held:
+        assert held is not None
+        client.set(f"doll:{job_name}:slot:0", b"another")
+        assert told.wait(60)
+        assert held.lost
+    assert client.get(f"doll:{job_name}:slot:0") == b"another", "what is another's is left alone"
+
+
+def test_the_end_of_a_holder_frees_its_slot_at_once(client: redis.Redis, job_name: str) -> None:
+    config = config_of(job_name, 1, 600)
+    for _ in range(2):
+        with held_slot(config, client, threading.Event(), lambda: None) as held:
+            assert held is not None
+            assert held.number == 0
+
+
+def test_a_spare_that_is_told_to_stop_has_no_slot(client: redis.Redis, job_name: str) -> None:
+    assert Slots(client, job_name, 1, ttl_s=600).take() == 0
+    stop = threading.Event()
+    timer = threading.Timer(0.1, stop.set)
+    timer.start()
+    with held_slot(config_of(job_name, 1, 600), client, stop, lambda: None) as held:
+        assert held is None
+    timer.join()

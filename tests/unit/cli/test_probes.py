@@ -1,0 +1,56 @@
+"""`doll health` against a real probe, and the job that the environment names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from doll.cli.app import app
+from doll.cli.options import JOB_ENV
+from doll.config import parse
+from doll.health import PORT_ENV, pulse_of
+from doll.local.processes import free_port
+from typer.testing import CliRunner, Result
+
+JOB = "job: j\ntask: {class: 'a:B'}\n"
+
+
+def doll(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_health_says_what_the_probe_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PORT_ENV, str(free_port()))
+    with pulse_of("ps", parse(JOB)) as pulse:
+        healthy = doll("health")
+        assert healthy.exit_code == 0
+        assert json.loads(healthy.stdout)["process"] == "ps"
+        assert doll("health", "--ready").exit_code == 1, "it is still starting"
+        pulse.waits_for("")
+        assert doll("health", "--ready").exit_code == 0
+        pulse.expect("loop", within_s=-1)
+        ill = doll("health")
+        assert ill.exit_code == 1
+        assert "loop: no progress" in ill.stderr
+    nobody = doll("health")
+    assert nobody.exit_code == 1
+    assert "nobody answers at 127.0.0.1" in nobody.stderr
+
+
+@pytest.mark.parametrize("port", ["", "http", "0", "65536"])
+def test_a_port_that_is_none_is_wrong_usage(port: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PORT_ENV, port)
+    assert doll("health").exit_code == 2
+
+
+def test_the_environment_names_the_job_where_the_command_line_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.yaml").write_text(JOB.replace("job: j", f"job: {name}"))
+    monkeypatch.delenv(JOB_ENV, raising=False)
+    assert doll("config", "show").exit_code == 2
+    monkeypatch.setenv(JOB_ENV, str(tmp_path / "one.yaml"))
+    assert "job: one" in doll("config", "show").output
+    assert "job: two" in doll("config", "show", str(tmp_path / "two.yaml")).output

@@ -1,0 +1,80 @@
+"""What Prometheus gets of the records of a job."""
+
+from __future__ import annotations
+
+import pytest
+from doll.evaluation.prometheus import Measurements, Sample, samples_of
+from doll.records import Epoch, Finished, Member, Metric, Update
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def exposed(measurements: Measurements) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """By name and labels, read back from the text that a scrape gets."""
+    registry = CollectorRegistry()
+    registry.register(measurements)
+    text = generate_latest(registry).decode()
+    return {
+        (sample.name, frozenset(sample.labels.items()) - {("job_name", "j")}): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    return name, frozenset(labels.items())
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "expected"),
+    [
+        ("ps", "version", Sample("doll_ps_version", (), 1.0)),
+        ("ps", "worker_3_lag_records", Sample("doll_worker_lag_records", (("worker", "3"),), 1.0)),
+        ("worker-3", "read_total", Sample("doll_worker_read_total", (("worker", "3"),), 1.0)),
+        ("evaluator", "top-5 accuracy", Sample("doll_evaluator_top_5_accuracy", (), 1.0)),
+    ],
+)
+def test_a_measurement_is_named_for_who_makes_it_and_what_it_is_of(source: str, name: str, expected: Sample) -> None:
+    assert list(samples_of(source, {name: 1.0})) == [expected]
+
+
+def test_the_newest_measurements_of_each_are_exposed_with_the_times_they_were_made() -> None:
+    job = Measurements("j", 2)
+    job.feed(
+        Metric(source="ps", values={"version": 4, "joined_total": 2, "worker_0_up": 1, "worker_1_up": 0}, time_s=1)
+    )
+    job.feed(Metric(source="evaluator", values={"loss": 0.5}, time_s=2))
+    job.feed(
+        Metric(source="ps", values={"version": 5, "joined_total": 3, "worker_0_up": 1, "worker_1_up": 1}, time_s=3)
+    )
+    found = exposed(job)
+    assert found[key("doll_job_workers")] == 2
+    assert found[key("doll_ps_version")] == 5
+    assert found[key("doll_ps_joined_total")] == 3
+    assert found[key("doll_worker_up", worker="1")] == 1
+    assert found[key("doll_evaluator_loss")] == 0.5
+    assert found[key("doll_measured_at_s", source="ps")] == 3
+    assert found[key("doll_measured_at_s", source="evaluator")] == 2
+
+
+def test_an_update_tells_its_loss_and_what_each_worker_took_for_it() -> None:
+    members = tuple(
+        Member(worker=n, token=0, lo=0, hi=8, n_samples=8, base_version=0, compute_s=0.25 * (n + 1)) for n in (0, 1)
+    )
+    job = Measurements("j", 2)
+    job.feed(
+        Update(ps_epoch=1, version=1, members=members, n_samples=16, loss=0.7, metrics={"accuracy": 0.5}, apply_s=0.01)
+    )
+    found = exposed(job)
+    assert found[key("doll_update_loss")] == 0.7
+    assert found[key("doll_update_prequential_accuracy")] == 0.5
+    assert found[key("doll_worker_compute_s", worker="1")] == 0.5
+
+
+def test_a_job_that_goes_on_has_not_finished_any_more() -> None:
+    job = Measurements("j", 1)
+    assert exposed(job)[key("doll_job_finished")] == 0
+    job.feed(Finished(ps_epoch=1, version=9, reason="updates: 9 reached", time_s=1))
+    assert exposed(job)[key("doll_job_finished")] == 1
+    job.feed(Epoch(ps_epoch=2, resumed_version=9, origins=(0,), records_per_batch=8, time_s=2))
+    assert exposed(job)[key("doll_job_finished")] == 0
