@@ -1,4 +1,7 @@
-"""Kafka and Redis from the docker-compose.yml of the checkout, where a container engine answers."""
+"""Kafka and Redis from the docker-compose.yml of the checkout, where a container engine answers.
+
+It is the file that runs whole jobs in containers too; of it only these two services are started here.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from doll.errors import ServiceUnavailableError
 FILE_NAME: Final = "docker-compose.yml"
 _PORTS: Final = {"kafka": 9092, "redis": 6379}  # ports in the containers, published on loopback
 _ASK_S: Final = 15.0
+_NO_PLUGIN: Final = "docker has no compose plugin (v2)"
 _UP_S: Final = 600.0  # the first time images are pulled
 
 
@@ -67,11 +71,14 @@ def find(job_folder: Path) -> Path | str:
         return f"no {FILE_NAME} beside the job file"
     if shutil.which("docker") is None:
         return "no docker on PATH"
-    try:
-        told = subprocess.run(["docker", "info"], capture_output=True, timeout=_ASK_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return "docker's engine does not answer"
-    return file if told.returncode == 0 else "docker's engine does not answer"
+    for question, missing in ((["info"], "docker's engine does not answer"), (["compose", "version"], _NO_PLUGIN)):
+        try:
+            told = subprocess.run(["docker", *question], capture_output=True, timeout=_ASK_S, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return missing
+        if told.returncode != 0:
+            return missing
+    return file
 
 
 def _upwards(folder: Path) -> list[Path]:

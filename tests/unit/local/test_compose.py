@@ -55,6 +55,8 @@ def test_without_docker_or_its_engine_the_reason_is_told(checkout: Path) -> None
     assert compose.find(checkout) == "no docker on PATH"
     install_docker(checkout, "info) exit 1;;")
     assert compose.find(checkout) == "docker's engine does not answer"
+    install_docker(checkout, "info) exit 0;;\n'compose version') exit 1;;")
+    assert compose.find(checkout) == "docker has no compose plugin (v2)"
 
 
 def test_a_service_is_waited_for_and_its_published_port_is_its_address(checkout: Path) -> None:
