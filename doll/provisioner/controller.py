@@ -571,10 +571,12 @@ class Controller:
         plan = (planner.start if first else planner.plan)(state, self._planner)
         on_spot, reasons, binding, feasible = plan.on_spot, list(plan.reasons), plan.binding, plan.feasible
         expected_usd, finish_s = plan.forecast.expected_cost_usd, plan.forecast.expected_finish_s
-        if (within := self._within_budget(on_spot, state)) is not None:
+        within = self._within_budget(on_spot, state)
+        if within is not None:
             forced = within.on_spot & ~on_spot
             on_spot, expected_usd, finish_s = within.on_spot, within.expected_cost_usd, within.expected_finish_s
-            binding, feasible = "budget", feasible and finish_s <= self._planner.deadline_s
+            binding = "budget"
+            feasible = feasible and not within.short and finish_s <= self._planner.deadline_s
             for slot in np.flatnonzero(forced):
                 reasons[slot] = "spot: on-demand would pass the budget"
         if not self._dry_run:
@@ -648,24 +650,34 @@ class Controller:
         return opened, changed_s
 
     def _within_budget(self, on_spot: Bools, state: PlannerState) -> _Within | None:
-        """The plan with so many slots more on spot that what is left to pay for suffices; None where it does."""
+        """The plan with so many more slots on spot that the budget suffices for what is left; None where it does."""
         budget_usd = self._planner.budget_usd
         work = self._planner.samples - state.updates_done * self._planner.group_size * self._planner.batch_size
         if budget_usd is None or work <= 0:
             return None
-        rates, alpha = state.rates_per_s, max(state.alpha.point, 1e-3)
-        order = np.argsort(rates, kind="stable")
-        costs = state.spent_usd + unequal_cost_usd(work, rates, alpha, state.prices)
-        enough = np.flatnonzero(costs <= budget_usd)
+        rates, alpha, prices = state.rates_per_s, max(state.alpha.point, 1e-3), state.prices
+        # A move is paid for twice while the new machine boots: without that, plans would go to and fro at the edge.
+        moves = np.maximum(0, np.count_nonzero(state.on_spot) - np.arange(len(rates) + 1))
+        twice_usd = moves * prices.on_demand_usd_per_h * 2 * self._planner.boot_s / SECONDS_PER_HOUR
+        costs = state.spent_usd + unequal_cost_usd(work, rates, alpha, prices) + twice_usd
+        enough = np.flatnonzero(costs <= budget_usd - len(rates) * self._reserve_usd(prices))
         # Where no mix suffices, the cheapest: what can be done is done, up to the cap.
         fewest = int(enough[0]) if enough.size else int(np.argmin(costs))
         missing = fewest - int(np.count_nonzero(on_spot))
-        if missing <= 0:
+        if missing <= 0 and enough.size:
             return None
+        order = [slot for slot in np.argsort(rates, kind="stable").tolist() if not on_spot[slot]]
+        # Who is on spot already stays there first.
+        order.sort(key=lambda slot: not state.on_spot[slot])
         chosen = on_spot.copy()
-        chosen[[slot for slot in order.tolist() if not on_spot[slot]][:missing]] = True
+        chosen[order[: max(0, missing)]] = True
         rate = float(rates[~chosen].sum() + alpha * rates[chosen].sum())
-        return _Within(chosen, float(costs[fewest]), state.clock_s + work / rate)
+        return _Within(chosen, float(costs[fewest]), state.clock_s + work / rate, short=not enough.size)
+
+    def _reserve_usd(self, prices: Prices) -> float:
+        """Held back for each machine, at the dearer price: it goes on for some turns whatever is decided."""
+        seconds = max(_RESERVE_TURNS * self._planner.replan_s, self.settings.billing.billed_s(0.0))
+        return max(prices.spot_usd_per_h, prices.on_demand_usd_per_h) * seconds / SECONDS_PER_HOUR
 
     def _view(
         self, wish: _Wish, instances: Sequence[Instance], fleet: _Fleet, bill: Bill, prices: Prices, now_s: float
@@ -673,13 +685,9 @@ class Controller:
         budget_usd, spare_usd = self._planner.budget_usd, math.inf
         commit: dict[Market, float] = {}
         if budget_usd is not None:
-            # What runs goes on for some turns whatever is decided; the dearer price is the safe one.
-            reserve_s = _RESERVE_TURNS * self._planner.replan_s
-            dear = max(prices.spot_usd_per_h, prices.on_demand_usd_per_h) / SECONDS_PER_HOUR
             running = sum(one.state is not InstanceState.ENDED for one in instances)
-            spare_usd = budget_usd - bill.usd - running * dear * reserve_s
-            least_s = max(reserve_s, self.settings.billing.billed_s(0.0))
-            commit = dict.fromkeys(MARKETS, dear * least_s)
+            spare_usd = budget_usd - bill.usd - running * self._reserve_usd(prices)
+            commit = dict.fromkeys(MARKETS, self._reserve_usd(prices))
         return View(
             wanted=wish.markets, reasons=wish.reasons, instances=instances, ready_s=fleet.ready_s,
             silent_s=fleet.silent_s, waited_s=fleet.waited_s, held=fleet.held, urgent=wish.urgent,
@@ -920,6 +928,7 @@ class _Within:
     on_spot: Bools
     expected_cost_usd: float
     expected_finish_s: float
+    short: bool  # not even the cheapest mix suffices
 
 
 def slot_ranges(slots: Sequence[int], most: int = 12) -> str:

@@ -140,7 +140,7 @@ class Memory:
         self._slots = [_Tries() for _ in range(num_slots)]
         self.pending: dict[int, tuple[Order, float]] = {}
         """Orders whose outcome is not known yet, by slot, and since when: they are made again exactly as they were."""
-        self._bad_pools: dict[str, float] = {}  # until
+        self._bad_pools: dict[Market, dict[str, float]] = {"spot": {}, "on_demand": {}}  # until
         self._quota: dict[Market, float] = {}  # until
         self._launched_s: list[float] = []  # within the last minute
         self._fallen_s: list[float] = []
@@ -197,7 +197,7 @@ class Memory:
         match error.trouble:
             case Trouble.CAPACITY:
                 for pool in error.pools if limits.bad_pool_s > 0 else ():
-                    self._bad_pools[pool] = now_s + limits.bad_pool_s
+                    self._bad_pools[order.market][pool] = now_s + limits.bad_pool_s
             case Trouble.SPOT_QUOTA:
                 self._quota["spot"] = now_s + limits.quota_s
             case Trouble.ON_DEMAND_QUOTA:
@@ -212,7 +212,7 @@ class Memory:
         limits, one = self._limits, self._slots[instance.slot]
         one.bad_s = max(one.bad_s, at_s)
         if limits.bad_pool_s > 0:
-            self._bad_pools[instance.pool] = at_s + limits.bad_pool_s
+            self._bad_pools["spot"][instance.pool] = at_s + limits.bad_pool_s
         if at_s - instance.launched_s >= limits.early_s:
             one.early = 0
             return
@@ -231,9 +231,9 @@ class Memory:
 
     # --- questions
 
-    def bad_pools(self, now_s: float) -> frozenset[str]:
-        """Pools to avoid."""
-        return frozenset(pool for pool, until_s in self._bad_pools.items() if now_s < until_s)
+    def bad_pools(self, market: Market, now_s: float) -> frozenset[str]:
+        """Pools to avoid in this market: one that is dry on spot may well have machines on demand."""
+        return frozenset(pool for pool, until_s in self._bad_pools[market].items() if now_s < until_s)
 
     def blocked_s(self, slot: int, market: Market) -> float:
         """Until when nothing of this market is to be launched for the slot; in the past where it may be."""
@@ -268,8 +268,8 @@ class Memory:
                 return order
         one = self._slots[slot]
         if one.failed:
-            return Order(slot, one.epoch, market, one.attempt, self.bad_pools(now_s))
-        return Order(slot, one.epoch + 1, market, 0, self.bad_pools(now_s))
+            return Order(slot, one.epoch, market, one.attempt, self.bad_pools(market, now_s))
+        return Order(slot, one.epoch + 1, market, 0, self.bad_pools(market, now_s))
 
     def launches_left(self, now_s: float) -> tuple[int, int]:
         """How many launches, and how many fallbacks among them, this minute still bears."""
@@ -326,7 +326,10 @@ class Memory:
             for one in kept["pending"]
         }
         self._dry_s = -math.inf if kept["dry_s"] is None else float(kept["dry_s"])
-        self._bad_pools = {str(pool): float(until_s) for pool, until_s in kept["bad_pools"].items()}
+        self._bad_pools = {
+            market: {str(pool): float(until_s) for pool, until_s in kept["bad_pools"][market].items()}
+            for market in self._bad_pools
+        }
         self._quota = {market: float(until_s) for market, until_s in kept["quota"].items()}
         self._launched_s, self._fallen_s = list(kept["launched_s"]), list(kept["fallen_s"])
 

@@ -126,9 +126,8 @@ def test_a_notice_is_answered_by_a_launch_and_never_by_an_end() -> None:
     doomed = machine(1, notice_s=T0 + 60)
     found = decide(view(["spot"], [doomed], "i0.1"))
     assert (orders(found), ends(found)) == ([(0, 2, "spot")], [])
-    found = decide(view(["spot"], [doomed, machine(2)], "i0.2"))
+    assert decide(view(["spot"], [doomed, machine(2)], "i0.2")) == []
     assert decide(view([None], [doomed])) == []
-    assert ends(found) == []
 
 
 # --- what nobody wants ----------------------------------------------------------------------------------------------
@@ -240,7 +239,8 @@ def test_no_capacity_avoids_the_pools_and_tries_again_with_a_new_attempt() -> No
     memory, limits = after(Trouble.CAPACITY, "a", "b")
     assert memory.next_order(0, "spot", T0 + 30) == Order(0, 1, "spot", 1, frozenset("ab"))
     assert memory.next_order(1, "spot", T0 + 1) == Order(1, 1, "spot", 0, frozenset("ab"))
-    assert memory.bad_pools(T0 + limits.bad_pool_s) == frozenset()
+    assert memory.next_order(0, "on_demand", T0 + 1).avoid == frozenset(), "dry on spot is not dry on demand"
+    assert memory.bad_pools("spot", T0 + limits.bad_pool_s) == frozenset()
     wanted = view(["spot", "spot"], [machine(slot=1)])
     assert orders(decide(wanted, memory, now_s=T0 + 29)) == []
     assert orders(decide(wanted, memory, now_s=T0 + 30)) == [(0, 1, "spot")]

@@ -1,0 +1,507 @@
+"""The controller on a fake fleet in virtual time: deadline, budget, quotas, notices, blindness, restarts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from doll.errors import ConfigError, FencedError, ServiceUnavailableError
+from doll.provisioner.book import FileBook, MemoryBook
+from doll.provisioner.controller import Controller, ControllerSettings, Decision, slot_ranges
+from doll.provisioner.fake_fleet import FakeFleet, VirtualClock
+from doll.provisioner.fleet import End, Instance, InstanceState, Trouble
+from doll.provisioner.lease import Lease
+from doll.provisioner.meter import EC2_LINUX
+from doll.provisioner.reconcile import Launch, Limits
+from doll.provisioner.stated_prices import StatedPrices
+from doll.ps.file_store import FileStore
+from doll.records import Evaluated, decode, encode
+from doll.theory.cost import Prices
+
+sys.path.insert(0, str(Path(__file__).parent))
+from job_world import ON_DEMAND, SPOT, JobWorld, run, settings
+
+
+class Forgetful(FakeFleet):
+    """A fleet that does not list what is in `hidden`."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.hidden: set[str] = set()
+
+    def instances(self) -> list[Instance]:
+        return [one for one in super().instances() if one.id not in self.hidden]
+
+
+class Scene:
+    """A controller, its fleet and its job."""
+
+    def __init__(self, job: ControllerSettings | None = None, *, boot_s: float = 20.0, **more: Any) -> None:
+        self.job = job or settings()
+        self.clock = VirtualClock()
+        self.fleet = Forgetful(self.clock, boot_s=boot_s, ending_s=5.0)
+        self.world = JobWorld(self.clock, self.fleet, self.job)
+        self.book = MemoryBook()
+        self.prices = StatedPrices(SPOT, ON_DEMAND)
+        self.more = more
+        self.controller = self.successor()
+        self.decisions: list[Decision] = []
+
+    def successor(self) -> Controller:
+        return Controller(self.job, self.fleet, self.prices, self.book, **self.more)
+
+    def turn(self, **more: Any) -> Decision:
+        self.world.tell(self.controller)
+        self.decisions.append(self.controller.turn(self.clock(), **more))
+        return self.decisions[-1]
+
+    def steps(self, count: int = 1, step_s: float = 10.0) -> Decision:
+        """As many turns, the world going on before each but the first."""
+        decision = self.turn()
+        for _ in range(count - 1):
+            self.clock.advance(step_s)
+            self.world.pass_time(step_s)
+            decision = self.turn()
+        return decision
+
+    def to_the_end(self, until_s: float = 5000.0, **more: Any) -> list[Decision]:
+        self.decisions += run(self.world, self.controller, self.clock.advance, self.clock, until_s=until_s, **more)
+        return self.decisions
+
+
+def launches(decision: Decision) -> list[tuple[int, int, str]]:
+    return [
+        (one.action.order.slot, one.action.order.epoch, one.action.order.market)
+        for one in decision.done
+        if isinstance(one.action, Launch)
+    ]
+
+
+# --- a job ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_calm_job_runs_on_spot_and_hands_everything_back() -> None:
+    scene = Scene()
+    decisions = scene.to_the_end()
+    last = decisions[-1]
+    assert launches(decisions[0]) == [(slot, 1, "spot") for slot in range(4)]
+    assert (last.phase, last.over, last.updates_done >= 100) == ("done", True, True)
+    assert [one for one in scene.fleet.everything() if one.state is not InstanceState.ENDED] == []
+    hours = sum((one.ended_s or 0) - one.launched_s for one in scene.fleet.everything()) / 3600
+    assert last.bill.usd == pytest.approx(hours * SPOT)
+    assert last.bill.usd_without_boots == pytest.approx((hours - 4 * 20 / 3600) * SPOT, rel=0.02)
+    assert last.on_demand_usd == pytest.approx(250 / 3600 * 4 * ON_DEMAND, rel=0.05)
+
+
+def test_the_deadline_is_met_when_spot_is_taken_back_all_the_time() -> None:
+    """Whatever spot does, on-demand takes over in time."""
+    scene = Scene(settings(deadline_s=500.0))
+
+    def taken() -> None:
+        for one in scene.fleet.alive():
+            if one.market == "spot" and one.notice_s is None and scene.clock() - one.launched_s > 25:
+                scene.fleet.interrupt(one.id, 0.0)
+
+    decisions = scene.to_the_end(each=taken)
+    assert scene.world.finished_s is not None
+    assert scene.world.finished_s - decisions[0].started_s <= 500
+    assert {market for one in decisions for market in one.markets} == {"spot", "on_demand", None}
+    assert scene.world.most_per_slot <= 2
+
+
+def test_a_deadline_that_cannot_be_met_is_told_and_all_is_on_demand() -> None:
+    scene = Scene(settings(deadline_s=100.0))
+    decision = scene.turn()
+    assert (decision.binding, decision.feasible) == ("late", False)
+    assert set(decision.markets) == {"on_demand"}
+    assert any("deadline cannot be met" in alarm for alarm in decision.alarms)
+
+
+def test_when_spot_is_dry_the_plan_waits_and_then_covers() -> None:
+    scene = Scene(settings(deadline_s=500.0))
+    for pool in scene.fleet.pools:
+        scene.fleet.set_room(pool, "spot", 0)
+    first = scene.turn()
+    assert set(first.markets) == {"spot"}, "the slack allows to wait"
+    assert all("capacity" in one.trouble for one in first.actions)
+    assert first.alive == ()
+    decisions = scene.to_the_end()
+    assert scene.world.finished_s is not None
+    assert scene.world.finished_s - first.started_s <= 500
+    assert {one.market for one in scene.fleet.everything()} == {"on_demand"}
+    assert decisions[-1].bill.usd_by_market["spot"] == 0
+
+
+def test_a_dry_market_is_planned_around_in_the_same_turn() -> None:
+    """Behind an even pace, a launch that found nothing on spot is followed by one on-demand at once."""
+    job = settings(deadline_s=600.0)
+    scene = Scene(replace(job, planner=replace(job.planner, slack_reserve=1.0)))
+    scene.steps(3)  # they have booted, which an even pace does not do
+    for one in scene.fleet.alive():
+        scene.fleet.interrupt(one.id, 0.0)
+    for pool in scene.fleet.pools:
+        scene.fleet.set_room(pool, "spot", 0)
+    decision = scene.steps(1)
+    assert {"spot", "on_demand"} <= {market for _, _, market in launches(decision)}
+    assert {one.market for one in scene.fleet.alive()} == {"on_demand"}
+
+
+def test_a_slot_goes_back_to_spot_when_that_is_back() -> None:
+    job = settings(deadline_s=600.0, updates=160.0)  # 400 s of work
+    scene = Scene(replace(job, planner=replace(job.planner, dwell_s=30.0), limits=Limits(bad_pool_s=20.0)))
+    for pool in scene.fleet.pools:
+        scene.fleet.set_room(pool, "spot", 0)
+    scene.steps(15)
+    assert "on_demand" in {one.market for one in scene.fleet.alive()}
+    for pool in scene.fleet.pools:
+        scene.fleet.set_room(pool, "spot", None)
+    decisions = scene.to_the_end()
+    assert any("RETURN" in reason or "spot has been available" in reason for one in decisions for reason in one.reasons)
+    assert decisions[-1].bill.usd_by_market["spot"] > 0
+    assert scene.world.finished_s is not None
+    assert scene.world.finished_s - decisions[0].started_s <= 600
+
+
+def test_a_notice_is_answered_at_once() -> None:
+    scene = Scene()
+    scene.steps(4)
+    scene.fleet.interrupt("i-00000000000000000", 120.0)
+    decision = scene.steps(1)
+    assert launches(decision) == [(0, 2, "spot")]
+    assert decision.interruptions == 1
+    assert scene.steps(2).interruptions == 1, "told once"
+    assert all("i-00000000000000000" not in call.ids for call in scene.fleet.calls)
+
+
+def test_a_probe_is_asked_before_what_can_only_be_guessed() -> None:
+    """It says that spot is gone, so that the machines that are taken are covered without a try."""
+
+    class Market:
+        there = True
+
+        def spot_open(self, slot: int) -> bool | None:
+            return self.there
+
+    market = Market()
+    job = settings(deadline_s=600.0)
+    scene = Scene(replace(job, planner=replace(job.planner, slack_reserve=1.0)), probe=market)
+    scene.steps(3)
+    for one in scene.fleet.alive():
+        scene.fleet.interrupt(one.id, 0.0)
+    market.there = False
+    decision = scene.steps(1)
+    covered = [slot for slot, _, where in launches(decision) if where == "on_demand"]
+    assert covered, "not a try on spot for these"
+    assert all(reason.startswith("to on-demand") for slot, reason in enumerate(decision.reasons) if slot in covered)
+
+
+# --- trouble --------------------------------------------------------------------------------------------------------
+
+
+def test_a_used_up_quota_is_an_alarm_and_costs_no_deadline() -> None:
+    scene = Scene(settings(deadline_s=500.0))
+    scene.fleet.fail_next("launch", Trouble.SPOT_QUOTA)
+    first = scene.turn()
+    assert any("quota of spot" in alarm for alarm in first.alarms)
+    scene.to_the_end()
+    assert scene.world.finished_s is not None
+    assert scene.world.finished_s - first.started_s <= 500
+    tries = [call for call in scene.fleet.calls if call.order is not None and call.order.market == "spot"]
+    assert len(tries) <= 4, "no more tries on spot for a while"
+
+
+def test_a_misconfigured_launch_stops_and_tells() -> None:
+    scene = Scene()
+    scene.fleet.fail_next("launch", Trouble.CONFIG)
+    decision = scene.turn()
+    assert decision.phase == "stopped"
+    assert any("told to fail" in alarm for alarm in decision.alarms)
+    assert len([call for call in scene.fleet.calls if call.name == "launch"]) == 1, "it does not try the others"
+    assert scene.steps(3).phase == "stopped"
+    assert len([call for call in scene.fleet.calls if call.name == "launch"]) == 1
+    scene.controller = scene.successor()
+    assert scene.steps(6).phase == "run", "a person has started it again"
+    assert len(scene.fleet.alive()) == 4
+
+
+def test_a_fleet_that_does_not_answer_blinds_and_changes_nothing() -> None:
+    scene = Scene()
+    scene.steps(4)
+    spent = scene.decisions[-1].bill.usd
+    scene.fleet.fail_next("instances", ServiceUnavailableError("gone"))
+    decision = scene.steps(1)
+    assert (decision.phase, decision.actions) == ("blind", ())
+    assert decision.bill.usd == spent
+    assert any("gone" in alarm for alarm in decision.alarms)
+    assert scene.steps(2).phase == "run"
+    assert len(scene.fleet.everything()) == 4
+
+
+def test_prices_that_fail_are_the_last_known() -> None:
+    scene = Scene()
+
+    class Failing:
+        def current(self, now_s: float) -> Prices:
+            raise ServiceUnavailableError("no prices")
+
+        def series(self, *args: Any) -> Any:
+            raise ServiceUnavailableError("no prices")
+
+    scene.controller._prices = Failing()  # type: ignore[assignment]
+    assert scene.turn().phase == "blind", "without any price nothing is bought"
+    scene.controller = scene.successor()
+    scene.steps(4)
+    spent = scene.decisions[-1].bill.usd
+    scene.controller._prices = Failing()  # type: ignore[assignment]
+    decision = scene.steps(2)
+    assert (decision.phase, decision.bill.usd) == ("run", spent), "it has not become cheaper"
+    scene.controller._prices = scene.prices
+    assert scene.steps(1).bill.usd > spent
+
+
+def test_a_machine_that_breaks_is_replaced() -> None:
+    scene = Scene()
+    scene.steps(4)
+    scene.fleet.break_down("i-00000000000000000")
+    scene.steps(8)
+    alive = {(one.slot, one.epoch) for one in scene.fleet.alive()}
+    assert alive == {(0, 2), (1, 1), (2, 1), (3, 1)}
+
+
+def test_a_machine_whose_worker_hangs_is_replaced() -> None:
+    scene = Scene(settings(deadline_s=5000.0, updates=1000.0, limits=Limits(silent_most_s=60.0)))
+    scene.steps(4)
+    scene.world.mute.add("i-00000000000000000")
+    scene.steps(20)
+    assert (0, 2) in {(one.slot, one.epoch) for one in scene.fleet.alive()}
+    assert scene.fleet.everything()[0].end is End.TERMINATED
+
+
+def test_no_machine_is_blamed_while_there_is_no_parameter_server() -> None:
+    scene = Scene(settings(limits=Limits(boot_most_s=60.0)))
+    for _ in range(30):
+        scene.controller.turn(scene.clock())
+        scene.clock.advance(10.0)
+    assert len(scene.fleet.everything()) == 4
+
+
+def test_what_vanishes_from_the_listing_has_ended_and_is_billed() -> None:
+    scene = Scene()
+    scene.steps(10)
+    gone = scene.fleet.alive()[0]
+    scene.fleet.hidden.add(gone.id)
+    decision = scene.steps(1)
+    (line,) = [line for line in decision.bill.lines if line.id == gone.id]
+    assert line.usd == pytest.approx((scene.clock() - gone.launched_s) / 3600 * SPOT)
+    assert line.ended_s == scene.clock()
+    scene.steps(6)
+    assert (0, 2) in {(one.slot, one.epoch) for one in scene.fleet.alive()}
+
+
+# --- the budget -----------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_is_never_passed_and_its_end_is_told() -> None:
+    """Half of what the job costs: half of the work is done, and not a cent more is spent."""
+    whole = Scene().to_the_end()[-1].bill.usd
+    scene = Scene(settings(budget_usd=whole / 2))
+    decisions = scene.to_the_end(until_s=1500.0)
+    last = decisions[-1]
+    assert last.phase == "budget"
+    assert whole / 4 < last.bill.usd <= whole / 2
+    assert 20 < last.updates_done < 60
+    assert not decisions[0].feasible
+    assert any("raise" in alarm for alarm in decisions[0].alarms), "it is told at the start"
+    assert any("is spent" in alarm for alarm in last.alarms)
+    assert scene.fleet.alive() == []
+
+
+def test_a_higher_budget_lets_the_job_go_on() -> None:
+    scene = Scene(settings(budget_usd=0.02, deadline_s=3000.0))
+    scene.to_the_end(until_s=1500.0)
+    assert scene.decisions[-1].phase == "budget"
+    scene.job = settings(budget_usd=0.2, deadline_s=3000.0)
+    scene.controller.retarget(scene.job)
+    scene.clock.advance(10.0)
+    scene.to_the_end()
+    assert scene.decisions[-1].phase == "done"
+    assert scene.decisions[-1].bill.usd <= 0.2
+
+
+def test_a_budget_that_suffices_for_spot_only_keeps_the_job_on_spot() -> None:
+    """Deadline and budget cannot both be met: the budget is kept, and it is said."""
+    job = settings(deadline_s=252.0, budget_usd=0.06)
+    scene = Scene(job)
+    first = scene.turn()
+    assert (first.binding, first.feasible) == ("budget", False)
+    assert first.markets.count("spot") >= 3
+    last = scene.to_the_end()[-1]
+    assert last.phase == "done"
+    assert last.bill.usd <= 0.06
+
+
+# --- other questions ------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_and_does_nothing() -> None:
+    scene = Scene(dry_run=True)
+    first = scene.turn()
+    assert first.dry_run
+    assert launches(first) == [(slot, 1, "spot") for slot in range(4)]
+    assert launches(scene.turn()) == launches(first)
+    assert [call for call in scene.fleet.calls if call.name != "instances"] == []
+    assert (scene.book.load(), scene.book.journal) == (None, [])
+
+
+def test_a_drain_ends_everything_and_starts_nothing() -> None:
+    scene = Scene()
+    scene.steps(4)
+    first = scene.turn(draining=True)
+    assert not first.over
+    assert len(first.actions) == 4
+    scene.clock.advance(10.0)
+    assert scene.turn(draining=True).over
+    scene.clock.advance(10.0)
+    again = scene.successor()
+    scene.controller = again
+    assert scene.steps(1).phase == "run", "and the job may go on later"
+    assert launches(scene.decisions[-1]) == [(slot, 2, "spot") for slot in range(4)]
+
+
+def test_a_fenced_controller_does_nothing(tmp_path: Path) -> None:
+    claims = FileStore(tmp_path, "job")
+    first = Lease(claims)
+    scene = Scene(check_lease=first.check)
+    scene.turn()
+    second = Lease(claims)
+    with pytest.raises(FencedError, match="provisioner 1 of this job is over: provisioner 2"):
+        scene.turn()
+    assert len([call for call in scene.fleet.calls if call.name == "launch"]) == 4
+    second.check()
+
+
+def test_the_deadline_may_be_changed_in_mid_run() -> None:
+    scene = Scene(settings(deadline_s=1000.0))
+    assert set(scene.steps(4).markets) == {"spot"}
+    scene.controller.retarget(settings(deadline_s=260.0))
+    assert set(scene.steps(1).markets) == {"on_demand"}
+    with pytest.raises(ValueError, match="expected 4 slots as before, got 5"):
+        scene.controller.retarget(settings(5))
+
+
+def test_the_work_is_estimated_anew_from_the_jobs_own_errors() -> None:
+    scene = Scene(settings(updates=100.0, target_error=0.05))
+    scene.turn()
+    for version in range(1, 25):
+        error = 0.9 * 0.95**version + 0.01
+        record = Evaluated(ps_epoch=1, version=version, loss=1.0, accuracy=1 - error)
+        scene.controller.feed(record, scene.clock())
+    decision = scene.steps(1)
+    assert 58 <= decision.updates_wanted <= 65, "0.9 * 0.95^J + 0.01 = 0.05 at J = 60.7"
+    scene.controller = scene.successor()
+    assert scene.steps(1).updates_wanted == decision.updates_wanted, "a successor knows it too"
+
+
+# --- restarts -------------------------------------------------------------------------------------------------------
+
+
+def test_a_successor_goes_on_where_the_other_was(tmp_path: Path) -> None:
+    scene = Scene()
+    scene.book = FileBook(tmp_path)  # type: ignore[assignment]
+    scene.controller = scene.successor()
+    before = scene.steps(6)
+    scene.controller = scene.successor()
+    after = scene.turn()
+    assert (after.turn, after.started_s, after.markets) == (before.turn + 1, before.started_s, before.markets)
+    assert after.bill.usd == pytest.approx(before.bill.usd)
+    assert after.actions == ()
+    assert after.ready == before.ready
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "provision.jsonl").read_text().splitlines()]
+    assert kinds.count("decision") == 7
+    assert kinds[:9] == ["order"] * 4 + ["instance"] * 4 + ["decision"]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"state": 99}', '{"state": 1}', '{"state": 1, "memory": {}}'])
+def test_a_state_file_that_is_no_use_is_no_obstacle(tmp_path: Path, content: str) -> None:
+    """Tags and topics say enough: no second machine for any slot, the clock goes on, the money is not forgotten."""
+    scene = Scene()
+    scene.book = FileBook(tmp_path)  # type: ignore[assignment]
+    scene.controller = scene.successor()
+    before = scene.steps(6)
+    (tmp_path / "provision.json").write_text(content)
+    scene.controller = scene.successor()
+    scene.world.log.append((before.record(), scene.clock()))
+    after = scene.turn()
+    assert after.actions == ()
+    assert after.started_s == before.started_s
+    assert after.bill.usd == pytest.approx(before.bill.usd)
+    assert after.markets == before.markets
+    assert len(scene.fleet.everything()) == 4
+
+
+def test_a_lost_book_forgets_no_money() -> None:
+    """What the topics say was spent is a floor, also for machines that nobody lists any more."""
+    scene = Scene(settings(deadline_s=3000.0))
+    scene.steps(8)
+    scene.fleet.break_down("i-00000000000000000")
+    before = scene.steps(8)
+    scene.fleet.hidden.add("i-00000000000000000")
+    scene.book = MemoryBook()
+    scene.controller = scene.successor()
+    scene.world.log.append((before.record(), scene.clock()))
+    assert scene.turn().bill.usd == pytest.approx(before.bill.usd)
+    assert scene.controller._memory.epoch(0) == 2
+
+
+def test_an_unwritable_book_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    scene = Scene()
+    scene.book = FileBook(tmp_path / "file")  # type: ignore[assignment]
+    scene.controller = scene.successor()
+    with pytest.raises(ConfigError, match=r"cannot write .*see --run-folder"):
+        scene.turn()
+    assert scene.fleet.alive() == [], "what cannot be noted is not done"
+
+
+def test_ended_machines_are_settled_once_and_in_the_end_only_as_a_sum() -> None:
+    job = settings(updates=1e6, deadline_s=1e7, replan_s=600.0, billing=EC2_LINUX)
+    scene = Scene(job)
+    scene.steps(4, step_s=600.0)
+    scene.fleet.interrupt("i-00000000000000000", 0.0)
+    scene.steps(4, step_s=600.0)
+    usd = sum(one.usd for one in scene.decisions[-1].bill.lines if one.ended_s is not None)
+    scene.steps(200, step_s=600.0)
+    last = scene.decisions[-1]
+    assert [line for line in last.bill.lines if line.ended_s is not None] == []
+    running = sum(line.usd for line in last.bill.lines)
+    assert last.bill.usd == pytest.approx(running + usd)
+    assert last.bill.instances == 5
+    scene.controller = scene.successor()
+    assert scene.turn().bill.usd == pytest.approx(last.bill.usd)
+
+
+# --- what it says ---------------------------------------------------------------------------------------------------
+
+
+def test_a_decision_says_why_for_every_slot_and_crosses_the_wire() -> None:
+    scene = Scene(settings(deadline_s=300.0))
+    for one in (scene.turn(), scene.steps(5)):
+        assert len(one.reasons) == len(one.markets) == 4
+        assert all(one.reasons)
+        record = one.record()
+        assert decode(encode(record)) == record
+        assert [record.reasons[index] for index in record.reason_of] == list(one.reasons)
+        assert json.loads(json.dumps(one.to_dict()))["markets"] == list(one.markets)
+        assert all(np.isfinite(value) for value in one.measurements().values())
+
+
+def test_slot_ranges() -> None:
+    assert slot_ranges([]) == ""
+    assert slot_ranges([3]) == "3"
+    assert slot_ranges([0, 1, 2, 7, 9, 10]) == "0-2, 7, 9-10"
+    assert slot_ranges(list(range(0, 40, 2)), most=2) == "0, 2, ... (20 in all; --json lists them)"
