@@ -166,6 +166,9 @@ def produce(
     if stdin:
         config = config.model_copy(update={"source": StdinSource(kind="stdin")})
     elif config.source is None:
+        if until_finished:  # one of a job's standing processes, and this job has no use for it
+            sys.stderr.write("doll: the job file names no source, so there is nothing to send: somebody else does\n")
+            raise typer.Exit(0)
         raise usage("the job file names no source: add one, or send lines with --stdin")
     services = _ready(at, "producer")
     raise typer.Exit(run_producer(config, services, at.run.path, until_finished=until_finished))

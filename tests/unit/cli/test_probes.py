@@ -54,3 +54,19 @@ def test_the_environment_names_the_job_where_the_command_line_does_not(
     monkeypatch.setenv(JOB_ENV, str(tmp_path / "one.yaml"))
     assert "job: one" in doll("config", "show").output
     assert "job: two" in doll("config", "show", str(tmp_path / "two.yaml")).output
+
+
+def test_a_job_that_others_feed_needs_no_producer_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text(JOB)
+    ended = doll("produce", "--job", str(tmp_path / "my.yaml"), "--until-finished")
+    assert ended.exit_code == 0
+    assert "names no source" in ended.stderr
+    assert doll("produce", "--job", str(tmp_path / "my.yaml")).exit_code == 2
+
+
+def test_a_slot_that_is_named_comes_before_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my.yaml").write_text(JOB)
+    monkeypatch.setenv("DOLL_WORKER", "7")
+    refused = doll("worker", "--job", str(tmp_path / "my.yaml"), "--any")
+    assert refused.exit_code == 2
+    assert "expected 0 .. 3" in refused.stderr
