@@ -21,11 +21,12 @@ from doll.local.processes import LOOPBACK
 T = TypeVar("T")
 
 _CHUNK: Final = 1 << 18
+_ANSWER_S: Final = 60.0  # the relays' thread answers at once; on a machine that is all but stuck, later
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: close() sends RST
 
 
 class Relay:
-    """One listening port and where it leads. Its methods may be called from any thread.
+    """One listening port and where it leads. Its methods may be called from any thread but the relays' own.
 
     Attributes:
         port: on loopback; it stays the same and taken until the end.
@@ -47,13 +48,16 @@ class Relay:
 
     def break_off(self, how: Cut) -> None:
         """Cut it, until `mend`."""
-        self._loop.call_soon_threadsafe(self._break_off, how)
+        self._on_loop(self._break_off(how))
 
     def mend(self) -> None:
         """It leads through again. It may be repeated."""
-        self._loop.call_soon_threadsafe(self._mend)
+        self._on_loop(self._mend())
 
-    def _break_off(self, how: Cut) -> None:
+    def _on_loop(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(_ANSWER_S)
+
+    async def _break_off(self, how: Cut) -> None:
         self.cut = how
         if how == "silent":
             self._open.clear()
@@ -61,7 +65,7 @@ class Relay:
             for task in self._tasks:
                 task.cancel()
 
-    def _mend(self) -> None:
+    async def _mend(self) -> None:
         self.cut = None
         self._open.set()
 
@@ -131,7 +135,7 @@ class Relays:
         return self._relays[-1]
 
     def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(10.0)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(_ANSWER_S)
 
     def __enter__(self) -> Self:
         self._thread.start()
