@@ -14,8 +14,6 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-import boto3
-from botocore.config import Config
 from doll.provisioner.compose_fleet import ComposeFleet
 from doll.provisioner.ec2_fleet import Ec2Fleet
 from doll.provisioner.ec2_notices import Ec2Notices
@@ -24,10 +22,9 @@ from doll.provisioner.fleet import Fleet
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from fake_docker import DAEMON, stamp
-from moto_overlay import REGION, MotoMarket, moto_market
+from moto_overlay import REGION, MotoMarket, client, moto_market
 
 SUPPORT = Path(__file__).parents[1] / "support"
-IMAGE = "ami-03cf127a"  # one that moto knows
 
 
 class Rig:
@@ -120,9 +117,7 @@ class Ec2Rig(Rig):
     def __init__(self, market: MotoMarket, clock: VirtualClock) -> None:
         self.market, self.clock = market, clock
         market.boot_s, market.lag_s = 30.0, 10.0
-        plain = Config(retries={"max_attempts": 0})
-        self.ec2 = boto3.client("ec2", REGION, config=plain)
-        self.sqs = boto3.client("sqs", REGION, config=plain)
+        self.ec2, self.sqs = client("ec2"), client("sqs")
         vpc = self.ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
         self.subnets = [
             self.ec2.create_subnet(VpcId=vpc, CidrBlock=f"10.0.{16 * n}.0/20", AvailabilityZone=f"{REGION}{zone}")[
@@ -131,13 +126,14 @@ class Ec2Rig(Rig):
             for n, zone in enumerate("ab")
         ]
         made = self.ec2.create_launch_template(
-            LaunchTemplateName="doll-workers", LaunchTemplateData={"ImageId": IMAGE}, ClientToken="template"
+            LaunchTemplateName="doll-workers",
+            LaunchTemplateData={"ImageId": "ami-0123456789abcdef0"},
+            ClientToken="template",
         )
         self.template = made["LaunchTemplate"]["LaunchTemplateId"]
         self.queue_url = self.sqs.create_queue(QueueName="notices")["QueueUrl"]
         market.queue_url = self.queue_url
         self.down = False
-        self.ec2.meta.events.register("before-send.ec2.*", self._before_send)
         self.crash()
 
     def _before_send(self, **_: Any) -> None:
@@ -259,7 +255,11 @@ def fake() -> Iterator[Rig]:
 def ec2() -> Iterator[Rig]:
     clock = VirtualClock()
     with moto_market(clock) as market:
-        yield Ec2Rig(market, clock)
+        rig = Ec2Rig(market, clock)
+        events = rig.ec2.meta.events
+        events.register_first("before-send.ec2.*", rig._before_send)
+        yield rig
+        events.unregister("before-send.ec2.*", rig._before_send)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ listing by ones that behave as AWS documents them, on a clock that a test moves.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,9 +16,11 @@ from typing import Any
 from unittest import mock
 
 import boto3
+from botocore.config import Config
 from moto import mock_aws
 from moto.core.responses import ActionResult
 from moto.ec2.exceptions import EC2ClientError
+from moto.ec2.models.amis import AmiBackend
 from moto.ec2.models.instances import Instance, InstanceState, StateReason
 from moto.ec2.responses.fleets import Fleets
 from moto.ec2.responses.instances import InstanceResponse
@@ -27,6 +30,18 @@ REGION = "us-east-1"
 NOTICE_S = 120.0
 FORGOTTEN_S = 3600.0
 PoolKey = tuple[str, str]  # instance type, zone
+
+
+@functools.cache
+def client(service: str) -> Any:
+    """One for all tests: to make one takes longer than most of them. It does not try again by itself."""
+    return boto3.client(
+        service,
+        REGION,
+        aws_access_key_id="none",
+        aws_secret_access_key="none",
+        config=Config(retries={"max_attempts": 0}),
+    )
 
 
 class MotoMarket:
@@ -78,7 +93,7 @@ class MotoMarket:
             "resources": [f"arn:aws:ec2:{REGION}a:instance/{id_}"],
             "detail": {"instance-id": id_, "instance-action": "terminate"},
         }  # fmt: skip
-        boto3.client("sqs", REGION).send_message(QueueUrl=self.queue_url, MessageBody=json.dumps(body))
+        client("sqs").send_message(QueueUrl=self.queue_url, MessageBody=json.dumps(body))
 
     def stop_by_itself(self, id_: str) -> None:
         """The machine shuts down from inside."""
@@ -237,6 +252,8 @@ def moto_market(clock: Callable[[], float]) -> Iterator[MotoMarket]:
         mock.patch.object(InstanceResponse, "describe_instances", _bound(market.describe_instances, listing)),
         mock.patch.object(SpotInstances, "describe_spot_price_history", _bound(market.describe_spot_price_history)),
         mock.patch.object(Instance, "terminate", terminate),
+        # 1300 public images for each test, of which none is needed: moto launches any.
+        mock.patch.object(AmiBackend, "_load_amis", return_value=None),
     ):
         yield market
 
