@@ -2,9 +2,9 @@
 
     python -m benchmarks.spot [JOB.yaml] [--seeds 5] [--first 0] [--out FILE.json]
 
-Bars: the deadline is met in every run that the plan calls feasible; the mean cost is within 3 points of on-demand of the
-predicted one (single runs are shown: noise of arrivals and of boots moves a planner that decides at thresholds); nothing
-is lost or counted twice. Each run takes about four minutes.
+Bars: the deadline is met in every run that the plan calls feasible; the mean cost is within 3 points of the predicted
+one, in percent of on-demand (single runs are shown: noise of arrivals and boots moves a planner that decides at
+thresholds); nothing is lost or counted twice. Each run takes about four minutes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,75 @@
+"""`doll spot` as a user runs it: workers are killed by their market and replaced, and the books balance."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("broker")]  # `broker` skips where none can be started
+
+JOB = """
+job: market
+task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 4, hidden: [8]}}
+data: {workers: 3, batch_size: 10}
+source: {kind: synthetic, features: 4, classes: 2}
+arrivals: {process: poisson, rate_per_s: 20, while_down: pause}
+training: {policy: {name: doll, group_size: 2}, optimizer: {name: sgd, lr: 0.05}}
+checkpoint: {every_updates: 5, every_s: 0.5}
+stop: {updates: 60} # 20 s of three streams
+worker: {lease_s: 4, drain_s: 2}
+plan: {deadline_s: 36, alpha: 0.6, cycle_s: 100, spot_usd_per_h: 0.158, on_demand_usd_per_h: 0.286, boot_s: 2}
+provision: {dwell_s: 4}
+fleet: {kind: processes, speed_up: 10, notice_s: 3, surprise: 0.5, boot_s: 1.7}
+"""
+SEED = 20  # all are up at first; two go without a word after 5 and 9 s, one with a notice after 10 s
+
+
+def test_a_job_on_a_market_ends_with_its_books_balanced(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    done = subprocess.run(
+        [sys.executable, "-m", "doll", "spot", "job.yaml", "--seed", str(SEED), "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        env={key: value for key, value in os.environ.items() if not key.startswith(("DOLL_KAFKA", "DOLL_REDIS"))},
+    )
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert report == json.loads((run / "report.json").read_text())
+    assert report["updates"] == 60
+    assert report["prequential"]["samples"] == 1200
+
+    audit = report["audit"]
+    assert (audit["ok"], audit["missing"], audit["duplicate"], audit["complaints"]) == (True, 0, 0, [])
+    assert audit["applied"] == report["samples"] == 1200
+
+    # Machines came and went, and at least one worker died at work.
+    machines = json.loads((run / "instances.json").read_text())
+    preempted = [one for one in machines if one["preempted"]]
+    assert report["preemptions"] == len(preempted)
+    assert report["preemptions_killed"] >= 1
+    killed = [one for one in preempted if one["exit_code"] == -9]
+    assert len(killed) == report["preemptions_killed"]
+    assert report["instances"] == len(machines) > 3
+    assert all(one["instance"]["state"] == "ended" for one in machines)
+    assert not any(psutil.pid_exists(one["pid"]) for one in machines if one["pid"] is not None)
+
+    # Whether a busy machine keeps the deadline is its own business; the figures have to agree with each other.
+    assert report["deadline_met"] == (report["finish_s"] <= report["deadline_s"] == 36)
+    assert 0 < report["cost_usd"] <= report["cost_with_hand_back_usd"]
+    assert report["on_demand_usd"] == pytest.approx(20 / 3600 * 3 * 0.286 * 10)  # the meter bills market time
+    assert 0 < report["cost_predicted_usd"] < report["on_demand_usd"] * 1.2
+    assert report["moves"] == len(report["moves_log"])
+    assert all(move["reason"] for move in report["moves_log"])
+    decisions = [json.loads(line) for line in (run / "provision.jsonl").read_text().splitlines()]
+    assert any(one["kind"] == "interrupted" for one in decisions)
+    assert (run / "spot.png").read_bytes().startswith(b"\x89PNG")
