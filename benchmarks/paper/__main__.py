@@ -8,7 +8,6 @@ A whole run without --quick and --only renews the marked section of docs/results
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import multiprocessing
 import os
@@ -16,6 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -49,24 +49,17 @@ def run_all(names: Sequence[str], folder: Path, quick: bool, processes: int, con
     """Run the scripts, a process each, `processes` at a time; the JSON of each, in the order of `names`."""
     jobs = [(name, folder, quick) for name in _LONGEST_FIRST if name in names]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    context = multiprocessing.get_context("spawn")
     begin = time.perf_counter()
-    with (
-        Progress(*columns, console=console, transient=True) as bar,
-        context.Pool(processes, die_with_parent, (os.getpid(),), maxtasksperchild=1) as pool,
-    ):
+    pool = ProcessPoolExecutor(
+        processes, multiprocessing.get_context("spawn"), die_with_parent, (os.getpid(),), max_tasks_per_child=1
+    )
+    with Progress(*columns, console=console, transient=True) as bar, pool:
         task = bar.add_task("figures and tables", total=len(jobs))
-        for name, text in pool.imap_unordered(_run, jobs, chunksize=1):
-            bar.update(task, advance=1)
-            bar.console.print(f"[{time.perf_counter() - begin:4.0f} s] {text}", markup=False, highlight=False)
-            bar.update(task, description=f"{name} is done")
+        for done in as_completed([pool.submit(harness.run_by_name, *job) for job in jobs]):
+            bar.advance(task)
+            took = time.perf_counter() - begin
+            bar.console.print(f"[{took:4.0f} s] {done.result()}", markup=False, highlight=False)
     return [json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in SCRIPTS if name in names]
-
-
-def _run(job: tuple[str, Path, bool]) -> tuple[str, str]:
-    name, folder, quick = job
-    script = importlib.import_module(f"benchmarks.paper.{name}")
-    return name, harness.text(name, harness.run(name, script.run, folder, quick))
 
 
 def markdown(found: Iterable[dict[str, Any]]) -> str:

@@ -42,7 +42,7 @@ _Z_95 = 1.645
 
 
 def run(quick: bool) -> Result:
-    runs, engine_runs, engine_updates = (24, 1, 300) if quick else (120, 12, 3000)
+    runs, engine_runs, engine_updates = (8, 1, 300) if quick else (120, 6, 2000)
     points, seconds = (2.0, 1.0) if quick else (0.5, 0.3)
     rates = np.full(N, RATE)
     theta_0 = on_demand_runtime_s(SAMPLES, RATE, N)

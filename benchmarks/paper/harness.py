@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib
 import json
 import math
 import sys
@@ -101,6 +102,12 @@ def run(name: str, script: Script, folder: Path, quick: bool) -> Result:
     result = script(quick)
     save(name, result, folder, time.perf_counter() - begin, quick)
     return result
+
+
+def run_by_name(name: str, folder: Path, quick: bool) -> str:
+    """Run a script and keep its files; its checks for a terminal."""
+    script: Script = importlib.import_module(f"benchmarks.paper.{name}").run
+    return text(name, run(name, script, folder, quick))
 
 
 def text(name: str, result: Result) -> str:

@@ -28,7 +28,7 @@ LOADS = (0.5, 0.8, 1.25)
 
 
 def run(quick: bool) -> Result:
-    updates, seconds, percent = (500, 400.0, 2.0) if quick else (8000, 3000.0, 0.5)
+    updates, seconds, percent = (500, 400.0, 2.0) if quick else (5000, 2000.0, 0.5)
     checks: list[Check] = []
     rows: list[dict[str, Value]] = []
     for workers, size, batch, rate in SETS:

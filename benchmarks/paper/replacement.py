@@ -26,7 +26,7 @@ TARGET = 1500
 
 
 def run(quick: bool) -> Result:
-    runs, target = (2, 300) if quick else (20, TARGET)
+    runs, target = (2, 300) if quick else (6, TARGET)
     checks: list[Check] = []
     rows: list[dict[str, Value]] = []
     shares: list[tuple[str, float, float]] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +11,8 @@ from doll.provisioner.state import PlannerSettings
 from doll.simulation.adaptive import Adaptive
 from doll.simulation.backtest import Outcome, replay
 from doll.simulation.windows import Windows
-from doll.theory.cost import Prices, work_samples
+from doll.theory.cost import Prices, on_demand_runtime_s, work_samples
+from doll.theory.planning import best_assignment
 from doll.theory.preemption import step_probabilities
 
 J, K, B, RATE, N = 10_000, 20, 256, 125.0, 64
@@ -88,6 +88,7 @@ class PaperAdaptive:
             margin=0.0,
             dwell_s=0.0,
             dead_band=0,
+            max_returns=1.0,
             boot_s=0.0,
             cycle_s=CYCLE_S,
         )
@@ -110,9 +111,30 @@ class Costs:
     cost: npt.NDArray[np.float64]
     runtime: npt.NDArray[np.float64]
 
-    @classmethod
-    def join(cls, parts: Sequence[Costs]) -> Costs:
-        return cls(np.concatenate([part.cost for part in parts]), np.concatenate([part.runtime for part in parts]))
+
+def unequal(draws: int, rng: np.random.Generator) -> npt.NDArray[np.float64]:
+    """Rates λ_n ~ U(1, 250), one draw per run, shape (draws, N), each scaled to the same total of N λ_A.
+
+    Costs and deadlines are relative to the draw's own θ_0, so the scale changes nothing but how many on-off cycles a
+    run has, by a few percent. With one θ_0 all runs are simulated at once.
+    """
+    rates = rng.uniform(1, 250, (draws, N))
+    scaled: npt.NDArray[np.float64] = rates * (N * RATE / rates.sum(axis=1, keepdims=True))
+    return scaled
+
+
+def mixes(
+    rates: npt.NDArray[np.float64], samples: float, alpha: float, deadline_s: float, prices: Prices
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
+    """Theorem 5 for each run: who is on spot, shape (runs, N), and (22) over all on-demand's cost, shape (runs,)."""
+    found = [best_assignment(samples, streams, alpha, deadline_s, prices) for streams in rates]
+    full_usd = on_demand_usd(samples, prices)
+    return np.array([mix.spot for mix in found]), np.array([mix.expected_cost_usd / full_usd for mix in found])
+
+
+def on_demand_usd(samples: float, prices: Prices) -> float:
+    """Cost of the work with all of the N workers on-demand."""
+    return samples / RATE * prices.on_demand_usd_per_h / 3600.0
 
 
 def fluid(
@@ -122,9 +144,11 @@ def fluid(
     samples: float,
     prices: Prices,
 ) -> Costs:
-    """Replay chains under a policy with the backtest's replay: a machine that is up works at once and at its rate."""
+    """Replay chains under a policy with the backtest's replay: a machine that is up works at once and at its rate.
+
+    `rates_per_s` has shape (N,) or (runs, N), with a total of N λ_A each.
+    """
     runs, ticks, _ = up.shape
-    on_demand_s = samples / float(rates_per_s.sum())
     windows = Windows(
         up=up,
         price=np.full((runs, ticks), prices.spot_usd_per_h),
@@ -146,8 +170,7 @@ def fluid(
         pool_price=windows.pool_price,
     )
     outcome: Outcome = replay(policy, job, windows)
-    full_usd = on_demand_s * len(rates_per_s) * prices.on_demand_usd_per_h / 3600.0
-    return Costs(outcome.usd / full_usd, outcome.finish_s / on_demand_s)
+    return Costs(outcome.usd / on_demand_usd(samples, prices), outcome.finish_s / on_demand_runtime_s(samples, RATE, N))
 
 
 def ticks_for(on_demand_s: float) -> int:

@@ -20,7 +20,10 @@ from doll.provisioner.traces import Floats, Pool, Series, TraceSet, constant, nu
 # prices: what counts there is the ratio, and 0.55 is a dear spot market.
 ON_DEMAND_USD_PER_HOUR, SPOT_USD_PER_HOUR = 0.286, 0.158
 
-# Linux on demand in us-east-1, USD per hour, as AWS listed them in the year of the recording.
+# Linux on demand in us-east-1, USD per hour, as AWS listed them at the time of the recording. Source: written down from
+# memory in November 2026, since AWS keeps no old price list; c3.xlarge of 2015 agrees with the recording's own notes,
+# c5.xlarge and m5.xlarge with ec2_on_demand.csv, which has a source. `on_demand.csv` beside a recording overrides them
+# (docs/traces.md).
 _EC2_ON_DEMAND = {
     2015: {"c3.xlarge": 0.210, "m3.medium": 0.070, "r3.large": 0.175},
     2016: {
@@ -31,8 +34,9 @@ _EC2_ON_DEMAND = {
     },
     2021: {"c5.xlarge": 0.170, "r5.large": 0.126, "m5.xlarge": 0.192},
 }  # fmt: skip
-# What AWS adds to the Linux price per hour.
+# What AWS adds to the Linux price per hour; from memory too.
 _SURCHARGE = {"Linux/UNIX": 0.0, "SUSE Linux": 0.10}
+_ON_DEMAND = "on_demand.csv"
 _MACHINES = 64
 # Assumed, since the data set does not say it: time until a preempted machine of Google's is replaced.
 _GOOGLE_GAP_S = 600.0
@@ -44,7 +48,9 @@ def ec2_prices(path: Path) -> list[TraceSet]:
     """A spot price history: a machine is there while the price is at or below on-demand, which is also the bid.
 
     Since late 2017 prices are smooth and do not say when machines are taken away: such a recording gives cost only.
+    On-demand prices come from `on_demand.csv` beside it, then from the table above; other types are left out.
     """
+    stated = _stated_on_demand(path.parent)
     times: dict[tuple[str, str, str], list[float]] = {}
     prices: dict[tuple[str, str, str], list[float]] = {}
     columns = ("timestamp_utc", "availability_zone", "instance_type", "product", "spot_usd_per_hour")
@@ -55,9 +61,10 @@ def ec2_prices(path: Path) -> list[TraceSet]:
         if not years:
             years.add(_moment(row["timestamp_utc"], where).year)
             table = _EC2_ON_DEMAND.get(min(years), {})
-        if row["instance_type"] not in table or row["product"] not in _SURCHARGE:
+        kind, product = row["instance_type"], row["product"]
+        if (kind, product) not in stated and (kind not in table or product not in _SURCHARGE):
             continue
-        key = (row["availability_zone"], row["instance_type"], row["product"])
+        key = (row["availability_zone"], kind, product)
         times.setdefault(key, []).append(_moment(row["timestamp_utc"], where).timestamp())
         prices.setdefault(key, []).append(number(row, "spot_usd_per_hour", where))
     pools = []
@@ -65,17 +72,29 @@ def ec2_prices(path: Path) -> list[TraceSet]:
     for (zone, kind, product), moments in sorted(times.items()):
         if len(moments) < 2:
             continue
-        on_demand = table[kind] + _SURCHARGE[product]
+        on_demand = stated.get((kind, product)) or table[kind] + _SURCHARGE[product]
         at_s = np.array([moment - start_s for moment in moments], dtype=np.float64)
         price = Series(at_s, np.array(prices[zone, kind, product]))
         name = f"{zone} {kind}" + ("" if product == "Linux/UNIX" else f" {product}")
         pools.append(Pool(name, _MACHINES, on_demand, price, up_at_bid(price, _MACHINES, on_demand)))
     if not pools:
         raise ConfigError(
-            f"{path}: no on-demand price is known for any instance type in {sorted(years)}: write the folder in the "
-            f"normal form of docs/traces.md, which carries it"
+            f"{path}: no on-demand price is known for any instance type in {sorted(years)}: state them in {_ON_DEMAND} "
+            f"beside it, see docs/traces.md"
         )
     return [TraceSet(f"ec2-{min(years)}", tuple(pools))]
+
+
+def _stated_on_demand(folder: Path) -> dict[tuple[str, str], float]:
+    """(instance type, product) -> USD per hour by the user's own `on_demand.csv`; empty where there is none."""
+    found = {}
+    for path in sorted(folder.glob(f"{_ON_DEMAND}*")):
+        for line, row in rows(path, ("instance_type", "usd_per_hour")):
+            price = number(row, "usd_per_hour", f"{path}: line {line}")
+            if price <= 0:
+                raise ConfigError(f"{path}: line {line}: expected a price above 0, got {price}")
+            found[row["instance_type"], row.get("product") or "Linux/UNIX"] = price
+    return found
 
 
 def _moment(text: str, where: str) -> datetime:

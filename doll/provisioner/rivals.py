@@ -30,7 +30,7 @@ class Job:
     Attributes:
         samples: J K b, the work.
         deadline_s: θ.
-        rates_per_s: λ_n, shape (N,).
+        rates_per_s: λ_n, shape (N,); shape (W, N) for jobs whose streams differ too, which the rivals do not take.
         boot_s: a machine works so long after it has been chosen.
         tick_s: time between two decisions.
         on_demand: USD per hour, shape (W,).
@@ -52,7 +52,7 @@ class Job:
 
     @property
     def num_slots(self) -> int:
-        return len(self.rates_per_s)
+        return int(self.rates_per_s.shape[-1])
 
     @property
     def on_demand_s(self) -> float:

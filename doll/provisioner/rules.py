@@ -80,18 +80,20 @@ def pace(state: PlannerState, settings: PlannerSettings, budget: Budget, worth: 
     """Wait for spot while the slack allows, cover slots that are down when it does not.
 
     Slack is spent evenly over the job, but a part of what an even pace would still have in hand (1 - `slack_reserve`)
-    may be used early: most outages then end by themselves and cost neither money nor moves.
+    may be used early: most outages then end by themselves and cost neither money nor moves. Slots return when there is
+    again more than `return_reserve` of it, which pays for the outages to come.
     """
     chosen = state.on_spot.copy()
     down = chosen & ~state.spot_open
-    start_slack = budget.total_per_s * settings.deadline_s * (1 - settings.margin) - settings.samples
-    even = max(0.0, start_slack) * max(0.0, budget.time_s) / (settings.deadline_s * (1 - settings.margin))
+    span_s = settings.deadline_s * (1 - settings.margin)
+    even = max(0.0, budget.total_per_s * span_s - settings.samples) * max(0.0, budget.time_s) / span_s
     if budget.slack < settings.slack_reserve * even and down.any():
         working = budget.total_per_s - float(state.rates_per_s[down].sum())
         cover = first_by_rate(down, state.rates_per_s, budget.needed_per_s - working, fastest=True)
-        chosen[cover] = False
-    returns = returnable(state, settings) & worth
-    chosen |= at_most(affordable(returns, state, settings, budget), state.rates_per_s, settings.max_returns)
+        chosen &= ~cover
+    if budget.slack >= settings.return_reserve * even:
+        returns = affordable(returnable(state, settings) & worth, state, settings, budget)
+        chosen |= at_most(returns, state.rates_per_s, settings.max_returns)
     return chosen
 
 

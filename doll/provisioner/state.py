@@ -51,11 +51,14 @@ class PlannerSettings:
         margin: fraction of the deadline held back, for noise in arrivals.
         slack_reserve: rule "pace": fraction of the slack of a uniform pace that is kept before spot's outages are
             covered; 0 spends the slack as soon as it can, 1 never falls behind the uniform pace.
+        return_reserve: rule "pace": fraction of that slack above which workers return to spot; the distance to
+            `slack_reserve` is what an outage may use up before there is another move.
         risk: rule "theorem": accepted probability of missing the deadline; None plans on the expectation.
         dwell_s: how long spot must have been available before a worker returns to it; None: 10 boots, at least 5
             replanning periods.
         dead_band: rule "theorem": changes of at most this many workers are not worth their moves.
-        max_returns: at most this fraction of the workers returns to spot in one step.
+        max_returns: at most this fraction of the workers (at least one) returns to spot in one step: the next outage
+            may come before the last has returned.
 
     Raises:
         ValueError: a number out of its range.
@@ -72,17 +75,19 @@ class PlannerSettings:
     rule: Rule = "pace"
     guard: bool = True
     margin: float = 0.005
-    slack_reserve: float = 0.75
+    slack_reserve: float = 0.4
+    return_reserve: float = 0.7
     risk: float | None = None
     dwell_s: float | None = None
     dead_band: int = 2
-    max_returns: float = 1.0
+    max_returns: float = 0.05
 
     def __post_init__(self) -> None:
         checks.positive(updates=self.updates, group_size=self.group_size, batch_size=self.batch_size)
         checks.positive(deadline_s=self.deadline_s, replan_s=self.replan_s, cycle_s=self.cycle_s)
         checks.non_negative(boot_s=self.boot_s, dead_band=self.dead_band)
-        checks.fraction(margin=self.margin, slack_reserve=self.slack_reserve, max_returns=self.max_returns)
+        checks.fraction(margin=self.margin, slack_reserve=self.slack_reserve, return_reserve=self.return_reserve)
+        checks.fraction(max_returns=self.max_returns)
         if self.dwell_s is not None:
             checks.non_negative(dwell_s=self.dwell_s)
         if self.risk is not None and not 0 < self.risk <= 0.5:

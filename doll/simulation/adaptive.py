@@ -37,6 +37,7 @@ class Adaptive:
             replan_s=job.tick_s, boot_s=job.boot_s,
         )  # fmt: skip
         shape = (job.num_jobs, job.num_slots)
+        self._rates = np.broadcast_to(job.rates_per_s, shape)
         self._last_up = np.zeros(shape, dtype=np.bool_)
         self._changed_s = np.full(shape, -np.inf)
         self._moved_s = np.full(shape, -np.inf)
@@ -59,7 +60,7 @@ class Adaptive:
             state = PlannerState(
                 clock_s=moment.now_s,
                 updates_done=float(moment.done[index]),
-                rates_per_s=job.rates_per_s,
+                rates_per_s=self._rates[index],
                 on_spot=on_spot[index],
                 up=moment.ready[index],
                 alpha=Alpha(float(alpha[index])),
@@ -82,5 +83,5 @@ def planners() -> list[Adaptive]:
     return [
         Adaptive(ADAPTIVE, blank),
         Adaptive("adaptive-no-guard", replace(blank, guard=False)),
-        Adaptive("adaptive-theorem", replace(blank, rule="theorem")),
+        Adaptive("adaptive-theorem", replace(blank, rule="theorem", max_returns=1.0)),
     ]

@@ -82,7 +82,7 @@ def replay(policy: MarketPolicy, job: Job, windows: Windows) -> Outcome:
     came back.
     """
     count, ticks, n = windows.up.shape
-    rates, total_rate = job.rates_per_s, float(job.rates_per_s.sum())
+    rates, total_rate = job.rates_per_s, job.rates_per_s.sum(axis=-1)
     done_by_slot = np.zeros((count, n))
     usd, moves = np.zeros(count), np.zeros(count)
     finish_s = np.full(count, np.inf)
@@ -140,21 +140,26 @@ def backtest(
     ]
 
 
+def windows_of(trace_set: TraceSet, settings: BacktestSettings) -> tuple[Windows, float]:
+    """The jobs of a trace set, the same at every deadline and whatever is replayed beside it, and θ_0 in seconds."""
+    longest_s = max(pool.length_s for pool in trace_set.pools)
+    most = max(settings.deadline_ratios)
+    on_demand_s = min(settings.job_hours * 3600.0, _SHARE_OF_RECORDING * longest_s / most)
+    windows = sample(
+        trace_set, count=settings.windows, length_s=most * on_demand_s, tick_s=settings.tick_s,
+        num_slots=len(settings.rates_per_s),
+        rng=np.random.default_rng((settings.seed, zlib.crc32(trace_set.name.encode()))),
+    )  # fmt: skip
+    return windows, on_demand_s
+
+
 def backtest_one(
     trace_set: TraceSet, ratio: float, settings: BacktestSettings, policies: Sequence[MarketPolicy]
 ) -> list[Row]:
     """One trace set at one deadline."""
     rates = np.asarray(settings.rates_per_s, float)
-    longest_s = max(pool.length_s for pool in trace_set.pools)
-    most = max(settings.deadline_ratios)
-    on_demand_s = min(settings.job_hours * 3600.0, _SHARE_OF_RECORDING * longest_s / most)
+    windows, on_demand_s = windows_of(trace_set, settings)
     deadline_s = ratio * on_demand_s
-    # By name: a set meets the same windows whatever else is replayed beside it, and at every deadline.
-    seed = (settings.seed, zlib.crc32(trace_set.name.encode()))
-    windows = sample(
-        trace_set, count=settings.windows, length_s=most * on_demand_s, tick_s=settings.tick_s, num_slots=len(rates),
-        rng=np.random.default_rng(seed),
-    )  # fmt: skip
     job = Job(
         samples=float(rates.sum()) * on_demand_s, deadline_s=deadline_s, rates_per_s=rates, boot_s=settings.boot_s,
         tick_s=settings.tick_s, on_demand=windows.on_demand, pool_alpha=windows.pool_alpha,

@@ -109,11 +109,24 @@ def test_pace_waits_while_slack_allows_then_covers() -> None:
     assert early.num_moves == 0
     assert set(early.reason_codes[:20]) == {Reason.WAIT}
     # Half of the slack is gone after a tenth of the time: the even pace would still have nine tenths.
-    late = plan(state(672.0, (672 - 160) * 1.5625, up=down), SETTINGS)
+    behind = state(672.0, (672 - 160) * 1.5625, up=down)
+    assert plan(behind, SETTINGS).num_moves == 0
+    late = plan(behind, replace(SETTINGS, slack_reserve=0.75))
     assert 0 < late.num_moves <= 20
     assert not late.on_spot[late.moved].any()
     assert not late.moved[20:].any()
     assert (~late.on_spot).sum() + 44 >= late.required_workers
+
+
+def test_returns_only_with_slack_for_the_next_outage() -> None:
+    on_spot, clock = np.arange(64) < 40, 4000.0
+    # After 4000 of 6686.4 s an even pace has 115 s of its 286 left, of which the return reserve is 81 s.
+    poor, rich = (
+        plan(state(clock, (clock - (286.4 - slack_s)) * 1.5625, on_spot=on_spot), SETTINGS) for slack_s in (76.0, 86.0)
+    )
+    assert poor.num_moves == 0
+    assert rich.num_moves == 3  # a twentieth of the workers at a time
+    assert rich.on_spot[rich.moved].all()
 
 
 def test_returns_only_after_the_dwell_time() -> None:
@@ -122,8 +135,9 @@ def test_returns_only_after_the_dwell_time() -> None:
     fresh = plan(replace(base, spot_changed_s=np.full(64, clock - SETTINGS.dwell + 1)), SETTINGS)
     assert fresh.num_moves == 0
     steady = plan(replace(base, spot_changed_s=np.full(64, clock - SETTINGS.dwell)), SETTINGS)
-    assert steady.num_spot == 64
+    assert steady.num_spot == 43  # a twentieth of the workers at a time
     assert Reason.RETURN in steady.reason_codes
+    assert plan(replace(base, spot_changed_s=np.full(64, 0.0)), replace(SETTINGS, max_returns=1.0)).num_spot == 64
     gone = plan(replace(base, spot_open=on_spot, spot_changed_s=np.full(64, 0.0)), SETTINGS)
     assert gone.num_moves == 0
 

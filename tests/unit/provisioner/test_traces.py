@@ -150,6 +150,23 @@ def test_an_ec2_history_is_read(tmp_path: Path):
     assert (b.start_s, b.end_s) == (1800.0, 10800.0)
 
 
+def test_stated_on_demand_prices_override_the_table_and_add_types(tmp_path: Path):
+    header = "timestamp_utc,availability_zone,instance_type,product,spot_usd_per_hour\n"
+    lines = [f"2015-03-1{day}T00:00:00Z,us-east-1a,{kind},Linux/UNIX,0.05\n" for kind in ("c3.xlarge", "x9.huge")
+             for day in (1, 2)]  # fmt: skip
+    (tmp_path / "prices.csv").write_text(header + "".join(lines))
+    (alone,) = load(tmp_path)[0].pools
+    assert alone.on_demand_usd_per_hour == 0.210
+    (tmp_path / "on_demand.csv").write_text("instance_type,product,usd_per_hour\nc3.xlarge,,0.3\nx9.huge,,0.04\n")
+    stated = {pool.name: pool for pool in load(tmp_path)[0].pools}
+    assert stated["us-east-1a c3.xlarge"].on_demand_usd_per_hour == 0.3
+    # The bid is the on-demand price: at 0.04 no machine is there for 0.05.
+    assert stated["us-east-1a x9.huge"].alpha == 0.0
+    (tmp_path / "on_demand.csv").write_text("instance_type,usd_per_hour\nc3.xlarge,-1\n")
+    with pytest.raises(ConfigError, match="line 2: expected a price above 0"):
+        load(tmp_path)
+
+
 def test_an_ec2_history_of_unknown_machines_asks_for_the_documented_form(tmp_path: Path):
     (tmp_path / "prices.csv").write_text(
         "timestamp_utc,availability_zone,instance_type,product,spot_usd_per_hour\n"

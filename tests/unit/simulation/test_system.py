@@ -138,7 +138,7 @@ def test_a_run_ends_at_its_time():
 
 @pytest.mark.parametrize(("n", "k", "b", "rate"), [(64, 20, 256, 125.0), (16, 4, 32, 50.0), (8, 8, 64, 100.0)])
 def test_the_update_rate_is_the_formulas(n: int, k: int, b: int, rate: float):
-    """Digest 6, "DOLL (1)"; the longer runs are in benchmarks/simulator.py."""
+    """Digest 6, "DOLL (1)"; the longer runs are in benchmarks/paper/rates.py."""
     compute_s = 0.2 * k * b / (n * rate) / harmonic(k)
     settings = paper(rates_per_s=[rate] * n, batch_size=b, policy=DollPolicyConfig(group_size=k), compute_s=compute_s)
     system = System(settings)

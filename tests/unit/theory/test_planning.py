@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from benchmarks.paper import planning
 from doll.errors import InfeasiblePlanError
 from doll.theory import cost
 from doll.theory.cost import Prices
@@ -120,83 +121,22 @@ def test_wrong_numbers_are_named(bad: dict[str, float]) -> None:
 
 
 def test_theorem_4_and_corollary_2_against_brute_force() -> None:
-    rng = np.random.default_rng(4)
-    infeasible = on_the_edge = 0
-    for case in range(SWEEP):
-        # Availability p/q and deadline ratio u/v are fractions, so the oracle needs no rounding.
-        workers, q, v = int(rng.integers(1, 40)), int(rng.choice([1, 2, 10, 20, 997])), int(rng.choice([1, 8, 20, 100]))
-        p, u = int(rng.integers(0, q + 1)), int(rng.integers(max(1, v * 9 // 10), 3 * v))
-        alpha, ratio, prices = p / q, u / v, Prices(float(rng.random()), float(rng.uniform(0.05, 1.0)))
-        deadline = ratio * cost.on_demand_runtime_s(1000.0, 2.0, workers)
-        spots = np.arange(workers + 1)
-        slack = (workers * q - (q - p) * spots) * u - workers * v * q
-        in_time = slack >= 0
-        if not in_time.any():
-            infeasible += 1
-            with pytest.raises(InfeasiblePlanError):
-                best_num_spot(1000.0, 2.0, workers, alpha, deadline, prices)
-            continue
-        on_the_edge += bool((slack[1:] == 0).any())
-        costs = cost.cost_usd(spots, 1000.0, 2.0, workers, alpha, prices)
-        found = best_num_spot(1000.0, 2.0, workers, alpha, deadline, prices)
-        assert in_time[found], (case, workers, alpha, ratio)
-        # Ties (alpha = 0) may go either way: the cost decides, not the number.
-        assert costs[found] <= costs[in_time].min() * (1 + 1e-12), (case, workers, alpha, ratio)
-        if alpha > 0:
-            assert found == (spots[in_time].max() if prices.spot_is_cheaper else 0), (case, workers, alpha, ratio)
-        bounds = cost.cost_ratio(ratio, workers, alpha, prices)
-        relative = costs[found] / costs[0]
-        assert bounds.lower <= relative * (1 + 1e-9), (case, workers, alpha, ratio)
-        assert relative <= bounds.upper * (1 + 1e-9), (case, workers, alpha, ratio)
-    assert min(infeasible, on_the_edge) > SWEEP / 100
-
-
-def _rates(rng: np.random.Generator, count: int) -> np.ndarray:
-    match int(rng.integers(4)):
-        case 0:
-            return rng.uniform(1, 250, count)
-        case 1:
-            return rng.lognormal(0, 1.5, count)
-        case 2:
-            return rng.pareto(1.1, count) + 0.01
-        case _:
-            return rng.choice([1.0, 2.0, 7.0], count)
+    found = planning.theorem_4(SWEEP)
+    assert found.wrong == []
+    assert min(found.infeasible, found.telling) > SWEEP / 100
 
 
 def test_theorem_5_against_every_prefix() -> None:
-    rng = np.random.default_rng(5)
-    interior = 0
-    for case in range(SWEEP):
-        rates = _rates(rng, int(rng.integers(1, 30)))
-        alpha, prices = float(rng.random()), Prices(float(rng.random()), float(rng.uniform(0.05, 1.0)))
-        deadline = float(rng.uniform(0.9, 3.0)) * 1000.0 / rates.sum()
-        times = cost.unequal_runtime_s(1000.0, rates, alpha)
-        costs = cost.unequal_cost_usd(1000.0, rates, alpha, prices)
-        in_time = times <= deadline * (1 + 1e-9)
-        if not in_time.any():
-            with pytest.raises(InfeasiblePlanError):
-                best_assignment(1000.0, rates, alpha, deadline, prices)
-            continue
-        found = best_assignment(1000.0, rates, alpha, deadline, prices)
-        assert found.num_spot == np.count_nonzero(found.spot)
-        assert times[found.num_spot] <= deadline * (1 + 1e-9), case
-        assert costs[found.num_spot] <= costs[in_time].min() * (1 + 1e-9), case
-        assert found.expected_cost_usd == pytest.approx(costs[found.num_spot])
-        assert found.expected_runtime_s == pytest.approx(times[found.num_spot])
-        if found.num_spot:
-            assert rates[found.spot].max() <= rates[~found.spot].min(initial=math.inf)
-        best = int(np.argmin(costs))
-        interior += 0 < best < len(rates)
-        # One local minimum.
-        turns = np.sign(np.diff(costs))[np.abs(np.diff(costs)) > 1e-12 * costs[:-1]]
-        assert np.count_nonzero(np.diff(turns) < 0) == 0, case
-    assert interior > SWEEP / 5
+    found = planning.theorem_5(SWEEP)
+    assert found.wrong == []
+    assert found.infeasible > SWEEP / 100
+    assert found.telling > SWEEP / 5
 
 
 def test_theorem_5_against_every_subset() -> None:
     rng = np.random.default_rng(55)
     for _ in range(300):
-        rates = _rates(rng, int(rng.integers(2, 9)))
+        rates = planning.rates(rng, int(rng.integers(2, 9)))
         alpha, prices = float(rng.uniform(0.05, 1)), Prices(float(rng.random()), float(rng.uniform(0.05, 1.0)))
         deadline = float(rng.uniform(1.0, 2.0)) * 1000.0 / rates.sum()
         best = math.inf

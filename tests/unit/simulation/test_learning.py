@@ -1,0 +1,65 @@
+"""Real gradients in virtual time: the same arithmetic as by hand, and the same batches however often they are lost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from doll.config import DollPolicyConfig, SgdConfig
+from doll.consumers.gradient import GradientComputer
+from doll.model import FlatModel
+from doll.ps.events import SendGrant
+from doll.ps.optim import Optimizer
+from doll.simulation.learning import Learner
+from doll.simulation.preemption import Markov
+from doll.simulation.settings import SimulationSettings
+from doll.simulation.system import System
+from doll.tasks.digits import Digits
+
+TASK = Digits(hidden=(8,), holdout_samples=50)
+
+
+def batches(worker: int, token: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng((worker, token))
+    return rng.integers(0, 255, (4, 8, 8), dtype=np.uint8), rng.integers(0, 10, 4)
+
+
+def learner() -> Learner:
+    return Learner(TASK, SgdConfig(lr=0.05), batches, seed=3, evaluate_every=2, holdout_samples=50)
+
+
+def test_one_worker_learns_as_by_hand() -> None:
+    settings = SimulationSettings(
+        rates_per_s=[10.0], batch_size=4, policy=DollPolicyConfig(group_size=2), updates=3, arrival_scv=0.0
+    )
+    made = learner()
+    System(settings, learner=made).run()
+    torch.manual_seed(3)
+    model = FlatModel(TASK.build_model())
+    optimizer, computer = Optimizer(model, SgdConfig(lr=0.05)), GradientComputer(TASK, model)
+    for update in range(3):
+        sums = [computer.compute(*batches(0, 2 * update + k)).values.copy() for k in range(2)]
+        optimizer.apply(sums, 1 / 8, 8)
+    assert made.version == 3
+    assert np.array_equal(made._optimizer.weights, optimizer.weights)
+    assert [version for version, _ in made.errors] == [0, 2]
+    assert all(0 <= (error.accuracy or 0) <= 1 for _, error in made.errors)
+
+
+def test_lost_batches_are_computed_again_and_none_is_kept() -> None:
+    settings = SimulationSettings(
+        rates_per_s=[40.0] * 4, batch_size=4, policy=DollPolicyConfig(group_size=3), updates=60, compute_s=0.05
+    )
+    made = learner()
+    system = System(settings, spot=[True] * 4, preemption=Markov(0.6, 1.0, np.random.default_rng(2)), learner=made)
+    system.run()
+    assert system.preemptions > 5
+    assert system.engine.counters["returned"] > 0
+    assert made.version == system.version == 60
+    # What is left are grants that are still out when the run ends.
+    assert len(made._gradients) <= 3
+
+
+def test_a_grant_of_another_version_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected a grant of version 0, got one of 7"):
+        learner().grant(SendGrant(worker=0, epoch=1, token=0, grant=1, version=7))
