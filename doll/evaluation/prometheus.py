@@ -2,7 +2,8 @@
 
 The processes measure onto the topic `metrics` anyway; whoever serves that to Prometheus need not be near any of them,
 and no process of the job listens for anybody. What Prometheus gets of a measurement `name` of source `kind` is
-`doll_<kind>_<name>`, a counter where it ends in `_total` and else a gauge, in the unit that the name ends in.
+`doll_<kind>_<name>`, a counter where it ends in `_total` and else a gauge, in the unit that the name ends in, with seconds
+written out as Prometheus wants them.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ _POLL_S: Final = 0.5
 _ASK_KAFKA_S: Final = 15.0
 _OF_A_WORKER: Final = re.compile(r"worker_(\d+)_(\w+)")
 _NOT_A_NAME: Final = re.compile(r"[^a-zA-Z0-9_]")
+_SECONDS: Final = (("_per_s", "_per_second"), ("_s", "_seconds"))
 
 
 class Sample(NamedTuple):
@@ -64,7 +66,9 @@ def samples_of(source: str, values: Mapping[str, float]) -> Iterator[Sample]:
 
 
 def _plain(name: str) -> str:
-    return _NOT_A_NAME.sub("_", name)
+    plain = _NOT_A_NAME.sub("_", name)
+    short, long = next((pair for pair in _SECONDS if plain.endswith(pair[0])), ("", ""))
+    return plain.removesuffix(short) + long
 
 
 class Measurements(Collector):
@@ -79,7 +83,7 @@ class Measurements(Collector):
         """Take in one record of `metrics` or `updates`; others are passed over."""
         match record:
             case Metric():
-                at = Sample("doll_measured_at_s", (("source", record.source),), record.time_s)
+                at = Sample("doll_measured_at_seconds", (("source", record.source),), record.time_s)
                 self._put(record.source, (*samples_of(record.source, record.values), at))
             case Update():
                 values = {

@@ -164,7 +164,8 @@ def test_the_broker_is_the_one_that_the_tests_run_on() -> None:
         for key, value in service["environment"].items()
         if key != "KAFKA_HEAP_OPTS"
     }
-    assert ours.keys() == local.keys()
+    # The local one has a few more, for small machines.
+    assert {"message.max.bytes", "replica.fetch.max.bytes", "auto.create.topics.enable"} <= ours.keys() <= local.keys()
     addresses = {key for key in ours if "listener" in key or key in ("controller.quorum.voters", "log.dirs")}
     assert {key: ours[key] for key in ours.keys() - addresses} == {key: local[key] for key in ours.keys() - addresses}
 
@@ -223,6 +224,17 @@ def test_what_is_drawn_and_alarmed_on_is_parsed() -> None:
         assert rule["alert"] in manual, "docs/operations.md says what each alarm means"
     panels = json.loads(DASHBOARD.read_text())["panels"]
     assert all(target["expr"] for panel in panels for target in panel.get("targets", []))
+
+
+def test_alarms_are_raised_when_they_should_be_and_not_by_a_job_that_has_finished() -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("no promtool on PATH")
+    for arguments in (["check", "config", "prometheus.yml"], ["test", "rules", "alerts_test.yml"]):
+        told = subprocess.run(
+            [promtool, *arguments], cwd=ALERTS.parent, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert told.returncode == 0, told.stdout + told.stderr
 
 
 # --- a whole job ------------------------------------------------------------------------------------------------------
@@ -405,6 +417,7 @@ def scrape(container: Container) -> dict[str, float]:
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(1200)  # bounds failure only: a loaded machine is ten times as slow
 def test_a_job_trains_loses_a_worker_to_sigkill_and_ends_with_its_books_balanced(
     stack: Project, job_name: str, broker: LocalKafka, redis_server: LocalRedis
 ) -> None:
@@ -472,6 +485,7 @@ def test_a_job_trains_loses_a_worker_to_sigkill_and_ends_with_its_books_balanced
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(1200)  # bounds failure only: a loaded machine is ten times as slow
 def test_the_provisioner_starts_workers_in_its_own_container(stack: Project) -> None:
     job = stack._job_folder / "my.yaml"
     job.write_text(job.read_text() + PLAN)
@@ -497,6 +511,7 @@ def test_the_provisioner_starts_workers_in_its_own_container(stack: Project) -> 
 
 
 @pytest.mark.e2e
+@pytest.mark.timeout(1200)  # bounds failure only: a loaded machine is ten times as slow
 def test_a_job_file_that_is_wrong_stops_topics_so_that_nothing_else_starts(stack: Project) -> None:
     job = stack._job_folder / "my.yaml"
     job.write_text(job.read_text().replace("batch_size", "batch_sice"))

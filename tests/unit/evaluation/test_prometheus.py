@@ -31,6 +31,8 @@ def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
         ("ps", "version", Sample("doll_ps_version", (), 1.0)),
         ("ps", "worker_3_lag_records", Sample("doll_worker_lag_records", (("worker", "3"),), 1.0)),
         ("worker-3", "read_total", Sample("doll_worker_read_total", (("worker", "3"),), 1.0)),
+        ("producer", "rate_per_s", Sample("doll_producer_rate_per_second", (), 1.0)),
+        ("ps", "stuck_s", Sample("doll_ps_stuck_seconds", (), 1.0)),
         ("evaluator", "top-5 accuracy", Sample("doll_evaluator_top_5_accuracy", (), 1.0)),
     ],
 )
@@ -53,8 +55,8 @@ def test_the_newest_measurements_of_each_are_exposed_with_the_times_they_were_ma
     assert found[key("doll_ps_joined_total")] == 3
     assert found[key("doll_worker_up", worker="1")] == 1
     assert found[key("doll_evaluator_loss")] == 0.5
-    assert found[key("doll_measured_at_s", source="ps")] == 3
-    assert found[key("doll_measured_at_s", source="evaluator")] == 2
+    assert found[key("doll_measured_at_seconds", source="ps")] == 3
+    assert found[key("doll_measured_at_seconds", source="evaluator")] == 2
 
 
 def test_an_update_tells_its_loss_and_what_each_worker_took_for_it() -> None:
@@ -68,7 +70,7 @@ def test_an_update_tells_its_loss_and_what_each_worker_took_for_it() -> None:
     found = exposed(job)
     assert found[key("doll_update_loss")] == 0.7
     assert found[key("doll_update_prequential_accuracy")] == 0.5
-    assert found[key("doll_worker_compute_s", worker="1")] == 0.5
+    assert found[key("doll_worker_compute_seconds", worker="1")] == 0.5
 
 
 def test_a_job_that_goes_on_has_not_finished_any_more() -> None:
