@@ -96,7 +96,7 @@ class SpotHistory:
         """Know these pools from `start_s` until about `now_s`.
 
         Raises:
-            ServiceUnavailableError: EC2 does not answer, and of some pool nothing is known.
+            ServiceUnavailableError: EC2 does not answer, and some pool has never been asked for.
         """
         start_s = max(start_s, now_s - HISTORY_S)
         wanted: dict[tuple[float, float], list[Ec2Pool]] = {}
@@ -114,7 +114,7 @@ class SpotHistory:
                 self._ask(missing, since_s, until_s)
             except _aws_errors() as error:
                 self._failed_s = now_s
-                if any(not self._steps.get(pool) for pool in missing):
+                if any(pool not in self._known for pool in missing):
                     raise ServiceUnavailableError(f"EC2, asking for spot prices: {error}") from error
                 log.warning("spot_prices_are_old", age_s=round(until_s - since_s), reason=str(error))
 
