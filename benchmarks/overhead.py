@@ -56,7 +56,7 @@ def measure(runner: Runner, model: str, seconds: float) -> None:
     if model not in runner.rates:
         runner.rates[model] = bench.bare(MODELS[model], 3.0)[0]
     # The rate of bare loops is never reached: a run lasts somewhat longer. 3 s go by before its steady state.
-    updates = max(30, round(runner.rates[model] * (seconds + 3.0) / (GROUP_SIZE * BATCH)))
+    updates = max(12, round(runner.rates[model] * (seconds + 3.0) / (GROUP_SIZE * BATCH)))
     configs = {name: job_of(model, updates, checkpoints=name == "on") for name in ("on", "off")}
     # Whatever order streams and groups take, a worker never runs out of samples.
     bench.fill(configs["on"], image_records, (updates * GROUP_SIZE // 2 + 64) * BATCH)

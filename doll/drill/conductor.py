@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from doll.records import AnyRecord
     from doll.services import Services
 
-# Kafka's own start takes up to 15 s on a busy machine, a parameter server's 3 s; beyond this nothing will come.
-_PATIENCE_S: Final = 90.0
-_ZOMBIE_S: Final = 45.0
+# Kafka's own start takes 7 s, and a minute on a machine with 20 processes to a core; beyond this nothing will come.
+_PATIENCE_S: Final = 300.0
+_ZOMBIE_S: Final = 90.0
 _CALM_S: Final = 3.0  # the job goes on for so long after the last recovery
 
 
