@@ -66,7 +66,7 @@ module "boot" {
     DOLL_NAME       = var.name
     DOLL_PRIVATE_IP = var.private_ip
   }
-  scripts = ["control", "cache", "role", "heartbeat", "drain"]
+  scripts = ["control", "cache", "role", "heartbeat", "doll", "drain"]
   units   = ["doll-boot.service", "doll-cache.service", "doll-role@.service", "doll-heartbeat.service", "doll-heartbeat.timer"]
   start = concat(
     ["doll-boot.service", "doll-cache.service"],
@@ -76,6 +76,7 @@ module "boot" {
 }
 
 resource "aws_instance" "this" {
+  # checkov:skip=CKV_AWS_126: the alarms go by status checks, which come each minute in any case
   ami                    = var.ami_id
   instance_type          = var.instance_type
   subnet_id              = var.subnet_id
@@ -84,7 +85,6 @@ resource "aws_instance" "this" {
   iam_instance_profile   = aws_iam_instance_profile.this.name
   user_data_base64       = base64gzip(module.boot.document)
   ebs_optimized          = true
-  monitoring             = true
 
   metadata_options {
     http_endpoint               = "enabled"

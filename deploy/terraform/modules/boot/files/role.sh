@@ -4,12 +4,12 @@
 . "${DOLL_ROOT:-}/opt/doll/common.sh"
 
 case $1 in
-  ps) port=8080 ;;
-  evaluate) port=8081 ;;
-  provision) port=8082 ;;
+  ps) port=8080 words=(ps) ;;
+  evaluate) port=8081 words=(evaluate) ;;
+  provision) port=8082 words=(provision run) ;;
   *)
     say "expected ps, evaluate or provision, got $1"
     exit 2
     ;;
 esac
-run_doll "doll-$1" "$port" "$1" --run-folder /var/lib/doll
+run_doll "doll-$1" "$port" "${words[@]}" --run-folder /var/lib/doll

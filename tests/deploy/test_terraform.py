@@ -1,0 +1,180 @@
+"""The stack as Terraform files: rights against what the code calls, and the finding of Terraform's provider.
+
+What Terraform itself says is `make tf-check`; both are run by .ci/run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from botocore import xform_name
+from botocore.session import Session
+
+from .conftest import FILES, REPOSITORY
+
+TERRAFORM = REPOSITORY / "deploy" / "terraform"
+PROVISIONER = REPOSITORY / "doll" / "provisioner"
+ABSENT = (
+    "ec2:StopInstances", "ec2:ModifyInstanceAttribute", "ec2:CreateLaunchTemplate", "ec2:DeleteFleets",
+    "ec2:RequestSpotInstances", "ec2:RequestSpotFleet", "iam:Create", "iam:Put", "iam:Attach", "kms:*", "s3:*", "ec2:*",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def local() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("deploy_terraform_local", TERRAFORM / "local.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def granted(document: str) -> set[str]:
+    """Actions of a policy document in iam.tf, with those of the documents that it takes in."""
+    text = (TERRAFORM / "iam.tf").read_text()
+    match = re.search(rf'^data "aws_iam_policy_document" "{document}" {{(.*?)^}}', text, re.DOTALL | re.MULTILINE)
+    assert match is not None
+    body = match.group(1)
+    found = set(re.findall(r'"([a-z0-9-]+:[A-Z][A-Za-z]+)"', body))
+    for other in re.findall(r"aws_iam_policy_document\.(\w+)\.json", body):
+        found |= granted(other)
+    return found - {"ec2:CreateAction"}  # the name of a condition
+
+
+def called(session: Session, path: Path, service: str) -> set[str]:
+    """Actions behind the calls of a boto3 client in a source file."""
+    names = {xform_name(name): name for name in session.get_service_model(service).operation_names}
+    text = path.read_text()
+    calls = re.findall(r"client\.(\w+)\(", text) + re.findall(r'get_paginator\("(\w+)"\)', text)
+    return {f"{service}:{names[call]}" for call in calls if call in names}
+
+
+def test_the_provisioner_may_do_what_it_calls_and_little_else() -> None:
+    session = Session()
+    needed = set()
+    for source, services in (
+        ("ec2_fleet.py", ("ec2",)),
+        ("ec2_prices.py", ("ec2", "pricing")),
+        ("ec2_notices.py", ("sqs",)),
+    ):
+        for service in services:
+            needed |= called(session, PROVISIONER / source, service)
+    assert {"ec2:CreateFleet", "ec2:TerminateInstances", "sqs:ReceiveMessage"} <= needed  # or the search finds nothing
+    needed = {action.replace("DeleteMessageBatch", "DeleteMessage") for action in needed}
+    assert needed - granted("control") == set()
+
+
+def test_the_parameter_server_may_do_what_its_store_calls() -> None:
+    model = {"put_object": "PutObject", "get_object": "GetObject", "delete_object": "DeleteObject"}
+    text = (REPOSITORY / "doll" / "ps" / "s3_store.py").read_text()
+    assert {f"s3:{action}" for call, action in model.items() if call in text} | {"s3:ListBucket"} <= granted("control")
+
+
+@pytest.mark.parametrize(
+    ("document", "scripts"),
+    [
+        ("control", ["common", "control", "cache", "role", "heartbeat", "drain"]),
+        ("worker", ["common", "worker", "orphan"]),
+        ("kafka", ["common", "broker"]),
+    ],
+)
+def test_hosts_may_do_what_their_scripts_call(document: str, scripts: list[str]) -> None:
+    actions = {
+        "ssm get-parameter": {"ssm:GetParameter"},
+        "secretsmanager get-secret-value": {"secretsmanager:GetSecretValue"},
+        "ecr get-login-password": {"ecr:GetAuthorizationToken"},
+        "s3api head-object": {"s3:GetObject"},
+        "ec2 describe-instances": {"ec2:DescribeInstances"},
+        "cloudwatch put-metric-data": {"cloudwatch:PutMetricData"},
+    }
+    text = "".join((FILES / f"{name}.sh").read_text() for name in scripts)
+    calls = set(re.findall(r"\baws (\w+ [a-z-]+)", text)) - {"s3 cp", "secretsmanager put-secret-value"}
+    assert calls <= set(actions), "a call that this test does not know"
+    needed = {action for call in calls for action in actions[call]}
+    assert needed - granted(document) == set()
+
+
+def test_workers_have_no_right_on_ec2_and_nobody_has_what_would_be_too_much() -> None:
+    assert not [action for action in granted("worker") if action.startswith(("ec2:", "iam:", "sqs:"))]
+    for document in ("control", "worker", "kafka"):
+        assert not [action for action in granted(document) if action.startswith(ABSENT)]
+
+
+def test_the_worker_template_names_no_market_and_no_instance_type() -> None:
+    """Else nothing but that could be launched from it, and something might start by itself."""
+    text = (TERRAFORM / "modules" / "workers" / "main.tf").read_text()
+    template = text[text.index('resource "aws_launch_template"') :]
+    for word in (
+        "instance_market_options",
+        "instance_type ",
+        "instance_requirements",
+        "tag_specifications {",
+        "key_name",
+    ):
+        assert word not in template
+    for word in ('instance_initiated_shutdown_behavior = "terminate"', 'http_tokens                 = "required"'):
+        assert word in template
+
+
+def test_no_secret_is_a_value_of_terraform() -> None:
+    """Passwords come from ephemeral resources and go into write-only arguments."""
+    text = "".join(path.read_text() for path in TERRAFORM.rglob("*.tf"))
+    assert not re.findall(r"\bsecret_string\s*=", text)
+    assert "secret_string_wo " in text
+
+
+def test_a_provider_is_found_where_terraform_would_look(local: ModuleType, tmp_path: Path) -> None:
+    machine = {"x86_64": "amd64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
+    here = f"{platform.system().lower()}_{machine}"
+
+    def put(folder: Path, version: str, system: str = here) -> None:
+        path = folder / "registry.terraform.io/hashicorp/aws" / version / system
+        path.mkdir(parents=True)
+        (path / f"terraform-provider-aws_v{version}_x5").touch()
+
+    home, mirror = tmp_path / "home", tmp_path / "mirror"
+    put(home / ".terraform.d/plugins", "5.100.0")
+    assert home / ".terraform.d/plugins" in list(local._mirrors({"HOME": str(home)}))
+    assert local._has_provider(home / ".terraform.d/plugins")
+
+    put(mirror, "6.1.0")
+    put(mirror, "5.99.1")
+    put(mirror, "5.101.0", "plan9_386")
+    assert not local._has_provider(mirror)  # none of ours, for this machine
+    put(mirror, "5.101.0")
+    assert local._has_provider(mirror)
+
+    settings = tmp_path / "cli.tfrc"
+    settings.write_text(f'provider_installation {{\n  filesystem_mirror {{\n    path = "{mirror}"\n  }}\n}}\n')
+    assert local.find_plugins({"HOME": str(home), "TF_CLI_CONFIG_FILE": str(settings)}) == mirror
+    assert local.find_plugins({"HOME": str(home), "TF_CLI_CONFIG_FILE": str(tmp_path / "none")}) is not None
+    assert local.find_plugins({"HOME": str(home), "TF_PLUGIN_CACHE_DIR": str(mirror)}) == mirror
+
+
+def test_drift_is_what_a_second_apply_would_change(local: ModuleType) -> None:
+    def change(address: str, actions: list[str], mode: str = "managed") -> dict[str, object]:
+        return {"address": address, "mode": mode, "change": {"actions": actions}}
+
+    plan = {
+        "resource_changes": [
+            change("a.b", ["no-op"]), change("c.d", ["update"]), change("data.e", ["read"], "data"),
+            change("f.g", ["delete", "create"]),
+        ]
+    }  # fmt: skip
+    assert local.drifted(plan) == ["c.d", "f.g"]
+
+
+def test_every_file_that_a_module_reads_is_there() -> None:
+    callers = [path for path in TERRAFORM.rglob("*.tf") if path.parent.name != "boot"]
+    for path in callers:
+        for block in re.findall(r"(?:scripts|units)\s*= \[([^\]]*)\]", path.read_text()):
+            for name in re.findall(r'"([^"]+)"', block):
+                assert (FILES / (name if "." in name else f"{name}.sh")).is_file(), f"{path}: {name}"
