@@ -14,7 +14,7 @@ TORCH ?=
 STAMP := $(VENV)/.doll-setup$(if $(TORCH),-$(TORCH))
 JOB   ?= examples/digits.yaml
 
-.PHONY: help setup demo test check lint type fmt bench bench-overhead paper build lock clean
+.PHONY: help setup demo test check lint type fmt bench bench-overhead paper build lock clean tf-check tf-apply-local
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,7 +69,13 @@ lint: setup ## look for mistakes and for code that is not formatted
 type: setup ## check types
 	@$(BIN)/mypy
 
-check: lint type test ## all that must pass before a commit
+tf-check: setup ## check deploy/terraform: fmt, validate, terraform test; says so where there is no terraform
+	@$(BIN)/python deploy/terraform/local.py check
+
+tf-apply-local: setup ## apply and destroy deploy/terraform against an AWS that is none (moto, on loopback)
+	@$(BIN)/python deploy/terraform/local.py apply
+
+check: lint type test tf-check ## all that must pass before a commit
 
 fmt: setup ## format the code and mend what can be mended by itself
 	@$(BIN)/ruff check --fix --quiet . || true
