@@ -72,6 +72,7 @@ class ProcessFleet:
             time and joins the job when it is over, so that a boot takes as long as it should on a busy machine too.
             Nothing boots before the market has opened.
         drain_s: from SIGTERM to SIGKILL where the provisioner ends an instance.
+        name: ids begin with it; fleets that share a fork server have different ones.
         clock: Unix seconds.
 
     Raises:
@@ -87,6 +88,7 @@ class ProcessFleet:
         market: SpotMarket | None = None,
         market_clock: MarketClock | None = None,
         boot_s: float = 0.0,
+        name: str = "p",
         drain_s: float = 8.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -96,6 +98,7 @@ class ProcessFleet:
         self._market = market
         self._market_clock = market_clock or MarketClock()
         self._boot_s = boot_s
+        self._name = name
         self._drain_s = drain_s
         self._clock = clock
         self._machines: dict[str, Machine] = {}
@@ -107,7 +110,7 @@ class ProcessFleet:
 
     def launch(self, order: Order) -> Instance:
         self.poll()
-        id_ = f"p-{order.slot}-{order.epoch}-{order.market.replace('_', '-')}-{order.attempt}"
+        id_ = f"{self._name}-{order.slot}-{order.epoch}-{order.market.replace('_', '-')}-{order.attempt}"
         if id_ not in self._machines:
             self._machines[id_] = self._buy(id_, order)
             self._changed = True
@@ -157,7 +160,7 @@ class ProcessFleet:
         return tuple(self._machines.values())
 
     def wait_until_ended(self, timeout_s: float) -> bool:
-        """After `terminate`: whether nothing runs any more within this time; the clock must be a real one."""
+        """After `terminate`: whether nothing runs any more within this time."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             self.poll()

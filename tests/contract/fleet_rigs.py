@@ -6,24 +6,35 @@ To add a fleet: write a `Rig` and enter it in `RIGS`. What its world cannot do i
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+from doll.local.roles import ForkServer
+from doll.local.supervisor import RoleSpec
 from doll.provisioner.compose_fleet import ComposeFleet
 from doll.provisioner.ec2_fleet import Ec2Fleet
 from doll.provisioner.ec2_notices import Ec2Notices
 from doll.provisioner.fake_fleet import FakeFleet, VirtualClock
-from doll.provisioner.fleet import Fleet
+from doll.provisioner.fleet import Fleet, Instance
+from doll.provisioner.market import MarketClock, Spell, SpotMarket
+from doll.provisioner.process_fleet import Machine, ProcessFleet
+from doll.provisioner.traces import constant
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from fake_docker import DAEMON, stamp
 from moto_overlay import REGION, MotoMarket, client, moto_market
 
+NOTICE_S = 120.0
+PATIENCE_S = 60.0  # for real processes
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
@@ -31,7 +42,8 @@ class Rig:
     """One fleet and its world.
 
     Attributes:
-        can: of "dry" (a market can run dry), "interrupt", "throttle", "lose_answer", "boot", "pools" (more than one).
+        can: of "dry" (a market can run dry), "interrupt", "throttle", "lose_answer", "boot", "pools" (more than one),
+            "away" (its owner may not answer).
         fleet: made anew by `crash`.
     """
 
@@ -73,7 +85,7 @@ class Rig:
 
 
 class FakeRig(Rig):
-    can = frozenset({"dry", "interrupt", "throttle", "lose_answer", "boot", "pools"})
+    can = frozenset({"dry", "interrupt", "throttle", "lose_answer", "boot", "pools", "away"})
 
     def __init__(self) -> None:
         self.clock = VirtualClock()
@@ -111,7 +123,7 @@ class FakeRig(Rig):
 
 
 class Ec2Rig(Rig):
-    can = frozenset({"dry", "interrupt", "throttle", "lose_answer", "boot", "pools"})
+    can = frozenset({"dry", "interrupt", "throttle", "lose_answer", "boot", "pools", "away"})
     types = ("c5.xlarge", "c6i.xlarge", "m5.xlarge")
 
     def __init__(self, market: MotoMarket, clock: VirtualClock) -> None:
@@ -185,7 +197,7 @@ class Ec2Rig(Rig):
 class ComposeRig(Rig):
     """`docker` is a likeness of docker 27 (tests/support/fake_docker.py): tests find no engine."""
 
-    can = frozenset({"throttle", "lose_answer"})
+    can = frozenset({"throttle", "lose_answer", "away"})
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -246,6 +258,89 @@ class ComposeRig(Rig):
         self.change(fail_after={"compose": "error during connect: Post: EOF"})
 
 
+class BoxMarket(SpotMarket):
+    """A market whose spells end when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__([], constant(0.1, 0, 1), 0.3, name="box", alpha=1.0, notice_s=NOTICE_S)
+        self.dry = False
+        self.ends_s: dict[int, tuple[float, bool]] = {}  # by slot: when its spells end, and whether with notice
+
+    @property
+    def num_slots(self) -> int:
+        return 64
+
+    def spell(self, slot: int, at_s: float) -> Spell:
+        end_s, announced = self.ends_s.get(slot, (math.inf, True))
+        if self.dry or at_s >= end_s:
+            return Spell(1, False, min(at_s, end_s), math.inf, math.inf)
+        return Spell(0, True, 0.0, end_s, end_s + (NOTICE_S if announced else 0.0))
+
+
+class ProcessRig(Rig):
+    """Real processes that ignore SIGTERM, on a virtual clock."""
+
+    can = frozenset({"dry", "interrupt", "boot"})
+    fleet: ProcessFleet
+
+    def __init__(self, forks: ForkServer, folder: Path) -> None:
+        self.forks, self.folder = forks, folder
+        self.clock, self.opening, self.market = VirtualClock(), MarketClock(), BoxMarket()
+        self.opening.open(self.clock())
+        self.crash()
+
+    def make(self, name: str = "run") -> ProcessFleet:
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+
+        def spec(instance: Instance) -> RoleSpec:
+            return RoleSpec("", "role_samples:be_a_worker", folder / "worker.log", [str(folder), False])
+
+        return ProcessFleet(
+            self.forks, spec, folder, market=self.market, market_clock=self.opening, boot_s=30.0, drain_s=5.0,
+            clock=self.clock, name=name,
+        )  # fmt: skip
+
+    def advance(self, seconds: float) -> None:
+        """For processes that are being killed now, time goes on when they are gone."""
+        self.clock.advance(seconds)
+        self.fleet.poll()
+        killed = [one for one in self.fleet.machines if one.kill_at_s is not None and one.kill_at_s <= self.clock()]
+        self._until(lambda: all(one.instance.ended_s is not None for one in killed))
+
+    def crash(self) -> None:
+        self.fleet = self.make()
+
+    def break_down(self, id_: str) -> None:
+        machine = self._machine(id_)
+        assert machine.pid is not None
+        os.kill(machine.pid, signal.SIGKILL)
+        self._until(lambda: machine.exit_code is not None)
+
+    def strangers(self) -> Fleet:
+        return self.make("strangers")
+
+    def run_dry(self, market: str) -> None:
+        assert market == "spot"
+        self.market.dry = True
+
+    def interrupt(self, id_: str, *, announced: bool = True) -> None:
+        now_s = self.opening.since(self.clock())
+        slot = self._machine(id_).instance.slot
+        self.market.ends_s[slot] = (now_s, True) if announced else (now_s + NOTICE_S, False)
+
+    def _machine(self, id_: str) -> Machine:
+        return next(one for one in self.fleet.machines if one.instance.id == id_)
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        self.fleet.poll()
+        while not condition():
+            assert time.monotonic() < deadline_s, f"the processes are not gone after {PATIENCE_S} s"
+            time.sleep(0.01)
+            self.fleet.poll()
+
+
 @contextmanager
 def fake() -> Iterator[Rig]:
     yield FakeRig()
@@ -268,4 +363,17 @@ def compose() -> Iterator[Rig]:
         yield ComposeRig(Path(folder))
 
 
-RIGS: dict[str, Callable[[], AbstractContextManager[Rig]]] = {"fake": fake, "ec2": ec2, "compose": compose}
+@contextmanager
+def processes() -> Iterator[Rig]:
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "unit" / "local"))
+        with ForkServer(Path(folder) / "forkserver.log", preload=["json"]) as forks:
+            yield ProcessRig(forks, Path(folder))
+
+
+RIGS: dict[str, Callable[[], AbstractContextManager[Rig]]] = {
+    "fake": fake,
+    "ec2": ec2,
+    "compose": compose,
+    "processes": processes,
+}

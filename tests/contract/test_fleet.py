@@ -207,6 +207,7 @@ def test_a_lost_answer_and_a_crash_and_the_same_order_is_one_instance(rig: Rig) 
 
 
 def test_an_owner_that_does_not_answer_is_no_surprise(rig: Rig) -> None:
+    need(rig, "away")
     one = rig.fleet.launch(Order(0, 1, "spot"))
     rig.advance(90)
     rig.go_away()
