@@ -13,8 +13,9 @@ UV_PIN := 0.13.8
 TORCH ?=
 STAMP := $(VENV)/.doll-setup$(if $(TORCH),-$(TORCH))
 JOB   ?= examples/digits.yaml
+SEED  ?= 0
 
-.PHONY: help setup demo test check lint type fmt bench bench-overhead paper build lock clean tf-check tf-apply-local
+.PHONY: help setup demo demo-spot test check lint type fmt bench bench-overhead paper build lock clean tf-check tf-apply-local
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,6 +59,9 @@ endif
 
 demo: setup ## set up, then run JOB on this machine, with live progress
 	@$(BIN)/doll up $(JOB)
+
+demo-spot: setup ## a spot market on this machine: workers bought, taken and killed; SEED=n draws another one
+	@$(BIN)/doll spot examples/spot.yaml --seed $(SEED)
 
 test: setup ## set up, then run the whole test suite
 	@$(BIN)/python -m pytest

@@ -495,7 +495,9 @@ class ProcessesFleetConfig(_Fleet):
         "`plan.alpha` and `plan.cycle_s`, at the prices of `plan`",
     )
     pool: str | None = Field(default=None, description="pool of the trace; default: its first")
-    speed_up: PositiveFloat = Field(default=1.0, description="seconds of the market per second of this machine")
+    speed_up: PositiveFloat = Field(
+        default=1.0, description="seconds of the market, which is what is billed, per second of this machine"
+    )
     notice_s: float = Field(
         default=2.0,
         ge=0,
@@ -505,7 +507,7 @@ class ProcessesFleetConfig(_Fleet):
         default=0.0, ge=0, le=1, description="share of the preemptions that come without notice, as they do on EC2"
     )
     boot_s: float = Field(
-        default=0.0, ge=0, description="seconds of this machine that a launch waits before its process starts"
+        default=0.0, ge=0, description="seconds of this machine from a launch until its worker joins the job"
     )
 
 
