@@ -115,7 +115,7 @@ def take_identity(imds: Imds, environment: MutableMapping[str, str] | None = Non
         environment[name] = value
     if not environment.get(_INSTANCE_ENV):
         environment[_INSTANCE_ENV] = imds.get("instance-id") or ""
-    environment.setdefault(NOTICES_ENV, "imds")
+    environment[NOTICES_ENV] = environment.get(NOTICES_ENV) or "imds"
 
 
 class NoticeWatcher:

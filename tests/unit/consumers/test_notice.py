@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -9,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import structlog
+from doll.cli.app import app, slot_of_this_machine
 from doll.config import JobConfig, parse
 from doll.consumers.departure import Departure
 from doll.consumers.notice import Imds, NoticeWatcher, take_identity, watching
 from doll.errors import ConfigError, ServiceUnavailableError
+from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 from imds_stub import ImdsStub, imds_stub
@@ -30,6 +33,13 @@ NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens
 def stub() -> Iterator[ImdsStub]:
     with imds_stub() as made:
         yield made
+
+
+@pytest.fixture
+def job_file(tmp_path: Path) -> Path:
+    path = tmp_path / "job.yaml"
+    path.write_text("job: digits\ntask: {class: 'doll.tasks.digits:Digits'}\n")
+    return path
 
 
 def job(*overrides: str) -> JobConfig:
@@ -183,3 +193,30 @@ def test_nobody_is_asked_unless_somebody_wants_it(stub: ImdsStub, monkeypatch: p
         watching(job(), departure),
     ):
         pass
+
+
+def test_doll_worker_takes_its_slot_from_the_machine(stub: ImdsStub, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("DOLL_WORKER", "DOLL_INCARNATION", "DOLL_MARKET", "DOLL_INSTANCE", "DOLL_NOTICES")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is put back afterwards
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", stub.endpoint)
+    stub.paths.update(TAGS)
+    assert slot_of_this_machine(None) == 3
+    assert [os.environ[name] for name in names] == ["3", "7", "spot", "i-0abc", "imds"]
+    assert slot_of_this_machine(1) == 1, "what the command line says counts more"
+    monkeypatch.setenv("DOLL_WORKER", "")
+    stub.paths["tags/instance/doll:worker"] = "first"
+    with pytest.raises(ConfigError, match="tag doll:worker: expected a slot, 0 or more, got 'first'"):
+        slot_of_this_machine(None)
+
+
+def test_off_ec2_the_command_says_so(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", NOWHERE)
+    for name in ("DOLL_WORKER", "DOLL_NOTICES"):
+        monkeypatch.setenv(name, "")
+    answer = CliRunner().invoke(app, ["worker", "--job", str(job_file), "--from-imds"])
+    assert answer.exit_code == 1
+    assert "the instance metadata service at http://127.0.0.1:9 does not answer" in answer.output
+    both = CliRunner().invoke(app, ["worker", "--job", str(job_file), "--from-imds", "--any"])
+    assert both.exit_code == 2
+    assert "expected --from-imds or --any, got both" in both.output
