@@ -1,7 +1,7 @@
 # terraform apply -var-file=example.tfvars
 #
 # A stack for jobs of some hours: Kafka on three small machines of our own, the cache on the control host, one NAT
-# gateway. About 0.44 $/h in us-east-1 before the first worker (README.md, What it costs).
+# gateway. About 0.41 $/h in us-east-1 before the first worker (README.md, What it costs).
 
 name   = "clicks"
 region = "us-east-1"

@@ -195,7 +195,6 @@ locals {
   settings = {
     "kafka.security"                = "sasl_ssl"
     "kafka.replication_factor"      = tostring(min(3, var.kafka_mode == "msk_serverless" ? 3 : var.kafka_broker_count))
-    "checkpoint.folder"             = "s3://${module.storage.bucket}/checkpoints"
     "fleet.kind"                    = "ec2"
     "fleet.cluster"                 = var.name
     "fleet.region"                  = var.region

@@ -49,6 +49,7 @@ def test_a_worker_starts_with_settings_and_secrets_and_powers_off_when_it_has_en
     (run,) = host.calls_of("docker run")
     assert f"{IMAGE} worker --from-imds --job /job/job.yaml" in run
     assert '--set kafka.security=sasl_ssl --set fleet.subnets=["subnet-1","subnet-2"]' in run
+    assert "--set checkpoint.folder=s3://bucket/checkpoints/t --set" in run
     assert "awslogs-stream=doll-worker-i-0123456789abcdef0" in run
     assert host.calls_of(f"docker pull --quiet {IMAGE}")
     assert host.calls[-1] == "systemctl poweroff"

@@ -86,9 +86,11 @@ fetch_job() {
 
 # name of the container, port of its probes, words of the doll command: run it in the foreground. Exit code: the command's.
 run_doll() {
-  local name=$1 port=$2 line
+  local name=$1 port=$2 line job
   shift 2
-  local sets=()
+  # Each job has its checkpoints to itself: one of another job would be refused.
+  job=$(sed -n "s/^job: *[\"']\{0,1\}\([A-Za-z0-9_-]*\).*/\1/p" "$state/job/job.yaml")
+  local sets=(--set "checkpoint.folder=s3://$(setting DOLL_BOOT_BUCKET)/checkpoints/${job:?expected job: NAME in job.yaml}")
   while IFS= read -r line; do
     if [ -n "$line" ]; then sets+=(--set "$line"); fi
   done < "$run/settings"
