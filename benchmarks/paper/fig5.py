@@ -109,9 +109,9 @@ def run(quick: bool) -> Result:
     bound = cost_ratio(RATIO, N, ALPHA, HIGH).lower
     checks.append(Check("bound (19), equal rates, high price", 0.798, bound, None, "", None))
     notes = [
-        "Prices are constant, so re-planning gains nothing from them. It narrows the runtime several times. The point "
-        "or three that it saves with equal rates are ours: of the slots on spot, those that are down move first, and "
-        "lose nothing by it. With the paper's choice (any N_s slots) the digest found no saving at all.",
+        "Prices are constant, so re-planning gains nothing from them. It narrows the runtime about sixfold. The one to "
+        "three points that it saves are ours: of the slots on spot, those that are down move first, and lose nothing "
+        "by it. With the paper's choice (any N_s slots) the specification's simulation found no saving at all.",
         "Adaptive runs end on the deadline to a hair's breadth: a plan needs a margin or a guard, and DOLL's has both.",
         "56.54 % is nearly π_s/π_o = 55.2 %: all on spot from begin to end, which by (15) takes 1.11 θ_0.",
     ]

@@ -125,11 +125,13 @@ def text(name: str, result: Result) -> str:
 
 
 def show(value: Value) -> str:
-    """For a table: four digits, or the text itself."""
+    """For a table: four decimals, four digits where that says more, or the text itself."""
     if value is None:
         return "–"
     if isinstance(value, float):
-        return "–" if math.isnan(value) else f"{value:.4g}"
+        if math.isnan(value):
+            return "–"
+        return f"{value:.4f}".rstrip("0").rstrip(".") if 0.01 <= abs(value) < 1000 else f"{value:.4g}"
     return str(value)
 
 

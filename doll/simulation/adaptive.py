@@ -19,7 +19,8 @@ ADAPTIVE = "adaptive"
 class Adaptive:
     """`doll.provisioner.planner`, asked at every tick for every job.
 
-    Its availability is tallied from slots on spot, as it would be live.
+    Availability is up-time over time on spot, of all jobs at once: what `signals.Availability` finds live, without its
+    interval, which no rule of the planner looks at.
     """
 
     def __init__(self, name: str, settings: PlannerSettings | None = None) -> None:

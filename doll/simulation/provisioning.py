@@ -7,24 +7,22 @@ from collections.abc import Sequence
 import numpy as np
 
 from doll.provisioner.planner import plan, start
-from doll.provisioner.state import Alpha, PlannerSettings, PlannerState
+from doll.provisioner.signals import Availability
+from doll.provisioner.state import PlannerSettings, PlannerState
 from doll.simulation.system import System
 from doll.theory.cost import Prices
-
-# Half an hour up and half an hour down before anything has been seen.
-_PRIOR_S = 1800.0
 
 
 class Planned:
     """Asks the planner every `settings.replan_s` and moves slots as it says.
 
-    Availability is tallied on slots that are on spot; rates are those of the simulation's settings.
+    Availability is estimated from slots that are on spot; rates are those of the simulation's settings.
     """
 
     def __init__(self, settings: PlannerSettings) -> None:
         self.settings = settings
         self.every_s = settings.replan_s
-        self._up_s = self._down_s = _PRIOR_S
+        self._availability = Availability()
         self._there: list[bool] = []
         self._changed_s: list[float] = []
         self._moved_s: list[float] = []
@@ -37,16 +35,18 @@ class Planned:
             self._changed_s, self._moved_s = [-np.inf] * n, [-np.inf] * n
         else:
             self._look(system)
+        spot, there = np.asarray(system.spot), np.asarray(system.spot_there)
+        self._availability.observe(now_s, there, spot)
         state = PlannerState(
             clock_s=now_s,
             updates_done=float(system.version),
             rates_per_s=np.asarray(system.settings.rates_per_s, float),
-            on_spot=np.asarray(system.spot),
+            on_spot=spot,
             up=np.asarray(system.up),
-            alpha=Alpha(self._up_s / (self._up_s + self._down_s)),
+            alpha=self._availability.alpha(),
             prices=Prices(system.settings.spot_usd_per_hour, system.settings.on_demand_usd_per_hour),
             spent_usd=system.usd,
-            spot_open=np.asarray(system.spot_there),
+            spot_open=there,
             spot_changed_s=np.asarray(self._changed_s),
             moved_s=np.asarray(self._moved_s),
         )
@@ -60,8 +60,3 @@ class Planned:
             if there != before:
                 self._there[slot] = there
                 self._changed_s[slot] = system.now
-            if system.spot[slot]:
-                if there:
-                    self._up_s += self.every_s
-                else:
-                    self._down_s += self.every_s
