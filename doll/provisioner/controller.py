@@ -368,7 +368,7 @@ class Controller:
             done = [one for one in done if not isinstance(one.action, Wait)]
             found = self._act(actions, instances, now_s)
             done += found
-            if self._dry_run or not any(one.trouble and isinstance(one.action, Launch) for one in found):
+            if self._dry_run or not any(self._is_news(one) for one in found):
                 break
         if self._memory.stopped:
             phase = "stopped" if phase == "run" else phase
@@ -401,7 +401,10 @@ class Controller:
         told = self.observed.decided
         if self._started_s is None:
             begun = [one.launched_s for one in listed]
-            self._started_s = told.started_s if told is not None else min([now_s, *begun])
+            self._started_s = min([now_s, *begun])
+            # Whoever can write to the topics could write anything: what is no past time began with the fleet.
+            if told is not None and 0 < told.started_s <= now_s:
+                self._started_s = told.started_s
             if told is not None:
                 for slot, epoch in enumerate(told.epochs[: self.settings.num_slots]):
                     self._memory.seen(slot, epoch)
@@ -527,7 +530,8 @@ class Controller:
         found = self._settled.plus(Bill.of(self._lines.values())).plus(Bill.of(lines))
         if math.isnan(self._carried_usd):
             told = self.observed.decided
-            self._carried_usd = max(0.0, told.spent_usd - found.usd) if told is not None else 0.0
+            spent_usd = told.spent_usd if told is not None and math.isfinite(told.spent_usd) else 0.0
+            self._carried_usd = max(0.0, spent_usd - found.usd)
         # Of what a lost file knew only the sum is left. An instance that cannot be billed now has not become free.
         usd = found.usd + self._carried_usd
         self._last_usd = max(usd, self._last_usd) if missing else usd
@@ -723,6 +727,12 @@ class Controller:
             self._save()
             done += [self._launch(launch, instances, now_s) for launch in launches]
         return done
+
+    def _is_news(self, one: Done) -> bool:
+        """A launch that failed though there should have been a machine; the plan has counted with the others."""
+        if not one.trouble or not isinstance(one.action, Launch):
+            return False
+        return one.action.order.market == "on_demand" or bool(self._spot_open[one.action.order.slot])
 
     def _launch(self, launch: Launch, instances: list[Instance], now_s: float) -> Done:
         order = launch.order
