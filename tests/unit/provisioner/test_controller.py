@@ -22,9 +22,14 @@ from doll.provisioner.stated_prices import StatedPrices
 from doll.ps.file_store import FileStore
 from doll.records import Evaluated, decode, encode
 from doll.theory.cost import Prices
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from job_world import ON_DEMAND, SPOT, JobWorld, run, settings
+from test_records import ANY  # any record of any type, with any content
 
 
 class Forgetful(FakeFleet):
@@ -198,6 +203,28 @@ def test_a_probe_is_asked_before_what_can_only_be_guessed() -> None:
     covered = [slot for slot, _, where in launches(decision) if where == "on_demand"]
     assert covered, "not a try on spot for these"
     assert all(reason.startswith("to on-demand") for slot, reason in enumerate(decision.reasons) if slot in covered)
+
+
+def test_a_try_that_was_known_to_be_in_vain_is_no_reason_to_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each plan of a turn may cover some workers: who waits for spot, and is refused as was known, changes nothing."""
+    from doll.provisioner import controller as module
+
+    class Market:
+        def spot_open(self, slot: int) -> bool | None:
+            return False
+
+    plans: list[float] = []
+    scene = Scene(settings(deadline_s=1000.0), probe=Market())
+    scene.steps(3)
+    for one in scene.fleet.alive():
+        scene.fleet.interrupt(one.id, 0.0)
+    for pool in scene.fleet.pools:
+        scene.fleet.set_room(pool, "spot", 0)
+    plan = module.planner.plan
+    monkeypatch.setattr(module.planner, "plan", lambda state, how: plans.append(state.clock_s) or plan(state, how))
+    decision = scene.steps(1)
+    assert [slot for slot, _, where in launches(decision) if where == "spot"], "still tried"
+    assert len(plans) == 1
 
 
 # --- trouble --------------------------------------------------------------------------------------------------------
@@ -483,6 +510,25 @@ def test_ended_machines_are_settled_once_and_in_the_end_only_as_a_sum() -> None:
     assert last.bill.instances == 5
     scene.controller = scene.successor()
     assert scene.turn().bill.usd == pytest.approx(last.bill.usd)
+
+
+@given(st.lists(st.tuples(ANY, st.floats(-1e9, 1e12)), max_size=30))
+@hypothesis_settings(max_examples=25)
+def test_no_record_stops_it(strange: list[tuple[Any, float]]) -> None:
+    """Whatever stands on the topics: it goes on, nothing is doubled, and its state can be kept and read again."""
+    scene = Scene()
+    scene.steps(3)
+    for record, at_s in strange:
+        scene.controller.feed(record, at_s)
+    scene.steps(2)
+    scene.book = MemoryBook()
+    scene.controller = scene.successor()
+    for record, at_s in strange:
+        scene.controller.feed(record, at_s)
+    scene.steps(2)
+    scene.controller = scene.successor()
+    scene.steps(2)
+    assert scene.world.most_per_slot <= 2
 
 
 # --- what it says ---------------------------------------------------------------------------------------------------
