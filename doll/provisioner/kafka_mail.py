@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from doll import telemetry
 from doll.errors import RecordError, ServiceUnavailableError
@@ -98,9 +98,16 @@ class Mail:
                 self.refused += 1
                 log.warning("record_refused", topic=message.topic(), offset=message.offset(), reason=str(exc))
                 continue
-            kind, stamp_ms = message.timestamp()
-            found.append(Letter(record, stamp_ms / 1000 if kind and stamp_ms > 0 else time.time()))
+            found.append(Letter(record, self._written_s(message)))
         return found
+
+    def _written_s(self, message: Any) -> float:
+        """Of what comes while we listen, our own clock tells: the writers' clocks need not agree. Else theirs."""
+        now_s = time.time()
+        kind, stamp_ms = message.timestamp()
+        if message.offset() >= self._ends[message.topic(), message.partition()] or not kind or stamp_ms <= 0:
+            return now_s
+        return min(now_s, stamp_ms / 1000)
 
     def history(self, timeout_s: float = 120.0) -> list[Letter]:
         """Everything that was there when this object was made.

@@ -114,7 +114,7 @@ class Observed:
     @property
     def updates_done(self) -> float:
         """J_t: updates that are applied and have not been taken back."""
-        return float(self.version)
+        return float(max(0, self.version))
 
     # --- records ----------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,7 @@ from doll.records import (
     Alive,
     Announce,
     DeadLetter,
+    Decision,
     Durable,
     Epoch,
     Evaluated,
@@ -148,6 +149,19 @@ OTHERS = [
     Finished(ps_epoch=1, version=1, reason="updates", time_s=1.0),
     DeadLetter(worker=0, partition=0, offset=4, reason="no", payload=b"bytes", payload_bytes=5),
     Metric(source="ps", values={"version": 1.0}, time_s=1.0),
+    Decision(
+        turn=1,
+        time_s=1.0,
+        started_s=0.0,
+        phase="run",
+        binding="none",
+        feasible=True,
+        markets=("spot", ""),
+        reasons=("a", "b"),
+        reason_of=(0, 1),
+        epochs=(1, 2),
+        actions=("slot 0: launch",),
+    ),
 ]
 
 

@@ -1,0 +1,222 @@
+"""A day of the paper's setting, 64 workers, through the controller in virtual time: on the fake fleet, and on EC2.
+
+CI plays some hours; the whole day: `DOLL_DAY_HOURS=24 pytest tests/integration/test_provision_day.py -s`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+from doll.provisioner.book import MemoryBook
+from doll.provisioner.controller import Controller, Decision
+from doll.provisioner.ec2_prices import Ec2Prices, OnDemandPrice, OnDemandPrices
+from doll.provisioner.fake_fleet import FakeFleet, VirtualClock
+from doll.provisioner.fleet import End, Fleet, Instance, InstanceState
+from doll.provisioner.meter import EC2_LINUX
+from doll.provisioner.prices import PriceFeed
+from doll.provisioner.reconcile import Limits
+from doll.provisioner.stated_prices import StatedPrices
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "provisioner"))
+from job_world import ON_DEMAND, SPOT, JobWorld, run, settings
+
+HOURS = float(os.environ.get("DOLL_DAY_HOURS", "4"))
+SLOTS, RATE, GROUP, BATCH = 64, 125.0, 20, 256
+STEP_S = 60.0
+ALPHA, CYCLE_S = 0.9, 36_000.0
+BUSY = 0.9  # share of the deadline that the work takes with all workers up
+
+
+class Stage(Protocol):
+    """A fleet with its owner."""
+
+    fleet: Fleet
+    prices: PriceFeed
+
+    def alive(self) -> list[Instance]: ...
+
+    def everything(self) -> list[Instance]: ...
+
+    def interrupt(self, id_: str) -> None: ...
+
+    def dry(self, rng: random.Random) -> None:
+        """A pool runs dry on spot, or is filled again."""
+
+    def launches(self) -> list[tuple[int, int, str, int]]:
+        """Slot, epoch, market and attempt of each call that asked for a machine."""
+
+
+class FakeStage:
+    def __init__(self, clock: VirtualClock) -> None:
+        self.fleet = self._fake = FakeFleet(clock, boot_s=30.0, ending_s=30.0, keep_ended_s=7200.0)
+        self.prices = StatedPrices(SPOT, ON_DEMAND)
+        self.alive, self.everything = self._fake.alive, self._fake.everything
+
+    def interrupt(self, id_: str) -> None:
+        self._fake.interrupt(id_, 120.0)
+
+    def dry(self, rng: random.Random) -> None:
+        self._fake.set_room(rng.choice(self._fake.pools), "spot", rng.choice([0, None]))
+
+    def launches(self) -> list[tuple[int, int, str, int]]:
+        orders = [call.order for call in self._fake.calls if call.order is not None]
+        return [(one.slot, one.epoch, one.market, one.attempt) for one in orders]
+
+
+class Ec2Stage:
+    """The EC2 adapters on moto with a market (tests/support/moto_overlay.py)."""
+
+    def __init__(self, rig: Any) -> None:
+        from moto_overlay import REGION
+
+        self._rig, self._market = rig, rig.market
+        start_s = rig.clock()
+        for number, type_ in enumerate(rig.types):
+            for zone in "ab":
+                self._market.prices[type_, REGION + zone] = [(start_s - 3600, SPOT + 0.001 * number)]
+        self.fleet = rig.make(page_size=1000)
+        self.prices = Ec2Prices(
+            rig.ec2, _OnDemand(None, REGION), instance_types=rig.types, zones=[REGION + "a", REGION + "b"],
+            is_dry=self.fleet.cache.is_dry, clock=rig.clock,
+        )  # fmt: skip
+        self._seen: dict[str, Instance] = {}
+
+    def everything(self) -> list[Instance]:
+        """What the adapter has learned, which it has from EC2 alone."""
+        for known in self.fleet._known.values():
+            self._seen[known.instance.id] = known.instance
+        return list(self._seen.values())
+
+    def alive(self) -> list[Instance]:
+        from moto_overlay import _backend
+
+        self._market.settle()
+        states = {one.id: one._state.name for group in _backend().reservations.values() for one in group.instances}
+        running = {"pending": InstanceState.PENDING, "running": InstanceState.RUNNING}
+        found = [one for one in self.everything() if states.get(one.id) in running]
+        return [replace(one, state=running[states[one.id]]) for one in found]
+
+    def interrupt(self, id_: str) -> None:
+        self._market.interrupt(id_)
+
+    def dry(self, rng: random.Random) -> None:
+        from moto_overlay import REGION
+
+        pool = (rng.choice(self._rig.types), REGION + rng.choice("ab"))
+        if rng.random() < 0.5:
+            self._market.room[pool, "spot"] = 0
+        else:
+            self._market.room.pop((pool, "spot"), None)
+
+    def launches(self) -> list[tuple[int, int, str, int]]:
+        found = []
+        for request in self._market.requests:
+            tags = {tag["Key"]: tag["Value"] for tag in request["TagSpecifications"][0]["Tags"]}
+            attempt = int(request["ClientToken"].rsplit("-a", 1)[1].split("z")[0])
+            found.append((int(tags["doll:worker"]), int(tags["doll:epoch"]), tags["doll:market"], attempt))
+        return found
+
+
+class _OnDemand(OnDemandPrices):
+    """moto has no price list."""
+
+    def of(self, instance_type: str) -> OnDemandPrice:
+        return OnDemandPrice(ON_DEMAND, "test", "2026-11-01")
+
+
+@dataclass
+class Day:
+    """What is left of it."""
+
+    decisions: Sequence[Decision]
+    world: JobWorld
+    book: MemoryBook
+    seconds: float
+
+    def text(self, name: str) -> str:
+        last = self.decisions[-1]
+        return (
+            f"{name}: {last.clock_s / 3600:.1f} h in {self.seconds:.1f} s of processor, {len(self.decisions)} turns, "
+            f"{last.bill.instances} instances, {last.interruptions} interruptions, {last.moves} moves, "
+            f"{last.bill.usd:.2f} USD of {last.on_demand_usd:.2f} on-demand ({last.bill.usd / last.on_demand_usd:.1%})"
+        )
+
+
+def play(stage: Stage, clock: VirtualClock, hours: float, seed: int = 7) -> Day:
+    deadline_s = hours * 3600
+    job = settings(
+        SLOTS, updates=BUSY * deadline_s * SLOTS * RATE / (GROUP * BATCH), group_size=GROUP, batch_size=BATCH,
+        rate_per_s=RATE, deadline_s=deadline_s, replan_s=STEP_S, boot_s=90.0, cycle_s=CYCLE_S, billing=EC2_LINUX,
+        limits=Limits(launches_per_min=240), silent_s=150.0,
+    )  # fmt: skip
+    world, book, rng = JobWorld(clock, stage, job, join_s=30.0), MemoryBook(), random.Random(seed)
+    controller = Controller(job, stage.fleet, stage.prices, book)
+
+    def market() -> None:
+        for one in stage.alive():
+            if one.market == "spot" and one.notice_s is None and rng.random() < STEP_S / (ALPHA * CYCLE_S):
+                stage.interrupt(one.id)
+        if rng.random() < 0.1:
+            stage.dry(rng)
+
+    begun_s = time.process_time()
+    decisions = run(world, controller, clock.advance, clock, until_s=2 * deadline_s, step_s=STEP_S, each=market)
+    return Day(decisions, world, book, time.process_time() - begun_s)
+
+
+def check(day: Day, stage: Stage) -> None:
+    """The deadline holds, nothing is left, every launch is in the journal, and the bill is that of all machines."""
+    last, journal = day.decisions[-1], day.book.journal
+    assert (last.phase, last.over) == ("done", True)
+    assert day.world.finished_s is not None
+    assert day.world.finished_s - last.started_s <= HOURS * 3600
+    assert day.world.most_per_slot <= 2
+    assert stage.alive() == []
+    noted = [(one["slot"], one["epoch"], one["market"], one["attempt"]) for one in journal if one["kind"] == "order"]
+    asked = stage.launches()
+    assert set(asked) <= set(noted), "every call is accounted for"
+    machines = stage.everything()
+    assert len(machines) == last.bill.instances == len([one for one in journal if one["kind"] == "instance"])
+    assert len({(one.slot, one.epoch) for one in machines}) == len(machines)
+    assert last.bill.usd < last.on_demand_usd
+    for one in machines:
+        assert one.end in (End.INTERRUPTED, End.TERMINATED)
+        assert one.notice_s is None or one.end is End.INTERRUPTED, "what has its notice is left to its owner"
+
+
+def test_on_the_fake_fleet() -> None:
+    clock = VirtualClock()
+    stage = FakeStage(clock)
+    day = play(stage, clock, HOURS)
+    sys.stdout.write(f"\n{day.text('fake fleet')}\n")
+    check(day, stage)
+    spot = sum(
+        (one.ended_s or 0) - one.launched_s for one in stage.everything() if _costs(one) and one.market == "spot"
+    )
+    demand = sum((one.ended_s or 0) - one.launched_s for one in stage.everything() if one.market != "spot")
+    assert day.decisions[-1].bill.usd == pytest.approx((spot * SPOT + demand * ON_DEMAND) / 3600, rel=1e-3)
+
+
+def _costs(one: Instance) -> bool:
+    """EC2's first hour is free where it was interrupted."""
+    return one.end is not End.INTERRUPTED or (one.ended_s or 0) - one.launched_s >= 3600
+
+
+def test_on_ec2() -> None:
+    import fleet_rigs
+
+    with fleet_rigs.ec2() as rig:
+        assert isinstance(rig, fleet_rigs.Ec2Rig)
+        stage = Ec2Stage(rig)
+        day = play(stage, rig.clock, HOURS)
+        sys.stdout.write(f"\n{day.text('EC2 on moto')}, {len(rig.market.requests)} CreateFleet calls\n")
+        check(day, stage)
