@@ -476,7 +476,7 @@ class SpotCrew:
     def _tell(self) -> None:
         """What has happened since the last turn."""
         for move in self._story.moves[self._told_moves :]:
-            self._view.say(f"worker {move.slot} to {move.to.replace('_', '-')}: {move.reason}")
+            self._view.say(move.text())
         self._told_moves = len(self._story.moves)
         assert self._fleet is not None
         taken = [one for one in self._fleet.machines if one.preempted]

@@ -26,6 +26,11 @@ class Move:
     to: str
     reason: str
 
+    def text(self) -> str:
+        """For people."""
+        to = self.to.replace("_", "-")
+        return f"worker {self.slot} to {to}: {self.reason.removeprefix('to ').removeprefix(f'{to}: ')}"
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -142,8 +147,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     ]
     moves = report["moves_log"]
     for move in moves[:_REASONS_SHOWN]:
-        to = move["to"].replace("_", "-")
-        found.append(f"    {move['at_s']:6.1f} s  worker {move['slot']} to {to}: {move['reason']}")
+        found.append(f"    {move['at_s']:6.1f} s  {Move(**move).text()}")
     if len(moves) > _REASONS_SHOWN:
         found.append(f"    and {len(moves) - _REASONS_SHOWN} more: moves_log in report.json, provision.jsonl")
     return found

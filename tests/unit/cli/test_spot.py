@@ -12,7 +12,7 @@ import pytest
 from doll import config as job_config
 from doll.cli.app import app
 from doll.cli.spot import Campaign, StandingClock
-from doll.cli.spotstory import Ending, Story, facts, lines
+from doll.cli.spotstory import Ending, Move, Story, facts, lines
 from doll.errors import ConfigError
 from doll.provisioner.fake_fleet import FakeFleet, VirtualClock
 from doll.provisioner.fleet import Instance, InstanceState
@@ -146,6 +146,11 @@ def test_moves_are_changes_of_market_while_the_job_runs() -> None:
         (1.0, 0, "on_demand", "why 0"), (3.0, 0, "spot", "why 0"), (3.0, 1, "on_demand", "why 1")
     ]  # fmt: skip
     assert [(one.usd, one.num_spot, one.num_on_demand) for one in story.moments[:2]] == [(0.0, 2, 0), (0.5, 1, 1)]
+
+
+def test_a_move_is_told_without_saying_its_aim_twice() -> None:
+    assert Move(1.0, 2, "on_demand", "to on-demand: it is late").text() == "worker 2 to on-demand: it is late"
+    assert Move(1.0, 2, "spot", "spot is there").text() == "worker 2 to spot: spot is there"
 
 
 def machine(exit_code: int, *, preempted: bool, surprise: bool = False) -> Machine:
