@@ -204,3 +204,25 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     )  # fmt: skip
     assert path.read_bytes().startswith(b"\x89PNG")
     assert path.stat().st_size > 10_000
+
+
+def test_machines_and_money_are_shown_in_both_views() -> None:
+    import io
+
+    from doll.cli.live import one_line, panel
+    from doll.cli.progress import ProgressModel
+    from rich.console import Console
+
+    config = job_config.load(EXAMPLE)
+    snapshot = ProgressModel(config, 0.0).snapshot(10.0)
+    workers = tuple(replace(line, machine=f"spot #{line.worker} works", usd=0.25) for line in snapshot.workers)
+    shown = replace(snapshot, workers=workers, costs="5 of 190 s, 6 spot + 0 on-demand, 1.500 USD")
+    out = io.StringIO()
+    Console(file=out, width=140).print(panel(shown, config.stop))
+    assert "spot #5 works" in out.getvalue()
+    assert "0.250" in out.getvalue()
+    assert "6 spot + 0 on-demand" in out.getvalue()
+    assert one_line(shown, config.stop).endswith("1.500 USD")
+    out = io.StringIO()
+    Console(file=out, width=140).print(panel(snapshot, config.stop))
+    assert "USD" not in out.getvalue()
