@@ -44,6 +44,7 @@ def run_any_worker(config: JobConfig, services: Services, run_folder: Path) -> i
         from doll.consumers.main import run_worker
 
         if stop.is_set():
-            return int(held.lost)
+            return 0
+        held.keep()
         code = run_worker(config, services, held.number, run_folder)
         return code or int(held.lost)

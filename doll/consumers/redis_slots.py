@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Final
 
 import redis
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 log = telemetry.get_logger(__name__)
 
 _LOOK_S: Final = 0.5
+_FIRST_S: Final = 60.0  # torch is loaded then, and for seconds no other thread of the process runs
 _SAY_AGAIN_S: Final = 30.0
 _SETTLED_S: Final = 15.0  # replicas start within seconds of one another: a slot still free then has nobody coming
 # One step each: between a GET and the next command another process may have taken the slot.
@@ -57,14 +59,18 @@ class Slots:
         self._ttl_ms = max(1, round(ttl_s * 1000))
         self._holder = (holder or uuid.uuid4().hex).encode()
 
-    def take(self) -> int | None:
+    def take(self, at_least_s: float = 0.0) -> int | None:
         """The lowest free slot, which is ours from now on; None where all are held.
+
+        Args:
+            at_least_s: the first lease lasts so long, if that is longer than the others.
 
         Raises:
             RedisError: Redis does not answer.
         """
+        first_ms = max(self._ttl_ms, round(at_least_s * 1000))
         for slot in self.free():
-            if self._client.set(self._key(slot), self._holder, nx=True, px=self._ttl_ms):
+            if self._client.set(self._key(slot), self._holder, nx=True, px=first_ms):
                 return slot
         return None
 
@@ -98,7 +104,7 @@ class Slots:
 
 
 class Held:
-    """A slot that this process holds, renewed by a thread until the end of the context.
+    """A slot that this process holds until the end of the context, from `keep` on by a thread that renews its lease.
 
     Attributes:
         number: the slot.
@@ -114,13 +120,17 @@ class Held:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._keep, name="slot", daemon=True)
 
-    def __enter__(self) -> Held:
+    def keep(self) -> None:
+        """Renew the lease from now on."""
         self._thread.start()
+
+    def __enter__(self) -> Held:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self._over.set()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         if not self.lost:
             try:
                 self._slots.release(self.number)
@@ -131,7 +141,8 @@ class Held:
         pause_s = self._config.worker.lease_s / 4
         started_s = time.monotonic()
         said_s = float("-inf")
-        while not self._over.wait(pause_s):
+        pauses = chain([0.0], repeat(pause_s))
+        while not self._over.wait(next(pauses)):
             try:
                 if not self._slots.renew(self.number):
                     self.lost = True
@@ -163,6 +174,8 @@ def held_slot(
 
     Who waits answers health probes as `worker`, and is healthy but not ready.
 
+    Its lease is a long one at first, so that what loads for long can be loaded: call `keep` then.
+
     Args:
         leave: called, from another thread, when another process has taken the slot.
     """
@@ -185,7 +198,7 @@ def _wait(slots: Slots, config: JobConfig, stop: threading.Event) -> int | None:
         now_s = time.monotonic()
         say = now_s - said_s >= _SAY_AGAIN_S
         try:
-            if (slot := slots.take()) is not None:
+            if (slot := slots.take(_FIRST_S)) is not None:
                 return slot
             if say and now_s - started_s >= config.worker.lease_s:  # a predecessor's lease has run out by then
                 said_s = now_s

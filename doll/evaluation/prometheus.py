@@ -2,8 +2,8 @@
 
 The processes measure onto the topic `metrics` anyway; whoever serves that to Prometheus need not be near any of them,
 and no process of the job listens for anybody. What Prometheus gets of a measurement `name` of source `kind` is
-`doll_<kind>_<name>`, a counter where it ends in `_total` and else a gauge, in the unit that the name ends in, with seconds
-written out as Prometheus wants them.
+`doll_<kind>_<name>`, a counter where it ends in `_total` and else a gauge, in the unit that the name ends in, with
+seconds written out as Prometheus wants them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -76,10 +77,24 @@ def test_a_holder_that_has_lost_its_slot_is_told_to_leave(client: redis.Redis, j
     told = threading.Event()
     with held_slot(config_of(job_name, 1, 0.4), client, threading.Event(), told.set) as held:
         assert held is not None
+        held.keep()
         client.set(f"doll:{job_name}:slot:0", b"another")
         assert told.wait(60)
         assert held.lost
     assert client.get(f"doll:{job_name}:slot:0") == b"another", "what is another's is left alone"
+
+
+def test_the_first_lease_is_long_and_those_of_a_holder_that_works_are_not(client: redis.Redis, job_name: str) -> None:
+    key = f"doll:{job_name}:slot:0"
+    with held_slot(config_of(job_name, 1, 5), client, threading.Event(), lambda: None) as held:
+        assert held is not None
+        assert client.pttl(key) > 20_000
+        held.keep()
+        deadline_s = time.monotonic() + 60
+        while client.pttl(key) > 5000:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+    assert client.get(key) is None
 
 
 def test_the_end_of_a_holder_frees_its_slot_at_once(client: redis.Redis, job_name: str) -> None:
