@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,8 +31,10 @@ def test_the_broker_goes_away_and_comes_back(make_pipeline: Any, broker: LocalKa
     job.send(job.samples(1000))
     job.until_version(10)
     pids = {name: handle.pid for name, handle in job.supervisor.handles().items()}
+    gone_s = time.monotonic()
     broker.stop() if end == "stop" else broker.kill()
     broker.start()
+    away_s = time.monotonic() - gone_s
     version = job.version
     job.until_version(version + 5)
     job.send(job.samples(1100))
@@ -43,7 +46,8 @@ def test_the_broker_goes_away_and_comes_back(make_pipeline: Any, broker: LocalKa
     for name in pids:
         told = [line for line in job.log(name).splitlines() if "kafka" in line.lower()]
         assert any("kafka_trouble" in line for line in told), name
-        assert len(told) < 20, "\n".join(told)
+        # Each client says it once in 30 s; a busy machine needs minutes to start a broker.
+        assert len(told) < 20 * (1 + away_s / 30), "\n".join(told)
 
 
 def test_redis_is_killed_and_comes_back_empty(make_pipeline: Any, redis_server: LocalRedis) -> None:
