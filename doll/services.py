@@ -28,6 +28,9 @@ REDIS_USER_ENV: Final = "DOLL_REDIS_USERNAME"
 REDIS_PASSWORD_ENV: Final = "DOLL_REDIS_PASSWORD"
 REDIS_CA_ENV: Final = "DOLL_REDIS_CA"
 
+# For control records: what is sent in one breath (the grants of a group, an announcement and a push) travels in one
+# request. A broker spends more on a request than this wait costs a round.
+LINGER_MS: Final = 0.5
 _REDIS_SCHEMES: Final = ("redis://", "rediss://")
 # At level 3 librdkafka writes a line each 50 ms while a broker is away; `error_cb` tells it once instead.
 _LIBRDKAFKA_CRITICAL: Final = 2

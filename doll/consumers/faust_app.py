@@ -53,6 +53,11 @@ class DollApp(faust.App):  # type: ignore[misc]
     start_offsets: dict[TP, int]
     fetch_max_wait_ms: int
 
+    def on_init_dependencies(self) -> Any:
+        services = super().on_init_dependencies()
+        self.sensors.remove(self.monitor)  # 6 us of CPU per record, for figures that nobody reads
+        return services
+
 
 class WorkerShell:
     """Connects one `WorkerCore` to Faust, the blob store and the model."""

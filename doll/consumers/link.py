@@ -18,7 +18,7 @@ from doll import topics
 from doll.config import JobConfig
 from doll.errors import FencedError, RecordError
 from doll.records import AnyRecord, DeadLetter, Fence, Hello, Join, Stop, Welcome, decode, encode
-from doll.services import Services, kafka_settings
+from doll.services import LINGER_MS, Services, kafka_settings
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -46,7 +46,7 @@ class WorkerLink:
         self._key = str(worker).encode()
         self._producer = Producer(
             kafka_settings(
-                config, services, acks="all", enable_idempotence=True, linger_ms=0, message_timeout_ms=0,
+                config, services, acks="all", enable_idempotence=True, linger_ms=LINGER_MS, message_timeout_ms=0,
                 message_max_bytes=32 * 1024 * 1024,
             )
         )  # fmt: skip

@@ -113,6 +113,7 @@ class WorkerCore:
         self.draining = False
         self._batches: deque[Batch] = deque()  # not durable, consecutive tokens from self._durable
         self._durable = welcome.next_token
+        self._announced = welcome.next_token
         self._grants: dict[int, Grant] = {}  # token -> newest grant that is not answered
         self._alive_at_s = now
         self._announced_at_s = now
@@ -142,15 +143,16 @@ class WorkerCore:
     def batch_ready(self, batch: Batch) -> list[Action]:
         """The next batch of the stream is complete and decoded.
 
+        It is announced at once where nothing is being computed; else together with the next push, or after a tick: a
+        message by itself would cost broker and server as much as a push.
+
         Raises:
             ValueError: it is not the next one.
         """
         if batch.token != self.next_token:
             raise ValueError(f"expected batch {self.next_token}, got {batch.token}")
         self._batches.append(batch)
-        if self.draining:
-            return []
-        return [Send(Announce(worker=self.worker, epoch=self.epoch, first=batch.token, until=batch.token + 1))]
+        return [] if self.busy else self._announce_new()
 
     def mail(self, record: AnyRecord, now: float) -> list[Action]:
         """A record came on this worker's `down` partition."""
@@ -234,7 +236,7 @@ class WorkerCore:
             compute_s=done.compute_s, fetch_s=done.fetch_s, store_s=done.store_s,
             wait_s=max(0.0, granted_at_s - batch.complete_at_s), market=self.market,
         )  # fmt: skip
-        return [Send(push)]
+        return [*self._announce_new(), Send(push)]
 
     def weights_missing(self, grant: Grant) -> list[Action]:
         """The weights of this grant are not in the blob store: never compute on others (reference 4.3)."""
@@ -257,16 +259,22 @@ class WorkerCore:
         while self._batches and self._durable < until:
             self._grants.pop(self._batches.popleft().token, None)
             self._durable += 1
+        self._announced = max(self._announced, self._durable)
         return [Acknowledge(self._durable)]
 
     def _announce_all(self) -> list[Action]:
-        if self.draining or not self._batches:
+        self._announced = self._durable
+        return self._announce_new()
+
+    def _announce_new(self) -> list[Action]:
+        if self.draining or self._announced == self.next_token:
             return []
-        return [Send(Announce(worker=self.worker, epoch=self.epoch, first=self._durable, until=self.next_token))]
+        first, self._announced = self._announced, self.next_token
+        return [Send(Announce(worker=self.worker, epoch=self.epoch, first=first, until=self.next_token))]
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed: sign of life, and announce again what is not durable."""
-        actions: list[Action] = []
+        """Time has passed: announce what is new, now and then what is not durable again; sign of life."""
+        actions = self._announce_new()
         if now - self._alive_at_s >= ALIVE_EVERY_S:
             self._alive_at_s = now
             actions.append(

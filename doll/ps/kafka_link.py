@@ -14,7 +14,7 @@ from doll import topics
 from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.records import AnyRecord, Metric, encode
-from doll.services import Services, kafka_settings
+from doll.services import LINGER_MS, Services, kafka_settings
 
 _PER_POLL = 500
 
@@ -30,7 +30,7 @@ class KafkaLink:
                 services,
                 acks="all",
                 enable_idempotence=True,
-                linger_ms=0,
+                linger_ms=LINGER_MS,
                 message_timeout_ms=0,
                 compression_type="none",
             )

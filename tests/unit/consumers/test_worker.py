@@ -238,3 +238,20 @@ def test_a_draining_worker_announces_nothing_and_finishes_what_it_owes(core: Wor
     assert len(core.gradient_done(grant(6, 2), batch(6), DONE, 1.0)) == 1
     assert core.leave("sigterm") == [Send(Leave(worker=1, epoch=7, cause="sigterm"))]
     assert not core.busy
+
+
+def test_what_comes_while_a_gradient_is_computed_is_announced_with_the_push_or_after_a_tick(core: WorkerCore) -> None:
+    core.mail(Durable(ps_epoch=3, worker=1, until=7), 1.0)
+    core.mail(grant(7), 1.0)
+    assert core.batch_ready(batch(8)) == []
+    assert core.batch_ready(batch(9)) == []
+    announcement, push = core.gradient_done(grant(7), batch(7), DONE, 1.0)
+    assert [announcement] == announced(8, 10)
+    assert isinstance(push, Send)
+    assert isinstance(push.record, Push)
+    core.mail(grant(8, 2), 1.0)
+    assert core.batch_ready(batch(10)) == []
+    assert core.tick(0.5) == announced(10, 11)
+    assert core.tick(0.6) == []
+    core.mail(Durable(ps_epoch=3, worker=1, until=11), 1.0)  # durable, and never granted by this server
+    assert core.batch_ready(batch(11)) == announced(11, 12)
