@@ -304,6 +304,7 @@ class SpotCrew:
         self._mustered = False
         self._mustering_s = time.monotonic()
         self._finished_s: float | None = None
+        self._finished_version = 0
         self._closed = False
         self._told_moves = self._told_preempted = 0
         for line in campaign.text().splitlines():
@@ -324,7 +325,7 @@ class SpotCrew:
         if isinstance(record, Metric) and record.source == "producer" and record.values.get("delivered_total", 0) > 0:
             self._open()
         if isinstance(record, Finished) and self._finished_s is None:
-            self._finished_s = self._clock.at(record.time_s)
+            self._finished_s, self._finished_version = self._clock.at(record.time_s), record.version
 
     def turn(self, supervisor: Supervisor, stack: Stack) -> str | None:
         if self._fleet is None or self._controller is None or self._mail is None:
@@ -510,7 +511,7 @@ class SpotCrew:
         end_s = self._finished_s if self._finished_s is not None else self._clock()
         return Ending(
             finish_s=end_s - (self._opening.opened_s or end_s),
-            reached=self._finished_s is not None and self._decision.updates_done >= planner.updates,
+            reached=self._finished_version >= planner.updates,
             deadline_s=planner.deadline_s,
             cost_usd=self._usd_until(end_s),
             cost_with_hand_back_usd=self._decision.bill.usd,
