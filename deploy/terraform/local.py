@@ -38,6 +38,9 @@ VARIABLES: Final = {"name": NAME, "image_tag": "v1", "kafka_mode": "self_managed
 # Terraform shows no reasons.
 KNOWN_DRIFT: Final = {
     "module.workers.aws_launch_template.this": "moto hands the template's own tags out as those of its instances",
+    "module.control.aws_ssm_parameter.settings": "it holds the template's version, unknown while that is to change",
+    "module.control.aws_instance.this": "moto forgets the security groups of an instance that is given its address",
+    "module.kafka.aws_instance.node": "moto forgets the security groups of an instance that is given its address",
     "module.network.aws_vpc_security_group_ingress_rule.path": "moto forgets descriptions of rules that name a group",
     "module.network.aws_vpc_security_group_egress_rule.path": "moto forgets descriptions of rules that name a group",
 }
@@ -264,14 +267,16 @@ def _apply(folder: Path, endpoint: str) -> None:
         drift = drifted(json.loads(stack.run("show", "-json", "again")))
         known = [address for address in drift if address.split("[")[0] in KNOWN_DRIFT]
         say(f"  drift: {len(drift)} resources, {len(known)} of them known to be moto's own")
-        unknown = sorted(set(drift) - set(known))
+        for address, names in drift.items():
+            say(f"    {address}: {', '.join(names)}")
+        unknown = {address: names for address, names in drift.items() if address not in known}
     finally:
         with step("destroy"):
             stack.run("destroy", "-auto-approve", "-json", seen=_Progress())
     left = {kind: sorted(found - before[kind]) for kind, found in inventory().items() if found - before[kind]}
     say(f"  left in the state: {len(stack.run('state', 'list').split())}; left in the account: {left or 'nothing'}")
     if unknown:
-        raise Failed(f"drift that is not known: {', '.join(unknown)}")
+        raise Failed(f"drift that is not known: {unknown}")
     if left:
         raise Failed(f"left after destroy: {left}")
 
@@ -296,13 +301,19 @@ class _Progress:
             say(f"    {told['@message']}")
 
 
-def drifted(plan: dict[str, Any]) -> list[str]:
-    """Addresses of what a second apply would change."""
-    return [
-        change["address"]
-        for change in plan.get("resource_changes", ())
-        if change.get("mode") == "managed" and change["change"]["actions"] != ["no-op"]
-    ]
+def drifted(plan: dict[str, Any]) -> dict[str, list[str]]:
+    """What a second apply would change: addresses, each with the names of its attributes that differ."""
+    found = {}
+    for change in plan.get("resource_changes", ()):
+        about = change["change"]
+        if change.get("mode") == "managed" and about["actions"] != ["no-op"]:
+            before, after = about.get("before") or {}, about.get("after") or {}
+            later = about.get("after_unknown") or {}
+            names = sorted(
+                key for key in {*before, *after, *later} if later.get(key) or before.get(key) != after.get(key)
+            )
+            found[change["address"]] = names
+    return found
 
 
 def inspect(outputs: dict[str, Any], state: Path, folder: Path) -> None:

@@ -161,7 +161,13 @@ def test_a_provider_is_found_where_terraform_would_look(local: ModuleType, tmp_p
 
 def test_drift_is_what_a_second_apply_would_change(local: ModuleType) -> None:
     def change(address: str, actions: list[str], mode: str = "managed") -> dict[str, object]:
-        return {"address": address, "mode": mode, "change": {"actions": actions}}
+        about = {
+            "actions": actions,
+            "before": {"x": 1, "y": 2},
+            "after": {"x": 1, "y": 3},
+            "after_unknown": {"z": True},
+        }
+        return {"address": address, "mode": mode, "change": about}
 
     plan = {
         "resource_changes": [
@@ -169,7 +175,7 @@ def test_drift_is_what_a_second_apply_would_change(local: ModuleType) -> None:
             change("f.g", ["delete", "create"]),
         ]
     }  # fmt: skip
-    assert local.drifted(plan) == ["c.d", "f.g"]
+    assert local.drifted(plan) == {"c.d": ["y", "z"], "f.g": ["y", "z"]}
 
 
 def test_every_file_that_a_module_reads_is_there() -> None:
