@@ -34,7 +34,7 @@ def test_a_short_drill_loses_nothing(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=800,
         env={key: value for key, value in os.environ.items() if not key.startswith(("DOLL_KAFKA", "DOLL_REDIS"))},
     )
     assert done.returncode == 0, done.stderr
