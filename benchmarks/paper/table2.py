@@ -124,7 +124,7 @@ def _draw(figure: Figure, lines: list[tuple[str, float, float, float, float]]) -
     )
     axes.set_yticks(at, [line[0] for line in lines])
     axes_style(axes, "Table II", "cost / on-demand", "")
-    axes.legend(fontsize=7, frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=7, frameon=False)
 
 
 if __name__ == "__main__":

@@ -298,7 +298,7 @@ def _chance(probability: float) -> str:
 
 def _which(outlook: Outlook) -> list[str]:
     """Streams by market with the reason, as ranges."""
-    from doll.provisioner.controller import slot_ranges
+    from doll.provisioner.planner import slot_ranges
 
     lines = []
     reasons = outlook.reasons()

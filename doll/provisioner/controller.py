@@ -33,6 +33,7 @@ from doll.provisioner.meter import (
     usd_per_point,
 )
 from doll.provisioner.observation import Observed
+from doll.provisioner.planner import slot_ranges
 from doll.provisioner.prices import PriceFeed
 from doll.provisioner.reconcile import Action, Launch, Limits, Memory, Terminate, View, Wait, reconcile
 from doll.provisioner.state import Alpha, Bools, Market, PlannerSettings, PlannerState
@@ -939,22 +940,6 @@ class _Within:
     expected_cost_usd: float
     expected_finish_s: float
     short: bool  # not even the cheapest mix suffices
-
-
-def slot_ranges(slots: Sequence[int], most: int = 12) -> str:
-    """Ascending slot numbers for people.
-
-    >>> slot_ranges([0, 1, 2, 3, 7, 9, 10])
-    '0-3, 7, 9-10'
-    """
-    runs: list[list[int]] = []
-    for slot in slots:
-        if runs and runs[-1][1] == slot - 1:
-            runs[-1][1] = slot
-        else:
-            runs.append([slot, slot])
-    shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
-    return ", ".join(shown[:most]) + (f", ... ({len(slots)} in all; --json lists them)" if len(shown) > most else "")
 
 
 def _by_text(texts: Sequence[str]) -> dict[str, str]:

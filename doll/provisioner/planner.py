@@ -7,6 +7,7 @@ cannot be afforded any more, slots go on-demand, and where even that is too late
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -19,7 +20,18 @@ from doll.provisioner.rules import Budget
 from doll.provisioner.state import Alpha, Bools, Market, PlannerSettings, PlannerState
 from doll.theory.cost import Prices
 
-__all__ = ["Alpha", "Market", "Plan", "PlannerSettings", "PlannerState", "Prices", "Reason", "plan", "start"]
+__all__ = [
+    "Alpha",
+    "Market",
+    "Plan",
+    "PlannerSettings",
+    "PlannerState",
+    "Prices",
+    "Reason",
+    "plan",
+    "slot_ranges",
+    "start",
+]
 
 
 class Reason(enum.IntEnum):
@@ -129,6 +141,22 @@ def start(state: PlannerState, settings: PlannerSettings) -> Plan:
     chosen = _decide(replace(state, on_spot=ones, up=ones), settings, 0.0)
     begun = replace(state, on_spot=chosen.on_spot, up=ones)
     return replace(chosen, moved=~ones, _state=begun)
+
+
+def slot_ranges(slots: Sequence[int], most: int = 12) -> str:
+    """Ascending slot numbers for people.
+
+    >>> slot_ranges([0, 1, 2, 3, 7, 9, 10])
+    '0-3, 7, 9-10'
+    """
+    runs: list[list[int]] = []
+    for slot in slots:
+        if runs and runs[-1][1] == slot - 1:
+            runs[-1][1] = slot
+        else:
+            runs.append([slot, slot])
+    shown = [str(low) if low == high else f"{low}-{high}" for low, high in runs]
+    return ", ".join(shown[:most]) + (f", ... ({len(slots)} in all; --json lists them)" if len(shown) > most else "")
 
 
 _RULES = {"pace": rules.pace, "theorem": rules.theorem}
