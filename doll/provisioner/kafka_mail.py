@@ -107,7 +107,7 @@ class Mail:
         kind, stamp_ms = message.timestamp()
         if message.offset() >= self._ends[message.topic(), message.partition()] or not kind or stamp_ms <= 0:
             return now_s
-        return min(now_s, stamp_ms / 1000)
+        return min(now_s, float(stamp_ms) / 1000)
 
     def history(self, timeout_s: float = 120.0) -> list[Letter]:
         """Everything that was there when this object was made.
