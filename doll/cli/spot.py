@@ -251,10 +251,10 @@ class StandingClock:
         self._begin_s = clock()
         self._started_s: float | None = None
 
-    def start(self) -> None:
-        """It may be repeated."""
+    def start(self, ago_s: float = 0.0) -> None:
+        """Go on from now, or as if it had gone on for so long; only the first time counts."""
         if self._started_s is None:
-            self._started_s = self._clock()
+            self._started_s = self._clock() - ago_s
 
     @property
     def runs(self) -> bool:
@@ -322,8 +322,8 @@ class SpotCrew:
     def feed(self, record: AnyRecord) -> None:
         from doll.records import Finished, Metric
 
-        if isinstance(record, Metric) and record.source == "producer" and record.values.get("delivered_total", 0) > 0:
-            self._open()
+        if isinstance(record, Metric) and record.source == "producer" and not self._clock.runs:
+            self._open(record.values.get("delivered_total", 0.0))
         if isinstance(record, Finished) and self._finished_s is None:
             self._finished_s, self._finished_version = self._clock.at(record.time_s), record.version
 
@@ -468,11 +468,16 @@ class SpotCrew:
         }
         return decision.phase == "run" and ready | waits == set(range(self._config.data.workers))
 
-    def _open(self) -> None:
-        if not self._clock.runs and self._fleet is not None:
-            self._opening.open(self._clock())
-            self._clock.start()
-            self._view.say("the market opens: from now on machines are billed, and taken back")
+    def _open(self, delivered: float) -> None:
+        """The source has sent so many samples: the market has opened with the first of them."""
+        if delivered <= 0 or self._fleet is None or self._decision is None:
+            return
+        rates = self._campaign.settings.rates_per_s
+        ready = {one.slot for one in self._decision.alive if one.id in self._decision.ready}
+        sent_s = delivered / max(sum(float(rates[slot]) for slot in ready), float(rates.min()))
+        self._opening.open(self._clock())
+        self._clock.start(ago_s=sent_s)
+        self._view.say("the market has opened: machines are billed, and taken back")
 
     def _tell(self) -> None:
         """What has happened since the last turn."""

@@ -122,6 +122,14 @@ def test_a_standing_clock_stands_and_then_keeps_pace() -> None:
     assert clock.at(1010.0) == 1000.0  # written before the start
 
 
+def test_a_clock_may_start_a_little_late() -> None:
+    real = VirtualClock(1000.0)
+    clock = StandingClock(real)
+    real.advance(10)
+    clock.start(ago_s=1.5)
+    assert clock() == 1001.5
+
+
 # --- the story ---------------------------------------------------------------------------------------------------
 
 
