@@ -303,6 +303,7 @@ class SpotCrew:
         self._turn_at_s = 0.0
         self._mustered = False
         self._mustering_s = time.monotonic()
+        self._began_s = time.time()
         self._finished_s: float | None = None
         self._finished_version = 0
         self._closed = False
@@ -322,6 +323,8 @@ class SpotCrew:
     def feed(self, record: AnyRecord) -> None:
         from doll.records import Finished, Metric
 
+        if isinstance(record, Metric | Finished) and record.time_s < self._began_s:
+            return  # of an earlier run: its topics may outlive it on a broker that is not ours
         if isinstance(record, Metric) and record.source == "producer" and not self._clock.runs:
             self._open(record.values.get("delivered_total", 0.0))
         if isinstance(record, Finished) and self._finished_s is None:
