@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 MUSTER_S = 180.0
 _PICTURE = "spot.png"
+_UNBOUNDED = 1_000_000
 
 
 def spot(
@@ -140,8 +141,12 @@ class Campaign:
             raise ConfigError("source: expected one in the job file: the market opens when it starts")
         market, section = make_market(config, fleet, seed)
         settings, _ = controller_settings(config.model_copy(update={"plan": section}))
-        # On this market every launch is free and says at once whether there is a machine.
-        limits = dataclasses.replace(settings.limits, retry_s=settings.planner.replan_s, early_s=0.0)
+        # On this market a launch is tried in every turn and says at once whether there is a machine. Were tries bounded
+        # by the minute, those of slots that wait for spot would use up what others need to go on-demand in time.
+        limits = dataclasses.replace(
+            settings.limits, retry_s=settings.planner.replan_s, early_s=0.0, launches_per_min=_UNBOUNDED,
+            fallbacks_per_min=_UNBOUNDED,
+        )  # fmt: skip
         settings = dataclasses.replace(settings, limits=limits)
         planner, rates = settings.planner, config.rates_per_s()
         question, notes = ask(config, section, rates, None, None)

@@ -96,6 +96,13 @@ def test_a_prediction_meets_the_deadline_at_no_more_than_on_demand() -> None:
         assert spot.preemptions > 0
 
 
+def test_tries_on_spot_leave_launches_for_those_who_go_on_demand() -> None:
+    """In a minute six slots that wait for spot try 360 times: at 120 a minute, nobody could be covered in time."""
+    limits = campaign().settings.limits
+    tries = 60 / limits.retry_s * campaign().settings.num_slots
+    assert min(limits.launches_per_min, limits.fallbacks_per_min) > 10 * tries
+
+
 def test_a_notice_is_paid_for_and_a_surprise_is_not() -> None:
     told, surprised = campaign("fleet.surprise=0"), campaign("fleet.surprise=1")
     rates = told.settings.rates_per_s
