@@ -410,6 +410,9 @@ class Controller:
                 for slot, epoch in enumerate(told.epochs[: self.settings.num_slots]):
                     self._memory.seen(slot, epoch)
                 self._carried_usd = math.nan  # settled with the first bill
+            if listed or told is not None:
+                # No book, yet not the first: what was launched in the last moments may not be listed yet.
+                self._memory.hold_s = now_s + self.settings.limits.trust_s
         for slot in range(self.settings.num_slots):
             self._memory.seen(slot, self.observed.highest_incarnation(slot))
 

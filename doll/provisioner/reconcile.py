@@ -28,7 +28,7 @@ class Limits:
     """How fast, and how often.
 
     Attributes:
-        launches_per_min: of the whole fleet.
+        launches_per_min: of the whole fleet. Tries in vain count too, but hold back tries on spot only.
         fallbacks_per_min: of those, from spot to on-demand while the deadline is not in danger: all at once would drain
             the pools that are left.
         retry_s: until the next try after one that found no machine.
@@ -143,8 +143,11 @@ class Memory:
         self._bad_pools: dict[Market, dict[str, float]] = {"spot": {}, "on_demand": {}}  # until
         self._quota: dict[Market, float] = {}  # until
         self._launched_s: list[float] = []  # within the last minute
+        self._vain_s: list[float] = []  # tries that found no machine, within the last minute
         self._fallen_s: list[float] = []
         self._dry_s = -math.inf  # when a spot launch of any slot last found nothing; over when one finds something
+        self.hold_s = -math.inf
+        """Until when nothing is launched: a predecessor whose book is lost may have made what is not listed yet."""
         self.stopped = ""
         """Why nothing is launched any more; a person must mend it."""
 
@@ -192,6 +195,10 @@ class Memory:
             one.after_s[order.market] = retry_s
             return
         self.pending.pop(order.slot, None)
+        # What bought nothing is no launch: slots that ask for spot in vain must not hold back those that go on-demand.
+        if self._launched_s:
+            self._launched_s.pop()
+        self._vain_s.append(now_s)
         one.attempt, one.failed = order.attempt + 1, True
         one.after_s[order.market] = retry_s
         match error.trouble:
@@ -271,12 +278,17 @@ class Memory:
             return Order(slot, one.epoch, market, one.attempt, self.bad_pools(market, now_s))
         return Order(slot, one.epoch + 1, market, 0, self.bad_pools(market, now_s))
 
-    def launches_left(self, now_s: float) -> tuple[int, int]:
-        """How many launches, and how many fallbacks among them, this minute still bears."""
+    def launches_left(self, now_s: float) -> tuple[int, int, int]:
+        """How many launches this minute still bears, and among them how many on spot and how many fallbacks.
+
+        Tries in vain count against spot only.
+        """
         self._launched_s = [at_s for at_s in self._launched_s if now_s - at_s < 60]
+        self._vain_s = [at_s for at_s in self._vain_s if now_s - at_s < 60]
         self._fallen_s = [at_s for at_s in self._fallen_s if now_s - at_s < 60]
-        left = int(self._limits.launches_per_min) - len(self._launched_s)
-        return max(0, left), max(0, int(self._limits.fallbacks_per_min) - len(self._fallen_s))
+        left = max(0, int(self._limits.launches_per_min) - len(self._launched_s))
+        fallbacks = max(0, int(self._limits.fallbacks_per_min) - len(self._fallen_s))
+        return left, max(0, left - len(self._vain_s)), fallbacks
 
     # --- kept over restarts
 
@@ -298,8 +310,9 @@ class Memory:
                 for order, since_s in self.pending.values()
             ],
             "dry_s": self._dry_s if math.isfinite(self._dry_s) else None,
+            "hold_s": self.hold_s if math.isfinite(self.hold_s) else None,
             "bad_pools": self._bad_pools, "quota": self._quota,
-            "launched_s": self._launched_s, "fallen_s": self._fallen_s,
+            "launched_s": self._launched_s, "vain_s": self._vain_s, "fallen_s": self._fallen_s,
         }  # fmt: skip
 
     def restore(self, kept: Mapping[str, Any]) -> None:
@@ -326,12 +339,14 @@ class Memory:
             for one in kept["pending"]
         }
         self._dry_s = -math.inf if kept["dry_s"] is None else float(kept["dry_s"])
+        self.hold_s = -math.inf if kept["hold_s"] is None else float(kept["hold_s"])
         self._bad_pools = {
             market: {str(pool): float(until_s) for pool, until_s in kept["bad_pools"][market].items()}
             for market in self._bad_pools
         }
         self._quota = {market: float(until_s) for market, until_s in kept["quota"].items()}
         self._launched_s, self._fallen_s = list(kept["launched_s"]), list(kept["fallen_s"])
+        self._vain_s = list(kept["vain_s"])
 
 
 # --- the decision ---------------------------------------------------------------------------------------------------
@@ -447,20 +462,29 @@ def _grant(
 ) -> list[Action]:
     """The launches that limits, pauses and budget allow now; the other wishes wait, and say what for."""
     actions: list[Action] = []
-    launches, fallbacks = memory.launches_left(now_s)
+    launches, spot_launches, fallbacks = memory.launches_left(now_s)
     spare_usd = view.spare_usd
     for _, slot, market, why, falls_back in wishes:
         until_s = memory.blocked_s(slot, market)
         commit_usd = view.commit_usd.get(market, 0.0)
         if memory.stopped:
             actions.append(Wait(slot, f"stopped: {memory.stopped}"))
+        elif now_s < memory.hold_s:
+            actions.append(
+                Wait(slot, f"{memory.hold_s - now_s:.0f} s more until all that was launched is listed; {why}")
+            )
         elif now_s < until_s:
             actions.append(Wait(slot, f"no {market} for {until_s - now_s:.0f} s more; {why}"))
-        elif launches <= 0 or (falls_back and fallbacks <= 0 and not view.urgent):
+        elif (
+            launches <= 0
+            or (market == "spot" and spot_launches <= 0)
+            or (falls_back and fallbacks <= 0 and not view.urgent)
+        ):
             actions.append(Wait(slot, f"enough launches for this minute; {why}"))
         elif commit_usd > spare_usd:
             actions.append(Wait(slot, f"the budget has {max(0.0, spare_usd):.4f} USD to spare; {why}"))
         else:
             actions.append(Launch(memory.next_order(slot, market, now_s), why))
             launches, fallbacks, spare_usd = launches - 1, fallbacks - falls_back, spare_usd - commit_usd
+            spot_launches -= market == "spot"
     return actions

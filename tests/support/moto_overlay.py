@@ -195,10 +195,8 @@ class MotoMarket:
             for group in result._result["Reservations"]
             if all(self.clock() - self._launched_at_s.get(one.id, 0.0) >= self.lag_s for one in group.instances)
         ]
-        # moto serializes 140 members of each instance, half a second of processor for 64: what nobody reads is left out.
-        lean = [
-            {"ReservationId": group.id, "Instances": [_lean(one) for one in group.instances]} for group in shown
-        ]
+        # moto serializes 140 members of an instance, half a second of processor for 64: left out is what nobody reads.
+        lean = [{"ReservationId": group.id, "Instances": [_lean(one) for one in group.instances]} for group in shown]
         return ActionResult({**result._result, "Reservations": lean})
 
     def describe_spot_price_history(self, response: Any) -> ActionResult:

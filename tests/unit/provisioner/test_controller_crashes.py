@@ -14,7 +14,7 @@ from doll.provisioner.controller import Controller, ControllerSettings, Decision
 from doll.provisioner.fake_fleet import FakeFleet, VirtualClock
 from doll.provisioner.fleet import Instance, InstanceState, Order, Trouble
 from doll.provisioner.reconcile import Limits
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
@@ -213,6 +213,8 @@ def test_any_crash_in_any_market(seed: int) -> None:
 
 
 @given(st.integers(0, 2**32))
+@example(2185)
+@example(24174)
 @hypothesis_settings(max_examples=10, deadline=None)
 def test_any_crash_with_the_book_lost_now_and_then(seed: int) -> None:
     story = Story(seed, crashes=20, forget=True)

@@ -306,6 +306,18 @@ def test_the_pool_that_took_a_machine_back_is_avoided() -> None:
     assert local.next_order(0, "spot", T0 + 1).avoid == frozenset()
 
 
+def test_tries_in_vain_on_spot_do_not_hold_back_those_that_go_on_demand() -> None:
+    memory = Memory(3, Limits(launches_per_min=2))
+    for slot in (0, 1):
+        order = Order(slot, 1, "spot")
+        memory.ordered(order, T0, fallback=False)
+        memory.failed(order, LaunchError("dry", trouble=Trouble.CAPACITY), T0)
+    assert memory.launches_left(T0 + 1)[:2] == (2, 0)
+    memory.ordered(Order(2, 1, "on_demand"), T0 + 1, fallback=False)
+    assert memory.launches_left(T0 + 2)[:2] == (1, 0)
+    assert memory.launches_left(T0 + 60)[:2] == (1, 1)
+
+
 def test_epochs_only_grow() -> None:
     memory = Memory(1, Limits())
     memory.seen(0, 7)
