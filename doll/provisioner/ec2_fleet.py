@@ -41,6 +41,8 @@ _ORDERS_REMEMBERED: Final = 4096
 TRUST_S: Final = 60.0
 """EC2's answers may lag behind what it has done, by seconds; for so long what it has promised counts."""
 ENDED_KEPT_S: Final = 3600.0
+FRESH_S: Final = 5.0
+"""A listing of all is as good as a look of its own for so long: a turn lists first and then launches."""
 
 _STATES: Final[Mapping[str, InstanceState]] = {
     "pending": InstanceState.PENDING,
@@ -99,6 +101,11 @@ class _Override:
 _OrderKey = tuple[int, int, Market, int]
 
 
+def _is_of(one: Instance, order: Order) -> bool:
+    """It lives, and is what the order, or an earlier attempt of it, wanted."""
+    return one.is_alive and (one.slot, one.epoch, one.market) == (order.slot, order.epoch, order.market)
+
+
 class Ec2Fleet:
     """The EC2 instances that carry our cluster tag; no others are ever touched.
 
@@ -146,6 +153,7 @@ class Ec2Fleet:
         self._page_size = page_size
         self._zones: list[tuple[str, list[_Override]]] = []
         self._known: dict[str, _Known] = {}
+        self._listed_s = float("-inf")
         self._ids: dict[_OrderKey, str] = {}
         # What each order asked for: repeated, it must be the same to the byte, though the cache has changed since.
         self._asked: dict[_OrderKey, list[list[_Override]]] = {}
@@ -186,7 +194,7 @@ class Ec2Fleet:
             ServiceUnavailableError: EC2 does not answer.
         """
         listed = {one.id: one for one in self._listed({"tag:" + CLUSTER_TAG: self._cluster})}
-        now_s = self._clock()
+        now_s = self._listed_s = self._clock()
         for id_, instance in listed.items():
             self._learn(id_, instance, now_s)
         for id_, known in list(self._known.items()):
@@ -240,6 +248,10 @@ class Ec2Fleet:
         now_s = self._clock()
         if known is not None and now_s - known.seen_s <= TRUST_S:
             return known.instance
+        if key not in self._asked and now_s - self._listed_s <= FRESH_S:
+            # All was listed a moment ago, and this order was not made since: another look would show the same.
+            like = [one.instance for one in self._known.values() if _is_of(one.instance, order)]
+            return min(like, key=lambda one: (one.launched_s, one.id)) if like else None
         found = self._listed({
             "tag:" + CLUSTER_TAG: self._cluster,
             "tag:" + WORKER_TAG: str(order.slot),
