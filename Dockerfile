@@ -10,7 +10,8 @@ FROM ${PYTHON_IMAGE} AS build
 ARG UV_VERSION=0.13.8
 # What uv's --torch-backend takes (cpu, cu130, xpu, ...), or `lock`.
 ARG TORCH_BACKEND=cpu
-ENV UV_LINK_MODE=copy \
+ENV UV_CACHE_DIR=/var/cache/uv \
+    UV_LINK_MODE=copy \
     UV_NO_MANAGED_PYTHON=1 \
     UV_COMPILE_BYTECODE=1 \
     VIRTUAL_ENV=/opt/doll
@@ -20,7 +21,7 @@ COPY requirements.lock pyproject.toml ./
 # The lock constrains what is installed, and each package is checked against its hashes; what only developers need stays
 # out. Torch's other builds come from torch's own index and have other hashes, and need no CUDA packages of the lock's: its
 # version is the lock's all the same.
-RUN --mount=type=cache,target=/root/.cache/uv \
+RUN --mount=type=cache,target=/var/cache/uv \
     uv venv "${VIRTUAL_ENV}" \
     && if [ "${TORCH_BACKEND}" = lock ]; then \
          cp requirements.lock constraints.txt \
@@ -34,7 +35,7 @@ COPY README.md LICENSE ./
 COPY examples examples
 COPY deploy/kafka/pom.xml deploy/kafka/pom.xml
 COPY doll doll
-RUN --mount=type=cache,target=/root/.cache/uv \
+RUN --mount=type=cache,target=/var/cache/uv \
     uv pip install --no-deps --build-constraints constraints.txt .
 
 FROM ${PYTHON_IMAGE}
