@@ -26,12 +26,13 @@ log = get_logger(__name__)
 _WATERMARK_TIMEOUT_S = 5.0
 _JOIN_AGAIN_S = 2.0
 _SAY_AGAIN_S = 10.0
+_ENDED_AFTER_S = 20.0  # how long a server may stay away after an earlier one's Stop before that is believed
 _POLL_S = 0.2  # how soon the mail's thread sees that it is told to stop
 _PER_POLL = 500
 
 
 class JobEndedError(Exception):
-    """The parameter server said Stop while this worker was joining."""
+    """The parameter server said Stop while this worker was joining, or before, and no other server has come since."""
 
 
 class WorkerLink:
@@ -116,9 +117,12 @@ class WorkerLink:
             FencedError: a newer incarnation of this worker is there.
             JobEndedError: the job is over.
         """
-        # Mail from before this moment is not for this process. The offset is explicit: see reference faust-kafka 8.
-        _, at = self.watermarks(self._down, self._worker)
-        self._mail.assign([TopicPartition(self._down, self._worker, at)])
+        # Mail from before this moment is not for this process, except one thing: a server's last word was Stop. It
+        # tells a worker that starts again after the end that nobody will answer, unless a resumed server soon does.
+        # The offset is explicit: see reference faust-kafka 8.
+        low, at = self.watermarks(self._down, self._worker)
+        self._mail.assign([TopicPartition(self._down, self._worker, max(low, at - 1))])
+        ended: Stop | None = None
         asked_s = said_s = float("-inf")
         started_s = time.monotonic()
         while not should_stop():
@@ -126,6 +130,8 @@ class WorkerLink:
             if now - asked_s >= _JOIN_AGAIN_S:
                 self.send(Join(worker=self._worker, instance=instance, incarnation=incarnation))
                 asked_s = now
+            if ended is not None and now - started_s >= _ENDED_AFTER_S:
+                raise JobEndedError(ended.reason)
             if now - started_s >= _SAY_AGAIN_S and now - said_s >= _SAY_AGAIN_S:
                 log.warning(
                     "waiting_for_parameter_server", waited_s=round(now - started_s), start="doll ps --job JOB.yaml"
@@ -135,6 +141,10 @@ class WorkerLink:
             if message is None or message.error() is not None:
                 continue
             record = _readable(message.value())
+            if message.offset() < at:
+                ended = record if isinstance(record, Stop) else None
+                continue
+            ended = None
             match record:
                 case Welcome() if record.instance == instance:
                     return record, int(message.offset()) + 1

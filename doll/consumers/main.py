@@ -81,7 +81,7 @@ def _run(
     try:
         joined = link.join(process_name(), departure, incarnation())
     except JobEndedError as exc:
-        log.info("job_ended", reason=str(exc))
+        log.info("job_ended", reason=str(exc), hint="to go on with it, start `doll ps` first")
         return 0
     except FencedError as exc:
         # Not a failure: whoever restarts what fails (compose, systemd, our supervisor) must not start this one again.
