@@ -14,6 +14,9 @@ TORCH ?=
 STAMP := $(VENV)/.doll-setup$(if $(TORCH),-$(TORCH))
 JOB   ?= examples/digits.yaml
 SEED  ?= 0
+# Tests mostly wait, for processes that start, die and are missed. Each tester has a Kafka broker and a Redis of its own.
+TESTERS ?= 2
+PYTEST  ?=
 
 .PHONY: help setup demo demo-spot test check lint type fmt bench bench-overhead paper build lock clean tf-check tf-apply-local
 
@@ -21,6 +24,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  JOB=file.yaml   the job that \`make demo\` runs (default $(JOB))"
+	@echo "  TESTERS=2       processes that \`make test\` shares the tests out to; PYTEST=\"-k word\": more arguments for pytest"
 	@echo "  TORCH=cpu       take torch's CPU build, where the network has it (2 GB less to download)"
 	@echo "  DOLL_CACHE=dir  where Kafka's jars are kept (default ~/.cache/doll)"
 
@@ -64,7 +68,7 @@ demo-spot: setup ## a spot market on this machine: workers bought, taken and kil
 	@$(BIN)/doll spot examples/spot.yaml --seed $(SEED)
 
 test: setup ## set up, then run the whole test suite
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(TESTERS) --dist loadscope $(PYTEST)
 
 lint: setup ## look for mistakes and for code that is not formatted
 	@$(BIN)/ruff check .

@@ -64,4 +64,12 @@ def services(broker: LocalKafka, redis_server: LocalRedis) -> Services:
 def job_name(request: pytest.FixtureRequest) -> str:
     """A job name of this test's own, so that its topics and keys meet nobody's."""
     words = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).strip("-")[:40]
-    return f"t-{words}-{hashlib.sha1(request.node.nodeid.encode()).hexdigest()[:6]}"
+    run = getattr(request.node, "execution_count", 1)  # what an earlier run of the same test left is not its own
+    return f"t-{words}-{hashlib.sha1(f'{request.node.nodeid}#{run}'.encode()).hexdigest()[:6]}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What failed first and passed when it was run again is a race to be found: show it in full."""
+    for report in terminalreporter.getreports("rerun"):
+        terminalreporter.section(f"run again: {report.nodeid}", red=True)
+        terminalreporter.line(report.longreprtext)
