@@ -1,5 +1,5 @@
 # Who may do what: three roles, in one place. The actions are what the code calls; what is deliberately absent stands in
-# README.md. tests/unit/deploy/test_terraform.py holds this list against the code's own.
+# README.md. tests/deploy/test_terraform.py holds this list against the code's own.
 
 locals {
   arn         = "arn:${data.aws_partition.this.partition}"

@@ -1,8 +1,6 @@
 # Parameter server, provisioner, evaluator and, where it is self-managed, the cache: one on-demand machine. What must
 # survive it is in the bucket (checkpoints) and in Kafka.
 
-data "aws_partition" "this" {}
-
 # Hosts read both each time their services start, so a change needs no new machine.
 resource "aws_ssm_parameter" "environment" {
   # checkov:skip=CKV2_AWS_34: it holds no secret; secrets are in Secrets Manager
@@ -22,36 +20,12 @@ resource "aws_ssm_parameter" "settings" {
   value       = join("", [for key in sort(keys(var.settings)) : "${key}=${var.settings[key]}\n"])
 }
 
-data "aws_iam_policy_document" "trust" {
-  statement {
-    actions = ["sts:AssumeRole"]
+module "role" {
+  source = "../role"
 
-    principals {
-      type        = "Service"
-      identifiers = ["ec2.amazonaws.com"]
-    }
-  }
-}
-
-resource "aws_iam_role" "this" {
-  name               = "${var.name}-control"
-  assume_role_policy = data.aws_iam_policy_document.trust.json
-}
-
-resource "aws_iam_role_policy" "this" {
-  name   = "control"
-  role   = aws_iam_role.this.id
-  policy = var.policy_json
-}
-
-resource "aws_iam_role_policy_attachment" "session_manager" {
-  role       = aws_iam_role.this.name
-  policy_arn = "arn:${data.aws_partition.this.partition}:iam::aws:policy/AmazonSSMManagedInstanceCore"
-}
-
-resource "aws_iam_instance_profile" "this" {
-  name = "${var.name}-control"
-  role = aws_iam_role.this.name
+  name        = var.name
+  host        = "control"
+  policy_json = var.policy_json
 }
 
 locals {
@@ -82,7 +56,7 @@ resource "aws_instance" "this" {
   subnet_id              = var.subnet_id
   private_ip             = var.private_ip
   vpc_security_group_ids = var.security_group_ids
-  iam_instance_profile   = aws_iam_instance_profile.this.name
+  iam_instance_profile   = module.role.profile_name
   user_data_base64       = base64gzip(module.boot.document)
   ebs_optimized          = true
 
@@ -107,7 +81,7 @@ resource "aws_instance" "this" {
 
   depends_on = [
     var.network_ready,
-    aws_iam_role_policy.this,
+    module.role,
     aws_ssm_parameter.environment,
     aws_ssm_parameter.settings,
   ]

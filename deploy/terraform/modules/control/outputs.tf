@@ -5,7 +5,7 @@ output "instance_id" {
 
 output "role_name" {
   description = "Role of the control host."
-  value       = aws_iam_role.this.name
+  value       = module.role.role_name
 }
 
 output "restart_units" {

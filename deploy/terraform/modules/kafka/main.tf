@@ -12,46 +12,13 @@ locals {
   bootstrap = join(",", [for at in local.nodes : "${at.private_ip}:9092"])
 }
 
-data "aws_partition" "this" {}
+module "role" {
+  source = "../role"
+  count  = length(local.nodes) > 0 ? 1 : 0
 
-data "aws_iam_policy_document" "trust" {
-  statement {
-    actions = ["sts:AssumeRole"]
-
-    principals {
-      type        = "Service"
-      identifiers = ["ec2.amazonaws.com"]
-    }
-  }
-}
-
-resource "aws_iam_role" "node" {
-  count = length(local.nodes) > 0 ? 1 : 0
-
-  name               = "${var.name}-kafka"
-  assume_role_policy = data.aws_iam_policy_document.trust.json
-}
-
-resource "aws_iam_role_policy" "node" {
-  count = length(local.nodes) > 0 ? 1 : 0
-
-  name   = "kafka"
-  role   = aws_iam_role.node[0].id
-  policy = var.policy_json
-}
-
-resource "aws_iam_role_policy_attachment" "session_manager" {
-  count = length(local.nodes) > 0 ? 1 : 0
-
-  role       = aws_iam_role.node[0].name
-  policy_arn = "arn:${data.aws_partition.this.partition}:iam::aws:policy/AmazonSSMManagedInstanceCore"
-}
-
-resource "aws_iam_instance_profile" "node" {
-  count = length(local.nodes) > 0 ? 1 : 0
-
-  name = "${var.name}-kafka"
-  role = aws_iam_role.node[0].name
+  name        = var.name
+  host        = "kafka"
+  policy_json = var.policy_json
 }
 
 # The log outlives its machine: a node that is replaced finds its data again.
@@ -96,7 +63,7 @@ resource "aws_instance" "node" {
   subnet_id              = each.value.subnet_id
   private_ip             = each.value.private_ip
   vpc_security_group_ids = [var.security_group_id]
-  iam_instance_profile   = aws_iam_instance_profile.node[0].name
+  iam_instance_profile   = module.role[0].profile_name
   user_data_base64       = base64gzip(module.boot[each.key].document)
   ebs_optimized          = true
 

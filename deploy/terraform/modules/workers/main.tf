@@ -1,37 +1,11 @@
 # A launch template only. Which instance types, which market, how many and when: the provisioner decides.
 
-data "aws_partition" "this" {}
+module "role" {
+  source = "../role"
 
-data "aws_iam_policy_document" "trust" {
-  statement {
-    actions = ["sts:AssumeRole"]
-
-    principals {
-      type        = "Service"
-      identifiers = ["ec2.amazonaws.com"]
-    }
-  }
-}
-
-resource "aws_iam_role" "this" {
-  name               = "${var.name}-worker"
-  assume_role_policy = data.aws_iam_policy_document.trust.json
-}
-
-resource "aws_iam_role_policy" "this" {
-  name   = "worker"
-  role   = aws_iam_role.this.id
-  policy = var.policy_json
-}
-
-resource "aws_iam_role_policy_attachment" "session_manager" {
-  role       = aws_iam_role.this.name
-  policy_arn = "arn:${data.aws_partition.this.partition}:iam::aws:policy/AmazonSSMManagedInstanceCore"
-}
-
-resource "aws_iam_instance_profile" "this" {
-  name = "${var.name}-worker"
-  role = aws_iam_role.this.name
+  name        = var.name
+  host        = "worker"
+  policy_json = var.policy_json
 }
 
 resource "aws_launch_template" "this" {
@@ -44,7 +18,7 @@ resource "aws_launch_template" "this" {
   instance_initiated_shutdown_behavior = "terminate"
 
   iam_instance_profile {
-    arn = aws_iam_instance_profile.this.arn
+    arn = module.role.profile_arn
   }
 
   # Containers share the host's network, so that one hop is enough. The slot comes with the tags.

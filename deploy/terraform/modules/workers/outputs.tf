@@ -15,5 +15,5 @@ output "launch_template_version" {
 
 output "role_arn" {
   description = "Role of the workers, which the provisioner passes on."
-  value       = aws_iam_role.this.arn
+  value       = module.role.role_arn
 }

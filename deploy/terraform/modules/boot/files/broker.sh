@@ -70,10 +70,8 @@ format_data() {
     --add-scram "SCRAM-SHA-512=[name=$(secret DOLL_KAFKA_USERNAME),password=$(secret DOLL_KAFKA_PASSWORD)]"
 }
 
-need aws awscli-2
+get_settings
 need openssl openssl
-insist fetch_environment
-insist fetch_secrets
 insist mount_volume
 rm -rf "$conf" && mkdir -p "$conf"
 authority "$conf" "doll/$DOLL_NAME/kafka-authority" kafka "$([ "$DOLL_NODE" = 1 ] && echo create || echo await)"

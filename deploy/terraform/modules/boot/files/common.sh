@@ -84,6 +84,22 @@ fetch_job() {
   chmod -R u=rwX,go=rX "$new" && rm -rf "$state/job" && mv "$new" "$state/job"
 }
 
+# What every host does first.
+get_settings() {
+  need aws awscli-2
+  insist fetch_environment
+  insist fetch_secrets
+}
+
+# What run_doll needs. At the first apply, image and job are pushed after the hosts are up: they are waited for.
+get_doll() {
+  insist fetch_authorities
+  insist pull "$(setting DOLL_BOOT_IMAGE)"
+  insist fetch_job
+  mkdir -p "$state/run"
+  chown "$uid:$uid" "$state/run"
+}
+
 # name of the container, port of its probes, words of the doll command: run it in the foreground. Exit code: the command's.
 run_doll() {
   local name=$1 port=$2 line job

@@ -1,15 +1,12 @@
 #!/bin/bash
-# Get what the roles of the control host need, and wait for what is not there yet: at the first apply, the image and the
-# job are pushed after the host is up.
+# Get what the roles of the control host need, and wait for what is not there yet.
 # shellcheck source=common.sh
 . "${DOLL_ROOT:-}/opt/doll/common.sh"
 
-need aws awscli-2
-need openssl openssl
-insist fetch_environment
-insist fetch_secrets
+get_settings
 if [ -n "$(setting DOLL_BOOT_CACHE_IMAGE)" ]; then
   # Certificate and user of the cache beside us; doll's own user may touch its keys only.
+  need openssl openssl
   mkdir -p "$run/cache"
   authority "$run/cache" "doll/$DOLL_NAME/cache-authority" cache create
   certificate "$run/cache" doll-cache "$DOLL_PRIVATE_IP"
@@ -19,8 +16,4 @@ if [ -n "$(setting DOLL_BOOT_CACHE_IMAGE)" ]; then
   chown -R "$uid:$uid" "$run/cache"
   insist pull "$(setting DOLL_BOOT_CACHE_IMAGE)"
 fi
-insist fetch_authorities
-insist pull "$(setting DOLL_BOOT_IMAGE)"
-insist fetch_job
-mkdir -p "$state/run"
-chown "$uid:$uid" "$state/run"
+get_doll

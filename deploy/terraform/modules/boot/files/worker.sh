@@ -7,14 +7,8 @@
 # Exit codes that another try does not mend: finished, wrong job file, infeasible.
 final() { [[ $1 == 0 || $1 == 2 || $1 == 3 ]]; }
 
-need aws awscli-2
-insist fetch_environment
-insist fetch_secrets
-insist fetch_authorities
-insist pull "$(setting DOLL_BOOT_IMAGE)"
-insist fetch_job
-mkdir -p "$state/run"
-chown "$uid:$uid" "$state/run"
+get_settings
+get_doll
 
 code=1
 for attempt in 1 2 3 4 5; do

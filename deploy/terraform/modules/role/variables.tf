@@ -1,0 +1,14 @@
+variable "name" {
+  description = "Prefix of all names."
+  type        = string
+}
+
+variable "host" {
+  description = "Kind of host: control, worker or kafka."
+  type        = string
+}
+
+variable "policy_json" {
+  description = "What the host may do."
+  type        = string
+}
