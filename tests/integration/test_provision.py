@@ -7,11 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from doll.cli.machines import machines_of
+from doll.cli.runfolder import RunFolder
+from doll.config import load
+from doll.provisioner.fleet import LaunchError, Order
+from doll.provisioner.meter import LOCAL
+from doll.provisioner.process_fleet import ProcessFleet
 from doll.services import KAFKA_ENV, REDIS_ENV
 
 pytestmark = pytest.mark.integration
@@ -129,3 +137,40 @@ def test_drain_hands_everything_back_and_stops_the_other(provision: Provisioner)
     assert first.wait(90) == 1
     assert "has taken its place" in job.log("provision-0")
     assert [one for one in said["markets"] if one] == []
+
+
+def test_processes_join_the_job_and_end_with_their_owner(make_pipeline: Callable[..., Any]) -> None:
+    """What `fleet.kind: processes` stands for: workers of this job on a market that tells what is to be had."""
+    job = make_pipeline(*PLAN, "fleet.speed_up=10")
+    job.start_ps()
+    run = RunFolder(job.run)
+    with machines_of(job.config, job.services, run) as machines:
+        assert isinstance(machines.fleet, ProcessFleet)
+        assert machines.billing == LOCAL
+        now = machines.prices.current(time.time())
+        assert (now.spot_usd_per_h, now.on_demand_usd_per_h) == pytest.approx((1.58, 2.86)), "of the market's time"
+        assert load(run.job).topic("up") == job.config.topic("up")
+        made = machines.fleet.launch(Order(slot=1, epoch=1, market="on_demand", attempt=0))
+        (machine,) = machines.fleet.machines
+        job.until(lambda: "joined" in job.log(made.id), "the worker to join")
+        assert machine.pid is not None
+        assert runs(machine.pid)
+        assert machines.probe is not None
+        for slot in range(2):
+            probed = machines.probe.spot_open(slot)
+            order = Order(slot=slot, epoch=2, market="spot", attempt=0)
+            if probed:
+                assert machines.fleet.launch(order).is_alive
+            else:
+                with pytest.raises(LaunchError):
+                    machines.fleet.launch(order)
+    pids = [one.pid for one in machines.fleet.machines if one.pid is not None]
+    job.until(lambda: not any(runs(pid) for pid in pids), "the end of the processes")
+
+
+def runs(pid: int) -> bool:
+    """A dead process that nobody has buried yet does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
