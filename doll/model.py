@@ -23,7 +23,7 @@ class FlatModel:
     Attributes:
         module: the task's module.
         flat: float32, shape (num_parameters + num_buffers,).
-        grad: float32, shape (num_parameters,); the module's `.grad`s are views into it.
+        grad: float32, as long as `flat`; the module's `.grad`s are views into it, the part of the buffers is free.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -44,7 +44,7 @@ class FlatModel:
         self.num_buffers = sum(b.numel() for _, b in buffers)
         self.shapes = tuple((name, tuple(tensor.shape)) for name, tensor in [*parameters, *buffers])
         self.flat = torch.empty(self.num_parameters + self.num_buffers, dtype=torch.float32)
-        self.grad = torch.zeros(self.num_parameters, dtype=torch.float32)
+        self.grad = torch.zeros_like(self.flat)
         at = 0
         with torch.no_grad():
             for _, tensor in [*parameters, *buffers]:

@@ -17,7 +17,7 @@ class Gradient(NamedTuple):
 
     Attributes:
         values: float32, shape (numel,): gradient sums for parameters, then value times samples for buffers. It is the
-            computer's own memory: store it before the next `compute`.
+            model's own memory: store it before the next `compute`.
         loss_sum: sum of the sample losses at the given weights, before learning from them.
         metric_sums: sums of the task's metrics over the samples.
     """
@@ -33,7 +33,6 @@ class GradientComputer:
     def __init__(self, task: Task, model: FlatModel) -> None:
         self._task = task
         self._model = model
-        self._out = np.empty(model.num_parameters + model.num_buffers, np.float32)
         self.loaded: str | None = None  # key of the weights that the replica holds
 
     @property
@@ -62,10 +61,9 @@ class GradientComputer:
         target = torch.from_numpy(np.ascontiguousarray(y))
         output = task.forward(module, torch.from_numpy(np.ascontiguousarray(x)))
         loss = task.loss(output, target)
-        torch.autograd.backward(loss)
+        torch.autograd.backward(loss * n)  # the task's loss is a mean; the sum costs no pass over the gradient this way
         with torch.no_grad():
             metrics = task.metrics(output.detach(), target)
-        parameters = model.num_parameters
-        np.multiply(model.grad.numpy(), np.float32(n), out=self._out[:parameters])
-        np.multiply(self.weights[parameters:], np.float32(n), out=self._out[parameters:])
-        return Gradient(self._out, float(loss.detach()) * n, {name: value * n for name, value in metrics.items()})
+        values, parameters = model.grad.numpy(), model.num_parameters
+        np.multiply(self.weights[parameters:], np.float32(n), out=values[parameters:])
+        return Gradient(values, float(loss.detach()) * n, {name: value * n for name, value in metrics.items()})
