@@ -31,8 +31,20 @@ ENVIRONMENT = {
     "DOLL_BOOT_KAFKA_IMAGE": "apache/kafka:4.1.1",
     "DOLL_BOOT_LOG_GROUP": "/doll/t/roles",
     "DOLL_KAFKA": "10.0.0.11:9092",
+    "DOLL_REDIS": "rediss://10.0.0.10:6379/0",
 }
-SETTINGS = {"kafka.security": "sasl_ssl", "fleet.subnets": '["subnet-1","subnet-2"]'}
+SETTINGS = {
+    "fleet.cluster": "t",
+    "fleet.instance_types": '["c5.xlarge","c5a.xlarge","m5.xlarge"]',
+    "fleet.kind": "ec2",
+    "fleet.launch_template": "lt-0123456789abcdef0",
+    "fleet.launch_template_version": "3",
+    "fleet.queue_url": "https://sqs.us-east-1.amazonaws.com/123456789012/doll-t-notices",
+    "fleet.region": "us-east-1",
+    "fleet.subnets": '["subnet-0123456789abcdef0","subnet-0123456789abcdef1"]',
+    "kafka.replication_factor": "3",
+    "kafka.security": "sasl_ssl",
+}
 
 
 def lines(values: Mapping[str, str]) -> str:

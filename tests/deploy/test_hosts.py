@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 import stat
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import FILES, IMAGE, PROGRAMS, SECRETS, Host, push_job
+from .conftest import FILES, IMAGE, PROGRAMS, SECRETS, SETTINGS, Host, push_job
 
 SCRIPTS = sorted(FILES.glob("*.sh"))
 
@@ -48,7 +47,8 @@ def test_a_worker_starts_with_settings_and_secrets_and_powers_off_when_it_has_en
     assert code == 0, told
     (run,) = host.calls_of("docker run")
     assert f"{IMAGE} worker --from-imds --job /job/job.yaml" in run
-    assert '--set kafka.security=sasl_ssl --set fleet.subnets=["subnet-1","subnet-2"]' in run
+    for key, value in SETTINGS.items():
+        assert f" --set {key}={value}" in run
     assert "--set checkpoint.folder=s3://bucket/checkpoints/t --set" in run
     assert "awslogs-stream=doll-worker-i-0123456789abcdef0" in run
     assert host.calls_of(f"docker pull --quiet {IMAGE}")
@@ -60,7 +60,7 @@ def test_a_worker_starts_with_settings_and_secrets_and_powers_off_when_it_has_en
     assert (host.root / "var/lib/doll/job/task.py").read_text() == "# a task\n"
 
 
-@pytest.mark.parametrize(("code", "tries"), [(1, 5), (2, 1)])
+@pytest.mark.parametrize(("code", "tries"), [(1, 5), (2, 1), (3, 1)])
 def test_a_worker_that_fails_is_tried_again_unless_the_job_file_is_wrong(
     make_host: Callable[..., Host], code: int, tries: int
 ) -> None:
@@ -190,18 +190,3 @@ def test_units_name_scripts_and_units_that_are_there() -> None:
             if line.startswith(("Requires=", "After=")):
                 ours = [name for name in line.split("=", 1)[1].split() if name.startswith("doll-")]
                 assert all((FILES / name).is_file() for name in ours), f"{unit.name}: {line}"
-
-
-def test_the_settings_are_lines_that_doll_takes(account: Path) -> None:
-    """A list among the settings is JSON, which is YAML."""
-    from doll.config import parse
-
-    given = (account / "parameters/doll/t/settings").read_text().splitlines()
-    ec2 = [
-        "fleet.kind=ec2", "fleet.launch_template=lt-0123456789abcdef0", "fleet.launch_template_version=1",
-        f"fleet.subnets={json.dumps(['subnet-0123456789abcdef0'])}",
-        f"fleet.instance_types={json.dumps(['c5.xlarge'])}",
-    ]  # fmt: skip
-    job = parse("job: t\ntask: {class: 'a:B'}", [*given, *ec2])
-    assert job.kafka.security == "sasl_ssl"
-    assert job.fleet.kind == "ec2"
