@@ -18,6 +18,7 @@ from doll.cli.options import (
     JobOption,
     JsonOption,
     RunFolderOption,
+    RunsFolderOption,
     SetOption,
     TargetArgument,
     emit,
@@ -84,7 +85,7 @@ def up(
     job: JobArgument = None,
     job_option: JobOption = None,
     overrides: SetOption = None,
-    runs_folder: Annotated[Path, typer.Option(help="Where the folder of this run is made.")] = Path("runs"),
+    runs_folder: RunsFolderOption = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
     """Run a whole job on this machine: broker, workers, parameter server, evaluator, producer.
@@ -109,7 +110,7 @@ def drill(
     standby: Annotated[
         bool, typer.Option("--standby", help="Two parameter servers: one stands by, and takes over from the other.")
     ] = False,
-    runs_folder: Annotated[Path, typer.Option(help="Where the folder of this run is made.")] = Path("runs"),
+    runs_folder: RunsFolderOption = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
     """Run a whole job on this machine as doll up does, and kill, freeze, cut off and preempt its processes meanwhile.

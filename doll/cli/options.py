@@ -36,6 +36,7 @@ RunFolderOption = Annotated[
     Path | None,
     typer.Option("--run-folder", help="Where this process keeps its files [default: runs/<job>].", show_default=False),
 ]
+RunsFolderOption = Annotated[Path, typer.Option("--runs-folder", help="Where the folder of this run is made.")]
 
 
 def target(

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from doll.cli.options import JobArgument, JobOption, JsonOption, SetOption, emit, target
+from doll.cli.options import JobArgument, JobOption, JsonOption, RunsFolderOption, SetOption, emit, target
 from doll.cli.runfolder import RunFolder
 from doll.errors import ConfigError, DollError
 
@@ -60,7 +60,7 @@ def spot(
     deadline_s: Annotated[float | None, typer.Option(help="Seconds of this machine.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same market.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and predict; start nothing.")] = False,
-    runs_folder: Annotated[Path, typer.Option(help="Where the folder of this run is made.")] = Path("runs"),
+    runs_folder: RunsFolderOption = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
     """Run a whole job on this machine whose workers live on a spot market: taken back with a notice, or without one.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +15,7 @@ from doll.evaluation.kafka_tail import Tail
 from doll.health import Pulse, pulse_of
 from doll.records import AnyRecord, Evaluated, Metric, encode
 from doll.services import Services, kafka_settings
+from doll.stopping import told_to_stop
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -44,7 +43,7 @@ def run_evaluator(config: JobConfig, services: Services, run_folder: Path) -> in
     """
     with suppress(OSError):
         os.nice(NICENESS)
-    with _told_to_stop() as stop, pulse_of("evaluator", config) as pulse:
+    with told_to_stop() as stop, pulse_of("evaluator", config) as pulse:
         return _run(config, services, run_folder, stop, pulse)
 
 
@@ -136,15 +135,3 @@ def _checkpoint_reader(config: JobConfig, run_folder: Path) -> Any:
     from doll.evaluation.checkpointed import newest_weights
 
     return lambda model: newest_weights(config, run_folder, model)
-
-
-@contextmanager
-def _told_to_stop() -> Iterator[threading.Event]:
-    """An event that SIGTERM or SIGINT sets."""
-    stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

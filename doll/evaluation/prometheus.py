@@ -9,10 +9,7 @@ seconds written out as Prometheus wants them.
 from __future__ import annotations
 
 import re
-import signal
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -23,6 +20,7 @@ from prometheus_client.registry import Collector
 from doll.evaluation.kafka_tail import Tail
 from doll.health import pulse_of
 from doll.records import AnyRecord, Epoch, Finished, Metric, Update
+from doll.stopping import told_to_stop
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
@@ -135,7 +133,7 @@ def serve_metrics(config: JobConfig, services: Services) -> int:
     registry.register(measurements)
     topics = (config.topic("updates"), config.topic("metrics"))
     with (
-        _told_to_stop() as stop,
+        told_to_stop() as stop,
         pulse_of("prometheus", config, default_port=DEFAULT_PORT) as pulse,
         Tail(config, services, topics) as tail,
     ):
@@ -153,14 +151,3 @@ def serve_metrics(config: JobConfig, services: Services) -> int:
             if all(map(tail.past, topics)):
                 pulse.waits_for("")
     return 0
-
-
-@contextmanager
-def _told_to_stop() -> Iterator[threading.Event]:
-    stop = threading.Event()
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -8,11 +8,11 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from doll.errors import ServiceUnavailableError
 from doll.local import kafka_jars, processes
+from doll.local.server import LocalServer
 
 if TYPE_CHECKING:
     from confluent_kafka.admin import AdminClient
@@ -70,20 +70,20 @@ metadata.max.idle.interval.ms=0
 """
 
 
-class LocalKafka:
-    """One Kafka node. Use it as a context manager, or call `start` and `stop`.
+class LocalKafka(LocalServer):
+    """One Kafka node.
 
-    Its data, in `folder`, and its ports outlive `stop`, `kill` and `restart`. Data that is there already is served.
+    Its data, in `folder`, and its ports outlive `stop`, `kill` and `restart`, which takes about 7 s. Data that is there
+    already is served.
 
     Args:
         identity: a PEM file with a private key (PKCS 8) and its certificates: then there is also a listener with TLS
             and SCRAM-SHA-512, at `secure_address`. Its users are made by an admin client at `address`.
         detours: more plain listeners by name (letters, digits, `-`), each with the loopback port that it tells its
             clients to use: whoever listens there passes on to `detour_port`.
-
-    Attributes:
-        log_path: what the node writes to its log.
     """
+
+    _grace_s: ClassVar[float] = 10.0
 
     def __init__(
         self,
@@ -94,6 +94,7 @@ class LocalKafka:
         detours: Mapping[str, int] | None = None,
     ) -> None:
         self._folder = folder.resolve()
+        super().__init__(self._folder / "kafka.log")
         self._say = say
         self._identity = identity
         self._detours = dict(detours or {})
@@ -101,8 +102,6 @@ class LocalKafka:
         self._secure_port = 0
         self._detour_ports: dict[str, int] = {}
         self._cluster_id = ""
-        self._process: subprocess.Popen[bytes] | None = None
-        self.log_path = self._folder / "kafka.log"
 
     @property
     def address(self) -> str:
@@ -117,11 +116,6 @@ class LocalKafka:
     def detour_port(self, name: str) -> int:
         """Where the listener `name` of `detours` listens; known from the first start on."""
         return self._detour_ports[name]
-
-    @property
-    def pid(self) -> int | None:
-        """Process id while it runs."""
-        return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
         """Start the node and return when it has acknowledged a record and committed an offset.
@@ -204,31 +198,6 @@ class LocalKafka:
             raise
         self.kill()
         return False
-
-    def stop(self) -> None:
-        """End the node; its data stays. It may be repeated."""
-        if self._process is not None:
-            processes.end(self._process, grace_s=10.0)
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def restart(self) -> None:
-        """Stop it if it runs, and start it again with its data at the same address (about 7 s)."""
-        self.stop()
-        self.start()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
 
 
 def _endpoints(listeners: Mapping[str, int]) -> str:

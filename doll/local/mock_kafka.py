@@ -13,28 +13,29 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final
 
 from doll.errors import ServiceUnavailableError
 from doll.local import processes
+from doll.local.server import LocalServer
 
 KEPT_BYTES_PER_PARTITION: Final = 5 * 1024 * 1024
 
 
-class MockKafka:
-    """One imitated broker. Use it as a context manager, or call `start` and `stop`.
+class MockKafka(LocalServer):
+    """One imitated broker.
 
     Args:
         folder: for its log.
         topics: number of partitions of each topic to create at the start.
     """
 
+    _grace_s: ClassVar[float] = 2.0
+
     def __init__(self, folder: Path, topics: Mapping[str, int]) -> None:
+        super().__init__(folder / "mock-kafka.log")
         self._topics = dict(topics)
-        self._process: subprocess.Popen[bytes] | None = None
         self.address = ""
-        self.log_path = folder / "mock-kafka.log"
 
     def start(self) -> None:
         """Start it and create its topics.
@@ -77,21 +78,11 @@ class MockKafka:
 
     def stop(self) -> None:
         """End it, and all that it holds. It may be repeated."""
-        if self._process is None:
-            return
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-        processes.end(self._process, grace_s=2.0)
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
+        if self._process is not None:
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        super().stop()
 
 
 def main() -> int:

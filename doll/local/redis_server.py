@@ -6,14 +6,14 @@ import shutil
 import subprocess
 import time
 from pathlib import Path
-from types import TracebackType
-from typing import Final, Self
+from typing import ClassVar, Final
 
 from doll.errors import ServiceUnavailableError
 from doll.local import processes
+from doll.local.server import LocalServer
 from doll.services import Services, connect_redis
 
-_START_S: Final = 15.0
+_START_S: Final = 60.0  # well under 1 s on a quiet machine
 _BIND_TRIES: Final = 5
 
 
@@ -36,8 +36,8 @@ def speaks_tls(executable: str) -> bool:
     return b"tls-port" not in done.stdout + done.stderr
 
 
-class LocalRedis:
-    """One `redis-server` process. Use it as a context manager, or call `start` and `stop`.
+class LocalRedis(LocalServer):
+    """One `redis-server` process. Its port outlives `stop`, `kill` and `restart`; what it held does not.
 
     Args:
         identity: a PEM file with a private key and its certificates: then it speaks TLS too, at `secure_address`. It
@@ -47,14 +47,15 @@ class LocalRedis:
         address: `redis://127.0.0.1:port/0`; empty before the first start.
     """
 
+    _grace_s: ClassVar[float] = 5.0
+
     def __init__(self, folder: Path, *, max_memory_mb: int = 512, identity: Path | None = None) -> None:
+        super().__init__(folder / "redis.log")
         self._folder = folder
         self._identity = identity
         self._secure_port = 0
         self._max_memory_mb = max_memory_mb
-        self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
-        self.log_path = folder / "redis.log"
 
     @property
     def address(self) -> str:
@@ -64,11 +65,6 @@ class LocalRedis:
     def secure_address(self) -> str:
         """As `address`, with TLS: `rediss://...`; empty where there is none."""
         return f"rediss://{processes.LOOPBACK}:{self._secure_port}/0" if self._secure_port else ""
-
-    @property
-    def pid(self) -> int | None:
-        """Process id while it runs."""
-        return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
         """Start an empty server, on the port that it had before if any, and return when it answers.
@@ -131,28 +127,3 @@ class LocalRedis:
             return False
         finally:
             client.close()
-
-    def stop(self) -> None:
-        """End the server and forget what it held. It may be repeated."""
-        if self._process is not None:
-            processes.end(self._process, grace_s=5.0)
-
-    def kill(self) -> None:
-        """SIGKILL."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
-    def restart(self) -> None:
-        """Stop it if it runs, and start it again, empty, at the same address."""
-        self.stop()
-        self.start()
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()

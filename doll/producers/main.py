@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from doll.producers.pacing import Pacer
 from doll.producers.schedule import Event, events
 from doll.producers.workers import Workers
 from doll.services import Services
+from doll.stopping import told_to_stop
 from doll.telemetry import get_logger
 
 _REPORT_S: Final = 1.0
@@ -61,7 +61,7 @@ def run_producer(
     topics.ensure(config, services)
     sender = SampleSender(config, services, say)
     with (
-        _stop_on_signals() if stop is None else contextlib.nullcontext(stop) as stopped,
+        told_to_stop() if stop is None else contextlib.nullcontext(stop) as stopped,
         pulse_of("producer", config) as pulse,
         Workers(config, services) if config.arrivals.while_down == "pause" else contextlib.nullcontext() as workers,
         on_finish(config, services, stopped.set) if until_finished else contextlib.nullcontext(),
@@ -206,21 +206,6 @@ def _samples_there(config: JobConfig, services: Services) -> list[int]:
             time.sleep(0.1)
             continue
         return [records * config.data.samples_per_record for records in found.high]
-
-
-@contextlib.contextmanager
-def _stop_on_signals() -> Iterator[threading.Event]:
-    stop = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    before = [signal.signal(number, lambda *_: stop.set()) for number in numbers]
-    try:
-        yield stop
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _write_counts(path: Path, counts: Counts, unsent: int) -> None:

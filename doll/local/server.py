@@ -1,0 +1,65 @@
+"""What the servers that we start have in common: one process with a log, that is stopped, killed and started again."""
+
+from __future__ import annotations
+
+import subprocess
+from abc import ABC, abstractmethod
+from pathlib import Path
+from types import TracebackType
+from typing import ClassVar, Self
+
+from doll.local import processes
+
+
+class LocalServer(ABC):
+    """One server process. Use it as a context manager, or call `start` and `stop`.
+
+    A subclass sets `_process` in `start`.
+
+    Attributes:
+        log_path: what the server writes to its log.
+    """
+
+    _grace_s: ClassVar[float]  # from SIGTERM to SIGKILL
+
+    def __init__(self, log_path: Path) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self.log_path = log_path
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the server and return when it serves.
+
+        Raises:
+            ServiceUnavailableError: it cannot be had or does not come up; the message shows its log.
+        """
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def stop(self) -> None:
+        """End the server in order, or by force where it does not. It may be repeated."""
+        if self._process is not None:
+            processes.end(self._process, self._grace_s)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def restart(self) -> None:
+        """Stop it if it runs, and start it again."""
+        self.stop()
+        self.start()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
