@@ -113,6 +113,8 @@ class WorkerCore:
         self.draining = False
         self._batches: deque[Batch] = deque()  # not durable, consecutive tokens from self._durable
         self._durable = welcome.next_token
+        # What the server says is durable; ahead of `_durable` while what a predecessor announced is still to be read.
+        self._said_durable = welcome.next_token
         self._announced = welcome.next_token
         self._grants: dict[int, Grant] = {}  # token -> newest grant that is not answered
         self._alive_at_s = now
@@ -152,6 +154,8 @@ class WorkerCore:
         if batch.token != self.next_token:
             raise ValueError(f"expected batch {self.next_token}, got {batch.token}")
         self._batches.append(batch)
+        if batch.token < self._said_durable:
+            return self._forget_durable()  # the server will not say it again
         return [] if self.busy else self._announce_new()
 
     def mail(self, record: AnyRecord, now: float) -> list[Action]:
@@ -203,7 +207,8 @@ class WorkerCore:
                     f"the durable model is at batch {record.next_token}, {self.next_token} were read: reading again",
                 )
             ]
-        return [*self._on_durable(record.next_token), *self._announce_all()]
+        self._said_durable = record.next_token
+        return [*self._forget_durable(), *self._announce_all()]
 
     def _on_grant(self, grant: Grant) -> list[Action]:
         at = grant.token - self._durable
@@ -254,13 +259,16 @@ class WorkerCore:
         return [Send(nack)]
 
     def _on_durable(self, until: int) -> list[Action]:
-        if until <= self._durable:
-            return []
-        while self._batches and self._durable < until:
+        self._said_durable = max(self._said_durable, until)
+        return self._forget_durable()
+
+    def _forget_durable(self) -> list[Action]:
+        before = self._durable
+        while self._batches and self._durable < self._said_durable:
             self._grants.pop(self._batches.popleft().token, None)
             self._durable += 1
         self._announced = max(self._announced, self._durable)
-        return [Acknowledge(self._durable)]
+        return [Acknowledge(self._durable)] if self._durable > before else []
 
     def _announce_all(self) -> list[Action]:
         self._announced = self._durable

@@ -155,6 +155,17 @@ def test_durable_acknowledges_in_order_and_forgets(core: WorkerCore) -> None:
     assert core.mail(Durable(ps_epoch=3, worker=1, until=8), 1.0) == [Acknowledge(8)]
 
 
+def test_what_became_durable_before_it_was_read_again_takes_no_room() -> None:
+    """All that its predecessor had announced is saved while this process has read nothing: nobody will say so again."""
+    core = WorkerCore(welcome(), max_pending=2, now=0.0)
+    core.mail(Durable(ps_epoch=3, worker=1, until=7), 1.0)
+    assert Acknowledge(6) in core.batch_ready(batch(5))
+    assert Acknowledge(7) in core.batch_ready(batch(6))
+    assert (core.retained, core.has_room, core.next_token) == (0, True, 7)
+    assert core.batch_ready(batch(7)) == announced(7, 8)
+    assert core.mail(Durable(ps_epoch=3, worker=1, until=8), 1.0) == [Acknowledge(8)]
+
+
 def test_a_new_server_says_hello_and_hears_all_that_is_not_durable(core: WorkerCore) -> None:
     asked = grant(5)
     core.mail(asked, 1.0)
