@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import shutil
 import stat
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+from botocore.session import Session
+from botocore.validate import ParamValidator
+from doll.evaluation.prometheus import samples_of
+from doll.provisioner.book import FileBook
+from doll.provisioner.controller import Controller, ControllerSettings
+from doll.provisioner.fake_fleet import FakeFleet, VirtualClock
+from doll.provisioner.state import PlannerSettings
+from doll.provisioner.stated_prices import StatedPrices
 
 from .conftest import FILES, IMAGE, PROGRAMS, SECRETS, SETTINGS, Host, push_job
 
@@ -180,6 +192,50 @@ def test_a_sign_of_life_is_given_only_while_the_parameter_server_runs(
     assert (account / "bucket/job/heartbeat").exists()
     (metric,) = host.calls_of("aws cloudwatch")
     assert "--metric-name WorkersRunning --unit Count --value 2 --dimensions Cluster=t" in metric
+
+
+def test_what_the_provisioner_measures_is_told_to_the_dashboard(make_host: Callable[..., Host], account: Path) -> None:
+    """A real controller's decision, read by the real `doll provision status`, in a call that the CLI takes."""
+    push_job(account, {"job.yaml": b"job: t\ntask: {class: 'a:B'}\n"})
+    host = make_host()
+    assert host.run("control")[0] == 0
+    clock = VirtualClock()
+    plan = PlannerSettings(
+        updates=100.0, group_size=4, batch_size=25, deadline_s=500.0, replan_s=10.0, boot_s=20.0, cycle_s=2000.0
+    )
+    controller = Controller(
+        ControllerSettings(planner=plan, rates_per_s=np.full(4, 10.0)), FakeFleet(clock), StatedPrices(0.158, 0.286),
+        FileBook(host.root / "var/lib/doll/run"),
+    )  # fmt: skip
+    controller.turn(clock())
+    clock.advance(100.0)
+    decision = controller.turn(clock())
+
+    assert host.run("heartbeat", FAKE_PYTHON=sys.executable)[0] == 0
+    workers, provisioner = host.calls_of("aws cloudwatch put-metric-data --namespace DOLL ")
+    assert "--metric-name WorkersRunning" in workers
+    data = json.loads(provisioner.split(" --metric-data ")[1])
+    shape = Session().get_service_model("cloudwatch").operation_model("PutMetricData").input_shape
+    assert not ParamValidator().validate({"Namespace": "DOLL", "MetricData": data}, shape).has_errors()
+    served = {one.name: one.value for one in samples_of("provisioner", decision.measurements())}
+    told = {one["MetricName"]: one["Value"] for one in data}
+    assert told == {name: served[name] for name in told}
+    assert told["doll_provisioner_instances_spot"] > 0
+    assert told["doll_provisioner_spent_usd"] > 0
+    assert {one["Timestamp"] for one in data} == {decision.now_s}
+
+    terraform = (FILES.parents[1] / "observability" / "main.tf").read_text()
+    assert set(re.findall(r'\["DOLL", "(\w+)", "Cluster", var\.name', terraform)) == {*told, "WorkersRunning"}
+    assert all(one["Dimensions"] == [{"Name": "Cluster", "Value": "t"}] for one in data)
+
+
+def test_workers_are_counted_where_no_provisioner_runs(make_host: Callable[..., Host]) -> None:
+    host = make_host()
+    assert host.run("control")[0] == 0
+    code, told = host.run("heartbeat")
+    assert code == 0, told
+    assert "no provisioner has decided anything" in told
+    assert len(host.calls_of("aws cloudwatch put-metric-data")) == 1
 
 
 def test_units_name_scripts_and_units_that_are_there() -> None:

@@ -184,8 +184,11 @@ resource "aws_cloudwatch_dashboard" "this" {
       {
         type = "metric", x = 0, y = 0, width = 12, height = 6
         properties = {
-          title   = "Workers running", region = var.region, stat = "Maximum", period = 60, view = "timeSeries"
-          metrics = [["DOLL", "WorkersRunning", "Cluster", var.name]]
+          title = "Workers", region = var.region, stat = "Maximum", period = 60, view = "timeSeries"
+          metrics = [
+            ["DOLL", "WorkersRunning", "Cluster", var.name, { label = "running, spot and on-demand" }],
+            ["DOLL", "doll_provisioner_instances_spot", "Cluster", var.name, { label = "on spot, also booting (N_s)" }],
+          ]
         }
       },
       {
@@ -200,14 +203,33 @@ resource "aws_cloudwatch_dashboard" "this" {
         }
       },
       {
-        type = "log", x = 0, y = 6, width = 24, height = 8
+        type = "metric", x = 0, y = 6, width = 12, height = 6
+        properties = {
+          title   = "Availability of spot (alpha), as estimated", region = var.region, stat = "Average", period = 60, view = "timeSeries"
+          yAxis   = { left = { min = 0, max = 1 } }
+          metrics = [["DOLL", "doll_provisioner_availability", "Cluster", var.name, { label = "alpha" }]]
+        }
+      },
+      {
+        type = "metric", x = 12, y = 6, width = 12, height = 6
+        properties = {
+          title = "Cost of the workers so far, USD", region = var.region, stat = "Maximum", period = 60, view = "timeSeries"
+          yAxis = { left = { min = 0 } }
+          metrics = [
+            ["DOLL", "doll_provisioner_spent_usd", "Cluster", var.name, { label = "spent" }],
+            ["DOLL", "doll_provisioner_on_demand_usd", "Cluster", var.name, { label = "the same work, all on demand" }],
+          ]
+        }
+      },
+      {
+        type = "log", x = 0, y = 12, width = 24, height = 8
         properties = {
           title = "Decisions of the provisioner", region = var.region, view = "table"
           query = "SOURCE '${var.roles_log_group}' | fields @timestamp, @message | filter @logStream like /doll-provision/ | sort @timestamp desc | limit 100"
         }
       },
       {
-        type = "log", x = 0, y = 14, width = 24, height = 8
+        type = "log", x = 0, y = 20, width = 24, height = 8
         properties = {
           title = "Warnings and errors", region = var.region, view = "table"
           query = "SOURCE '${var.roles_log_group}' | fields @timestamp, @logStream, @message | filter @message like /warning|error/ | sort @timestamp desc | limit 100"
