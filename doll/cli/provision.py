@@ -211,7 +211,7 @@ def _provision(at: Target, overrides: list[str], *, dry_run: bool, once: bool = 
             if decision.phase == "stopped":
                 emit(False, {}, decision_text(decision))
                 return 1
-            seat.follow(settings.planner.replan_s, lambda: interrupts.asked)
+            seat.follow(seat.replan_s, lambda: interrupts.asked)
             if interrupts.asked:
                 seat.log.info("leaving", instances=len(decision.alive), action="all machines are left as they are")
                 return 0
@@ -321,12 +321,19 @@ class _Seat:
     def __exit__(self, *exc: Any) -> None:
         self._opened.close()
 
+    @property
+    def replan_s(self) -> float:
+        """The longest time between two turns, as the job file now asks."""
+        return self._settings.planner.replan_s
+
+    def _expect_turns(self) -> None:
+        self.pulse.expect("turn", within_s=max(60.0, 10 * self.replan_s))
+
     def read_history(self) -> None:
         """What was written before, or since an earlier provisioner saved its state."""
         for letter in self._mail.history():
             self.controller.feed(letter.record, letter.at_s)
-        turns = max(60.0, 10 * self._settings.planner.replan_s)
-        self.pulse.expect("turn", within_s=turns)
+        self._expect_turns()
         self.pulse.waits_for("")
 
     def retarget(self, config: JobConfig) -> None:
@@ -340,10 +347,12 @@ class _Seat:
             self.log.warning("job_file_wrong", error=str(error), action="going on as before")
             return
         self._settings = settings
+        self._expect_turns()
         planner = settings.planner
         self.log.info(
-            "retargeted", deadline_s=planner.deadline_s, budget_usd=planner.budget_usd, updates=planner.updates
-        )
+            "retargeted", deadline_s=planner.deadline_s, budget_usd=planner.budget_usd, updates=planner.updates,
+            group_size=planner.group_size, every_s=planner.replan_s,
+        )  # fmt: skip
 
     def turn(self, *, draining: bool = False) -> Decision:
         """One turn, told to everybody."""
@@ -380,9 +389,8 @@ class _Seat:
         """Read on until the next turn is due; earlier where a worker comes or goes, or the job ends."""
         from doll.records import Finished, Leave, Welcome
 
-        start_s = time.monotonic()
+        start_s, urgent = time.monotonic(), False
         while not should_stop() and time.monotonic() - start_s < seconds:
-            urgent = False
             for letter in self._mail.poll(min(POLL_S, seconds)):
                 self.controller.feed(letter.record, letter.at_s)
                 urgent = urgent or isinstance(letter.record, Finished | Leave | Welcome)

@@ -319,14 +319,19 @@ class Controller:
         self.observed.look_at_ends(now_s, ends)
 
     def retarget(self, settings: ControllerSettings) -> None:
-        """Another deadline, budget or work, in mid-run; the number of slots stays.
+        """Another deadline, budget, work, K or behaviour, in mid-run. What is believed before anything is seen (rates,
+        availability) has had its say.
 
         Raises:
-            ValueError: another number of slots.
+            ValueError: another number of slots, or another b: neither changes within a job.
         """
         if settings.num_slots != self.settings.num_slots:
             raise ValueError(f"expected {self.settings.num_slots} slots as before, got {settings.num_slots}")
+        before, after = self.settings.planner.batch_size, settings.planner.batch_size
+        if after != before:
+            raise ValueError(f"expected batches of {before} samples as before, got {after}: b stays within a job")
         self.settings, self._planner, self._evaluations = settings, settings.planner, 0
+        self._memory.limits, self.observed.silent_s = settings.limits, settings.silent_s
 
     # --- a turn -----------------------------------------------------------------------------------------------------
 
@@ -421,7 +426,10 @@ class Controller:
         limits, count = self.settings.limits, self.settings.num_slots
         found = {one.id: one for one in listed}
         for id_, one in self._known.items():
-            if id_ not in found:
+            if id_ in found and found[id_].notice_s is None and one.notice_s is not None:
+                # A notice is never taken back, but a fleet that was made anew may not have read it yet.
+                found[id_] = replace(found[id_], notice_s=one.notice_s)
+            elif id_ not in found:
                 # A launch may take a moment to be listed; after that it is gone.
                 found[id_] = one if now_s - one.launched_s <= limits.trust_s else _vanished(one, now_s)
         for one in found.values():

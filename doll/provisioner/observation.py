@@ -90,7 +90,7 @@ class Observed:
         self._read = Rates(prior_rates_per_s)
         self._slots = [_Slot() for _ in self._arrived.per_s()]
         self._samples_per_record = samples_per_record
-        self._silent_s = silent_s
+        self.silent_s = silent_s
         self.spot = Availability(prior_alpha=min(max(prior_alpha, 0.01), 0.99), prior_cycle_s=prior_cycle_s)
         self._ends: tuple[float, list[int]] | None = None
         self.heard_s = -math.inf
@@ -122,7 +122,7 @@ class Observed:
         """One record, written at about `at_s`. What it does not know, and slots that are none, it passes over."""
         self.heard_s = max(self.heard_s, at_s)
         if isinstance(record, Welcome | Epoch | Update) or (isinstance(record, Metric) and record.source == "ps"):
-            if at_s - self._ps_heard_s > self._silent_s:
+            if at_s - self._ps_heard_s > self.silent_s:
                 self._ps_since_s = at_s
             self._ps_heard_s = max(self._ps_heard_s, at_s)
         match record:
@@ -235,12 +235,12 @@ class Observed:
         one = self._slots[slot]
         if not one.process:
             return None
-        works = not one.left and self.heard_s - one.heard_s <= self._silent_s
+        works = not one.left and self.heard_s - one.heard_s <= self.silent_s
         return Holder(one.incarnation, one.since_s, one.heard_s, works)
 
     def ps_since_s(self, now_s: float) -> float | None:
         """Since when a parameter server has been there without a pause; None where none is: nobody can join then."""
-        return self._ps_since_s if now_s - self._ps_heard_s <= self._silent_s else None
+        return self._ps_since_s if now_s - self._ps_heard_s <= self.silent_s else None
 
     def highest_incarnation(self, slot: int) -> int:
         """The highest epoch of an instance that has ever asked for the slot, as far as is known."""

@@ -133,10 +133,14 @@ class _Tries:
 
 
 class Memory:
-    """What the provisioner remembers between its turns. It is told of outcomes; `to_dict` and `restore` keep it."""
+    """What the provisioner remembers between its turns. It is told of outcomes; `to_dict` and `restore` keep it.
+
+    Attributes:
+        limits: may be replaced at any time; pauses that have begun stay as they are.
+    """
 
     def __init__(self, num_slots: int, limits: Limits) -> None:
-        self._limits = limits
+        self.limits = limits
         self._slots = [_Tries() for _ in range(num_slots)]
         self.pending: dict[int, tuple[Order, float]] = {}
         """Orders whose outcome is not known yet, by slot, and since when: they are made again exactly as they were."""
@@ -184,7 +188,7 @@ class Memory:
 
     def failed(self, order: Order, error: LaunchError, now_s: float) -> None:
         """It got none."""
-        limits, one = self._limits, self._slots[order.slot]
+        limits, one = self.limits, self._slots[order.slot]
         retry_s = now_s + limits.retry_s
         if error.trouble is Trouble.THROTTLED:
             # It may have been carried out: the same order again finds out.
@@ -216,7 +220,7 @@ class Memory:
 
     def interrupted(self, instance: Instance, at_s: float) -> None:
         """A spot machine has got its notice, or was taken without one."""
-        limits, one = self._limits, self._slots[instance.slot]
+        limits, one = self.limits, self._slots[instance.slot]
         one.bad_s = max(one.bad_s, at_s)
         if limits.bad_pool_s > 0:
             self._bad_pools["spot"][instance.pool] = at_s + limits.bad_pool_s
@@ -230,7 +234,7 @@ class Memory:
 
     def broke(self, instance: Instance, now_s: float) -> None:
         """A machine ended by itself, never got ready or fell silent: the next one of this slot waits a little."""
-        self._not_before(self._slots[instance.slot], instance.market, now_s + self._limits.retry_s)
+        self._not_before(self._slots[instance.slot], instance.market, now_s + self.limits.retry_s)
 
     @staticmethod
     def _not_before(one: _Tries, market: Market, at_s: float) -> None:
@@ -271,7 +275,7 @@ class Memory:
         if slot in self.pending:
             order, since_s = self.pending[slot]
             # Whatever is wanted by now: it must first be known whether that machine is there.
-            if now_s - since_s <= self._limits.trust_s:
+            if now_s - since_s <= self.limits.trust_s:
                 return order
         one = self._slots[slot]
         if one.failed:
@@ -286,8 +290,8 @@ class Memory:
         self._launched_s = [at_s for at_s in self._launched_s if now_s - at_s < 60]
         self._vain_s = [at_s for at_s in self._vain_s if now_s - at_s < 60]
         self._fallen_s = [at_s for at_s in self._fallen_s if now_s - at_s < 60]
-        left = max(0, int(self._limits.launches_per_min) - len(self._launched_s))
-        fallbacks = max(0, int(self._limits.fallbacks_per_min) - len(self._fallen_s))
+        left = max(0, int(self.limits.launches_per_min) - len(self._launched_s))
+        fallbacks = max(0, int(self.limits.fallbacks_per_min) - len(self._fallen_s))
         return left, max(0, left - len(self._vain_s)), fallbacks
 
     # --- kept over restarts

@@ -16,10 +16,11 @@ import psutil
 import pytest
 from doll.cli.machines import machines_of
 from doll.cli.runfolder import RunFolder
-from doll.config import load
+from doll.config import dump, load
 from doll.provisioner.fleet import LaunchError, Order
 from doll.provisioner.meter import LOCAL
 from doll.provisioner.process_fleet import ProcessFleet
+from doll.records import Leave
 from doll.services import KAFKA_ENV, REDIS_ENV
 
 pytestmark = pytest.mark.integration
@@ -174,3 +175,70 @@ def runs(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def test_the_job_file_is_read_again_while_the_job_runs(make_pipeline: Callable[..., Any]) -> None:
+    """Deadline, work and behaviour count from the next turn on; a wrong file does not, and is told; K needs a new
+    parameter server (docs/operations.md, "Changing one's mind")."""
+    job = make_pipeline(*PLAN, "provision.every_s=3600", "plan.updates=400", "provision.silent_s=60")
+    provision = Provisioner(job)
+    try:
+        job.start_ps()
+        process = provision("run")
+
+        def decisions() -> list[dict[str, Any]]:
+            assert process.poll() is None, job.log("provision-0")
+            return [one for one in provision.journal() if one["kind"] == "decision"]
+
+        def edit(*overrides: str) -> None:
+            """As an editor does: a new file under the old name."""
+            beside = job.job_path.with_suffix(".new")
+            beside.write_text(dump(load(job.job_path, list(overrides))))
+            beside.replace(job.job_path)
+
+        def until_decided(what: str, condition: Callable[[dict[str, Any]], bool]) -> None:
+            job.until(lambda: any(condition(one) for one in decisions()[-1:]), what)
+
+        until_decided("the first turn", lambda one: one["feasible"])
+        edit("provision.every_s=0.5", "plan.deadline_s=15")
+        # Nobody looks at the file before the next turn, which is an hour away, or here when somebody leaves.
+        job.control("up", Leave(worker=99, epoch=1, cause="test"))
+        until_decided("a deadline that cannot be met", lambda one: not one["feasible"])
+        assert set(decisions()[-1]["markets"]) == {"on_demand"}
+        turn = decisions()[-1]["turn"]
+        until_decided("turns in the new rhythm", lambda one: one["turn"] >= turn + 8)
+        edit("plan.deadline_s=90000", "plan.updates=500")
+        until_decided("more time and more work", lambda one: one["feasible"] and one["updates_wanted"] == 500)
+
+        job.send(job.samples(160))
+        job.until_version(3)
+        before = job.job_path.read_text()
+        for wrong, words in (("plan.deadline_s=soon", "deadline_s"), ("data.batch_size=16", "b stays within a job"),
+                             ("data.workers=3", "expected 2 slots as before, got 3")):  # fmt: skip
+            if words == "deadline_s":
+                job.job_path.write_text(before.replace("deadline_s: 90000", "deadline_s: soon"))
+            else:
+                edit(wrong)
+            job.until(lambda said=words: said in refusals(job), f"a word on {wrong}")
+            job.job_path.write_text(before)
+        turn = decisions()[-1]["turn"]
+        until_decided("it goes on", lambda one: one["turn"] >= turn + 3 and one["updates_wanted"] == 500)
+
+        assert {len(update.members) for update in job.updates} == {2}
+        edit("training.policy.group_size=1")
+        job.kill("ps")
+        version = job.version
+        job.send(job.samples(160))
+        job.until(
+            lambda: any(len(one.members) == 1 for one in job.updates if one.version > version), "updates of one batch"
+        )
+        until_decided("it goes on", lambda one: one["updates_done"] > version)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0, job.log("provision-0")
+    finally:
+        provision.close()
+
+
+def refusals(job: Any) -> str:
+    """What the provisioner has said of job files that it did not take."""
+    return "\n".join(line for line in job.log("provision-0").splitlines() if "job_file_wrong" in line)

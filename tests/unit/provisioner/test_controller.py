@@ -419,6 +419,23 @@ def test_the_deadline_may_be_changed_in_mid_run() -> None:
     assert set(scene.steps(1).markets) == {"on_demand"}
     with pytest.raises(ValueError, match="expected 4 slots as before, got 5"):
         scene.controller.retarget(settings(5))
+    with pytest.raises(ValueError, match="expected batches of 25 samples as before, got 26"):
+        scene.controller.retarget(settings(batch_size=26))
+
+
+def test_the_behaviour_may_be_changed_in_mid_run() -> None:
+    """How often a dry market is asked, how soon a silent worker counts as down."""
+    scene = Scene(settings(deadline_s=5000.0, limits=Limits(retry_s=1000.0, bad_pool_s=0.0)))
+    for pool in scene.fleet.pools:
+        scene.fleet.set_room(pool, "spot", 0)
+    scene.steps(6)
+    asked = len([call for call in scene.fleet.calls if call.name == "launch"])
+    assert asked == 4, "each slot once"
+    scene.controller.retarget(settings(deadline_s=5000.0, silent_s=7.0, limits=Limits(retry_s=10.0, bad_pool_s=0.0)))
+    scene.clock.advance(1000.0)
+    scene.steps(4)
+    assert len([call for call in scene.fleet.calls if call.name == "launch"]) == asked + 4 * 4
+    assert scene.controller.observed.silent_s == 7.0
 
 
 def test_the_work_is_estimated_anew_from_the_jobs_own_errors() -> None:
