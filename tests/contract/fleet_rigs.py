@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -28,13 +27,11 @@ from doll.provisioner.fleet import Fleet, Instance
 from doll.provisioner.market import MarketClock, Spell, SpotMarket
 from doll.provisioner.process_fleet import Machine, ProcessFleet
 from doll.provisioner.traces import constant
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from fake_docker import DAEMON, stamp
 from moto_overlay import REGION, MotoMarket, client, moto_market
+from waiting import until
 
 NOTICE_S = 120.0
-PATIENCE_S = 60.0  # for real processes
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
@@ -333,12 +330,11 @@ class ProcessRig(Rig):
         return next(one for one in self.fleet.machines if one.instance.id == id_)
 
     def _until(self, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + PATIENCE_S
-        self.fleet.poll()
-        while not condition():
-            assert time.monotonic() < deadline_s, f"the processes are not gone after {PATIENCE_S} s"
-            time.sleep(0.01)
+        def polled() -> bool:
             self.fleet.poll()
+            return condition()
+
+        until(polled, "the end of the processes")
 
 
 @contextmanager

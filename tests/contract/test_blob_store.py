@@ -21,6 +21,7 @@ from doll.ps.redis_blobs import RedisBlobs
 from doll.ps.shm_blobs import ShmBlobs
 from doll.services import Services, connect_redis
 from doll.testing import MemoryBlobs
+from waiting import until
 
 
 def client_of(server: LocalRedis) -> redis.Redis:
@@ -82,10 +83,7 @@ def test_delete_may_be_repeated(blobs: Blobs) -> None:
 def test_expires(blobs: Blobs) -> None:
     blobs.put("short", [b"1"], 0.02)
     blobs.put("long", [b"2"], 60)
-    deadline_s = time.monotonic() + 60
-    while blobs.get("short") is not None:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
+    until(lambda: blobs.get("short") is None, "the short one to expire")
     assert blobs.get("long") is not None
 
 
@@ -184,7 +182,7 @@ def test_a_refused_log_in_is_an_error_without_the_password(mortal_redis: LocalRe
 
 
 def test_speed_of_a_4_8_mb_blob(redis_server: LocalRedis) -> None:
-    """Loose bounds, ten times the measured 1.5 ms: they catch a packer or parser that copies byte by byte."""
+    """Loose bounds, a hundred times the measured 1.5 ms: they catch a packer or parser that copies byte by byte."""
     array = np.random.default_rng(1).standard_normal(1_200_000).astype(np.float32)
     parts = codec.encode_blob(array, job="j", kind="w", version=1)
     store = RedisBlobs(client_of(redis_server))
@@ -196,8 +194,8 @@ def test_speed_of_a_4_8_mb_blob(redis_server: LocalRedis) -> None:
         assert store.get("w") is not None
         puts_s.append(middle_s - start_s)
         gets_s.append(time.perf_counter() - middle_s)
-    assert min(puts_s) < 0.015
-    assert min(gets_s) < 0.015
+    assert min(puts_s) < 0.15
+    assert min(gets_s) < 0.15
 
 
 # --- shared memory only -------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from doll.ps.file_store import FileStore
 from doll.ps.redis_blobs import RedisBlobs
 from doll.records import AnyRecord, Epoch, Evaluated, Finished, Member, Metric, Update, encode
 from doll.services import Services, connect_redis, kafka_settings
+from waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.integration
 
@@ -91,7 +92,7 @@ class Rig:
     def say(self, *records: AnyRecord) -> None:
         for record in records:
             self._producer.produce(self.config.topic("updates"), encode(record))
-        assert self._producer.flush(30) == 0
+        assert self._producer.flush(PATIENCE_S) == 0
 
     def publish(self, ps_epoch: int, version: int, weight: float) -> None:
         """Weights first, then the pointer, as the parameter server does."""
@@ -101,7 +102,7 @@ class Rig:
         pointer = Latest(ps_epoch=ps_epoch, version=version, key=key)
         self.blobs.put(latest_key(self.config.job), encode_latest(pointer), 600)
 
-    def wait_evaluated(self, ps_epoch: int, version: int, timeout_s: float = 60.0) -> Evaluated:
+    def wait_evaluated(self, ps_epoch: int, version: int, timeout_s: float = PATIENCE_S) -> Evaluated:
         deadline_s = time.monotonic() + timeout_s
         while (ps_epoch, version) not in self.evaluated:
             assert time.monotonic() < deadline_s, f"never evaluated; {(self.run / 'evaluator.log').read_text()}"
@@ -173,7 +174,7 @@ def test_it_measures_versions_follows_a_restart_and_ends_with_the_last_version(m
     rig.say(update(2, 3, loss=1.0), Finished(ps_epoch=2, version=3, reason="updates", time_s=time.time()))
     last = rig.wait_evaluated(2, 3)
     assert last.loss == pytest.approx(loss_of(2.9), rel=1e-4)
-    assert role.wait(20) == 0
+    assert role.wait(PATIENCE_S) == 0
 
     updates = [(row["ps_epoch"], row["version"], row["void"]) for row in rig.rows("updates.csv")]
     assert updates == [(1, 1, 0), (1, 2, 1), (2, 2, 0), (2, 3, 0)]
@@ -198,7 +199,7 @@ def test_it_waits_for_redis_and_takes_a_lost_last_version_from_the_checkpoint(ma
     rig.say(update(1, 2))
     try:
         log = rig.run / "evaluator.log"
-        wait_for(lambda: "redis_away" in log.read_text())
+        until(lambda: "redis_away" in log.read_text(), "the evaluator to notice")
     finally:
         redis_server.start()
     rig.publish(1, 2, weight=2.0)
@@ -221,7 +222,7 @@ def test_it_waits_for_redis_and_takes_a_lost_last_version_from_the_checkpoint(ma
     )
     rig.say(update(1, 3), Finished(ps_epoch=1, version=3, reason="updates", time_s=time.time()))
     assert rig.wait_evaluated(1, 3).loss == pytest.approx(loss_of(2.5), rel=1e-4)
-    assert role.wait(20) == 0
+    assert role.wait(PATIENCE_S) == 0
 
 
 def test_it_goes_on_after_the_broker_was_killed(make_rig: Any, broker: LocalKafka):
@@ -235,7 +236,7 @@ def test_it_goes_on_after_the_broker_was_killed(make_rig: Any, broker: LocalKafk
     rig.publish(1, 2, weight=2.0)
     rig.say(update(1, 2), Finished(ps_epoch=1, version=2, reason="updates", time_s=time.time()))
     rig.wait_evaluated(1, 2)
-    assert role.wait(30) == 0
+    assert role.wait(PATIENCE_S) == 0
     assert [row["version"] for row in rig.rows("updates.csv")] == [1, 2]
 
 
@@ -246,14 +247,14 @@ def test_a_killed_evaluator_goes_on_with_its_files_and_ends_on_sigterm(make_rig:
     rig.publish(1, 1, weight=1.0)
     rig.wait_evaluated(1, 1)
     role.kill()
-    role.wait(10)
+    role.wait(PATIENCE_S)
     rig.say(update(1, 2))
     rig.publish(1, 2, weight=2.0)
     role = rig.start()
     rig.wait_evaluated(1, 2)
-    wait_for(lambda: len(rig.rows("evaluations.csv")) == 2 and len(rig.rows("updates.csv")) == 2)
+    until(lambda: len(rig.rows("evaluations.csv")) == 2 and len(rig.rows("updates.csv")) == 2, "two rows in each file")
     role.terminate()
-    assert role.wait(10) == 0
+    assert role.wait(PATIENCE_S) == 0
     assert [row["version"] for row in rig.rows("evaluations.csv")] == [1, 2]
 
 
@@ -264,15 +265,11 @@ def test_without_held_out_samples_it_shows_prequential_error_only(make_rig: Any)
     rig.publish(1, 2, weight=2.0)
     log = rig.run / "evaluator.log"
     # A Finished that is there when the evaluator starts may be an earlier run's: say it when it has started.
-    wait_for(lambda: log.exists() and "no_held_out_samples" in log.read_text() and (rig.run / "updates.csv").exists())
+    until(
+        lambda: log.exists() and "no_held_out_samples" in log.read_text() and (rig.run / "updates.csv").exists(),
+        "the evaluator to start",
+    )
     rig.say(Finished(ps_epoch=1, version=2, reason="updates", time_s=time.time()))
-    assert role.wait(30) == 0
+    assert role.wait(PATIENCE_S) == 0
     assert [row["prequential_loss"] for row in rig.rows("updates.csv")] == [4.0, 2.0]
     assert not any(math.isnan(value) for row in rig.rows("updates.csv") for value in row.values())
-
-
-def wait_for(condition: Any, timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not come true in time"
-        time.sleep(0.05)

@@ -7,9 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -22,6 +20,7 @@ from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
 from doll.local.stack import local_stack
 from doll.services import Services, connect_redis, kafka_settings
+from waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.integration
 
@@ -59,13 +58,6 @@ def is_gone(process: psutil.Process) -> bool:
         return True
 
 
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's parent death signal")
 @pytest.mark.usefixtures("broker")  # skips, or fails under CI, where no broker can be started
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT], ids=["sigkill", "ctrl-c"])
@@ -82,11 +74,11 @@ def test_everything_ends_with_the_process_that_started_it(tmp_path: Path, end: s
         assert not any(port_is_closed(port) for port in ports)
 
         holder.send_signal(end)
-        holder.wait(30)
+        holder.wait(PATIENCE_S)
         for process in descendants:
-            eventually(lambda process=process: is_gone(process), f"the end of {process}")
+            until(lambda process=process: is_gone(process), f"the end of {process}")
         for port in ports:
-            eventually(lambda port=port: port_is_closed(port), f"port {port} closed")
+            until(lambda port=port: port_is_closed(port), f"port {port} closed")
     finally:
         holder.kill()
         holder.wait()
@@ -153,14 +145,14 @@ def test_without_java_and_docker_an_imitation_serves_and_says_so(job_name: str, 
         port = int(stack.services.kafka.rpartition(":")[2])
         send(config, stack.services, [b"taste"])
         assert read(config, stack.services, 1) == [b"taste"]
-    eventually(lambda: port_is_closed(port), "the imitation's end")
+    until(lambda: port_is_closed(port), "the imitation's end")
 
 
 def send(config: JobConfig, services: Services, values: list[bytes]) -> None:
     producer = Producer(kafka_settings(config, services, acks="all", enable_idempotence=True))
     for value in values:
         producer.produce(config.topic("samples"), value, partition=0)
-    assert producer.flush(20) == 0
+    assert producer.flush(PATIENCE_S) == 0
 
 
 def read(config: JobConfig, services: Services, count: int) -> list[bytes]:
@@ -168,7 +160,7 @@ def read(config: JobConfig, services: Services, count: int) -> list[bytes]:
     consumer = Consumer(kafka_settings(config, services, group_id="reader", enable_auto_commit=False))
     try:
         consumer.assign([TopicPartition(config.topic("samples"), 0, 0)])
-        return [message.value() for message in consumer.consume(count, timeout=20)]
+        return [message.value() for message in consumer.consume(count, timeout=PATIENCE_S)]
     finally:
         consumer.close()
 
@@ -183,7 +175,7 @@ def test_a_killed_broker_comes_back_at_its_address_with_its_records(
     producer = Producer(kafka_settings(config, services, acks="all", **producer_limit))
     for value in sent:
         producer.produce(config.topic("samples"), value, partition=0)
-    assert producer.flush(20) == 0
+    assert producer.flush(PATIENCE_S) == 0
     address, old_pid = broker.address, broker.pid
     broker.kill()
     assert broker.pid is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +14,8 @@ from doll.config import JobConfig, parse
 from doll.consumers.departure import Departure
 from doll.consumers.notice import Imds, NoticeWatcher, take_identity, watching
 from doll.errors import ConfigError, ServiceUnavailableError
-from typer.testing import CliRunner
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 from imds_stub import ImdsStub, imds_stub
+from typer.testing import CliRunner
 
 NOW_S = 1_800_000_000.0  # 2027-01-15T08:00:00Z
 TAGS = {

@@ -7,11 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from doll.local import processes
+from waiting import PATIENCE_S, until
 
 
 def python(code: str, log_path: Path, **options: object) -> subprocess.Popen[bytes]:
@@ -24,13 +24,13 @@ def test_output_is_appended_to_the_log_and_the_environment_is_ours_and_more(tmp_
         "import os, sys; print(os.environ['EXTRA']); sys.stdout.flush(); print('HOME' in os.environ, file=sys.stderr)"
     )
     for _ in range(2):
-        assert python(code, log, env={"EXTRA": "more"}).wait(20) == 0
+        assert python(code, log, env={"EXTRA": "more"}).wait(PATIENCE_S) == 0
     assert log.read_text() == "more\nTrue\n" * 2
 
 
 def test_a_spawned_program_leads_a_session_of_its_own(tmp_path: Path) -> None:
     process = python("import os; print(os.getsid(0), os.getpid(), os.getppid())", tmp_path / "log")
-    assert process.wait(20) == 0
+    assert process.wait(PATIENCE_S) == 0
     session, pid, parent = map(int, (tmp_path / "log").read_text().split())
     assert session == pid == process.pid  # so the terminal's Ctrl-C does not reach it
     assert parent == os.getpid()
@@ -40,7 +40,9 @@ def test_a_spawned_program_leads_a_session_of_its_own(tmp_path: Path) -> None:
 def test_a_program_whose_parent_is_another_does_not_start(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     told = subprocess.run(
-        [sys.executable, "-I", "-S", processes.launcher.__file__, "1", "touch", str(marker)], check=False, timeout=20
+        [sys.executable, "-I", "-S", processes.launcher.__file__, "1", "touch", str(marker)],
+        check=False,
+        timeout=PATIENCE_S,
     )
     assert told.returncode == 1
     assert not marker.exists()
@@ -51,11 +53,8 @@ def test_end_is_gentle_first_then_firm(tmp_path: Path) -> None:
     gentle = python(ready, tmp_path / "gentle")
     stubborn = python(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {ready}", tmp_path / "stubborn")
     for log in ("gentle", "stubborn"):
-        deadline_s = time.monotonic() + 60
-        while "ready" not in processes.tail(tmp_path / log):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
-    assert processes.end(gentle, grace_s=20) == -signal.SIGTERM
+        until(lambda log=log: "ready" in processes.tail(tmp_path / log), f"the {log} one to be ready")
+    assert processes.end(gentle, grace_s=PATIENCE_S) == -signal.SIGTERM
     assert processes.end(stubborn, grace_s=0.1) == -signal.SIGKILL
     assert processes.end(stubborn, grace_s=0.1) == -signal.SIGKILL
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -14,6 +13,7 @@ import pytest
 from doll.errors import ServiceUnavailableError
 from doll.local.roles import ForkServer
 from doll.local.supervisor import RoleSpec, Supervisor
+from waiting import PATIENCE_S, until
 
 SAMPLES = "role_samples"
 
@@ -25,13 +25,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
         patch.setenv("PYTHONPATH", str(Path(__file__).parent))
         with ForkServer(tmp_path_factory.mktemp("fork") / "server.log", preload=["json", "no_such_module"]) as server:
             yield server
-
-
-def eventually(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"
-        time.sleep(0.02)
 
 
 def is_gone(pid: int) -> bool:
@@ -47,7 +40,7 @@ def test_a_role_is_a_child_of_the_server_with_signals_of_its_own(server: ForkSer
     role = server.start_role(
         f"{SAMPLES}:report", [str(facts)], log_path=tmp_path / "r.log", name="r", env={"SAMPLE": "seen"}
     )
-    assert role.wait(20) == 7
+    assert role.wait(PATIENCE_S) == 7
     pid, parent, session, int_ignored, term_default, sample, torch_loaded = facts.read_text().split()
     assert (int(pid), int(parent), int(session)) == (role.pid, server.pid, role.pid)
     assert (int_ignored, term_default, sample, torch_loaded) == ("True", "True", "seen", "False")
@@ -57,7 +50,7 @@ def test_a_role_is_a_child_of_the_server_with_signals_of_its_own(server: ForkSer
 def test_what_a_role_says_goes_to_its_log(server: ForkServer, tmp_path: Path) -> None:
     log = tmp_path / "deep" / "r.log"
     role = server.start_role(f"{SAMPLES}:speak", ["to out\n", "to err\n"], log_path=log, name="r")
-    assert role.wait(20) == 0
+    assert role.wait(PATIENCE_S) == 0
     assert sorted(log.read_text().splitlines()) == ["to err", "to out"]
 
 
@@ -76,7 +69,7 @@ def test_the_end_of_a_role_is_its_exit_code_and_its_reason_is_in_the_log(
     server: ForkServer, tmp_path: Path, target: str, args: list[object], code: int, words: str
 ) -> None:
     log = tmp_path / "r.log"
-    assert server.start_role(target, args, log_path=log, name="r").wait(20) == code
+    assert server.start_role(target, args, log_path=log, name="r").wait(PATIENCE_S) == code
     assert words in log.read_text()
 
 
@@ -86,7 +79,7 @@ def test_terminate_and_kill_end_a_role_and_may_be_repeated(server: ForkServer, t
         assert role.poll() is None
         assert role.wait(0.01) is None
         getattr(role, end)()
-        assert role.wait(20) == code
+        assert role.wait(PATIENCE_S) == code
         getattr(role, end)()
         assert role.exitcode == code
 
@@ -94,10 +87,10 @@ def test_terminate_and_kill_end_a_role_and_may_be_repeated(server: ForkServer, t
 def test_roles_that_end_out_of_order_are_told_apart(server: ForkServer, tmp_path: Path) -> None:
     slow = server.start_role("time:sleep", [600], log_path=tmp_path / "a.log", name="a")
     quick = [server.start_role("sys:exit", [n], log_path=tmp_path / "b.log", name=f"b{n}") for n in range(1, 6)]
-    assert [role.wait(20) for role in quick] == [1, 2, 3, 4, 5]
+    assert [role.wait(PATIENCE_S) for role in quick] == [1, 2, 3, 4, 5]
     assert slow.poll() is None
     slow.kill()
-    assert slow.wait(20) == -signal.SIGKILL
+    assert slow.wait(PATIENCE_S) == -signal.SIGKILL
 
 
 def test_the_supervisor_restarts_a_killed_role(server: ForkServer, tmp_path: Path) -> None:
@@ -109,7 +102,7 @@ def test_the_supervisor_restarts_a_killed_role(server: ForkServer, tmp_path: Pat
         supervisor.poll()
         return supervisor.handles().get("r") not in (None, first)
 
-    eventually(replaced, "a new process for the role")
+    until(replaced, "a new process for the role")
     assert psutil.pid_exists(supervisor.handles()["r"].pid)
     supervisor.stop()
     assert supervisor.handles() == {}
@@ -121,8 +114,8 @@ def test_roles_end_with_their_server_and_the_next_start_says_why_it_cannot(tmp_p
         role = server.start_role("time:sleep", [600], log_path=tmp_path / "r.log", name="r")
         assert server.pid is not None
         os.kill(server.pid, signal.SIGKILL)
-        assert role.wait(20) == -signal.SIGKILL
-        eventually(lambda: is_gone(role.pid), "the role's end")
+        assert role.wait(PATIENCE_S) == -signal.SIGKILL
+        until(lambda: is_gone(role.pid), "the role's end")
         with pytest.raises(ServiceUnavailableError, match="cannot start late"):
             server.start_role("time:sleep", [1], log_path=tmp_path / "r.log", name="late")
 
@@ -132,6 +125,6 @@ def test_close_ends_the_server_and_all_roles(tmp_path: Path) -> None:
         role = server.start_role("time:sleep", [600], log_path=tmp_path / "r.log", name="r")
         server_pid = server.pid
     assert role.exitcode == -signal.SIGKILL
-    eventually(lambda: is_gone(role.pid), "the role's end")
+    until(lambda: is_gone(role.pid), "the role's end")
     assert server_pid is not None
     assert is_gone(server_pid)

@@ -14,7 +14,6 @@ from doll.provisioner.compose_fleet import GRACE_S, POOL
 from doll.provisioner.fleet import End, InstanceState, LaunchError, Order, Trouble
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
-sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 from fake_docker import DAEMON
 from fleet_rigs import ComposeRig, compose
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,8 +19,7 @@ from doll.provisioner.fleet import End, Instance, InstanceState, LaunchError, Or
 from doll.provisioner.market import MarketClock, SpotMarket
 from doll.provisioner.process_fleet import Machine, ProcessFleet
 from doll.provisioner.traces import constant
-
-PATIENCE_S = 60.0
+from waiting import PATIENCE_S, until
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +49,12 @@ class Box:
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for processes, not for the fleet's clock."""
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not condition():
-            assert time.monotonic() < deadline_s, f"not within {PATIENCE_S} s: {what}"
+
+        def polled() -> bool:
             self.fleet.poll()
-            time.sleep(0.01)
+            return condition()
+
+        until(polled, what)
 
     def works(self, id_: str) -> list[str]:
         """Wait until the process has said who it is."""
