@@ -31,6 +31,8 @@ REDIS_CA_ENV: Final = "DOLL_REDIS_CA"
 # For control records: what is sent in one breath (the grants of a group, an announcement and a push) travels in one
 # request. A broker spends more on a request than this wait costs a round.
 LINGER_MS: Final = 0.5
+# The longest control record, and dead letter: one that names every offset of a large group, because all are refused.
+RECORD_LIMIT_BYTES: Final = 32 * 1024 * 1024
 _REDIS_SCHEMES: Final = ("redis://", "rediss://")
 # At level 3 librdkafka writes a line each 50 ms while a broker is away; `error_cb` tells it once instead.
 _LIBRDKAFKA_CRITICAL: Final = 2

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.services import Services, kafka_settings
+from doll.services import RECORD_LIMIT_BYTES, Services, kafka_settings
 
 if TYPE_CHECKING:
     from confluent_kafka import Consumer
@@ -64,11 +64,13 @@ def plan(config: JobConfig) -> list[TopicPlan]:
     }
     control = {"retention.ms": str(_CONTROL_RETENTION_MS)}
     forever = {"retention.ms": str(_KEEP_FOREVER_MS)}
+    # Kafka's own limit of 1 MB is too low for a Push or an Update that names many refused records.
+    long = {"max.message.bytes": str(RECORD_LIMIT_BYTES)}
     settings: dict[Kind, dict[str, str]] = {
         "samples": samples,
         "down": control,
-        "up": control,
-        "updates": forever,
+        "up": control | long,
+        "updates": forever | long,
         "metrics": control,
         "dead": forever | {"max.message.bytes": sample_limit_bytes},
     }

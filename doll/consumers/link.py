@@ -11,14 +11,15 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 from confluent_kafka import Consumer, Producer, TopicPartition
 
 from doll import topics
 from doll.config import JobConfig
-from doll.errors import FencedError, RecordError
+from doll.errors import FencedError, RecordError, ServiceUnavailableError
 from doll.records import AnyRecord, DeadLetter, Fence, Hello, Join, Stop, Welcome, decode, encode
-from doll.services import LINGER_MS, Services, kafka_settings
+from doll.services import LINGER_MS, RECORD_LIMIT_BYTES, Services, kafka_settings
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -26,7 +27,8 @@ log = get_logger(__name__)
 _WATERMARK_TIMEOUT_S = 5.0
 _JOIN_AGAIN_S = 2.0
 _SAY_AGAIN_S = 10.0
-_ENDED_AFTER_S = 20.0  # how long a server may stay away after an earlier one's Stop before that is believed
+# How long a server may stay away after an earlier one's Stop before that is believed, beyond the lease of a standby.
+_ENDED_AFTER_S = 30.0
 _POLL_S = 0.2  # how soon the mail's thread sees that it is told to stop
 _PER_POLL = 500
 
@@ -45,10 +47,12 @@ class WorkerLink:
         self._dead = config.topic("dead")
         self._down = config.topic("down")
         self._key = str(worker).encode()
+        self._ended_after_s = config.ps.lease_s + _ENDED_AFTER_S
+        self._refused: dict[str, str] = {}  # by topic: why Kafka refused a record for good
         self._producer = Producer(
             kafka_settings(
                 config, services, acks="all", enable_idempotence=True, linger_ms=LINGER_MS, message_timeout_ms=0,
-                message_max_bytes=32 * 1024 * 1024,
+                message_max_bytes=RECORD_LIMIT_BYTES,
             )
         )  # fmt: skip
         self._mail, self._asking = (
@@ -70,21 +74,39 @@ class WorkerLink:
         self._produce(self._up, encode(record), 0)
 
     def dead_letters(self, letters: list[DeadLetter]) -> None:
-        """Store refused records; returns when Kafka has them, so that no update can count them before."""
+        """Store refused records; returns when Kafka has them, so that no update can count them before.
+
+        Raises:
+            ServiceUnavailableError: Kafka does not take them.
+        """
         for letter in letters:
             self._produce(self._dead, encode(letter), 0)
         while letters and self._producer.flush(1.0):
             continue
+        if letters and (reason := self._refused.get(self._dead)) is not None:
+            raise ServiceUnavailableError(
+                f"Kafka at {self._address} refused a dead letter on {self._dead}: {reason}; its batch is not learned "
+                "before Kafka takes it"
+            )
 
     def _produce(self, topic: str, value: bytes, partition: int) -> None:
         while True:
             try:
-                self._producer.produce(topic, value=value, key=self._key, partition=partition)
+                self._producer.produce(
+                    topic, value=value, key=self._key, partition=partition, on_delivery=self._on_delivery
+                )
             except BufferError:
                 self._producer.poll(0.1)  # Kafka is away and the queue is full: wait, nothing may be dropped
             else:
                 self._producer.poll(0)
                 return
+
+    def _on_delivery(self, error: Any, message: Any) -> None:
+        # Never for being late (message.timeout.ms is 0): not allowed, too long. The protocol heals what is lost on
+        # `up`, but a person has to mend the reason.
+        if error is not None and message.topic() not in self._refused:
+            self._refused[message.topic()] = error.str()
+            log.error("kafka_refused", topic=message.topic(), reason=error.str())
 
     def poll(self) -> None:
         """Let the client library report what was delivered; call it now and then."""
@@ -130,7 +152,7 @@ class WorkerLink:
             if now - asked_s >= _JOIN_AGAIN_S:
                 self.send(Join(worker=self._worker, instance=instance, incarnation=incarnation))
                 asked_s = now
-            if ended is not None and now - started_s >= _ENDED_AFTER_S:
+            if ended is not None and now - started_s >= self._ended_after_s:
                 raise JobEndedError(ended.reason)
             if now - started_s >= _SAY_AGAIN_S and now - said_s >= _SAY_AGAIN_S:
                 log.warning(

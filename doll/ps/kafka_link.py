@@ -14,7 +14,7 @@ from doll import topics
 from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.records import AnyRecord, Metric, encode
-from doll.services import LINGER_MS, Services, kafka_settings
+from doll.services import LINGER_MS, RECORD_LIMIT_BYTES, Services, kafka_settings
 
 _PER_POLL = 500
 
@@ -33,6 +33,7 @@ class KafkaLink:
                 linger_ms=LINGER_MS,
                 message_timeout_ms=0,
                 compression_type="none",
+                message_max_bytes=RECORD_LIMIT_BYTES,
             )
         )
         self._consumer = Consumer(

@@ -10,9 +10,29 @@ from typing import Any
 
 import msgspec
 import pytest
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
+from doll.consumers.link import WorkerLink
+from doll.errors import ServiceUnavailableError
 from doll.local import supervisor
 from doll.packing import pack
-from doll.records import Alive, Announce, Evaluated, Grant, Hello, Join, Leave, Push, Stop, Welcome, encode
+from doll.ps.kafka_link import KafkaLink
+from doll.records import (
+    Alive,
+    Announce,
+    DeadLetter,
+    Evaluated,
+    Grant,
+    Hello,
+    Join,
+    Leave,
+    Member,
+    Push,
+    Stop,
+    Update,
+    Welcome,
+    encode,
+)
+from doll.services import kafka_settings
 
 pytestmark = pytest.mark.integration
 
@@ -196,6 +216,7 @@ def test_a_task_that_fails_on_a_batch_is_told_and_ends_the_job_with_its_words(
 ) -> None:
     """No sample is skipped silently: the worker ends, is started again, fails again, until the supervisor gives up."""
     monkeypatch.setattr(supervisor, "MAX_FAILURES", 2)
+    monkeypatch.setattr(supervisor, "HEALTHY_AFTER_S", 600.0)  # a busy machine takes its time to fail
     (tmp_path / "broken.py").write_text(
         TASK.replace("torch.nn.Linear(3, 2)", "torch.nn.Linear(4, 2)").replace("Points", "Broken")
     )
@@ -205,4 +226,46 @@ def test_a_task_that_fails_on_a_batch_is_told_and_ends_the_job_with_its_words(
     with pytest.raises(
         supervisor.RoleFailedError, match=r"broken\.py:Broken failed on batch 0.*shapes cannot be multiplied"
     ):
-        job.until(lambda: False, "an end", 60.0)
+        job.until(lambda: False, "an end")
+
+
+def test_a_dead_letter_that_kafka_refuses_is_not_taken_for_stored(make_pipeline: Any) -> None:
+    """An update would count the record as dead, and nobody could ever read it."""
+    job = make_pipeline()
+    topic = ConfigResource(ResourceType.TOPIC, job.config.topic("dead"))
+    topic.add_incremental_config(ConfigEntry("max.message.bytes", "100", incremental_operation=AlterConfigOpType.SET))
+    admin = AdminClient(kafka_settings(job.config, job.services))
+    for done in admin.incremental_alter_configs([topic]).values():
+        done.result(60.0)
+    worker = WorkerLink(job.config, job.services, 0)
+    letter = DeadLetter(worker=0, partition=0, offset=3, reason="bad", payload=b"x" * 5000, payload_bytes=5000)
+    try:
+        with pytest.raises(ServiceUnavailableError, match=r"refused a dead letter on doll\..*\.dead: .*too large"):
+            worker.dead_letters([letter])
+    finally:
+        worker.close()
+
+
+def test_an_update_of_nothing_but_bad_records_fits_into_its_topic(make_pipeline: Any) -> None:
+    """Somebody upstream has changed the format: every offset of a large group is named."""
+    job = make_pipeline()
+    first = 5_000_000_000
+    dead = tuple(range(first, first + 200_000))
+    member = Member(worker=0, token=0, lo=first, hi=first + 200_000, n_samples=0, base_version=0, dead=dead)
+    update = Update(ps_epoch=1, version=1, members=(member,), n_samples=0, loss=0.0, samples_total=0)
+    server = KafkaLink(job.config, job.services)
+    worker = WorkerLink(job.config, job.services, 0)
+    push = Push(
+        worker=0, epoch=1, token=0, ps_epoch=1, grant=1, version=0, key="", n_samples=0, loss_sum=0.0, dead=dead
+    )  # fmt: skip
+    try:
+        server.open()
+        server.update(update)
+        worker.send(push)
+        assert server.flush(60.0) == 0
+        worker.flush(60.0)
+        assert server.updates_acknowledged() == 1
+        job.until(lambda: encode(push) in server.poll(0.2), "the push")
+    finally:
+        server.close()
+        worker.close()
