@@ -24,6 +24,7 @@ from doll.ps.file_store import FileStore
 from doll.ps.server import restore
 from doll.records import AnyRecord, Epoch, Finished, Metric, Update, decode, encode
 from doll.services import BLOBS_ENV, Services, kafka_settings
+from waiting import PATIENCE_S
 
 FEATURES = 4
 # Short leases and pauses: a test waits for what a person would wait for.
@@ -115,7 +116,7 @@ class Pipeline:
         """SIGKILL; the supervisor will start it again."""
         role = self.role(name)
         role.kill()
-        assert role.wait(90.0) == -signal.SIGKILL
+        assert role.wait(PATIENCE_S) == -signal.SIGKILL
 
     def log(self, name: str) -> str:
         path = self.run / "logs" / f"{name}.log"
@@ -141,7 +142,7 @@ class Pipeline:
         for i, value in enumerate(values):
             to = i % self.config.data.workers if partition is None else partition
             self.produce("samples", value, to)
-        assert self._producer.flush(30) == 0
+        assert self._producer.flush(PATIENCE_S) == 0
 
     def produce(self, kind: Any, value: bytes | None, partition: int = 0) -> None:
         self._producer.produce(self.config.topic(kind), value, partition=partition)
@@ -150,7 +151,7 @@ class Pipeline:
     def control(self, kind: Any, record: AnyRecord | bytes, partition: int = 0) -> None:
         """A record, or any bytes, on one of the control topics."""
         self.produce(kind, record if isinstance(record, bytes) else encode(record), partition)
-        assert self._producer.flush(30) == 0
+        assert self._producer.flush(PATIENCE_S) == 0
 
     # --- watching
 
@@ -172,7 +173,7 @@ class Pipeline:
                 case Metric():
                     self.metrics[one.record.source] = dict(one.record.values)
 
-    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = 180.0) -> None:
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline_s:
@@ -183,13 +184,13 @@ class Pipeline:
                 pytest.fail(f"not within {timeout_s:g} s: {what}; version {self.version}, {self.metrics}\n{logs}")
             self.look()
 
-    def until_version(self, version: int, timeout_s: float = 180.0) -> None:
+    def until_version(self, version: int, timeout_s: float = PATIENCE_S) -> None:
         self.until(lambda: self.version >= version, f"version {version}", timeout_s)
 
-    def until_finished(self, timeout_s: float = 240.0) -> None:
+    def until_finished(self, timeout_s: float = 2 * PATIENCE_S) -> None:
         """The job has ended, and with it each of its processes."""
         self.until(lambda: self.finished is not None, "the end of the job", timeout_s)
-        self.until(lambda: not self.supervisor.handles(), "the end of its processes", 90.0)
+        self.until(lambda: not self.supervisor.handles(), "the end of its processes")
         assert set(self.supervisor.exit_codes().values()) <= {0}, self.supervisor.exit_codes()
 
     # --- the truth
@@ -224,10 +225,10 @@ class Pipeline:
         consumer = Consumer(kafka_settings(self.config, self.services, group_id="test", enable_auto_commit=False))
         try:
             where = TopicPartition(self.config.topic(kind), 0, 0)
-            _, high = consumer.get_watermark_offsets(where, timeout=10)
+            _, high = consumer.get_watermark_offsets(where, timeout=60)
             consumer.assign([where])
             found: list[AnyRecord] = []
-            deadline_s = time.monotonic() + 60
+            deadline_s = time.monotonic() + PATIENCE_S
             while len(found) < high:
                 assert time.monotonic() < deadline_s, f"{kind}: {len(found)} of {high} records"
                 message = consumer.poll(0.2)

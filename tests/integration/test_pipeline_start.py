@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from doll.consumers import link
 from doll.local.processes import free_port
 from doll.records import Hello, Stop
 from doll.services import Services
+from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.integration
 
@@ -26,41 +26,37 @@ data: {{workers: 2, batch_size: 8}}
 """
 
 
-def doll(*arguments: str, kafka: str, redis: str, cwd: Path) -> tuple[subprocess.CompletedProcess[str], float]:
-    """A command, and how long it took."""
-    began_s = time.monotonic()
-    done = subprocess.run(
+def doll(*arguments: str, kafka: str, redis: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """A command, to its end."""
+    return subprocess.run(
         [sys.executable, "-m", "doll", *arguments],
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
         cwd=cwd,
         env=os.environ | {"DOLL_KAFKA": kafka, "DOLL_REDIS": redis},
     )
-    return done, time.monotonic() - began_s
 
 
 @pytest.mark.parametrize("role", ["worker", "ps"])
 def test_kafka_and_redis_are_not_there(tmp_path: Path, job_name: str, role: str) -> None:
     (tmp_path / "job.yaml").write_text(JOB.format(job=job_name))
     kafka, redis = f"127.0.0.1:{free_port()}", f"redis://127.0.0.1:{free_port()}/0"
-    done, seconds = doll(role, "job.yaml", kafka=kafka, redis=redis, cwd=tmp_path)
+    done = doll(role, "job.yaml", kafka=kafka, redis=redis, cwd=tmp_path)
     assert done.returncode == 1
     assert f"Kafka at {kafka}" in done.stderr
     assert f"Redis at {redis} does not answer" in done.stderr
     assert "Traceback" not in done.stderr
     assert "start it" in done.stderr
-    assert seconds < 150  # 15 s on an idle machine
 
 
 def test_only_redis_is_not_there(tmp_path: Path, job_name: str, services: Services) -> None:
     (tmp_path / "job.yaml").write_text(JOB.format(job=job_name))
     redis = f"redis://127.0.0.1:{free_port()}/0"
-    done, seconds = doll("ps", "job.yaml", kafka=services.kafka, redis=redis, cwd=tmp_path)
+    done = doll("ps", "job.yaml", kafka=services.kafka, redis=redis, cwd=tmp_path)
     assert done.returncode == 1
     assert f"Redis at {redis} does not answer" in done.stderr
     assert "Kafka" not in done.stderr
-    assert seconds < 150  # 15 s on an idle machine
 
 
 @pytest.mark.parametrize("kind", ["samples", "down"])
@@ -69,8 +65,8 @@ def test_a_topic_has_too_few_partitions(tmp_path: Path, job_name: str, services:
     (tmp_path / "job.yaml").write_text(JOB.format(job=job_name))
     topic = f"doll.{job_name}.{kind}"
     admin = AdminClient({"bootstrap.servers": services.kafka})
-    admin.create_topics([NewTopic(topic, 1)])[topic].result(20)
-    done, _ = doll("ps", "job.yaml", kafka=services.kafka, redis=services.redis, cwd=tmp_path)
+    admin.create_topics([NewTopic(topic, 1)])[topic].result(PATIENCE_S)
+    done = doll("ps", "job.yaml", kafka=services.kafka, redis=services.redis, cwd=tmp_path)
     assert done.returncode == 2
     assert f"topic {topic}: expected 2 partitions, found 1" in done.stderr
     assert "set data.workers to 1" in done.stderr
@@ -78,7 +74,7 @@ def test_a_topic_has_too_few_partitions(tmp_path: Path, job_name: str, services:
 
 def started(job: Any, name: str, role: str, *more: Any, job_path: Path | None = None) -> tuple[int, str]:
     """Exit code and log of a role that does not come up."""
-    code = job.launch(name, role, *more, job_path=job_path).wait(60.0)
+    code = job.launch(name, role, *more, job_path=job_path).wait(PATIENCE_S)
     assert code is not None
     return code, job.log(name)
 
@@ -155,7 +151,7 @@ def test_a_worker_that_starts_after_the_end_of_the_job_is_told_so(
     make_pipeline: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its predecessor died on the last message: without this it would wait for a server that never comes."""
-    job = make_pipeline()
+    job = make_pipeline("ps.lease_s=0.1")
     monkeypatch.setattr(link, "_ENDED_AFTER_S", 0.0)
     job.control("down", Stop(ps_epoch=1, reason="updates: 20 reached"), partition=1)
     late = link.WorkerLink(job.config, job.services, 1)
@@ -167,7 +163,7 @@ def test_a_worker_that_starts_after_the_end_of_the_job_is_told_so(
 
 
 def test_a_job_that_ended_and_was_resumed_has_not_ended(make_pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = make_pipeline()
+    job = make_pipeline("ps.lease_s=0.1")
     monkeypatch.setattr(link, "_ENDED_AFTER_S", 0.0)
     job.control("down", Stop(ps_epoch=1, reason="updates: 20 reached"), partition=1)
     job.control("down", Hello(ps_epoch=2), partition=1)
