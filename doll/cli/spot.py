@@ -241,7 +241,8 @@ def make_market(config: JobConfig, fleet: ProcessesFleetConfig, seed: int) -> tu
     )  # fmt: skip
     section = plan.model_copy(
         update={
-            "alpha": chosen.alpha, "spot_usd_per_h": chosen.price.mean(chosen.start_s, chosen.end_s),
+            "alpha": chosen.alpha, "cycle_s": chosen.cycle_s,
+            "spot_usd_per_h": chosen.price.mean(chosen.start_s, chosen.end_s),
             "on_demand_usd_per_h": chosen.on_demand_usd_per_hour,
         }
     )  # fmt: skip

@@ -110,6 +110,13 @@ class Pool:
         """Share of the machines asked for that were up, over the whole recording."""
         return self.num_up.mean(self.start_s, self.end_s) / self.num_machines
 
+    @property
+    def cycle_s(self) -> float:
+        """Mean up and down time of a machine together; the recording's length for each where none was taken away."""
+        inside = (self.num_up.times_s >= self.start_s) & (self.num_up.times_s <= self.end_s)
+        taken = -np.minimum(np.diff(self.num_up.values[inside]), 0.0).sum()
+        return self.length_s * self.num_machines / max(float(taken), 1.0)
+
 
 @dataclass(frozen=True)
 class TraceSet:

@@ -47,6 +47,7 @@ def test_a_folder_in_the_documented_form_is_read(tmp_path: Path):
     (c,) = found[1].pools
     assert (a.start_s, a.end_s) == (20.0, 100.0)
     assert a.alpha == pytest.approx((40 * 4 + 40 * 1) / 80 / 4)
+    assert a.cycle_s == pytest.approx(80 * 4 / 3)  # 4 machines for 80 s, 3 of them taken away
     assert b.price.at(np.array([5.0])).tolist() == [0.5]
     # Without availability a machine is there while it costs no more than on demand.
     assert c.num_up.at(np.array([10.0, 60.0, 80.0])).tolist() == [1, 0, 1]
@@ -189,6 +190,7 @@ def test_skypilot_and_bamboo_recordings_are_read(tmp_path: Path):
     counts, events, sky = sorted(load(tmp_path), key=lambda one: one.name)
     assert sky.pools[0].num_up.times_s.tolist() == [0, 30, 60, 90]
     assert sky.pools[0].alpha == pytest.approx(10 / 12)
+    assert sky.pools[0].cycle_s == pytest.approx(90 * 4 / 2)
     assert events.pools[0].num_up.times_s.tolist() == [0, 5, 8]
     assert events.pools[0].num_up.values.tolist() == [2, 1, 2]
     assert counts.pools[0].num_up.values.tolist() == [80, 70, 60]
