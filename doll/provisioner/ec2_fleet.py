@@ -65,7 +65,7 @@ class Notices(Protocol):
     """Interruption notices, as `doll.provisioner.ec2_notices` gets them."""
 
     def take(self, own: Collection[str]) -> Mapping[str, float]:
-        """When each of these instances will be taken, of those that have had a notice since the last call."""
+        """When each of these instances will be taken, of those that have had a notice; told at least once."""
         ...
 
     def close(self) -> None: ...

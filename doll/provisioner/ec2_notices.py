@@ -1,7 +1,8 @@
 """Interruption notices of spot instances, two minutes ahead: EventBridge puts them into an SQS queue, this reads it.
 
-The events carry no tags, so every spot instance of the account is in the queue: what is not ours is passed over. All
-messages that are read are deleted. A notice that is lost costs nothing but time: the listing shows what has ended.
+The events carry no tags, so every spot instance of the account is in the queue: what is not ours is deleted. A notice
+of ours stays until its instance has ended, and is read again and again: whoever dies between reading and acting loses
+nothing, as its successor reads the same. The queue forgets by itself (`message_retention_seconds`, 300 in Terraform).
 
 Source of the fields: Amazon EC2 User Guide, "EC2 Spot Instance interruption notices".
 """
@@ -20,6 +21,10 @@ from doll.errors import ServiceUnavailableError
 log = telemetry.get_logger(__name__)
 
 NOTICE_S: Final = 120.0
+AGAIN_S: Final = 45
+"""A notice that is kept comes again after so long: more than a turn, and less than half of its time."""
+UNLISTED_S: Final = 60.0
+"""A notice of a stranger is kept for so long: an instance of a predecessor that died may not be listed yet."""
 _WARNING: Final = "EC2 Spot Instance Interruption Warning"
 _REBALANCE: Final = "EC2 Instance Rebalance Recommendation"
 _AT_ONCE: Final = 10  # what SQS gives at most
@@ -41,7 +46,9 @@ class Ec2Notices:
         self._clock = clock
 
     def take(self, own: Collection[str]) -> Mapping[str, float]:
-        """When, in Unix seconds, each of the instances `own` will be taken, by the notices since the last call.
+        """When, in Unix seconds, each of the instances `own` will be taken, by the notices that are to be read now.
+
+        What was told before may be told again, in the same words.
 
         Raises:
             ServiceUnavailableError: the queue does not answer, or we may not read it.
@@ -52,20 +59,18 @@ class Ec2Notices:
         try:
             for _ in range(_MAX_ROUNDS):
                 answer = self._client.receive_message(
-                    QueueUrl=self._queue_url, MaxNumberOfMessages=_AT_ONCE, WaitTimeSeconds=0
-                )
+                    QueueUrl=self._queue_url, MaxNumberOfMessages=_AT_ONCE, WaitTimeSeconds=0,
+                    VisibilityTimeout=AGAIN_S,
+                )  # fmt: skip
                 messages = answer.get("Messages", ())
                 if not messages:
                     break
-                for message in messages:
-                    self._read(message["Body"], own, found)
-                self._client.delete_message_batch(
-                    QueueUrl=self._queue_url,
-                    Entries=[
-                        {"Id": str(number), "ReceiptHandle": message["ReceiptHandle"]}
-                        for number, message in enumerate(messages)
-                    ],
-                )
+                over = [message["ReceiptHandle"] for message in messages if self._read(message["Body"], own, found)]
+                if over:
+                    self._client.delete_message_batch(
+                        QueueUrl=self._queue_url,
+                        Entries=[{"Id": str(number), "ReceiptHandle": one} for number, one in enumerate(over)],
+                    )
         except (BotoCoreError, ClientError) as error:
             if not found:
                 raise ServiceUnavailableError(f"SQS, reading interruption notices: {error}") from error
@@ -75,19 +80,22 @@ class Ec2Notices:
     def close(self) -> None:
         self._client.close()
 
-    def _read(self, body: str, own: Collection[str], found: dict[str, float]) -> None:
+    def _read(self, body: str, own: Collection[str], found: dict[str, float]) -> bool:
+        """Enter what the message says; whether nobody needs it any more."""
         try:
             event = json.loads(body)
             kind, id_ = event["detail-type"], event["detail"]["instance-id"]
             said_s = datetime.fromisoformat(event["time"]).timestamp() if "time" in event else self._clock()
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             log.warning("message_refused", reason=f"{type(error).__name__}: {error}", body=body[:200])
-            return
-        if id_ not in own:
-            return
-        if kind == _WARNING:
-            # The same event may come twice; the first notice is the one that counts.
-            found[id_] = min(found.get(id_, said_s + NOTICE_S), said_s + NOTICE_S)
-        elif kind == _REBALANCE:
+            return True
+        if kind == _REBALANCE and id_ in own:
             # A hint with many false alarms (docs/aws.md): told, never acted upon.
             log.info("rebalance_recommended", id=id_)
+        if kind != _WARNING:
+            return True
+        if id_ not in own:
+            return self._clock() - said_s > UNLISTED_S
+        # The same event may come twice; the first notice is the one that counts.
+        found[id_] = min(found.get(id_, said_s + NOTICE_S), said_s + NOTICE_S)
+        return False

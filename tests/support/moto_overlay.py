@@ -95,6 +95,14 @@ class MotoMarket:
         }  # fmt: skip
         client("sqs").send_message(QueueUrl=self.queue_url, MessageBody=json.dumps(body))
 
+    def show_again(self) -> None:
+        """Let the time pass for which messages that were read and not deleted stay hidden."""
+        from moto.sqs.models import sqs_backends
+
+        for queue in sqs_backends["123456789012"][REGION].queues.values():
+            for message in queue._messages:
+                message.visible_at = 0.0
+
     def stop_by_itself(self, id_: str) -> None:
         """The machine shuts down from inside."""
         self._end(_instance(id_), "Client.InstanceInitiatedShutdown", "User initiated")
