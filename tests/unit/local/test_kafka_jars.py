@@ -116,7 +116,7 @@ def test_runs_side_by_side_take_turns(machine: Path, tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-m", "doll.local.kafka_jars"], env=dict(os.environ), stdout=subprocess.PIPE)
         for _ in range(3)
     ]
-    said = [run.communicate(timeout=30)[0].decode() for run in runs]
+    said = [run.communicate(timeout=300)[0].decode() for run in runs]
     assert [run.returncode for run in runs] == [0, 0, 0]
     assert all(text.endswith(f"{kafka_jars.folder()}\n") for text in said)
     assert (tmp_path / "maven-runs").read_text() == "run\n"

@@ -47,7 +47,7 @@ def test_the_next_run_removes_what_a_killed_one_left_and_nothing_else(tmp_path: 
     (tmp_path / "doll-blobs-link").symlink_to(tmp_path / "other")
     try:
         killed.kill()
-        killed.wait(60)
+        killed.wait(300)
         assert (left / "blob").is_file()
         with shared_memory.run_folder(tmp_path) as mine:
             assert not left.exists()
@@ -55,8 +55,8 @@ def test_the_next_run_removes_what_a_killed_one_left_and_nothing_else(tmp_path: 
             assert mine.is_dir()
         assert (tmp_path / "other").is_dir()
     finally:
-        killed.communicate(timeout=60)
-        alive.communicate(timeout=60)  # closes its input: it ends in order
+        killed.communicate(timeout=300)
+        alive.communicate(timeout=300)  # closes its input: it ends in order
     assert not kept.exists()
 
 

@@ -223,7 +223,7 @@ def test_a_checkpoint_waits_for_the_update_records_and_durable_waits_for_the_che
     save = rig.store.save
 
     def slow(checkpoint: Checkpoint) -> None:
-        assert release.wait(10)
+        assert release.wait(300)
         save(checkpoint)
 
     rig.store.save = slow  # type: ignore[method-assign]
@@ -411,6 +411,18 @@ def test_leaving_saves_only_what_kafka_has_records_of() -> None:
     rig.server.close()
 
 
+def test_sigterm_saves_although_the_save_under_way_fails(rig: Rig) -> None:
+    """A passing failure is tried again, also when there is only one try left."""
+    rig.store.fail_next(CheckpointError("timeout"))
+    rig.update()
+    rig.turn_until(lambda: rig.server._saving is not None)
+    rig.server.save_now()
+    assert rig.store.saved == [(1, 1)]
+    rig.store.claim_epoch()
+    with pytest.raises(FencedError):
+        rig.server.save_now()
+
+
 def test_a_successor_goes_on_from_the_checkpoint_and_does_the_rest_again() -> None:
     """Crash after apply, before the checkpoint: version 2 is void, its batches are granted again."""
     rig = Rig()
@@ -444,11 +456,11 @@ def test_crash_after_the_checkpoint_before_durable_is_said_in_the_next_welcome()
     def save(checkpoint: Checkpoint) -> None:
         order(checkpoint)
         saved.set()
-        assert release.wait(10)
+        assert release.wait(300)
 
     rig.store.save = save  # type: ignore[method-assign]
     rig.server.turn()
-    assert saved.wait(10)
+    assert saved.wait(300)
     assert rig.box.of(Durable) == []  # it died here
     release.set()
     rig.server.close()
