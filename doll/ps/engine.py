@@ -433,13 +433,15 @@ class Engine:
         if not self._heard(event.worker, event.epoch, now, actions):
             return
         slot = self._slots[event.worker]
-        too_many = event.until - slot.durable > self.settings.max_pending_batches
-        if event.first < 0 or event.until < event.first or event.first > slot.announced or too_many:
-            # A hole in the announcements, or more than a worker may hold: it is out of step, let it join again.
+        # A worker whose job file allows more says the rest again in a while: it need not start again for that.
+        allowed = slot.durable + self.settings.max_pending_batches
+        hole = event.first > slot.announced and slot.announced < allowed
+        if event.first < 0 or event.until < event.first or hole:
+            # It is out of step: let it join again.
             self.counters["refused_announce"] += 1
             actions.append(SendHello(event.worker))
             return
-        for _ in range(slot.announced, event.until):
+        for _ in range(slot.announced, min(event.until, allowed)):
             slot.waiting_orders.append(next(self._orders))
             slot.announced += 1
         self._recount(event.worker)

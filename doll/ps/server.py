@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Protocol, assert_never
 
 import msgspec
@@ -228,7 +229,8 @@ class ParameterServer:
             FencedError, CheckpointError: as in `turn`.
         """
         if self._saving is not None:
-            self._saving[1].result()
+            with suppress(CheckpointError):  # what fails now and then is tried once more, below
+                self._saving[1].result()
         if self._outbox.updates_acknowledged() < self._updates_sent:
             log.warning("not_saved", version=self.engine.version, reason="Kafka has not acknowledged every update")
         elif self.engine.version > 0:

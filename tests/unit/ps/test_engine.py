@@ -90,6 +90,21 @@ def test_a_group_starts_when_k_batches_are_there_and_prefers_distinct_workers() 
     assert granted(bench.announce(0, 2, 5)) == [(0, 2), (0, 3), (0, 4)], "K above the number of workers that have data"
 
 
+def test_of_a_worker_that_may_hold_more_than_the_server_allows_only_so_many_count() -> None:
+    """It runs with a larger `max_pending_batches`: refused, it would join and announce the same again without end."""
+    bench = Bench(Doll(4), max_pending_batches=4)
+    bench.join(0)
+    actions = bench.announce(0, 0, 2**40)
+    assert granted(actions) == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert only(actions, ev.SendHello) == []
+    for token in range(4):
+        actions = bench.push(0, token)
+    (stored,) = only(actions, ev.StoreCheckpoint)
+    bench.tell(ev.CheckpointStored(version=stored.version))
+    assert granted(bench.announce(0, 4, 2**40)) == [(0, 4), (0, 5), (0, 6), (0, 7)]
+    assert only(bench.announce(0, 9, 10), ev.SendHello) == [], "no hole: what lies between was not let in"
+
+
 def test_a_worker_that_goes_is_replaced_at_the_same_version() -> None:
     """Digest D3: nobody waits for a ghost, and the group is still of one version."""
     bench = Bench(Doll(2))
@@ -280,10 +295,9 @@ def test_a_full_worker_makes_a_checkpoint_due() -> None:
     assert [bool(item) for item in saved] == [False, False, False, True]
 
 
-def test_more_than_a_worker_may_hold_is_refused() -> None:
+def test_a_hole_in_the_announcements_is_refused() -> None:
     bench = Bench(Doll(1), workers=1)
     bench.join(0)
-    assert only(bench.announce(0, 0, 10**9), ev.SendHello)
     assert only(bench.announce(0, 5, 6), ev.SendHello), "a hole: batch 0 to 4 were never announced"
     assert bench.engine.num_waiting == 0
 
