@@ -28,8 +28,9 @@ POLL_S = 0.2
 FLUSH_S = 10.0
 ASK_KAFKA_S = 5.0
 MEASURE_S = 300.0  # one round over a large held-out set, on a machine whose workers come first
-# A job that finished before this process started may be about to go on: a new parameter server says so within seconds.
-RESUME_GRACE_S = 15.0
+# A job that finished before this process started may be about to go on: a new parameter server says so within seconds,
+# a standby after its lease too.
+RESUME_GRACE_S = 30.0
 
 
 def run_evaluator(config: JobConfig, services: Services, run_folder: Path) -> int:
@@ -73,6 +74,7 @@ def _follow(
 ) -> None:
     topic = config.topic("updates")
     started_s = next_s = ask_s = time.monotonic()
+    grace_s = config.ps.lease_s + RESUME_GRACE_S
     pulse.expect("loop", within_s=MEASURE_S)
     pulse.expect("kafka", within_s=MEASURE_S + 3 * ASK_KAFKA_S, vital=False)
     pulse.waits_for("")
@@ -88,7 +90,7 @@ def _follow(
         finished = evaluator.history.finished
         # What is in the topic from before is history, unless nothing follows it.
         news = tail.past(topic) and (
-            any(one.offset >= tail.ends[topic] for one in tailed) or time.monotonic() - started_s > RESUME_GRACE_S
+            any(one.offset >= tail.ends[topic] for one in tailed) or time.monotonic() - started_s > grace_s
         )
         if finished is not None and news:
             _publish(config, evaluator, producer, evaluator.final(finished.ps_epoch, finished.version))
