@@ -44,7 +44,7 @@ class Job:
     def send(self, kind: Any, values: Iterable[bytes], partition: int = 0) -> None:
         for value in values:
             self.producer.produce(self.config.topic(kind), value, partition=partition)
-        assert self.producer.flush(30) == 0
+        assert self.producer.flush(300) == 0
 
     def records(self, *records: AnyRecord) -> None:
         self.send("updates", [encode(record) for record in records])

@@ -56,7 +56,7 @@ def values_at(config: JobConfig, services: Any, partition: int, low: int, high: 
     consumer = Consumer(kafka_settings(config, services, group_id="test"))
     consumer.assign([TopicPartition(config.topic("samples"), partition, low)])
     try:
-        messages = [consumer.poll(10) for _ in range(low, high)]
+        messages = [consumer.poll(60) for _ in range(low, high)]
         assert all(message is not None for message in messages)
         return [message.value() for message in messages]
     finally:
@@ -67,7 +67,7 @@ def ends(config: JobConfig, services: Any) -> list[int]:
     consumer = Consumer(kafka_settings(config, services, group_id="test"))
     try:
         return [
-            consumer.get_watermark_offsets(TopicPartition(config.topic("samples"), n), timeout=10, cached=False)[1]
+            consumer.get_watermark_offsets(TopicPartition(config.topic("samples"), n), timeout=60, cached=False)[1]
             for n in range(config.data.workers)
         ]
     finally:
@@ -158,7 +158,7 @@ def test_where_the_log_has_let_go_the_letter_serves_if_it_is_whole(make_pipeline
     letter(7, b"still there")
     admin = AdminClient(kafka_settings(config, services))
     (info,) = admin.delete_records([TopicPartition(config.topic("samples"), 0, 6)]).values()
-    info.result(10)
+    info.result(60)
     chosen = dead_letters.dead_records(config, services)
     done = dead_letters.replay(config, services, job.store, chosen)
     assert [(item.dead.at[1], item.source, item.offset) for item in done if item.source] == [

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from doll.local.supervisor import RoleSpec
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from imds_stub import imds_stub
 
 pytestmark = pytest.mark.integration

@@ -129,7 +129,7 @@ def test_records_of_a_plain_kafka_client_are_trained_on(make_pipeline: Any) -> N
         event = {"age": rng.uniform(18, 80), "visits": visits, "spend": 10.0 * visits, "left": visits < 8}
         producer.produce(f"doll.{job.config.job}.samples", json.dumps(event), partition=i % 2)
         producer.poll(0)
-    assert producer.flush(30) == 0
+    assert producer.flush(300) == 0
     job.until_finished()
     report = job.assert_sound()
     assert (report.applied, report.dead) == (160, 0)
@@ -145,7 +145,7 @@ def test_records_of_kcat_are_trained_on(make_pipeline: Any) -> None:
             ["kcat", "-P", "-b", job.services.kafka, "-t", job.config.topic("samples"), "-p", str(partition)],
             input=b"\n".join(lines[partition::2]) + b"\n",
             check=True,
-            timeout=60,
+            timeout=300,
         )
     job.until_finished()
     assert job.assert_sound().dead == 0
@@ -159,7 +159,7 @@ def test_a_program_piped_into_doll_produce_is_trained_on(make_pipeline: Any) -> 
         ["bash", "-o", "pipefail", "-c", command],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env=os.environ | {"DOLL_KAFKA": job.services.kafka, "DOLL_REDIS": job.services.redis},
         cwd=job.folder,
     )

@@ -95,10 +95,10 @@ def tls_in_front_of(port: int, own: Path) -> Iterator[int]:
 
     def pass_on(plain: socket.socket) -> None:
         with contextlib.suppress(OSError), plain, context.wrap_socket(plain, server_side=True) as secure:
-            secure.settimeout(30)
+            secure.settimeout(300)
             with socket.create_connection(("127.0.0.1", port)) as inner:
                 while True:
-                    ready = [secure] if secure.pending() else select.select([secure, inner], [], [], 30)[0]
+                    ready = [secure] if secure.pending() else select.select([secure, inner], [], [], 300)[0]
                     if not ready:
                         return
                     for end in ready:
@@ -138,7 +138,7 @@ def secured_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredK
         scram = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
         user = UserScramCredentialUpsertion(USER, scram, KAFKA_SECRET.encode())
         for future in admin.alter_user_scram_credentials([user]).values():
-            future.result(20)
+            future.result(300)
         yield SecuredKafka(kafka.secure_address, ca, own)
 
 
@@ -184,7 +184,7 @@ def test_a_whole_job_over_tls_with_log_ins(secured: Secured, tmp_path: Path, job
     )
     done = subprocess.run(
         [sys.executable, "-m", "doll", "up", "job.yaml", "--json"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False,
         env={**os.environ, **secured.environment},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
