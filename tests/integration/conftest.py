@@ -18,7 +18,7 @@ from doll.config import JobConfig, load
 from doll.evaluation.kafka_tail import Tail
 from doll.ledger import LedgerReport
 from doll.local.roles import ForkServer, Role
-from doll.local.supervisor import RoleSpec, Supervisor
+from doll.local.supervisor import Restart, RoleSpec, Supervisor
 from doll.ps.checkpoints import Checkpoint
 from doll.ps.file_store import FileStore
 from doll.ps.server import restore
@@ -45,6 +45,7 @@ class Pipeline:
         updates: update records seen so far, as they stand on the topic, void ones included.
         metrics: the newest measurements of each source.
         pids: of each supervised role when it was started first.
+        restarts: of supervised roles that ended with an error.
     """
 
     def __init__(self, folder: Path, services: Services, forks: ForkServer, job: str, overrides: Iterable[str]) -> None:
@@ -59,7 +60,8 @@ class Pipeline:
         self.metrics: dict[str, dict[str, float]] = {}
         self.pids: dict[str, int] = {}
         self._unsupervised: list[Role] = []
-        self.supervisor = Supervisor(forks.launch)
+        self.restarts: list[Restart] = []
+        self.supervisor = Supervisor(forks.launch, on_restart=self.restarts.append)
         topics.ensure(self.config, services)
         self.tail = Tail(self.config, services, (self.config.topic("updates"), self.config.topic("metrics")))
         self._producer = Producer(

@@ -14,6 +14,9 @@ from doll.local.roles import Role
 
 pytestmark = pytest.mark.integration
 
+# A worker that gets nothing for so long starts again: not here, where a busy machine may need minutes to come back.
+PATIENT = ("worker.stall_s=600",)
+
 
 @pytest.fixture(autouse=True)
 def _services_come_back(broker: LocalKafka, redis_server: LocalRedis) -> Iterator[None]:
@@ -26,24 +29,21 @@ def _services_come_back(broker: LocalKafka, redis_server: LocalRedis) -> Iterato
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
 def test_the_broker_goes_away_and_comes_back(make_pipeline: Any, broker: LocalKafka, end: str) -> None:
-    job = make_pipeline("stop.updates=120")
+    job = make_pipeline("stop.updates=120", *PATIENT)
     job.start()
     job.send(job.samples(1000))
     job.until_version(10)
-    pids = {name: handle.pid for name, handle in job.supervisor.handles().items()}
     gone_s = time.monotonic()
     broker.stop() if end == "stop" else broker.kill()
     broker.start()
     away_s = time.monotonic() - gone_s
-    version = job.version
-    job.until_version(version + 5)
-    job.send(job.samples(1100))
+    job.send(job.samples(1100))  # what was sent before may have been learned before
     job.until_finished()
     report = job.assert_sound()
     assert (report.version, report.applied) == (120, 1920)
     # Nobody had to be started again, and nobody filled its log.
-    assert job.pids == pids
-    for name in pids:
+    assert job.restarts == []
+    for name in job.pids:
         told = [line for line in job.log(name).splitlines() if "kafka" in line.lower()]
         assert any("kafka_trouble" in line for line in told), name
         # Each client says it once in 30 s; a busy machine needs minutes to start a broker.
@@ -51,23 +51,20 @@ def test_the_broker_goes_away_and_comes_back(make_pipeline: Any, broker: LocalKa
 
 
 def test_redis_is_killed_and_comes_back_empty(make_pipeline: Any, redis_server: LocalRedis) -> None:
-    job = make_pipeline("stop.updates=120")
+    job = make_pipeline("stop.updates=120", *PATIENT)
     job.start()
     job.send(job.samples(1000))
     job.until_version(10)
-    pids = {name: handle.pid for name, handle in job.supervisor.handles().items()}
     redis_server.kill()
+    job.send(job.samples(1100))  # what was sent before may have been learned before: then nobody would need Redis
     # Who needs Redis next notices; the others may wait for that one meanwhile.
-    job.until(lambda: any("redis_away" in job.log(name) for name in pids), "somebody to notice", 90.0)
+    job.until(lambda: any("redis_away" in job.log(name) for name in job.pids), "somebody to notice")
     redis_server.start()
-    version = job.version
-    job.until_version(version + 5)
-    job.send(job.samples(1100))
     job.until_finished()
     report = job.assert_sound()
     assert (report.version, report.applied) == (120, 1920)
-    assert job.pids == pids
-    for name in pids:
+    assert job.restarts == []
+    for name in job.pids:
         assert job.log(name).count("redis_away") <= 1
         assert job.log(name).count("redis_away") == job.log(name).count("redis_back")
 
@@ -83,7 +80,7 @@ def test_a_job_that_ends_while_the_broker_is_away_says_so_when_it_is_back(
     broker.kill()
     ps: Role = job.role("ps")
     ps.send_signal(signal.SIGINT)
-    job.until(lambda: "finished" in job.log("ps"), "the end of the job at the parameter server", 90.0)
+    job.until(lambda: "finished" in job.log("ps"), "the end of the job at the parameter server")
     assert ps.poll() is None
     broker.start()
     job.until_finished()

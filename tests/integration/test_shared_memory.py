@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.parametrize("wipe", [False, True])
 def test_a_job_learns_every_sample_once_also_when_it_is_wiped(make_pipeline: Any, tmp_path: Path, wipe: bool) -> None:
-    job = make_pipeline("stop.updates=200")
+    job = make_pipeline("stop.updates=200", "worker.stall_s=600")
     folder = tmp_path / "blobs"
     folder.mkdir(mode=0o700)
     job.services = replace(job.services, blobs=str(folder))
@@ -26,12 +26,12 @@ def test_a_job_learns_every_sample_once_also_when_it_is_wiped(make_pipeline: Any
     job.until_version(10)
     assert list(folder.iterdir()), "the weights are not in shared memory"
     if wipe:
-        pids = {name: handle.pid for name, handle in job.supervisor.handles().items()}
         for _ in range(5):
             shutil.rmtree(folder, ignore_errors=True)  # may meet a blob that is being written
             version = job.version
+            job.send(job.samples(160))  # what was sent before may have been learned before
             job.until_version(version + 5)
-        assert job.pids == pids
+        assert job.restarts == []
     job.send(job.samples(1700))
     job.until_finished()
     report = job.assert_sound()
