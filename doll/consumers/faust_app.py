@@ -332,8 +332,9 @@ class WorkerShell:
 
     async def _watch(self) -> None:
         """Lag, and the watchdog: records are there and none comes, so this process is of no use (reference 1.1)."""
-        loop = asyncio.get_running_loop()
+        loop, stall_s = asyncio.get_running_loop(), self._config.worker.stall_s
         mail_at, mail_moved_s = self._mail_next, time.monotonic()
+        empty_until = 0  # the log holds no record from the next one up to here
         while True:
             await asyncio.sleep(_WATERMARKS_EVERY_S)
             try:
@@ -345,16 +346,22 @@ class WorkerShell:
             now = time.monotonic()
             self._pulse.beat("kafka")
             next_offset = self._batcher.next_offset
-            self._core.lag = max(0, high - next_offset) + len(self._cut) * self._config.data.records_per_batch
+            unread = max(0, high - max(next_offset, empty_until))
+            self._core.lag = unread + len(self._cut) * self._config.data.records_per_batch
             if low > next_offset:
                 self.exit(1, lost_to_retention(self._samples_topic, self._worker, next_offset, low))
             if self._mail_next != mail_at or mail_high <= self._mail_next:
                 mail_at, mail_moved_s = self._mail_next, now
             waiting = not self._core.has_room or self._core.draining
-            if high <= next_offset or waiting:
+            if not unread or waiting:
                 self._progress_s = now
+            if now - self._progress_s > stall_s:
+                look = (self._samples_topic, self._worker, next_offset, high)
+                with contextlib.suppress(ServiceUnavailableError):
+                    if not await loop.run_in_executor(None, self._link.holds_record, *look):
+                        self._progress_s, empty_until = now, high
             stalled_s = now - min(self._progress_s, mail_moved_s)
-            if stalled_s > self._config.worker.stall_s:
+            if stalled_s > stall_s:
                 self.exit(
                     1, f"records are there and none has come for {stalled_s:.0f} s (worker.stall_s): starting again"
                 )

@@ -21,6 +21,7 @@ from doll.errors import FencedError, RecordError, ServiceUnavailableError
 from doll.records import AnyRecord, DeadLetter, Fence, Hello, Join, Stop, Welcome, decode, encode
 from doll.services import LINGER_MS, RECORD_LIMIT_BYTES, Services, kafka_settings
 from doll.telemetry import get_logger
+from doll.topic_reader import TopicReader
 
 log = get_logger(__name__)
 
@@ -41,6 +42,7 @@ class WorkerLink:
     """Kafka, as one worker uses it beside Faust. `send` and `dead_letters` may be called from any thread."""
 
     def __init__(self, config: JobConfig, services: Services, worker: int) -> None:
+        self._config, self._services = config, services
         self._worker = worker
         self._address = services.kafka
         self._up = config.topic("up")
@@ -123,6 +125,17 @@ class WorkerLink:
             ServiceUnavailableError: Kafka does not answer.
         """
         return topics.watermarks(self._asking, self._address, topic, partition, _WATERMARK_TIMEOUT_S)
+
+    def holds_record(self, topic: str, partition: int, lo: int, hi: int) -> bool:
+        """Whether there is a record at all in [lo, hi): the marker of a transaction takes an offset and is none.
+
+        Raises:
+            ServiceUnavailableError: Kafka does not answer.
+        """
+        with TopicReader(self._config, self._services) as reader:
+            for _ in reader.read(topic, partition, lo, hi):
+                return True
+        return False
 
     def join(self, instance: str, should_stop: Callable[[], bool], incarnation: int = 0) -> tuple[Welcome, int] | None:
         """Ask the parameter server for a place; wait for it as long as it takes, saying so.

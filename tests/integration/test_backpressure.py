@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+from confluent_kafka import Producer
+from doll.services import kafka_settings
 
 pytestmark = pytest.mark.integration
 
@@ -15,7 +18,7 @@ def test_a_backlog_above_all_buffers_is_learned(make_pipeline: Any) -> None:
     Faust hands out all topics in one loop: were a sample to wait for room there, the durable watermark that makes room
     would wait behind it, for ever.
     """
-    job = make_pipeline("data.batch_size=64", "stop.updates=156", "worker.stall_s=15")
+    job = make_pipeline("data.batch_size=64", "stop.updates=156", "worker.stall_s=60")
     job.send(job.samples(20_000))
     job.start()
     job.until_finished()
@@ -23,3 +26,26 @@ def test_a_backlog_above_all_buffers_is_learned(make_pipeline: Any) -> None:
     assert (report.version, report.applied, report.redone) == (156, 156 * 2 * 64, 0)
     assert job.supervisor.exit_codes()["worker-0"] == 0
     assert "exiting code=1" not in job.log("worker-0") + job.log("worker-1")
+
+
+def test_the_end_of_a_log_that_holds_no_record_is_not_waited_for(make_pipeline: Any) -> None:
+    """The marker of a transaction takes the last offset: a worker must not start again and again for its sake."""
+    job = make_pipeline("stop.updates=4", "worker.stall_s=3")
+    producer = Producer(kafka_settings(job.config, job.services, **{"transactional.id": job.config.job}))
+    producer.init_transactions(60)
+
+    def send(count: int) -> None:
+        producer.begin_transaction()
+        for i, value in enumerate(job.samples(count)):
+            producer.produce(job.config.topic("samples"), value, partition=i % 2)
+        producer.commit_transaction(60)
+
+    send(2 * 2 * 8)
+    job.start()
+    job.until_version(2)
+    rests_until_s = time.monotonic() + 12.0  # four times as long as records may stay away
+    job.until(lambda: time.monotonic() > rests_until_s, "the end of a pause")
+    send(2 * 2 * 8)
+    job.until_finished()
+    assert "exiting code=1" not in job.log("worker-0") + job.log("worker-1")
+    job.assert_sound()
