@@ -81,7 +81,7 @@ class WorkerShell:
         """
         Args:
             incarnation: number of this machine, as in `Join`.
-            told_to_leave: whether SIGTERM came before Faust took the signals over; nobody else would heed that one.
+            departure: tells when it must leave; told before Faust took the signals over, it counts as well.
         """
         self.exit_code = 0
         self.departure = departure or Departure()

@@ -47,9 +47,8 @@ def run_worker(
             too.
 
     Raises:
-        DollError: services are not there, the task does not load, the parameter server runs another job file, or
-        records
-            that were not learned yet are gone from Kafka.
+        DollError: services are not there, the task does not load, the parameter server runs another job file,
+            or records that were not learned yet are gone from Kafka.
     """
     departure = departure or Departure()
     with pulse_of(f"worker-{worker}", config) as pulse, watching(config, departure):

@@ -56,7 +56,6 @@ from doll.telemetry import get_logger
 log = get_logger(__name__)
 
 _SAVE_AGAIN_S = 1.0
-_LAST_RECORDS_S = 5.0
 
 
 class Outbox(Protocol):
