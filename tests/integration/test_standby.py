@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from doll.local.roles import Role
+from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.integration
 
 LEASE_S = 2.0
-TAKEOVER_BAR_S = 40.0  # 10 s on a machine of one's own; the drill measures it
 
 
 def started_with_standby(make_pipeline: Any, updates: int) -> tuple[Any, Role, Role]:
@@ -35,15 +35,15 @@ def test_a_standby_waits_while_the_leader_lives_and_succeeds_it_when_it_dies(mak
     waited_until_s = time.monotonic() + 2.5 * LEASE_S  # nothing to learn for longer than a lease: the leader is alive
     job.until(lambda: time.monotonic() > waited_until_s, "two leases")
     assert [epoch.ps_epoch for epoch in job.epochs] == [1]
-    job.send(job.samples(200))
     leader.kill()
     died_s = time.time()
-    job.until(lambda: job.updates[-1].ps_epoch == 2, "an update by the standby", 90.0)
+    job.send(job.samples(200))  # not before: the leader might learn and save all of it
+    job.until(lambda: job.updates[-1].ps_epoch == 2, "an update by the standby")
     first = next(update for update in job.updates if update.ps_epoch == 2)
-    assert LEASE_S - 1.5 < first.time_s - died_s < TAKEOVER_BAR_S
+    assert first.time_s - died_s > LEASE_S - 1.5  # how soon it is, the drill measures
     job.send(job.samples(600))
     job.until_finished()
-    assert standby.wait(60.0) == 0
+    assert standby.wait(PATIENCE_S) == 0
     report = job.assert_sound()
     assert (report.version, report.ps_epoch) == (60, 2)
 
@@ -52,16 +52,16 @@ def test_a_leader_that_was_frozen_writes_nothing_when_it_wakes_up(make_pipeline:
     job, leader, standby = started_with_standby(make_pipeline, 80)
     leader.send_signal(signal.SIGSTOP)
     job.send(job.samples(400))
-    job.until(lambda: job.updates[-1].ps_epoch == 2, "an update by the standby", 90.0)
+    job.until(lambda: job.updates[-1].ps_epoch == 2, "an update by the standby")
     seen = len(job.updates)
     leader.send_signal(signal.SIGCONT)
-    job.until(lambda: leader.poll() is not None, "the end of the old leader", 90.0)
+    job.until(lambda: leader.poll() is not None, "the end of the old leader")
     assert leader.exitcode == 1
     assert "parameter server epoch 1 is over: epoch 2 has claimed" in job.log("ps")
     assert "was_away" in job.log("ps")
     job.send(job.samples(800))
     job.until_finished()
-    assert standby.wait(60.0) == 0
+    assert standby.wait(PATIENCE_S) == 0
     assert {update.ps_epoch for update in job.updates[seen:]} <= {2}
     assert {epoch for epoch, _ in job.store.versions()} == {2}
     report = job.assert_sound()
@@ -73,12 +73,12 @@ def test_a_standby_leaves_with_the_job_and_when_it_is_told_to(make_pipeline: Any
     other: Role = job.launch("ps-standby-2", "ps_standby_role")
     job.until(lambda: "standing_by" in job.log("ps-standby-2"), "the second standby")
     other.terminate()
-    job.until(lambda: other.poll() is not None, "the end of the second standby", 90.0)
+    job.until(lambda: other.poll() is not None, "the end of the second standby")
     assert other.exitcode == 0
     job.send(job.samples(400))
     job.until_finished()
-    assert leader.wait(60.0) == 0
-    assert standby.wait(60.0) == 0
+    assert leader.wait(PATIENCE_S) == 0
+    assert standby.wait(PATIENCE_S) == 0
     job.assert_sound()
 
 
@@ -101,7 +101,7 @@ def test_a_plain_server_leaves_a_living_leader_alone_and_succeeds_a_dead_one(mak
     job.until_version(5)
     with doll_ps(job) as second:
         try:
-            job.until(lambda: second.poll() is not None, "the end of the second server", 90.0)
+            job.until(lambda: second.poll() is not None, "the end of the second server")
         finally:
             second.kill()
         assert second.returncode == 1
@@ -112,12 +112,12 @@ def test_a_plain_server_leaves_a_living_leader_alone_and_succeeds_a_dead_one(mak
     assert [epoch.ps_epoch for epoch in job.epochs] == [1]
     job.send(job.samples(200))
     leader.kill()
-    assert leader.wait(10.0) == -signal.SIGKILL
+    assert leader.wait(PATIENCE_S) == -signal.SIGKILL
     with doll_ps(job) as third:
         try:
             job.send(job.samples(600))
             job.until_finished()
-            job.until(lambda: third.poll() is not None, "the end of the third server", 30.0)
+            job.until(lambda: third.poll() is not None, "the end of the third server")
         finally:
             third.kill()
         assert third.returncode == 0, third.stderr.read() if third.stderr is not None else ""
@@ -140,5 +140,5 @@ def test_a_server_that_was_replaced_ends_though_it_has_nothing_to_save(make_pipe
     assert "parameter server epoch 1 is over: epoch 2 has claimed" in job.log("ps")
     job.send(job.samples(160))
     job.until_finished()
-    assert successor.wait(20.0) == 0
+    assert successor.wait(PATIENCE_S) == 0
     job.assert_sound()
