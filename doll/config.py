@@ -554,6 +554,17 @@ class Ec2FleetConfig(_Fleet):
     price_cache: Path | None = Field(
         default=None, description="file that keeps on-demand prices; default: `prices.json` in the run folder"
     )
+    placement_scores: bool = Field(
+        default=False,
+        description="ask EC2 at the start and hourly how likely each zone is to have all workers on spot, 1 to 10: "
+        "logged, and shown by `doll provision status`; advice, nothing is decided by it",
+    )
+
+    @model_validator(mode="after")
+    def _scored(self) -> Self:
+        if self.placement_scores and len(set(self.instance_types)) < 3:
+            raise ValueError("placement_scores: expected 3 or more instance_types: with fewer EC2 always scores low")
+        return self
 
     @model_validator(mode="after")
     def _distinct(self) -> Self:

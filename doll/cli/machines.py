@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from doll.cli.runfolder import RunFolder
     from doll.config import JobConfig
     from doll.provisioner.controller import Probe
+    from doll.provisioner.ec2_placement import Ec2Placement
     from doll.provisioner.fleet import Fleet, Instance
     from doll.provisioner.meter import BillingRule
     from doll.provisioner.prices import PriceFeed
@@ -24,12 +25,14 @@ class Machines:
     Attributes:
         probe: who can tell whether spot is to be had; None on a real market.
         billing: how its owner counts.
+        placement: where spot is likely, for people; None where nobody says, or the job does not ask.
     """
 
     fleet: Fleet
     prices: PriceFeed
     billing: BillingRule
     probe: Probe | None = None
+    placement: Ec2Placement | None = None
 
 
 @contextmanager
@@ -41,12 +44,13 @@ def machines_of(config: JobConfig, services: Services, run: RunFolder) -> Iterat
     """
     kind: Any = config.fleet.kind
     if kind == "ec2":
-        from doll.provisioner import ec2_fleet, ec2_prices
+        from doll.provisioner import ec2_fleet, ec2_placement, ec2_prices
         from doll.provisioner.meter import EC2_LINUX
 
         fleet = ec2_fleet.connect(config)
         try:
-            yield Machines(fleet, ec2_prices.connect(config, fleet, run_folder=run.path), EC2_LINUX)
+            prices = ec2_prices.connect(config, fleet, run_folder=run.path)
+            yield Machines(fleet, prices, EC2_LINUX, placement=ec2_placement.connect(config, fleet))
         finally:
             fleet.close()
     elif kind == "compose":

@@ -303,8 +303,9 @@ class _Seat:
             self.pulse: Pulse = opened.enter_context(pulse_of("provisioner", at.config))
             machines: Machines = opened.enter_context(machines_of(at.config, services, at.run))
             lease: Lease | None = None if self._dry_run else Lease(claims_of(at.config, at.run.path))
+            self._book, self._placement = FileBook(at.run.path), machines.placement
             self.controller: Controller = Controller(
-                self._settings, machines.fleet, machines.prices, FileBook(at.run.path), probe=machines.probe,
+                self._settings, machines.fleet, machines.prices, self._book, probe=machines.probe,
                 check_lease=None if lease is None else lease.check, dry_run=self._dry_run,
             )  # fmt: skip
             self._mail: Mail = opened.enter_context(Mail(at.config, services, self.controller.positions))
@@ -365,6 +366,10 @@ class _Seat:
         if self._voice is not None:
             self._voice.tell(decision)
         self._say(decision)
+        if self._placement is not None and not draining and (scores := self._placement.news(now_s)) is not None:
+            self.log.info("placement_scores", **scores)
+            if not self._dry_run:
+                self._book.note({"kind": "placement", "time_s": now_s, "scores": scores})
         return decision
 
     def _say(self, decision: Decision) -> None:
@@ -440,6 +445,7 @@ def last_decision(at: Target) -> dict[str, Any]:
 
     book = FileBook(at.run.path)
     found: dict[str, Any] | None = None
+    placement: dict[str, int] | None = None
     try:
         # Lines are long; the newest decision is near the end.
         with book.journal.open("rb") as file:
@@ -452,12 +458,15 @@ def last_decision(at: Target) -> dict[str, Any]:
                     continue  # cut at the front, or by a crash
                 if entry.get("kind") == "decision":
                     found = entry
+                elif entry.get("kind") == "placement":
+                    placement = entry["scores"]
     except OSError:
         pass
     if found is None:
         raise ConfigError(f"{book.journal}: no decision yet: start it with: doll provision run {at.path}")
     state = book.load() or {}
-    return {**found, "instances": state.get("known", []), "journal": str(book.journal)}
+    more = {} if placement is None else {"placement_scores": placement}
+    return {**found, **more, "instances": state.get("known", []), "journal": str(book.journal)}
 
 
 def decision_text(decision: Decision) -> str:
@@ -486,6 +495,9 @@ def _status_text(found: dict[str, Any]) -> str:
         f"{number('availability', '.3f')}; {number('moves_total', '.0f')} moves, "
         f"{number('interruptions_total', '.0f')} interruptions",
     ]
+    if scores := found.get("placement_scores"):
+        told = ", ".join(f"{zone} {score}" for zone, score in scores.items())
+        lines.append(f"  zones    EC2's spot placement scores for all workers, of 10: {told}")
     markets = found["markets"]
     for reason, slots in found["reasons"].items():
         lines.append(f"  slots {slots}: {reason}")

@@ -152,6 +152,7 @@ class Ec2Fleet:
         self._pacer = Pacer(calls_per_s, sleep=sleep)
         self._page_size = page_size
         self._zones: list[tuple[str, list[_Override]]] = []
+        self._zone_names: dict[str, str] = {}
         self._known: dict[str, _Known] = {}
         self._listed_s = float("-inf")
         self._ids: dict[_OrderKey, str] = {}
@@ -233,6 +234,15 @@ class Ec2Fleet:
             LaunchError: subnets or types do not exist, or EC2 does not answer.
         """
         return [zone for zone, _ in self._offered()]
+
+    def zone_names(self) -> dict[str, str]:
+        """The names of these zones by their ids, which are the same in every account.
+
+        Raises:
+            LaunchError: as `zones`.
+        """
+        self._offered()
+        return dict(self._zone_names)
 
     def close(self) -> None:
         if self._notices is not None:
@@ -317,6 +327,7 @@ class Ec2Fleet:
         try:
             answer = self._client.describe_subnets(SubnetIds=list(self._subnets))
             zone_of = {subnet["SubnetId"]: subnet["AvailabilityZone"] for subnet in answer["Subnets"]}
+            self._zone_names = {one["AvailabilityZoneId"]: one["AvailabilityZone"] for one in answer["Subnets"]}
             zones = list(dict.fromkeys(zone_of[subnet] for subnet in self._subnets))
             pages = self._client.get_paginator("describe_instance_type_offerings").paginate(
                 LocationType="availability-zone",

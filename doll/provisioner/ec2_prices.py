@@ -314,25 +314,6 @@ class Ec2Prices:
             raise ServiceUnavailableError(f"EC2 knows no spot price of {pool}")
         return found
 
-    def placement_scores(self, workers: int) -> Mapping[str, int]:
-        """How likely spot is to give so many of these instances at once, 1 to 10, by zone id. Advice, no promise.
-
-        Ask at the start and hourly with the same figures: AWS limits new ones per day. Fewer than 3 instance types
-        always score low.
-
-        Raises:
-            ServiceUnavailableError: EC2 does not answer, or we may not ask.
-        """
-        region = self._client.meta.region_name
-        try:
-            pages = self._client.get_paginator("get_spot_placement_scores").paginate(
-                InstanceTypes=self._types, TargetCapacity=workers, TargetCapacityUnitType="units",
-                SingleAvailabilityZone=True, RegionNames=[region],
-            )  # fmt: skip
-            return {one["AvailabilityZoneId"]: one["Score"] for page in pages for one in page["SpotPlacementScores"]}
-        except _aws_errors() as error:
-            raise ServiceUnavailableError(f"EC2, asking for placement scores: {error}") from error
-
     def _zones(self) -> list[str]:
         return list(dict.fromkeys(pool.zone for pool in self._pools))
 

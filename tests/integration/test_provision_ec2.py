@@ -57,6 +57,13 @@ class Cloud:
         found: dict[str, Any] = json.loads(out)
         return found
 
+    def say(self, command: str) -> str:
+        """What it says to people."""
+        process = self.start(command)
+        out, _ = process.communicate(timeout=240)
+        assert process.returncode == 0, self.log()
+        return out.decode()
+
     def log(self) -> str:
         """Of the newest process."""
         text: str = self.job.log(f"provision-{len(self._processes) - 1}")
@@ -92,6 +99,7 @@ def cloud(make_pipeline: Callable[..., Any]) -> Iterator[Cloud]:
         for number, type_ in enumerate(rig.types):
             for zone in "ab":
                 market.prices[type_, REGION + zone] = [(time.time() - 3600, 0.07 + 0.01 * number)]
+        market.scores = {"use1-az99": 7}
         server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         server.start()
         host, port = server.get_host_and_port()
@@ -99,7 +107,7 @@ def cloud(make_pipeline: Callable[..., Any]) -> Iterator[Cloud]:
         fleet = {
             "kind": "ec2", "region": REGION, "launch_template": rig.template, "launch_template_version": 1,
             "subnets": rig.subnets, "instance_types": list(rig.types), "calls_per_s": 20,
-            "queue_url": f"{endpoint}/123456789012/notices",
+            "queue_url": f"{endpoint}/123456789012/notices", "placement_scores": True,
         }  # fmt: skip
         job = make_pipeline(
             *(f"fleet.{name}={json.dumps(value)}" for name, value in fleet.items()), "plan.deadline_s=3600",
@@ -139,6 +147,8 @@ def test_once_status_and_drain(cloud: Cloud) -> None:
     shown = cloud.ask("status")
     assert {one["id"] for one in shown["instances"]} == bought.keys()
     assert (shown["phase"], shown["turn"]) == ("run", 1)
+    assert shown["placement_scores"] == {"use1-az99": 7}
+    assert "placement scores for all workers, of 10: use1-az99 7" in cloud.say("status")
 
     # Another process: what is there it sees by its tags, and buys nothing more.
     said = cloud.ask("once")

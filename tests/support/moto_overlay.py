@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +56,8 @@ class MotoMarket:
         lost_answers: so many next CreateFleet calls launch, and answer with an error.
         queue_url: where the events of EC2 go.
         boot_s, lag_s: how long an instance is pending; how long a listing does not show it.
+        scores: spot placement score of each zone id; None: the account may not ask.
+        score_requests: parameters of each question for them.
         requests: parameters of each CreateFleet call, whatever came of it.
         terminated: ids that TerminateInstances was told, in order.
     """
@@ -68,6 +71,8 @@ class MotoMarket:
         self.lost_answers = 0
         self.queue_url = ""
         self.boot_s = self.lag_s = 0.0
+        self.scores: dict[str, int] | None = {}
+        self.score_requests: list[dict[str, Any]] = []
         self.requests: list[dict[str, Any]] = []
         self.terminated: list[str] = []
         self._answers: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -226,8 +231,17 @@ class MotoMarket:
         more = str(first + size) if first + size < len(rows) else ""
         return ActionResult({"SpotPriceHistory": history, "NextToken": more})
 
+    def get_spot_placement_scores(self, response: Any) -> ActionResult:
+        asked = ("InstanceTypes", "TargetCapacity", "TargetCapacityUnitType", "SingleAvailabilityZone", "RegionNames")
+        self.score_requests.append({name: response._get_param(name) for name in asked})
+        if self.scores is None:
+            raise EC2ClientError("UnauthorizedOperation", "You are not authorized to perform this operation.")
+        found = [{"Region": REGION, "AvailabilityZoneId": id_, "Score": one} for id_, one in self.scores.items()]
+        return ActionResult({"SpotPlacementScores": found})
+
 
 _TERMINATE = Instance.terminate
+_ONE_AT_A_TIME = threading.RLock()
 
 
 def _lean(one: Instance) -> dict[str, Any]:
@@ -280,6 +294,9 @@ def moto_market(clock: Callable[[], float]) -> Iterator[MotoMarket]:
         mock.patch.object(Fleets, "create_fleet", _bound(market.create_fleet)),
         mock.patch.object(InstanceResponse, "describe_instances", _bound(market.describe_instances, listing)),
         mock.patch.object(SpotInstances, "describe_spot_price_history", _bound(market.describe_spot_price_history)),
+        mock.patch.object(
+            SpotInstances, "get_spot_placement_scores", _bound(market.get_spot_placement_scores), create=True
+        ),
         mock.patch.object(Instance, "terminate", terminate),
         # 1300 public images for each test, of which none is needed: moto launches any.
         mock.patch.object(AmiBackend, "_load_amis", return_value=None),
@@ -288,4 +305,10 @@ def moto_market(clock: Callable[[], float]) -> Iterator[MotoMarket]:
 
 
 def _bound(function: Callable[..., Any], *more: Any) -> Callable[[Any], Any]:
-    return lambda response: function(response, *more)
+    """As a method of moto's; one call at a time, as a server has many threads and moto's models know of none."""
+
+    def call(response: Any) -> Any:
+        with _ONE_AT_A_TIME:
+            return function(response, *more)
+
+    return call

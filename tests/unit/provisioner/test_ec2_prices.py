@@ -18,7 +18,6 @@ from doll.config import parse
 from doll.errors import ServiceUnavailableError
 from doll.provisioner import ec2_fleet, ec2_prices
 from doll.provisioner.ec2_prices import Ec2Prices, OnDemandPrices, shipped_prices
-from doll.provisioner.fake_fleet import VirtualClock
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
 from fleet_rigs import Ec2Rig, ec2
@@ -249,23 +248,6 @@ def test_the_shipped_table_is_dated_and_sane() -> None:
         assert 0.01 < price.usd_per_h < 10, name
         assert date.fromisoformat(price.as_of) > date(2025, 1, 1)
     assert shipped_prices("eu-nowhere-1") == {}
-
-
-def test_placement_scores_are_advice_by_zone_id() -> None:
-    with Stubber(client("ec2")) as stubber:
-        stubber.add_response(
-            "get_spot_placement_scores",
-            {"SpotPlacementScores": [{"Region": REGION, "AvailabilityZoneId": "use1-az1", "Score": 9}]},
-            {"InstanceTypes": [C5], "TargetCapacity": 64, "TargetCapacityUnitType": "units",
-             "SingleAvailabilityZone": True, "RegionNames": [REGION]},
-        )  # fmt: skip
-        feed = Ec2Prices(
-            stubber.client, OnDemandPrices(None, REGION), instance_types=[C5], zones=ZONES, clock=VirtualClock()
-        )
-        assert feed.placement_scores(64) == {"use1-az1": 9}
-        stubber.add_client_error("get_spot_placement_scores", "UnauthorizedOperation")
-        with pytest.raises(ServiceUnavailableError, match="asking for placement scores"):
-            feed.placement_scores(64)
 
 
 def test_prices_are_made_from_the_job_file(rig: Ec2Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
