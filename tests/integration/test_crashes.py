@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from doll.local.roles import Role
+from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.integration
 
@@ -40,10 +41,11 @@ def test_what_was_applied_and_not_saved_is_applied_again(make_pipeline: Any) -> 
     """SIGKILL between apply and checkpoint: the update records of the first server are void, its batches come again."""
     job = make_pipeline("stop.updates=30", *NO_CHECKPOINTS)
     job.start()
-    job.send(job.samples(600))
+    job.send(job.samples(320))  # 20 updates: the job cannot end before the server dies
     job.until_version(12)
     job.kill("ps")
     assert job.store.versions() == []
+    job.send(job.samples(280))
     job.until_finished()  # the end orders a checkpoint, whatever is due
     report = job.assert_sound()
     assert (report.version, report.ps_epoch) == (30, 2)
@@ -66,7 +68,7 @@ def test_a_worker_that_was_frozen_and_replaced_is_fenced_and_exits(make_pipeline
         lambda: any(m.worker == 0 for u in job.updates if u.version > before for m in u.members), "the heir to work"
     )
     zombie.send_signal(signal.SIGCONT)
-    job.until(lambda: zombie.poll() is not None, "the end of the zombie", 90.0)
+    job.until(lambda: zombie.poll() is not None, "the end of the zombie")
     assert zombie.exitcode == 0
     assert "fenced" in job.log("worker-0")
     job.send(job.samples(800))
@@ -84,16 +86,17 @@ def test_a_second_parameter_server_ends_the_first(make_pipeline: Any) -> None:
     job.send(job.samples(400))
     job.until_version(5)
     first.send_signal(signal.SIGSTOP)
+    job.send(job.samples(160))  # the first may have learned and saved all that there was
     second: Role = job.launch("ps-again", "ps_role")
     job.until(lambda: job.updates[-1].ps_epoch == 2, "the second server to work")
     first.send_signal(signal.SIGCONT)
     job.send(job.samples(160))
-    job.until(lambda: first.poll() is not None, "the end of the first server", 90.0)
+    job.until(lambda: first.poll() is not None, "the end of the first server")
     assert first.exitcode == 1
     assert "parameter server epoch 1 is over: epoch 2 has claimed" in job.log("ps")
     job.send(job.samples(600))
     job.until_finished()
-    assert second.wait(90.0) == 0
+    assert second.wait(PATIENCE_S) == 0
     report = job.assert_sound()
     assert (report.version, report.ps_epoch) == (60, 2)
 
@@ -106,14 +109,14 @@ def test_a_worker_that_is_told_to_go_hands_its_batches_back(make_pipeline: Any) 
     job.until_version(5)
     worker: Role = job.role("worker-1")
     worker.terminate()
-    job.until(lambda: worker.poll() is not None, "the end of the worker", 90.0)
+    job.until(lambda: worker.poll() is not None, "the end of the worker")
     assert worker.exitcode == 0
     assert "draining" in job.log("worker-1")
     job.start_worker(1, name="worker-1-again")
     job.send(job.samples(700))
     job.until_finished()
     job.assert_sound()
-    assert job.counters()["workers_lost"] == 1
+    assert job.counters()["workers_lost"] >= 1  # on a busy machine a lease may run out too
 
 
 def test_a_parameter_server_that_is_told_to_go_saves_first(make_pipeline: Any) -> None:
@@ -123,7 +126,7 @@ def test_a_parameter_server_that_is_told_to_go_saves_first(make_pipeline: Any) -
     job.until_version(20)
     ps: Role = job.role("ps")
     ps.terminate()
-    job.until(lambda: ps.poll() is not None, "the end of the server", 90.0)
+    job.until(lambda: ps.poll() is not None, "the end of the server")
     assert ps.exitcode == 0
     assert job.store.versions() == [(1, 20)]
     job.supervisor.start(job.spec("ps-again", "ps_role"))
