@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from doll.local.processes import exit_text, free_port, spawn, tail
 from doll.local.redis_server import LocalRedis
 from doll.ps.file_store import FileStore
 from doll.services import Services
+from waiting import until
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / compose.FILE_NAME
@@ -40,7 +40,7 @@ DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "doll.json"
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yml"
 IN_FOREIGN_IMAGES = {"kafka", "redis", "prometheus", "grafana"}
 METRIC = re.compile(r"\bdoll_[a-z][a-z0-9_]*")
-START_S = 240.0  # bounds failure: a loaded machine loads torch slowly
+START_S = 600.0  # bounds failure: a loaded machine loads torch slowly
 
 JOB = """
 job: {name}
@@ -125,7 +125,7 @@ def test_without_torchs_packages_the_lock_still_has_all_others_with_their_hashes
     script = re.search(r"awk '[^']+' requirements\.lock > constraints\.txt", run)
     assert script is not None
     shutil.copy(ROOT / "requirements.lock", tmp_path)
-    subprocess.run(["sh", "-c", script[0]], cwd=tmp_path, check=True, timeout=60)
+    subprocess.run(["sh", "-c", script[0]], cwd=tmp_path, check=True, timeout=300)
     pins = re.compile(r"^([a-z0-9.-]+)==\S+.* \\$", re.MULTILINE)
     locked = pins.findall((ROOT / "requirements.lock").read_text())
     left = (tmp_path / "constraints.txt").read_text()
@@ -182,7 +182,7 @@ def compose_command() -> list[str]:
     for command in (["docker", "compose"], ["docker-compose"]):
         if shutil.which(command[0]) is None:
             continue
-        told = subprocess.run([*command, "version"], capture_output=True, text=True, timeout=60, check=False)
+        told = subprocess.run([*command, "version"], capture_output=True, text=True, timeout=300, check=False)
         if told.returncode == 0 and "Docker Compose version" in told.stdout:
             return command
     pytest.skip("no docker compose v2 on this machine")
@@ -194,7 +194,7 @@ def test_docker_compose_reads_the_file_as_this_test_does(variables: dict[str, st
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home()), **variables}
     program = shutil.which(command[0]) or command[0]
     told = subprocess.run(
-        [program, *command[1:]], env=environment, capture_output=True, text=True, timeout=120, check=False
+        [program, *command[1:]], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
     assert told.returncode == 0, told.stderr
     assert not told.stderr, "a warning"
@@ -232,7 +232,7 @@ def test_alarms_are_raised_when_they_should_be_and_not_by_a_job_that_has_finishe
         pytest.skip("no promtool on PATH")
     for arguments in (["check", "config", "prometheus.yml"], ["test", "rules", "alerts_test.yml"]):
         told = subprocess.run(
-            [promtool, *arguments], cwd=ALERTS.parent, capture_output=True, text=True, timeout=120, check=False
+            [promtool, *arguments], cwd=ALERTS.parent, capture_output=True, text=True, timeout=300, check=False
         )
         assert told.returncode == 0, told.stdout + told.stderr
 
@@ -279,7 +279,7 @@ class Container:
         kind, *argv = self.service["healthcheck"]["test"]
         assert kind == "CMD"
         asked = subprocess.run(
-            [str(BIN / argv[0]), *argv[1:]], env=self.environment, cwd=self.folder, timeout=120, check=False,
+            [str(BIN / argv[0]), *argv[1:]], env=self.environment, cwd=self.folder, timeout=300, check=False,
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         return asked.returncode == 0
@@ -327,7 +327,7 @@ class Project:
         assert any(inside in word for word in argv)
         argv = [word.replace(inside, found[1]) for word in argv]
         return subprocess.run(
-            [shutil.which(argv[0]) or str(BIN / argv[0]), *argv[1:]], capture_output=True, timeout=60, check=False
+            [shutil.which(argv[0]) or str(BIN / argv[0]), *argv[1:]], capture_output=True, timeout=300, check=False
         ).returncode == 0  # fmt: skip
 
     def container(self, name: str, service: dict[str, Any], command: list[str]) -> Container:
@@ -366,17 +366,18 @@ class Project:
         process.send_signal(number)
 
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float = START_S) -> None:
-        deadline_s = time.monotonic() + timeout_s
-        while not condition():
+        def looked() -> bool:
             for container in self.containers.values():
                 container.look()
-            if time.monotonic() > deadline_s:
-                logs = "\n".join(
-                    f"--- {one.name} ({', '.join(map(exit_text, one.exit_codes)) or 'running'})\n{tail(one.log, 30)}"
-                    for one in self.containers.values()
-                )
-                pytest.fail(f"not within {timeout_s:g} s: {what}\n{logs}")
-            time.sleep(0.2)
+            return condition()
+
+        def logs() -> str:
+            return "\n".join(
+                f"--- {one.name} ({', '.join(map(exit_text, one.exit_codes)) or 'running'})\n{tail(one.log, 30)}"
+                for one in self.containers.values()
+            )
+
+        until(looked, lambda: f"{what}\n{logs()}", timeout_s)
 
     def down(self) -> None:
         """`docker compose down`."""
@@ -458,11 +459,15 @@ def test_a_job_trains_loses_a_worker_to_sigkill_and_ends_with_its_books_balanced
     stack.until(lambda: containers[victim].restarts > 0, "the dead container is restarted")
     assert -signal.SIGKILL in containers[victim].exit_codes
     stack.until(lambda: logged(" joined ") == 2 and up() == 2, "both slots work")
-    at = value("ps_version")
-    stack.until(lambda: value("ps_version") >= at + 3, "training goes on")
+    seen: list[float] = []
+
+    def went_on() -> bool:
+        seen.extend(one for one in [value("ps_version")] if one == one)  # not a number where nobody answered
+        return len(seen) > 1 and seen[-1] >= seen[0] + 3
+
+    stack.until(went_on, "training goes on")
     stack.until(lambda: value("evaluator_accuracy") > 0, "held-out error is measured")
 
-    names = {key.partition("{")[0] for key in scrape(metrics)}
     used = set(METRIC.findall(ALERTS.read_text())) | {
         name
         for panel in json.loads(DASHBOARD.read_text())["panels"]
@@ -470,13 +475,14 @@ def test_a_job_trains_loses_a_worker_to_sigkill_and_ends_with_its_books_balanced
         for name in METRIC.findall(target["expr"])
     }
     # Counters of what has not happened are not there yet.
-    assert {name for name in used - names if not name.endswith("_total")} == set()
+    wanted = {name for name in used if not name.endswith("_total")}
+    stack.until(lambda: wanted <= {key.partition("{")[0] for key in scrape(metrics)}, f"each of {sorted(wanted)}")
 
     stack.signal("ps-1", signal.SIGINT)  # docker compose kill -s SIGINT ps: the job ends
     working = [one for name, one in containers.items() if name != "metrics-1"]
     stack.until(lambda: not any(one.running for one in working), "the end of the job is the end of its processes")
     assert {one.name: one.exit_codes[-1] for one in working} == {one.name: 0 for one in working}
-    assert value("job_finished") == 1
+    stack.until(lambda: value("job_finished") == 1, "the measurement of the end")
 
     told = stack.run("doll", "audit")
     assert told.returncode == 0, told.stdout + told.stderr
