@@ -50,9 +50,6 @@ class MemoryBlobs:
         data, expires_s = self._held.get(key, (None, 0.0))
         return data if expires_s > self._clock() else None
 
-    def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
-        return [self.get(key) for key in keys]
-
     def delete(self, *keys: str) -> None:
         self._fail()
         for key in keys:

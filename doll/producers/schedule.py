@@ -95,7 +95,7 @@ def _from_streams(
 def _from_pipe(config: JobConfig, times: Iterator[tuple[float, int]], pipe: int) -> Iterator[Event]:
     from doll.producers.sources import lines
 
-    waiting = lines.read_pipe(pipe)
+    waiting = lines.read_pipe(pipe, max_bytes=config.data.max_record_bytes)
     streams = itertools.cycle(range(config.data.workers))
     for time_s, _ in times:
         stream = next(streams)

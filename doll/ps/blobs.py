@@ -49,9 +49,6 @@ class Blobs(Protocol):
     def get(self, key: str) -> Buffer | None:
         """What is under `key`; None where nothing is (any more)."""
 
-    def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
-        """As `get`, for each key in turn."""
-
     def delete(self, *keys: str) -> None:
         """Forget `keys`; a key that is not there is no error."""
 

@@ -90,7 +90,7 @@ class KafkaLink:
         return values
 
     def down(self, worker: int, record: AnyRecord) -> None:
-        self._produce(self._config.topic("down"), record, partition=worker)
+        self._produce(self._config.topic("down"), record, partition=worker, on_delivery=self._on_record)
 
     def update(self, record: AnyRecord) -> None:
         self._produce(self._config.topic("updates"), record, partition=0, on_delivery=self._on_update)
@@ -114,11 +114,14 @@ class KafkaLink:
     def close(self) -> None:
         self._consumer.close()
 
-    def _on_update(self, error: KafkaError | None, message: Any) -> None:
+    def _on_record(self, error: KafkaError | None, message: Any) -> None:
         if error is not None:  # not by time: message.timeout.ms is 0, so this record can never be written
             raise ServiceUnavailableError(f"Kafka at {self._address} refused a record on {message.topic()}: {error}")
-        self._acknowledged += 1
         self._heard = True
+
+    def _on_update(self, error: KafkaError | None, message: Any) -> None:
+        self._on_record(error, message)
+        self._acknowledged += 1
 
     def _on_metric(self, error: KafkaError | None, message: Any) -> None:
         self._heard |= error is None

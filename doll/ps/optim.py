@@ -25,7 +25,7 @@ _ADAM_EPSILON = 1e-8
 
 
 class DivergedError(DollError):
-    """The gradient is not finite: the model has diverged, and applying it would destroy it."""
+    """The gradient or a weight is not finite: the model has diverged, and saving it would destroy it."""
 
 
 class Optimizer:
@@ -58,7 +58,8 @@ class Optimizer:
             num_samples: of all gradients together.
 
         Raises:
-            DivergedError: the sum is not finite; the weights are unchanged.
+            DivergedError: the sum is not finite, and the weights are unchanged; or a weight is not after the step, and
+                this object is of no more use.
         """
         if not gradients:
             return  # nothing but refused records: the version counts, the weights stay
@@ -66,17 +67,14 @@ class Optimizer:
         total.copy_(_tensor(gradients[0]))
         for gradient in gradients[1:]:
             total += _tensor(gradient)
-        if not bool(torch.isfinite(total).all()):
-            raise DivergedError(
-                "the gradient is not finite (NaN or infinity): expected a model that converges; "
-                "lower training.optimizer.lr, or look for extreme values in the stream; the last checkpoint is intact"
-            )
+        _check_finite(total, "the gradient is")
         n = self._num_parameters
         total[n:] /= max(num_samples, 1)
         total[:n] *= scale
         with torch.no_grad():
             self._step(total[:n])
             self._flat[n:] = total[n:]
+        _check_finite(self._flat, "after the step the weights are")
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Copies of weights and optimizer state, by name, for a checkpoint."""
@@ -125,6 +123,15 @@ class Optimizer:
                 )  # fmt: skip
             case _:
                 assert_never(config)
+
+
+def _check_finite(vector: torch.Tensor, what: str) -> None:
+    # One NaN or infinity makes the sum one. A sum of large numbers may overflow by itself: then each is looked at.
+    if not (bool(torch.isfinite(vector.sum())) or bool(torch.isfinite(vector).all())):
+        raise DivergedError(
+            f"{what} not finite (NaN or infinity): expected a model that converges; "
+            "lower training.optimizer.lr, or look for extreme values in the stream; the last checkpoint is intact"
+        )
 
 
 def _tensor(gradient: npt.NDArray[np.float32]) -> torch.Tensor:

@@ -81,10 +81,6 @@ class RedisBlobs:
         command = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name)
         return self._wait_for(lambda: self._call([command], _read_value))
 
-    def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
-        """As `get`, for each key in turn. One reply at a time: MGET holds all values in the client's buffer at once."""
-        return [self.get(key) for key in keys]
-
     def delete(self, *keys: str) -> None:
         """Forget `keys`. May be repeated. Redis frees the memory in its background thread."""
         if keys:
@@ -151,9 +147,11 @@ def _read_value(connection: Any) -> memoryview | None:
             raise connection._parser.parse_error(line.decode("utf-8", "replace"))
         if kind != b"$":
             raise redis.InvalidResponse(f"expected a value in answer to GET, got {bytes(start[:40])!r}")
-        size = int(line)
-        if size < 0:
+        if line == b"-1":
             return None
+        if not line.isdigit() or int(line) > MAX_BLOB_BYTES:
+            raise redis.InvalidResponse(f"expected the size of a value of at most {MAX_BLOB_BYTES} bytes, got {line!r}")
+        size = int(line)
         # Not a bytearray: that would be filled with zeros first.
         value: memoryview = np.empty(size + 2, np.uint8).data
         at = len(start) - (end + 2)

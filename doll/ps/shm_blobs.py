@@ -69,17 +69,8 @@ class ShmBlobs:
         size = sum(map(len, parts))
         if size > MAX_BLOB_BYTES:
             raise BlobError(f"{key}: expected at most {MAX_BLOB_BYTES} bytes, got {size}")
-        if self._fits(size):
-            try:
-                self._write(key, parts, ttl_s)
-            except FileNotFoundError:  # somebody has wiped the folder
-                self._make_folder()
-                self._write(key, parts, ttl_s)
-            except OSError as exc:
-                if exc.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
-                    raise ServiceUnavailableError(f"cannot write to {self._folder}: {exc}") from exc
-            else:
-                return
+        if self._fits(size) and self._wrote(key, parts, ttl_s):
+            return
         if not self._said_full:
             self._said_full = True
             log.warning(
@@ -105,10 +96,6 @@ class ShmBlobs:
         finally:
             os.close(descriptor)
 
-    def get_many(self, keys: Sequence[str]) -> list[Buffer | None]:
-        """As `get`, for each key in turn."""
-        return [self.get(key) for key in keys]
-
     def delete(self, *keys: str) -> None:
         """Forget `keys`. May be repeated. The memory is free when the last reader has let go of it."""
         if elsewhere := [key for key in keys if not self._unlink(key)]:
@@ -131,6 +118,20 @@ class ShmBlobs:
         except FileNotFoundError:
             return False
         return True
+
+    def _wrote(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
+        """Whether the machine had the memory for it."""
+        for folder_may_be_gone in (True, False):  # somebody may have wiped it
+            try:
+                self._write(key, parts, ttl_s)
+                return True
+            except OSError as exc:
+                if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                    return False
+                if not (isinstance(exc, FileNotFoundError) and folder_may_be_gone):
+                    raise ServiceUnavailableError(f"cannot write to {self._folder}: {exc}") from exc
+                self._make_folder()
+        raise AssertionError("unreachable")
 
     def _write(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
         unfinished = f"{self._folder}/{_UNFINISHED}{os.getpid()}-{id(self)}-{next(self._numbers)}"

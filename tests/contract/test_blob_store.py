@@ -64,13 +64,6 @@ def test_values_are_binary_safe(blobs: Blobs) -> None:
     assert bytes(blobs.get("key with spaces\r\nand breaks é") or b"") == data
 
 
-def test_get_many_keeps_order_and_tells_what_is_missing(blobs: Blobs) -> None:
-    blobs.put("x", [b"1"], 60)
-    blobs.put("y", [b"2"], 60)
-    assert [None if v is None else bytes(v) for v in blobs.get_many(["y", "no", "x", "y"])] == [b"2", None, b"1", b"2"]
-    assert blobs.get_many([]) == []
-
-
 def test_delete_may_be_repeated(blobs: Blobs) -> None:
     blobs.put("a", [b"1"], 60)
     blobs.put("b", [b"2"], 60)

@@ -50,21 +50,29 @@ def _lines(path: Path, header: bool) -> Iterator[bytes]:
         ) from exc
 
 
-def read_pipe(descriptor: int, *, patience_s: float = 0.02) -> Iterator[bytes | None]:
+def read_pipe(descriptor: int, *, max_bytes: int, patience_s: float = 0.02) -> Iterator[bytes | None]:
     """The lines of a pipe or terminal as they come, without blank ones; None each `patience_s` in which none came.
 
     A last line without line end counts as a line.
+
+    Args:
+        max_bytes: of a longer line one byte more than that is kept, so that whoever refuses long records refuses it.
     """
-    rest = b""
+    rest = bytearray()  # of the line under way
     while True:
         # Never a blocking read: whoever asks for lines must be able to stop.
         if not select.select([descriptor], [], [], patience_s)[0]:
             yield None
             continue
         chunk = os.read(descriptor, _CHUNK_BYTES)
+        *ends, begun = chunk.split(b"\n")
+        for end in ends:
+            rest += end[: max_bytes + 2 - len(rest)]
+            if line := bytes(rest.rstrip(b"\r")):
+                yield line[: max_bytes + 1]
+            rest.clear()
+        rest += begun[: max_bytes + 2 - len(rest)]
         if not chunk:
-            if rest := rest.rstrip(b"\r\n"):
-                yield rest
+            if line := bytes(rest.rstrip(b"\r")):
+                yield line[: max_bytes + 1]
             return
-        *lines, rest = (rest + chunk).split(b"\n")
-        yield from (stripped for line in lines if (stripped := line.rstrip(b"\r")))

@@ -139,7 +139,7 @@ def test_only_the_first_items_can_be_read(idx_files: Path) -> None:
         ("cut", b"\0\0\x08\x03\0\0", "header cut off after 6 bytes"),
         ("short", b"\0\0\x08\x03" + struct.pack(">3I", 2, 2, 2) + b"1234567", "expected 2 items of 4 bytes, got 7"),
         ("huge", b"\0\0\x08\x03" + struct.pack(">3I", 2, 2**16, 2**16), "expected items of 1 to"),
-        ("torn.gz", gzip.compress(bytes(1000))[:-20], "expected an IDX file"),
+        ("torn.gz", gzip.compress(bytes(1000), mtime=0)[:-20], "expected an IDX file"),
         ("plain.gz", b"\0\0\x08\x03 not gzip", "expected an IDX file"),
     ],
 )
@@ -202,7 +202,7 @@ def test_a_file_damaged_further_on_is_named_when_it_is_reached(tmp_path: Path) -
     noise = np.random.default_rng(0).integers(97, 123, 200_000, dtype=np.uint8)
     noise[::50] = 10
     path = tmp_path / "d.csv.gz"
-    path.write_bytes(gzip.compress(noise.tobytes())[:-5000])
+    path.write_bytes(gzip.compress(noise.tobytes(), mtime=0)[:-5000])
     stream = lines.read_file(path)
     with pytest.raises(ConfigError, match=r"d\.csv\.gz: expected a readable file of lines"):
         list(stream)
@@ -211,7 +211,7 @@ def test_a_file_damaged_further_on_is_named_when_it_is_reached(tmp_path: Path) -
 def test_a_pipe_gives_lines_as_they_come_and_none_while_it_is_silent() -> None:
     read_end, write_end = os.pipe()
     try:
-        pipe = lines.read_pipe(read_end, patience_s=0.001)
+        pipe = lines.read_pipe(read_end, max_bytes=100, patience_s=0.001)
         assert next(pipe) is None
         os.write(write_end, b"one\r\n\ntwo\nthr")
         assert [next(pipe), next(pipe)] == [b"one", b"two"]
@@ -221,6 +221,22 @@ def test_a_pipe_gives_lines_as_they_come_and_none_while_it_is_silent() -> None:
         os.close(write_end)
         write_end = -1
         assert list(pipe) == [b"last without end"]
+    finally:
+        os.close(read_end)
+        if write_end >= 0:
+            os.close(write_end)
+
+
+def test_a_line_of_a_pipe_that_is_too_long_is_cut_where_it_will_be_refused() -> None:
+    read_end, write_end = os.pipe()
+    try:
+        os.write(write_end, b"y" * 5 + b"\n" + b"n" * 9 + b"\r\n" + b"y" * 5 + b"\r\n")
+        pipe = lines.read_pipe(read_end, max_bytes=5)
+        assert [next(pipe) for _ in range(3)] == [b"y" * 5, b"n" * 6, b"y" * 5]
+        os.write(write_end, b"z" * 50_000)  # in several reads, without end
+        os.close(write_end)
+        write_end = -1
+        assert list(pipe) == [b"z" * 6]
     finally:
         os.close(read_end)
         if write_end >= 0:
@@ -238,7 +254,7 @@ def test_a_pipe_carries_much_more_than_its_buffer() -> None:
     writer = threading.Thread(target=write)
     writer.start()
     try:
-        assert [line for line in lines.read_pipe(read_end) if line is not None] == expected
+        assert [line for line in lines.read_pipe(read_end, max_bytes=1000) if line is not None] == expected
     finally:
         writer.join()
         os.close(read_end)

@@ -65,6 +65,19 @@ def test_it_equals_torch_on_the_mean_gradient(name: str) -> None:
     assert kept == state
 
 
+def test_a_step_that_overflows_the_weights_is_no_model() -> None:
+    ours = Optimizer(flat_model(), SgdConfig(lr=1e10))
+    large = np.full(ours.weights.size, 1e30, np.float32)
+    with pytest.raises(DivergedError, match="after the step the weights are not finite"):
+        ours.apply([large], 1.0, 1)
+
+
+def test_a_gradient_whose_sum_overflows_and_whose_numbers_do_not_is_applied() -> None:
+    ours = Optimizer(flat_model(), SgdConfig(lr=1e-38))
+    ours.apply([np.full(ours.weights.size, 3e38, np.float32)], 1.0, 1)
+    assert np.isfinite(ours.weights).all()
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_its_state_survives_a_checkpoint(name: str) -> None:
     config, _ = CONFIGS[name]

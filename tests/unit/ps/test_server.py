@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -411,11 +412,13 @@ def test_leaving_saves_only_what_kafka_has_records_of() -> None:
     rig.server.close()
 
 
-def test_sigterm_saves_although_the_save_under_way_fails(rig: Rig) -> None:
+def test_sigterm_saves_although_the_save_under_way_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A passing failure is tried again, also when there is only one try left."""
-    rig.store.fail_next(CheckpointError("timeout"))
+    under_way: Future[None] = Future()
+    monkeypatch.setattr(rig.server._saver, "submit", lambda *_: under_way)
     rig.update()
     rig.turn_until(lambda: rig.server._saving is not None)
+    under_way.set_exception(CheckpointError("timeout"))
     rig.server.save_now()
     assert rig.store.saved == [(1, 1)]
     rig.store.claim_epoch()
