@@ -322,6 +322,7 @@ class ProcessRig(Rig):
         self.market.dry = True
 
     def interrupt(self, id_: str, *, announced: bool = True) -> None:
+        until((self.folder / "run" / id_).exists, f"{id_} to ignore SIGTERM")  # before that the notice would end it
         now_s = self.opening.since(self.clock())
         slot = self._machine(id_).instance.slot
         self.market.ends_s[slot] = (now_s, True) if announced else (now_s + NOTICE_S, False)
