@@ -102,7 +102,7 @@ def test_a_job_archive_without_a_job_file_is_waited_for_not_run(make_host: Calla
 
 
 def test_a_worker_whose_parameter_server_is_gone_powers_off_and_no_earlier(make_host: Callable[..., Host]) -> None:
-    host = make_host(DOLL_ORPHAN_S="2", DOLL_BUCKET="bucket")
+    host = make_host(DOLL_ORPHAN_S="10", DOLL_BUCKET="bucket")
     code, told = host.run("orphan", DOLL_BEAT_S="0.1", FAKE_BEATS="25")
     assert code == 0, told
     assert host.calls[-1] == "systemctl poweroff"
