@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ import structlog
 from doll.errors import BlobError, ServiceUnavailableError
 from doll.local.redis_server import LocalRedis
 from doll.ps import blobs as codec
+from doll.ps import redis_blobs, shm_blobs
 from doll.ps.blobs import Blobs
 from doll.ps.redis_blobs import RedisBlobs
 from doll.ps.shm_blobs import ShmBlobs
@@ -191,6 +195,15 @@ def test_speed_of_a_4_8_mb_blob(redis_server: LocalRedis) -> None:
     assert min(gets_s) < 0.15
 
 
+@pytest.mark.parametrize("reply", [b"$abc\r\n", b"$-2\r\n", b"$ 3\r\nabc\r\n", b"$500000001\r\n", b"*1\r\n", b":1\r\n"])
+def test_a_garbled_reply_is_refused(reply: bytes) -> None:
+    redis_end, our_end = socket.socketpair()
+    with redis_end, our_end:
+        redis_end.sendall(reply)
+        with pytest.raises(redis.InvalidResponse, match="expected"):
+            redis_blobs._read_value(SimpleNamespace(_sock=our_end))
+
+
 # --- shared memory only -------------------------------------------------------------------------------------------
 
 
@@ -281,6 +294,19 @@ def test_shm_that_was_wiped_is_empty_and_goes_on(shm: Shm) -> None:
     shm.store.put("a", [b"2"], 60)
     assert bytes(shm.store.get("a") or b"") == b"2"
     assert shm.folder.stat().st_mode & 0o777 == 0o700
+    assert shm.beyond.keys() == []
+
+
+def test_shm_that_was_wiped_and_has_no_memory_left_sends_it_beyond(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(descriptor: int, parts: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shm_blobs, "_write_all", no_memory)
+    shm.folder.rmdir()
+    shm.store.put("a", [b"1"], 60)
+    assert shm.beyond.keys() == ["a"]
+    assert shm.files() == []
+    assert bytes(shm.store.get("a") or b"") == b"1"
 
 
 def test_shm_refuses_a_torn_blob_as_any_store(shm: Shm) -> None:
