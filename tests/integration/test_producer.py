@@ -215,6 +215,14 @@ sys.exit(run_producer(loaded, Services(sys.argv[2], sys.argv[3]), say=say))
 """
 
 
+def _piped(job_name: str) -> str:
+    """A job that two workers would learn from standard input."""
+    return (
+        f"job: {job_name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 2}}\n"
+        "source: {kind: stdin}\narrivals: {process: asap}\n"
+    )
+
+
 def _start(config_text: str, services: Services, folder: Path) -> subprocess.Popen[str]:
     (folder / "job.yaml").write_text(config_text)
     command = [sys.executable, "-c", PROGRAM, str(folder / "job.yaml"), services.kafka, services.redis]
@@ -225,10 +233,7 @@ def test_a_broker_that_dies_under_way_loses_and_doubles_nothing(
     services: Services, broker: LocalKafka, job_name: str, tmp_path: Path
 ) -> None:
     lines = [b"line %06d\n" % n for n in range(1600)]
-    text = (
-        f"job: {job_name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 2}}\n"
-        "source: {kind: stdin}\narrivals: {process: asap}\n"
-    )
+    text = _piped(job_name)
     config = job_config.parse(text)
     process = _start(text, services, tmp_path)
     try:
@@ -265,10 +270,7 @@ def test_a_broker_that_dies_under_way_loses_and_doubles_nothing(
 def test_a_pipe_is_read_as_it_comes_and_a_signal_ends_the_wait(
     services: Services, job_name: str, tmp_path: Path, number: signal.Signals
 ) -> None:
-    text = (
-        f"job: {job_name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 2}}\n"
-        "source: {kind: stdin}\narrivals: {process: asap}\n"
-    )
+    text = _piped(job_name)
     config = job_config.parse(text)
     process = _start(text, services, tmp_path)
     try:
