@@ -7,16 +7,17 @@ lock, so the last of these draws the line: of the epochs below n only what it na
 Order of effects of `claim_epoch`: 1. put the claim, on condition that it is not there; 2. list; 3. put what it begins
 from. Of `save`: 1. list, and seek a higher claim; 2. put the checkpoint, on the same condition; 3. list again; 4.
 delete old ones. A checkpoint is durable after 3 only: one whose server finds a higher claim there may or may not have
-been seen by that claim's 2, but its batches have not been acknowledged, so either is right. A crash between any two
-leaves an object that does not count, or counts and is whole: S3 stores an object whole or not at all, and a list shows
-all that has been stored.
+been seen by that claim's 2, but its batches have not been acknowledged, so either is right. It stays where it is: the
+claim may have begun from it, or it was durable before and this was a repeated save. The next save of a later epoch
+deletes it if it does not count. A crash between any two leaves an object that does not count, or counts and is whole:
+S3 stores an object whole or not at all, and a list shows all that has been stored.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from doll import telemetry
@@ -119,7 +120,7 @@ class S3Store:
         """Store `checkpoint`, whole or not at all; durable on return.
 
         Raises:
-            FencedError: a higher epoch has been claimed. What may be stored does not count.
+            FencedError: a higher epoch has been claimed. What may be stored counts only if that claim has seen it.
             CheckpointError: another job's, a version below one that this epoch has saved, or S3 does not take it.
         """
         check_owner(checkpoint, job=self._job, fingerprint=None, where=self.url)
@@ -130,9 +131,7 @@ class S3Store:
             if not self._put_new(name, data) and self._get(name) != data:
                 self._put(name, data)  # saved before, and damaged since or of an older state
             listing = self._list()
-            if listing.newest_epoch > checkpoint.ps_epoch:
-                with suppress(CheckpointError):
-                    self._delete([(checkpoint.ps_epoch, checkpoint.version)])
+            # What is stored now is not taken back where a higher claim is found: that claim may begin from it.
             self._refuse_if_superseded(checkpoint, listing)
             kept = listing.versions()[-self._keep :]
             self._delete([key for key in listing.checkpoints if key not in kept])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -145,6 +146,18 @@ def test_a_save_may_be_repeated(kit: Kit) -> None:
     kit.store.save(checkpoint(1, 20))
     kit.store.save(checkpoint(1, 20))
     assert kit.store.versions() == [(1, 20)]
+
+
+def test_a_repeated_save_that_is_fenced_leaves_what_is_durable(kit: Kit) -> None:
+    """A server that is told to stop saves its version once more, with newer state, while a successor claims."""
+    old = kit.store.claim_epoch()
+    kit.store.save(checkpoint(old, 20))
+    kit.store.save(dataclasses.replace(checkpoint(old, 20), state=b"later"))
+    assert kit.again("digits").claim_epoch() == old + 1
+    with pytest.raises(FencedError):
+        kit.store.save(dataclasses.replace(checkpoint(old, 20), state=b"later still"))
+    assert kit.store.versions() == [(old, 20)]
+    assert same(kit.store.load_newest("f1"), dataclasses.replace(checkpoint(old, 20), state=b"later"))
 
 
 def test_an_epoch_does_not_go_back(kit: Kit) -> None:

@@ -5,6 +5,7 @@ The rest is in tests/contract. Requests go to moto, which answers as S3 does, co
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,7 +77,39 @@ def test_a_claim_between_a_save_s_look_and_its_write_fences_it(s3: Any, monkeypa
     with pytest.raises(FencedError, match="epoch 1 is over: epoch 2 has claimed s3://models/team/digits"):
         old.save(checkpoint(1, 40))
     assert newest(new) == (1, 20)
+    new.save(checkpoint(2, 21))  # removes what does not count
     assert names(s3).count("checkpoint-00000001-0000000040.doll") == 0
+
+
+def test_a_claim_while_a_durable_checkpoint_is_saved_again_leaves_it(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM saves the version once more, with newer state. Its batches have been acknowledged: it must not go."""
+    old, new = store(), store()
+    assert old.claim_epoch() == 1
+    old.save(checkpoint(1, 20))
+    monkeypatch.setattr(old, "_put_new", before(new.claim_epoch, old._put_new))
+    with pytest.raises(FencedError, match="epoch 1 is over"):
+        old.save(dataclasses.replace(checkpoint(1, 20), state=b"a later clock"))
+    assert newest(new) == (1, 20)
+    assert store().claim_epoch() == 3
+    assert newest(store()) == (1, 20)
+
+
+def test_what_a_claim_has_seen_stays_though_its_writer_was_fenced(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The claim's line names it, and its server has perhaps told workers already that it is durable."""
+    old, new = store(), store()
+    old.claim_epoch()
+    old.save(checkpoint(1, 20))
+    put = old._put_new
+
+    def put_then_claim(*args: Any) -> bool:
+        done = put(*args)
+        new.claim_epoch()
+        return done
+
+    monkeypatch.setattr(old, "_put_new", put_then_claim)
+    with pytest.raises(FencedError):
+        old.save(checkpoint(1, 40))
+    assert newest(new) == (1, 40)
 
 
 def test_a_late_write_that_nobody_could_take_back_does_not_count(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
