@@ -189,12 +189,10 @@ def connect_redis(services: Services, *, timeout_s: float = 10.0, retries: int =
             a server that is silent, not gone, holds a command for up to `(retries + 1) ** 2` times `timeout_s`.
     """
     import redis
-    from redis._parsers import Encoder
     from redis.backoff import ExponentialBackoff
     from redis.connection import PythonRespSerializer
     from redis.retry import Retry
 
-    encoder = Encoder("utf-8", "strict", False)  # type: ignore[no-untyped-call]
     ca = os.environ.get(REDIS_CA_ENV)
     tls = {"ssl_ca_certs": ca} if ca and services.redis.startswith("rediss://") else {}
     pool = redis.ConnectionPool.from_url(
@@ -207,9 +205,9 @@ def connect_redis(services: Services, *, timeout_s: float = 10.0, retries: int =
         health_check_interval=30,
         protocol=2,
         retry=Retry(ExponentialBackoff(cap=0.5, base=0.05), retries=retries),
-        command_packer=PythonRespSerializer(_PACK_CUTOFF_BYTES, encoder.encode),
         **tls,
     )
+    pool.connection_kwargs["command_packer"] = PythonRespSerializer(_PACK_CUTOFF_BYTES, pool.get_encoder().encode)
     return redis.Redis.from_pool(pool)
 
 
