@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from doll import telemetry, topics
+from doll import lineage, telemetry, topics
 from doll.errors import CheckpointError
 from doll.ledger import DurableModel, LedgerReport, Range, balance
 from doll.records import DeadLetter, Epoch, Finished, Update
@@ -58,7 +58,12 @@ def _audit_once(config: JobConfig, services: Services, checkpoint: Checkpoint | 
     updates, dead, samples = config.topic("updates"), config.topic("dead"), config.topic("samples")
     with TopicReader(config, services, stall_s) as reader:
         records: list[Epoch | Update | Finished] = list(reader.records(updates, (Epoch, Update, Finished)))
-        letters = [msgspec.structs.replace(letter, payload=b"") for letter in reader.records(dead, (DeadLetter,))]
+        own = lineage.OfGeneration(
+            lineage.newest(records) if checkpoint is None else counts_of(config, checkpoint).generation
+        )
+        records = list(own.records(records))
+        found = own.letters(reader.records(dead, (DeadLetter,)))
+        letters = [msgspec.structs.replace(letter, payload=b"") for letter in found]
         bounds = [reader.bounds(samples, n) for n in range(config.data.workers)]
         durable = _durable(config, checkpoint, records, tuple(low for low, _ in bounds))
 
@@ -82,6 +87,8 @@ class Counts(msgspec.Struct, frozen=True):
     applied: tuple[int, ...]
     origins: tuple[int, ...]
     records_per_batch: int
+    generation: int = 0
+    samples_id: str = ""
 
 
 def counts_of(config: JobConfig, checkpoint: Checkpoint) -> Counts:

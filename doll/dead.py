@@ -187,6 +187,7 @@ def _send(config: JobConfig, producer: Any, item: Replay) -> Replay:
     told = DeadLetter(
         worker=letter.worker, partition=letter.partition, offset=letter.offset, reason=f"replayed as offset {offset}",
         payload=b"", payload_bytes=0, samples=letter.samples, whole=letter.whole, time_s=time.time(),
+        ps_epoch=letter.ps_epoch,
     )  # fmt: skip
     _deliver(producer, config.topic("dead"), encode(told), 0)
     return Replay(item.dead, item.source, item.value, offset)

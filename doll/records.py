@@ -171,7 +171,7 @@ class Stop(Record, frozen=True):
 # --- updates: lineage and audit -------------------------------------------------------------------------------------
 
 
-class Epoch(Record, frozen=True):
+class Epoch(Record, frozen=True, omit_defaults=True):
     """A parameter server started from the checkpoint of `resumed_version`: later versions of lower epochs are void."""
 
     ps_epoch: int
@@ -179,6 +179,7 @@ class Epoch(Record, frozen=True):
     origins: tuple[int, ...]  # per partition
     records_per_batch: int
     time_s: float
+    generation: int = 0  # ps_epoch of the generation's first server; 0: the first on these topics (`doll.lineage`)
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -240,6 +241,7 @@ class DeadLetter(Record, frozen=True):
     samples: int = 1  # samples refused; a packed record can be refused in part
     whole: bool = True  # the whole record was refused, so its offset is dead-lettered
     time_s: float = 0.0
+    ps_epoch: int = 0  # of the server that its worker knew, which tells the generation
 
 
 class Metric(Record, frozen=True):

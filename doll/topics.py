@@ -144,6 +144,15 @@ def check(config: JobConfig, services: Services) -> None:
             raise ConfigError(_mismatch(config, topic, came))
 
 
+def exists(config: JobConfig, services: Services, name: str) -> bool:
+    """Whether Kafka has a topic of this name.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer.
+    """
+    return name in _partition_counts(_admin(config, services), services)
+
+
 def _mismatch(config: JobConfig, topic: TopicPlan, came: int) -> str:
     told = f"topic {topic.name}: expected {topic.partitions} partitions, found {came}"
     if topic.name in (config.topic("samples"), config.topic("down")):

@@ -209,7 +209,7 @@ class WorkerShell:
                 DeadLetter(
                     worker=self._worker, partition=self._worker, offset=item.offset, reason=item.reason,
                     payload=values[item.offset][:_DEAD_LETTER_BYTES], payload_bytes=len(values[item.offset]),
-                    samples=item.samples, whole=item.whole, time_s=time.time(),
+                    samples=item.samples, whole=item.whole, time_s=time.time(), ps_epoch=self._core.ps_epoch,
                 )
                 for item in decoded.refused
             ]  # fmt: skip
