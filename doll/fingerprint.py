@@ -5,20 +5,34 @@ The batch grid is in it: a batch is identified by its number, so its size cannot
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
 
 
-def join(config: JobConfig, *, parameters: int, buffers: int, shapes: int) -> str:
+# Words that older checkpoints do not have: there is nothing to compare with.
+_LATER: Final = ("others", "frozen")
+_HINTS: Final = {
+    "frozen": "build_model() must give the same frozen parameters in every process: load them from one file, or draw "
+    "them with torch's own random numbers"
+}
+
+
+def join(
+    config: JobConfig, *, parameters: int, buffers: int, shapes: int, others: int | None = None,
+    frozen: int | None = None,
+) -> str:  # fmt: skip
     """The fingerprint of a job and its model.
 
     Args:
-        parameters: how many trainable numbers the model has; `buffers`: how many others.
-        shapes: checksum of the names and shapes of the model's tensors.
+        parameters: how many trainable numbers the model has; `buffers`: how many floats in its buffers.
+        shapes: checksum of the names and shapes of these tensors.
+        others: checksum of the names, shapes and types of the other buffers; None where there are none.
+        frozen: checksum of the values of frozen parameters; None where there are none.
     """
     job, model = words(config), {"parameters": parameters, "buffers": buffers, "shapes": f"{shapes:08x}"}
+    model |= {key: f"{value:08x}" for key, value in (("others", others), ("frozen", frozen)) if value is not None}
     first = {key: job.pop(key) for key in ("job", "task")}
     return " ".join(f"{key}={value}" for key, value in {**first, **model, **job}.items())
 
@@ -40,6 +54,14 @@ def parse(fingerprint: str) -> dict[str, str]:
     return dict(word.partition("=")[::2] for word in fingerprint.split())
 
 
+def fits(expected: str, got: str) -> bool:
+    """Whether what was written with the fingerprint `got`, perhaps by an older build, belongs to `expected`."""
+    if expected == got:
+        return True
+    wanted, found = parse(expected), parse(got)
+    return {key: value for key, value in wanted.items() if key in found or key not in _LATER} == found
+
+
 def difference(expected: str, got: str) -> str:
     """The words in which two fingerprints differ, for an error message."""
     return differences(parse(expected), parse(got))
@@ -48,4 +70,8 @@ def difference(expected: str, got: str) -> str:
 def differences(expected: dict[str, str], got: dict[str, str]) -> str:
     """As `difference`, of words; empty where they agree."""
     keys = [key for key in {**expected, **got} if expected.get(key) != got.get(key)]
-    return ", ".join(f"{key}: expected {expected.get(key, 'nothing')}, got {got.get(key, 'nothing')}" for key in keys)
+    return ", ".join(
+        f"{key}: expected {expected.get(key, 'nothing')}, got {got.get(key, 'nothing')}"
+        + (f" ({_HINTS[key]})" if key in _HINTS else "")
+        for key in keys
+    )

@@ -1,15 +1,23 @@
-"""A task's model as one flat vector: parameters (and float buffers) are views into it, so publishing it copies nothing.
+"""A task's model as one flat vector: parameters and buffers are views into it, so publishing it copies nothing.
 
-Layout of the vector: all parameters in `named_parameters()` order, then all float buffers (batch-norm statistics) in
-`named_buffers()` order. A gradient vector has the same layout: sums over samples for parameters, and for buffers the
-value after the batch times the number of samples, so that the parameter server can take the mean of both.
+Layout of the vector: all trainable parameters in `named_parameters()` order, then all float buffers (batch-norm
+statistics) in `named_buffers()` order, then the memory of all other buffers (counters, masks), each from an even index
+on. A gradient vector has the same layout: sums over samples for parameters; for float buffers the value after the batch
+times the number of samples, so that the parameter server can take the mean of both; for the others the bytes after the
+batch. Those are not numbers of float32: copy them, never compute with them.
+
+Frozen parameters are not in the vector: they never change, so each process has its own from `build_model`, and a
+checksum in the fingerprint says whether all have the same (ADR 0011).
 """
 
 from __future__ import annotations
 
 import zlib
 
+import numpy as np
+import numpy.typing as npt
 import torch
+from isal import isal_zlib
 
 from doll.config import JobConfig
 from doll.errors import ConfigError
@@ -18,16 +26,20 @@ from doll.task import Task
 
 
 class FlatModel:
-    """A module whose parameters, gradients and float buffers are views into flat float32 tensors.
+    """A module whose trainable parameters, their gradients and its buffers are views into flat float32 tensors.
 
     Attributes:
         module: the task's module.
-        flat: float32, shape (num_parameters + num_buffers,).
+        flat: float32, shape (numel,), see the layout above.
         grad: float32, as long as `flat`; the module's `.grad`s are views into it, the part of the buffers is free.
+        num_parameters, num_buffers: numbers of trainable parameters and of float buffers.
+        num_floats: of both together: from there on `flat` holds bytes.
+        shapes: name and shape of each tensor of floats.
+        others: name, shape and dtype of each buffer that is not of floats.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        """Move the module's parameters and float buffers into one flat tensor.
+        """Move the module's trainable parameters and buffers into one flat tensor.
 
         Raises:
             ConfigError: no trainable parameter, or one that is not float32.
@@ -35,6 +47,7 @@ class FlatModel:
         self.module = module
         parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         buffers = [(name, b) for name, b in module.named_buffers() if b.is_floating_point()]
+        others = [(name, b) for name, b in module.named_buffers() if not b.is_floating_point()]
         if not parameters:
             raise ConfigError(f"the task's model {type(module).__name__} has no trainable parameter")
         for name, tensor in [*parameters, *buffers]:
@@ -42,18 +55,70 @@ class FlatModel:
                 raise ConfigError(f"expected float32 parameters, got {tensor.dtype} for {name!r}: call model.float()")
         self.num_parameters = sum(p.numel() for _, p in parameters)
         self.num_buffers = sum(b.numel() for _, b in buffers)
+        self.num_floats = self.num_parameters + self.num_buffers
         self.shapes = tuple((name, tuple(tensor.shape)) for name, tensor in [*parameters, *buffers])
-        self.flat = torch.empty(self.num_parameters + self.num_buffers, dtype=torch.float32)
+        self.others = tuple((name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in others)
+        ends = [_even(self.num_floats)]
+        for _, tensor in others:
+            ends.append(ends[-1] + _even(-(-tensor.numel() * tensor.element_size() // 4)))
+        self.flat = torch.zeros(ends[-1] if others else self.num_floats, dtype=torch.float32)
         self.grad = torch.zeros_like(self.flat)
         at = 0
-        with torch.no_grad():
-            for _, tensor in [*parameters, *buffers]:
-                view = self.flat[at : at + tensor.numel()].view(tensor.shape)
-                view.copy_(tensor)
-                tensor.data = view
-                if tensor.requires_grad:
-                    tensor.grad = self.grad[at : at + tensor.numel()].view(tensor.shape)
-                at += tensor.numel()
+        for _, tensor in [*parameters, *buffers]:
+            here = slice(at, at + tensor.numel())
+            _move(tensor, self.flat[here].view(tensor.shape))
+            if tensor.requires_grad:
+                tensor.grad = self.grad[here].view(tensor.shape)
+            at = here.stop
+        for (_, tensor), begin in zip(others, ends, strict=False):
+            raw = self.flat[begin:].view(torch.uint8)[: tensor.numel() * tensor.element_size()]
+            _move(tensor, raw.view(tensor.dtype).view(tensor.shape))
+        self._homes = [
+            (owner, name, buffer)
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+
+    def take(self, weights: npt.NDArray[np.float32]) -> None:
+        """Take over `weights`, float32, shape (numel,), or (num_floats,) as versions before ADR 0011 had.
+
+        Raises:
+            ValueError: of another shape.
+        """
+        if weights.shape not in ((self.flat.numel(),), (self.num_floats,)):
+            raise ValueError(f"expected weights of shape ({self.flat.numel()},), got {weights.shape}")
+        array: npt.NDArray[np.float32] = self.flat.detach().numpy()
+        array[: weights.size] = weights
+
+    def gather(self) -> None:
+        """Bring back into the vector what the module's code has replaced: `self.mean = ...` instead of `copy_`."""
+        for owner, name, buffer in self._homes:
+            found = owner._buffers.get(name)
+            if found is not buffer:
+                with torch.no_grad():
+                    buffer.copy_(buffer if found is None else found)
+                owner._buffers[name] = buffer
+
+    def frozen_checksum(self) -> int | None:
+        """CRC-32 of the values of all frozen parameters; None where there are none."""
+        total = None
+        for _, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                raw = parameter.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+                total = isal_zlib.crc32(raw.data, total or 0)
+        return total
+
+
+def _move(tensor: torch.Tensor, home: torch.Tensor) -> None:
+    with torch.no_grad():
+        home.copy_(tensor)
+        tensor.data = home
+
+
+def _even(number: int) -> int:
+    # Numbers of 8 bytes must begin at a multiple of 8.
+    return number + number % 2
 
 
 def build(config: JobConfig, task: Task) -> FlatModel:
@@ -75,4 +140,8 @@ def build(config: JobConfig, task: Task) -> FlatModel:
 def fingerprint(config: JobConfig, model: FlatModel) -> str:
     """What must agree between a checkpoint, the parameter server and its workers (see `doll.fingerprint`)."""
     shapes = zlib.crc32(repr(model.shapes).encode())
-    return join(config, parameters=model.num_parameters, buffers=model.num_buffers, shapes=shapes)
+    others = zlib.crc32(repr(model.others).encode()) if model.others else None
+    return join(
+        config, parameters=model.num_parameters, buffers=model.num_buffers, shapes=shapes, others=others,
+        frozen=model.frozen_checksum(),
+    )  # fmt: skip

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from doll.errors import ConfigError
+from doll.errors import ConfigError, SampleError
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,10 @@ if TYPE_CHECKING:
 
 
 class Sample(NamedTuple):
-    """One sample: features `x` (anything `numpy.asarray` takes) and target `y` (class, number or array)."""
+    """One sample: features `x` (anything `numpy.asarray` takes) and target `y` (class, number or array).
+
+    Integers in `x` stay integers, so ids of any size keep their value; other numbers become float32.
+    """
 
     x: npt.ArrayLike
     y: npt.ArrayLike
@@ -80,7 +83,11 @@ class Task:
         return None
 
     def forward(self, model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """Model output for a batch `x` of shape (n, *input_shape). Default: `model(x)` on floats."""
+        """Model output for a batch `x` of shape (n, *input_shape). Default: `model(x)` on floats.
+
+        `x` is of float32, or of integers where all samples of the batch hold only integers: an embedding takes
+        `x.long()`, a layer of numbers `x.float()`.
+        """
         import torch
 
         output: torch.Tensor = model(x if x.is_floating_point() else x.to(torch.get_default_dtype()))
@@ -171,10 +178,27 @@ def stack(samples: Iterable[Sample]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]
     rows = list(samples)
     if not rows:
         return np.zeros((0,), np.float32), np.zeros((0,), np.float32)
-    return np.stack([as_features(row.x) for row in rows]), np.stack([np.asarray(row.y) for row in rows])
+    return as_features(np.stack([as_features(row.x) for row in rows])), np.stack([as_target(row.y) for row in rows])
 
 
 def as_features(x: npt.ArrayLike) -> npt.NDArray[Any]:
-    """`x` as an array that torch takes: float64 and Python numbers become float32; bytes stay bytes."""
+    """`x` as an array that torch takes: integers stay as they are, all other real numbers become float32."""
     array = np.asarray(x)
-    return array.astype(np.float32) if array.dtype in (np.float64, np.int64, np.bool_) else array
+    if array.dtype.kind in "fb" and array.dtype != np.float32:
+        with np.errstate(over="ignore"):  # it becomes infinite, and is refused for that
+            return array.astype(np.float32)
+    return _for_torch(array)
+
+
+def as_target(y: npt.ArrayLike) -> npt.NDArray[Any]:
+    """`y` as an array that torch takes; its type stays."""
+    array = np.asarray(y)
+    return array.astype(np.float64) if array.dtype == np.longdouble else _for_torch(array)
+
+
+def _for_torch(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    if array.dtype == np.uint64:
+        if array.size and array.max() > np.iinfo(np.int64).max:
+            raise SampleError(f"expected integers below 2**63, got {array.max()}")
+        return array.astype(np.int64)
+    return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

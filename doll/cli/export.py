@@ -34,7 +34,6 @@ def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[
         ConfigError: the task cannot be loaded.
         OSError: the folder cannot be written.
     """
-    import torch
     from safetensors.torch import save_file
 
     from doll.evaluation.checkpointed import newest_weights
@@ -49,8 +48,7 @@ def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[
             f"no checkpoint in {checkpoint_place(config, run_folder)}: nothing has been learned yet, or the job's "
             "checkpoint.folder or --run-folder is another one"
         )
-    with torch.no_grad():
-        model.flat.copy_(torch.from_numpy(stored.weights.copy()))
+    model.take(stored.weights)
     # Copies: safetensors refuses tensors that share memory, and all parameters are views of one vector.
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.module.state_dict().items()}
     about = {

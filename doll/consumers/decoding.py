@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from doll.errors import SampleError
 from doll.packing import unpack
-from doll.task import Sample, Task, as_features
+from doll.task import Sample, Task, as_features, as_target
 
 REASON_LENGTH = 500
 _NUMBERS = "biufc"  # numpy's kinds: boolean, integer, unsigned, floating, complex
+_Row = tuple[int, npt.NDArray[Any], npt.NDArray[Any]]  # offset, x, y
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def _fast(task: Task, pieces: Sequence[tuple[int, list[bytes], memoryview | None
         pair = task.decode_block(block, width)
         if pair is None:
             return None
-        x, y = as_features(pair[0]), np.asarray(pair[1])
+        x, y = as_features(pair[0]), as_target(pair[1])
         return Decoded(x, y) if _all_good(task, x, y, len(block) // width) else None
     except Exception:  # the user's code may raise, or return, anything; record by record will tell which and why
         return None
@@ -111,7 +112,7 @@ def _all_good(task: Task, x: npt.NDArray[Any], y: npt.NDArray[Any], count: int) 
 def _one_by_one(
     task: Task, pieces: Sequence[tuple[int, list[bytes], memoryview | None, int]], refused: list[Refused]
 ) -> Decoded:
-    rows: list[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]] = []
+    rows: list[_Row] = []
     reasons: dict[int, list[str]] = {}
     totals: Counter[int] = Counter()
     for offset, samples, block, width in pieces:
@@ -124,16 +125,16 @@ def _one_by_one(
             except Exception as exc:  # whatever the user's decode raises is the reason
                 text = str(exc) if isinstance(exc, SampleError) else f"{type(exc).__name__}: {exc}"
                 reasons.setdefault(offset, []).append(text[:REASON_LENGTH])
-    rows = _same_shape(task, rows, reasons)
+    rows = _same_kind(_same_shape(rows, reasons), reasons)
     for offset, texts in reasons.items():
         refused.append(Refused(offset, texts[0], len(texts), len(texts) == totals[offset]))
     if not rows:
         return Decoded(np.zeros((0,), np.float32), np.zeros((0,), np.float32))
-    return Decoded(np.stack([x for _, x, _ in rows]), np.stack([y for _, _, y in rows]))
+    return Decoded(as_features(np.stack([x for _, x, _ in rows])), np.stack([y for _, _, y in rows]))
 
 
 def _check(task: Task, sample: Sample | tuple[Any, Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-    x, y = as_features(sample[0]), np.asarray(sample[1])
+    x, y = as_features(sample[0]), as_target(sample[1])
     for name, array in (("x", x), ("y", y)):
         if array.dtype.kind not in _NUMBERS:
             what = "mixed or ragged values" if array.dtype == object else f"values of type {array.dtype}"
@@ -149,9 +150,42 @@ def _check(task: Task, sample: Sample | tuple[Any, Any]) -> tuple[npt.NDArray[An
     return x, y
 
 
-def _same_shape(
-    task: Task, rows: list[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]], reasons: dict[int, list[str]]
-) -> list[tuple[int, npt.NDArray[Any], npt.NDArray[Any]]]:
+def _same_kind(rows: list[_Row], reasons: dict[int, list[str]]) -> list[_Row]:
+    """Samples with integers among samples with floats: integers become floats, where that does not change them."""
+    xs = _one_kind([x for _, x, _ in rows], 1 << 24)  # up to there float32 holds every integer
+    ys = _one_kind([y for _, _, y in rows], 1 << 53)
+    kept = []
+    for (offset, *values), x, y in zip(rows, xs, ys, strict=True):
+        if x is not None and y is not None:
+            kept.append((offset, x, y))
+        else:
+            name, value = ("x", values[0]) if x is None else ("y", values[1])
+            text = f"expected integers in {name} as most of the batch, got {value.ravel()[:4].tolist()}"
+            reasons.setdefault(offset, []).append(text[:REASON_LENGTH])
+    return kept
+
+
+def _one_kind(arrays: list[npt.NDArray[Any]], exact: int) -> list[npt.NDArray[Any] | None]:
+    """Where most hold integers and some too large for floats (ids), floats must be whole numbers; None: it is not."""
+    integers = [array.dtype.kind in "biu" for array in arrays]
+    count = sum(integers)
+    if count == len(arrays) or 2 * count <= len(arrays) or all(
+        _within(array, exact) for array, integer in zip(arrays, integers, strict=True) if integer
+    ):  # fmt: skip
+        return list(arrays)
+    return [
+        array if integer
+        else array.astype(np.int64) if _within(array, exact) and bool((np.floor(array) == array).all())
+        else None
+        for array, integer in zip(arrays, integers, strict=True)
+    ]  # fmt: skip
+
+
+def _within(array: npt.NDArray[Any], bound: int) -> bool:
+    return array.size == 0 or bool(array.max() <= bound and array.min() >= -bound)
+
+
+def _same_shape(rows: list[_Row], reasons: dict[int, list[str]]) -> list[_Row]:
     """Without a declared shape, the shape that most samples of the batch have is the right one."""
     shapes = Counter((x.shape, y.shape) for _, x, y in rows)
     if len(shapes) <= 1:

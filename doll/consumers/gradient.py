@@ -16,8 +16,8 @@ class Gradient(NamedTuple):
     """Sums over the samples of one batch.
 
     Attributes:
-        values: float32, shape (numel,): gradient sums for parameters, then value times samples for buffers. It is the
-            model's own memory: store it before the next `compute`.
+        values: float32, shape (numel,), laid out as `doll.model` says. It is the model's own memory: store it before
+            the next `compute`.
         loss_sum: sum of the sample losses at the given weights, before learning from them.
         metric_sums: sums of the task's metrics over the samples.
     """
@@ -48,7 +48,19 @@ class GradientComputer:
         self.loaded = key
 
     def compute(self, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> Gradient:
-        """Gradient of the summed loss over samples `x` of shape (n, ...), `y` of shape (n, ...), n >= 1."""
+        """Gradient of the summed loss over samples `x` of shape (n, ...), `y` of shape (n, ...), n >= 1.
+
+        The replica is left as it was: a worker may compute several batches at one version.
+        """
+        model = self._model
+        buffers = self.weights[model.num_parameters :].copy()
+        try:
+            return self._compute(x, y)
+        finally:
+            model.gather()
+            self.weights[model.num_parameters :] = buffers
+
+    def _compute(self, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> Gradient:
         model, task, n = self._model, self._task, len(x)
         model.grad.zero_()
         module = model.module.train()
@@ -64,6 +76,8 @@ class GradientComputer:
         torch.autograd.backward(loss * n)  # the task's loss is a mean; the sum costs no pass over the gradient this way
         with torch.no_grad():
             metrics = task.metrics(output.detach(), target)
-        values, parameters = model.grad.numpy(), model.num_parameters
-        np.multiply(self.weights[parameters:], np.float32(n), out=values[parameters:])
+        model.gather()
+        values, floats = model.grad.numpy(), slice(model.num_parameters, model.num_floats)
+        np.multiply(self.weights[floats], np.float32(n), out=values[floats])
+        values[model.num_floats :] = self.weights[model.num_floats :]
         return Gradient(values, float(loss.detach()) * n, {name: value * n for name, value in metrics.items()})

@@ -11,8 +11,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from doll import telemetry
 from doll.errors import BlobError, CheckpointError, ServiceUnavailableError
 from doll.evaluation.csvfile import CsvFile, read_rows
@@ -153,8 +151,7 @@ class Evaluator:
 
     def _measure(self, ps_epoch: int, version: int, weights: npt.NDArray[np.float32]) -> Evaluation:
         started_s = time.monotonic()
-        with torch.no_grad():
-            self._model.flat.copy_(torch.from_numpy(weights.copy()))  # a copy: the blob is read-only memory
+        self._model.take(weights)
         error = self._held_out.evaluate(self._model.module)
         self._last = (ps_epoch, version)
         found = Evaluation(ps_epoch, version, error, time.monotonic() - started_s, time.time())

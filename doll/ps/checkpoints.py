@@ -24,7 +24,7 @@ import safetensors.numpy
 
 from doll import telemetry
 from doll.errors import CheckpointError, FencedError
-from doll.fingerprint import difference
+from doll.fingerprint import difference, fits
 
 log = telemetry.get_logger(__name__)
 
@@ -180,7 +180,7 @@ def check_owner(checkpoint: Checkpoint, *, job: str, fingerprint: str | None, wh
             f"{where}: expected a checkpoint of job {job!r}, got one of job {checkpoint.job!r}: give each job its own "
             "checkpoint.folder"
         )
-    if fingerprint is not None and checkpoint.fingerprint != fingerprint:
+    if fingerprint is not None and not fits(fingerprint, checkpoint.fingerprint):
         raise CheckpointError(
             f"{where}: {_told(fingerprint, checkpoint.fingerprint)}: the task, model or batch size has changed since "
             "this job began; restore them, or rename the job to begin a new one"

@@ -36,6 +36,7 @@ class Optimizer:
     """
 
     def __init__(self, model: FlatModel, config: OptimizerConfig) -> None:
+        self._model = model
         self._flat = model.flat
         self._num_parameters = model.num_parameters
         self._parameters = model.flat[: model.num_parameters]
@@ -45,7 +46,7 @@ class Optimizer:
 
     @property
     def weights(self) -> npt.NDArray[np.float32]:
-        """Parameters, then buffers: float32, shape (numel,), a view of the live tensor."""
+        """As `doll.model` lays it out: float32, shape (numel,), a view of the live tensor."""
         array: npt.NDArray[np.float32] = self._flat.detach().numpy()
         return array
 
@@ -53,7 +54,8 @@ class Optimizer:
         """One step on `scale` times the sum of `gradients`, added in the order given.
 
         Args:
-            gradients: float32, shape (numel,) each: sums over samples; for buffers, values times samples.
+            gradients: float32, shape (numel,) each: sums over samples; for float buffers, values times samples; the
+                other buffers become those of the last gradient.
             scale: 1 / num_samples for the mean.
             num_samples: of all gradients together.
 
@@ -67,14 +69,15 @@ class Optimizer:
         total.copy_(_tensor(gradients[0]))
         for gradient in gradients[1:]:
             total += _tensor(gradient)
-        _check_finite(total, "the gradient is")
-        n = self._num_parameters
-        total[n:] /= max(num_samples, 1)
+        n, floats = self._num_parameters, self._model.num_floats
+        _check_finite(total[:floats], "the gradient is")
+        total[n:floats] /= max(num_samples, 1)
         total[:n] *= scale
+        total[floats:] = _tensor(gradients[-1])[floats:]
         with torch.no_grad():
             self._step(total[:n])
             self._flat[n:] = total[n:]
-        _check_finite(self._flat, "after the step the weights are")
+        _check_finite(self._flat[:floats], "after the step the weights are")
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Copies of weights and optimizer state, by name, for a checkpoint."""
@@ -88,11 +91,12 @@ class Optimizer:
             CheckpointError: the weights are not there or have another size.
         """
         weights = tensors.get(WEIGHTS)
-        if weights is None or weights.shape != tuple(self._flat.shape):
-            came = "nothing" if weights is None else weights.shape
-            raise CheckpointError(f"expected weights of shape {tuple(self._flat.shape)}, got {came}")
-        with torch.no_grad():
-            self._flat.copy_(torch.from_numpy(np.array(weights)))
+        try:
+            if weights is None:
+                raise ValueError(f"expected weights of shape {tuple(self._flat.shape)}, got nothing")
+            self._model.take(weights)
+        except ValueError as exc:
+            raise CheckpointError(str(exc)) from exc
         self._state = {
             key.removeprefix(_STATE): torch.from_numpy(np.array(value))
             for key, value in tensors.items()

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from doll.consumers.decoding import REASON_LENGTH, Decoded, decode_records
 from doll.errors import SampleError
 from doll.packing import pack
-from doll.task import Sample, Task
+from doll.task import Sample, Task, stack
 from doll.tasks.synthetic import Gaussian
 from hypothesis import given
 from hypothesis import strategies as st
@@ -245,3 +246,63 @@ def test_a_fast_path_that_is_wrong_is_not_used(answer: Any) -> None:
     found = decode(task, row(1, 2, 0), row(3, 4, 1), row(5, 6, 2))
     assert task.singles == 3
     np.testing.assert_array_equal(found.x, [[1, 2], [3, 4], [5, 6]])
+
+
+LARGE = 16_777_217  # 2**24 + 1: float32 rounds it to its neighbour's
+
+
+def test_integers_stay_integers_so_ids_do_not_collide() -> None:
+    found = decode(Anything(), point([LARGE, 1], LARGE), point([LARGE - 1, 2], -LARGE))
+    assert found.x.dtype == np.int64
+    assert (found.x.tolist(), found.y.tolist()) == ([[LARGE, 1], [LARGE - 1, 2]], [LARGE, -LARGE])
+    assert decode(Anything(), point([1, 2], 0), point([1.5, 2], 0)).x.dtype == np.float32
+
+
+class Block(Anything):
+    kind = "<i8"
+
+    def decode_block(self, block: memoryview, width: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = np.frombuffer(bytearray(block), self.kind).reshape(-1, width // 8)
+        return rows, rows[:, 0]
+
+    def decode(self, record: bytes) -> Sample:
+        row = np.frombuffer(bytearray(record), self.kind)
+        return Sample(row, row[0])
+
+
+@pytest.mark.parametrize("kind", ["<i8", ">i8", "<u8"])
+def test_integers_in_blocks_too_in_an_order_that_torch_takes(kind: str) -> None:
+    task = Block()
+    task.kind = kind
+    values = [np.array([LARGE + i, i], kind).tobytes() for i in range(3)]
+    for found in (decode(task, *values), decode(task, *values, b"")):
+        assert torch.from_numpy(found.x).tolist() == [[LARGE + i, i] for i in range(3)]
+        assert torch.from_numpy(found.y).tolist() == [LARGE + i for i in range(3)]
+
+
+def test_an_integer_that_torch_cannot_hold_is_refused() -> None:
+    task = Block()
+    task.kind = "<u8"
+    found = decode(task, *(np.array([value, 0], "<u8").tobytes() for value in (1, 1 << 63)))
+    assert [(item.offset, item.reason) for item in found.refused] == [
+        (101, f"expected integers below 2**63, got {1 << 63}")
+    ]
+
+
+def test_one_sample_of_floats_does_not_round_the_ids_of_the_others() -> None:
+    """A single producer may write 1.5, or 7.0, where all others write ids."""
+    ids = [point([LARGE + i, i], i) for i in range(3)]
+    found = decode(Anything(), *ids, point([7.0, 3.0], 3.0), point([1.5, 2], 0), point([1, 2], 0.5))
+    assert found.x.dtype == np.int64
+    assert found.x.tolist() == [[LARGE + i, i] for i in range(3)] + [[7, 3], [1, 2]]
+    assert [(item.offset, item.reason) for item in found.refused] == [
+        (104, "expected integers in x as most of the batch, got [1.5, 2.0]")
+    ]
+    floats = decode(Anything(), point([LARGE, 1], 0), point([0.5, 1], 0), point([1.5, 2], 0))
+    assert (floats.x.dtype, floats.refused) == (np.float32, [])
+
+
+def test_held_out_samples_keep_integers_too() -> None:
+    x, y = stack([Sample([LARGE, 1], LARGE), Sample([LARGE - 1, 2], 0)])
+    assert (x.tolist(), y.tolist()) == ([[LARGE, 1], [LARGE - 1, 2]], [LARGE, 0])
+    assert stack([Sample([1, 2], 0), Sample([0.5, 2], 0)])[0].dtype == np.float32

@@ -8,11 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from doll.config import parse
+from doll.config import SgdConfig, parse
 from doll.consumers.gradient import GradientComputer
 from doll.errors import ConfigError
-from doll.fingerprint import difference
+from doll.fingerprint import difference, fits
 from doll.model import FlatModel, build, fingerprint
+from doll.ps.optim import Optimizer
 from doll.task import Sample, Task
 from doll.tasks.synthetic import Gaussian
 
@@ -76,7 +77,8 @@ def test_it_equals_a_plain_torch_computation_of_the_summed_loss(
     np.testing.assert_allclose(found.values[:parameters], expected, rtol=2e-4, atol=2e-5)
     assert found.loss_sum == pytest.approx(loss, rel=1e-5)
     buffers = [b.numpy().ravel() for _, b in reference.named_buffers() if b.is_floating_point()]
-    np.testing.assert_allclose(found.values[parameters:], n * np.concatenate([*buffers, np.zeros(0)]), rtol=1e-5)
+    floats = found.values[parameters : model.num_floats]
+    np.testing.assert_allclose(floats, n * np.concatenate([*buffers, np.zeros(0)]), rtol=1e-5)
     if classes:
         hits = (reference(torch.from_numpy(x)).argmax(1).numpy() == y).sum()
         assert found.metric_sums["accuracy"] == pytest.approx(hits)
@@ -170,3 +172,93 @@ def test_a_single_usable_sample_is_learned_from_by_a_model_with_batch_norm() -> 
     np.testing.assert_array_equal(one.values[model.num_parameters :], buffers)
     two = computer.compute(*data(2, classes=True))
     assert np.any(two.values[model.num_parameters :] != 2 * buffers), "with two samples the statistics move again"
+
+
+class Counting(torch.nn.Module):
+    """Buffers of every kind: statistics, a counter that decides, a mask, one that is replaced and not written into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(5, 3)
+        self.norm = torch.nn.BatchNorm1d(5, momentum=None)  # its mean is over `num_batches_tracked` batches
+        self.register_buffer("mask", torch.tensor([True, False, True, True, True]))
+        self.register_buffer("seen", torch.tensor((1 << 40) + 1))
+        self.register_buffer("level", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + len(x)
+        self.level = 0.5 * self.level + x.mean()
+        return self.layer(self.norm(x) * self.mask)
+
+
+def test_a_second_batch_at_the_same_version_begins_with_the_versions_buffers() -> None:
+    torch.manual_seed(0)
+    model = FlatModel(Counting())
+    computer = GradientComputer(Classes(), model)
+    before = computer.weights.copy()
+    x, y = data(16, True)
+    first = computer.compute(x, y).values.copy()
+    computer.compute(*data(16, True, seed=1))
+    assert computer.weights.tobytes() == before.tobytes()
+    assert computer.compute(x, y).values.tobytes() == first.tobytes()
+    bad = x.copy()[:, :4]
+    with pytest.raises(RuntimeError):
+        computer.compute(bad, y)
+    assert computer.weights.tobytes() == before.tobytes()
+
+
+def test_every_buffer_belongs_to_the_version_and_reaches_the_next_process() -> None:
+    torch.manual_seed(0)
+    server, worker = FlatModel(Counting()), FlatModel(Counting())
+    optimizer = Optimizer(server, SgdConfig(lr=0.1))
+    computer = GradientComputer(Classes(), worker)
+    reference = Counting().train()
+    for version in range(3):
+        computer.load(str(version), optimizer.weights)
+        gradients = [computer.compute(*data(16, True, seed=2 * version + k)).values.copy() for k in range(2)]
+        optimizer.apply(gradients, 1 / 32, 32)
+    reference.norm(torch.from_numpy(data(16, True, seed=0)[0]))
+    state = server.module.state_dict()
+    assert state["seen"] == (1 << 40) + 1 + 3 * 16
+    assert state["norm.num_batches_tracked"] == 3
+    assert state["mask"].tolist() == [True, False, True, True, True]
+    means = [np.mean([data(16, True, seed=2 * v + k)[0].mean(axis=0) for k in range(2)], axis=0) for v in range(3)]
+    np.testing.assert_allclose(state["norm.running_mean"], np.mean(means, axis=0), rtol=1e-5)
+    assert state["level"].abs().max() > 0
+    restored = FlatModel(Counting())
+    Optimizer(restored, SgdConfig(lr=0.1)).load(optimizer.tensors())
+    for name, tensor in restored.module.state_dict().items():
+        assert torch.equal(tensor, state[name]), name
+
+
+def test_a_checkpoint_from_before_counters_were_kept_still_loads() -> None:
+    model = FlatModel(Counting())
+    old = np.full(model.num_floats, 0.5, np.float32)
+    Optimizer(model, SgdConfig(lr=0.1)).load({"weights": old})
+    assert model.module.state_dict()["seen"] == (1 << 40) + 1
+    assert (model.flat[: model.num_floats] == 0.5).all()
+
+
+class Frozen(Classes):
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def build_model(self) -> torch.nn.Module:
+        model = mlp(3)
+        model[0].requires_grad_(False).weight.data.fill_(self.value)  # type: ignore[index, operator, union-attr]
+        return model
+
+
+def test_frozen_parameters_are_fingerprinted_and_an_older_checkpoint_is_not_asked_for_them() -> None:
+    config = parse(JOB)
+    one, other = (fingerprint(config, build(config, Frozen(value))) for value in (1.0, 2.0))
+    assert one != other
+    assert fits(one, one)
+    assert not fits(one, other)
+    told = difference(one, other)
+    assert "frozen: expected" in told
+    assert "build_model() must give the same frozen parameters" in told
+    older = " ".join(word for word in one.split() if not word.startswith("frozen="))
+    assert fits(one, older)
+    assert not fits(one, older.replace("workers=4", "workers=5"))
+    assert "frozen" not in fingerprint(config, build(config, Gaussian()))

@@ -114,11 +114,13 @@ def test_buffers_become_their_mean_over_the_samples() -> None:
     gradients = []
     for samples, mean in ((8, 1.0), (24, 2.0)):
         gradient = np.zeros(before.size, np.float32)
-        gradient[n:] = mean * samples
+        gradient[n : model.num_floats] = mean * samples
+        gradient[model.num_floats :].view(np.int64)[:] = samples
         gradients.append(gradient)
     ours.apply(gradients, 1.0, 32)
     np.testing.assert_array_equal(ours.weights[:n], before[:n])
-    np.testing.assert_allclose(ours.weights[n:], 1.75)
+    np.testing.assert_allclose(ours.weights[n : model.num_floats], 1.75)
+    assert model.module[1].num_batches_tracked == 24, "what is no float is taken over from the last batch"  # type: ignore[index]
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
