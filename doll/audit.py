@@ -9,17 +9,18 @@ checkpoint was read): then all is read once more.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from doll import lineage, telemetry, topics
 from doll.errors import CheckpointError
-from doll.ledger import DurableModel, LedgerReport, Range, balance
+from doll.ledger import DurableModel, Ledger, LedgerReport, Range
 from doll.records import DeadLetter, Epoch, Finished, Update
 from doll.services import Services
 from doll.topic_reader import STALL_S, TopicReader
+from doll.valid_updates import UpdatesRecord
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -55,29 +56,54 @@ def audit(config: JobConfig, services: Services, store: CheckpointStore, *, stal
 
 
 def _audit_once(config: JobConfig, services: Services, checkpoint: Checkpoint | None, stall_s: float) -> LedgerReport:
-    updates, dead, samples = config.topic("updates"), config.topic("dead"), config.topic("samples")
+    dead, samples = config.topic("dead"), config.topic("samples")
     with TopicReader(config, services, stall_s) as reader:
-        records: list[Epoch | Update | Finished] = list(reader.records(updates, (Epoch, Update, Finished)))
-        own = lineage.OfGeneration(
-            lineage.newest(records) if checkpoint is None else counts_of(config, checkpoint).generation
-        )
-        records = list(own.records(records))
-        found = own.letters(reader.records(dead, (DeadLetter,)))
-        letters = [msgspec.structs.replace(letter, payload=b"") for letter in found]
+        ledger, own = ledger_of(config, reader, checkpoint)
+        for letter in own.letters(reader.records(dead, (DeadLetter,))):
+            ledger.enter_letter(letter)
         bounds = [reader.bounds(samples, n) for n in range(config.data.workers)]
-        durable = _durable(config, checkpoint, records, tuple(low for low, _ in bounds))
-
-        def account(held: Sequence[Range] = ()) -> LedgerReport:
-            ends = [high for _, high in bounds]
-            return balance(durable=durable, ends=ends, records=records, dead_letters=letters, held=held)
-
-        report = account()
+        ends = [high for _, high in bounds]
+        report = ledger.report(ends)
         # What retention has deleted cannot be looked up: there the worker's word stands.
         kept = [gap._replace(lo=max(gap.lo, bounds[gap.partition][0])) for gap in report.gap_ranges]
         held = _held(reader, samples, [gap for gap in kept if gap.lo < gap.hi])
         if held:
-            report = account(held)
+            report = ledger.report(ends, held=held)
         return dataclasses.replace(report, problems=(*report.problems, *reader.problems))
+
+
+def ledger_of(
+    config: JobConfig, reader: TopicReader, checkpoint: Checkpoint | None
+) -> tuple[Ledger, lineage.OfGeneration]:
+    """The job's books with the updates that `checkpoint` contains and no letters yet; and which letters belong there.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not hand out the updates.
+        CheckpointError: the checkpoint does not fit the job file.
+    """
+    records = _OwnUpdates(config, reader, checkpoint)
+    return Ledger(_durable(config, reader, checkpoint, records), records), records.own
+
+
+class _OwnUpdates:
+    """`updates` as it stood when this was made, of the checkpoint's generation (without one, of the newest).
+
+    It may be iterated over again and again, and keeps nothing.
+    """
+
+    def __init__(self, config: JobConfig, reader: TopicReader, checkpoint: Checkpoint | None) -> None:
+        self._name = config.topic("updates")
+        self._reader = reader
+        self._bounds = reader.bounds(self._name, 0)
+        generation = lineage.newest(self._all()) if checkpoint is None else counts_of(config, checkpoint).generation
+        self.own = lineage.OfGeneration(generation)
+
+    def _all(self) -> Iterator[UpdatesRecord]:
+        self._reader.problems.clear()  # they are found again each time
+        return self._reader.records(self._name, (Epoch, Update, Finished), self._bounds)
+
+    def __iter__(self) -> Iterator[UpdatesRecord]:
+        return self.own.records(self._all())
 
 
 class Counts(msgspec.Struct, frozen=True):
@@ -111,13 +137,14 @@ def counts_of(config: JobConfig, checkpoint: Checkpoint) -> Counts:
 
 
 def _durable(
-    config: JobConfig, checkpoint: Checkpoint | None, records: Sequence[Epoch | Update | Finished], low: tuple[int, ...]
+    config: JobConfig, reader: TopicReader, checkpoint: Checkpoint | None, records: _OwnUpdates
 ) -> DurableModel:
     """What the checkpoint holds; without one, nothing since the origins that the first server recorded."""
     num, per_batch = config.data.workers, config.data.records_per_batch
     if checkpoint is None:
         first = next((record for record in records if isinstance(record, Epoch)), None)
-        origins = low if first is None else first.origins
+        low = (reader.bounds(config.topic("samples"), n)[0] for n in range(num))
+        origins = tuple(low) if first is None else first.origins
         return DurableModel(ps_epoch=0, version=0, applied=(0,) * num, origins=origins, records_per_batch=per_batch)
     counts = counts_of(config, checkpoint)
     return DurableModel(

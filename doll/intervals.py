@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
@@ -79,7 +80,26 @@ def points(offsets: Iterable[int]) -> list[Span]:
     >>> points([4, 2, 3, 9, 3])
     [(2, 5), (9, 10)]
     """
-    return union((offset, offset + 1) for offset in offsets)
+    merged: list[Span] = []
+    lo = hi = 0
+    for offset in sorted(offsets):
+        if merged and offset <= hi:
+            hi = max(hi, offset + 1)
+            merged[-1] = (lo, hi)
+        else:
+            lo, hi = offset, offset + 1
+            merged.append((lo, hi))
+    return merged
+
+
+def contains(spans: Sequence[Span], offset: int) -> bool:
+    """Whether `spans`, as `union` returns them, cover `offset`.
+
+    >>> [contains([(2, 5), (9, 10)], offset) for offset in (1, 2, 4, 5, 9)]
+    [False, True, True, False, True]
+    """
+    at = bisect_right(spans, offset, key=lambda span: span[0])
+    return at > 0 and offset < spans[at - 1][1]
 
 
 def size(spans: Iterable[Span]) -> int:

@@ -2,182 +2,146 @@
 
 At every moment each offset of each partition is in exactly one of: not yet applied, applied in exactly one update that
 the durable model contains, or dead-lettered. The ledger checks it from four things that different processes wrote: the
-update records, the dead letters, the checkpoint's counts of applied batches, and the partitions' ends.
+update records (`doll.valid_updates` says which count), the dead letters, the checkpoint's counts of applied batches,
+and the partitions' ends.
 
-An update is void, so that its batches count as not applied, where a later parameter server began again from a version
-below it, or where its own server had been fenced before it was written.
+An offset is dead only if the update that counts says so. A batch that was not durable when its worker died is decoded
+again, perhaps by a corrected task, and its gradient may be computed again at another version: what an earlier process
+refused may be applied then. The letter of an offset that was applied is superseded.
 """
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from doll import intervals
 from doll.intervals import Span
 from doll.ledger_report import LedgerReport, PartitionLine, Range, named
-from doll.records import DeadLetter, Epoch, Finished, Member, Update
+from doll.records import DeadLetter, Member, Update
+from doll.valid_updates import DurableModel, UpdatesRecord, ValidUpdates
 
-__all__ = ["DurableModel", "LedgerReport", "PartitionLine", "Range", "balance"]
+__all__ = ["DurableModel", "Fate", "Ledger", "LedgerReport", "PartitionLine", "Range", "balance"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DurableModel:
-    """What the newest checkpoint says: `applied[n]` batches of partition n are in it, always the first ones."""
-
-    ps_epoch: int
-    version: int
-    applied: tuple[int, ...]
-    origins: tuple[int, ...]
-    records_per_batch: int
+Fate = Literal["pending", "applied", "partly", "dead", "absent"]
 
 
 def balance(
     *,
     durable: DurableModel,
     ends: Sequence[int],
-    records: Iterable[Epoch | Update | Finished],
+    records: Iterable[UpdatesRecord],
     dead_letters: Iterable[DeadLetter],
     held: Sequence[Range] = (),
 ) -> LedgerReport:
-    """Balance the books of a job.
-
-    Args:
-        durable: from the newest checkpoint.
-        ends: high watermark of each partition of the samples topic: one above its last offset.
-        records: the updates topic, in log order, read after the checkpoint.
-        dead_letters: the dead topic, in any order; the same letter may come twice, after a crash.
-        held: ranges that do hold records although an update says that they hold none.
-
-    Raises:
-        ValueError: the arguments do not have one entry per partition.
-    """
-    num = len(durable.origins)
-    if len(durable.applied) != num or len(ends) != num:
-        raise ValueError(
-            f"expected {num} partitions, got {len(durable.applied)} counts of applied batches and {len(ends)} ends"
-        )
-    problems: list[str] = []
-    chain, redone = _valid_chain(records, durable, problems)
-    counted = [update for update in chain if update.version <= durable.version]
-    _check_versions(counted, durable, problems)
-    books = [_Book(n, durable) for n in range(num)]
-    for update in counted:
-        _enter(update, books, problems)
-    partly_dead: dict[tuple[int, int], int] = {}
+    """Balance the books of a job: a `Ledger` with its letters, and its report; see there."""
+    if len(ends) != len(durable.origins):
+        raise ValueError(_SHAPES.format(len(durable.origins), len(durable.applied), len(ends)))
+    ledger = Ledger(durable, records)
     for letter in dead_letters:
-        if not 0 <= letter.partition < num:
-            problems.append(f"a dead letter names partition {letter.partition}, expected 0 to {num - 1}")
-        elif letter.whole:
-            books[letter.partition].letters.append(letter.offset)
-        else:
-            partly_dead[letter.partition, letter.offset] = letter.samples
-    found = [[(item.lo, item.hi) for item in held if item.partition == n] for n in range(num)]
-    closed = [book.close(ends[n], found[n], problems) for n, book in enumerate(books)]
-    lines = [item.line for item in closed]
-    return LedgerReport(
-        version=durable.version,
-        ps_epoch=durable.ps_epoch,
-        updates=len(counted),
-        unsaved=len(chain) - len(counted),
-        redone=redone,
-        produced=sum(line.produced for line in lines),
-        applied=sum(line.applied for line in lines),
-        pending=sum(line.pending for line in lines),
-        dead=sum(line.dead for line in lines),
-        gaps=sum(line.gaps for line in lines),
-        missing=tuple(item for each in closed for item in each.missing),
-        twice=tuple(item for each in closed for item in each.twice),
-        gap_ranges=tuple(item for each in closed for item in each.gaps),
-        partly_dead_samples=sum(partly_dead.values()),
-        partitions=tuple(lines),
-        problems=tuple(problems),
-    )
+        ledger.enter_letter(letter)
+    return ledger.report(ends, held=held)
 
 
-def _valid_chain(
-    records: Iterable[Epoch | Update | Finished], durable: DurableModel, problems: list[str]
-) -> tuple[list[Update], int]:
-    """The updates that no later server took back, by rising version; and how many are void."""
-    chain: list[Update] = []
-    redone = 0
-    newest = 0
-    finished: Finished | None = None
-    for record in records:
-        if record.ps_epoch < newest:  # written by a fenced server
-            redone += isinstance(record, Update)
-            continue
-        match record:
-            case Epoch():
-                if record.ps_epoch == newest:
-                    problems.append(f"parameter server epoch {newest} begins twice: two servers had the same epoch")
-                _check_epoch(record, durable, problems)
-                newest, finished = record.ps_epoch, None
-                while chain and chain[-1].version > record.resumed_version:
-                    chain.pop()
-                    redone += 1
-            case Update():
-                if record.ps_epoch > newest:
-                    problems.append(f"no record says from which version epoch {record.ps_epoch} began")
-                    newest = record.ps_epoch
-                if chain and record.version <= chain[-1].version:
-                    problems.append(
-                        f"epoch {newest} records version {record.version} after version {chain[-1].version}"
-                    )
-                else:
-                    chain.append(record)
-            case Finished():
-                finished = record
-    if finished is not None and finished.version > durable.version:
-        problems.append(
-            f"the job ended at version {finished.version}, but the newest checkpoint is of version {durable.version}"
-        )
-    return chain, redone
+_SHAPES = "expected {} partitions, got {} counts of applied batches and {} ends"
 
 
-def _check_epoch(record: Epoch, durable: DurableModel, problems: list[str]) -> None:
-    if record.ps_epoch > durable.ps_epoch and record.resumed_version < durable.version:
-        problems.append(
-            f"epoch {record.ps_epoch} began again from version {record.resumed_version}, but the newest checkpoint is "
-            f"of version {durable.version}, epoch {durable.ps_epoch}"
-        )
-    said = (record.origins, record.records_per_batch)
-    if said != (durable.origins, durable.records_per_batch):
-        problems.append(
-            f"epoch {record.ps_epoch} began with origins {list(said[0])} and {said[1]} records per batch, the "
-            f"checkpoint has {list(durable.origins)} and {durable.records_per_batch}"
-        )
+class Ledger:
+    """The books of a job: one for each partition, and what does not fit.
 
+    It keeps ranges of offsets, not records: a sound history of any length takes little memory.
+    """
 
-def _check_versions(counted: Sequence[Update], durable: DurableModel, problems: list[str]) -> None:
-    unrecorded = intervals.subtract([(1, durable.version + 1)], intervals.points(update.version for update in counted))
-    for lo, hi in unrecorded if durable.version else ():
-        problems.append(
-            f"versions {lo} to {hi - 1} are in the durable model (version {durable.version}) without an update record"
-        )
-    above = [update for update in counted if update.ps_epoch > durable.ps_epoch]
-    if above:
-        problems.append(
-            f"version {above[0].version} was recorded by epoch {above[0].ps_epoch}, but the newest checkpoint, version "
-            f"{durable.version}, is of epoch {durable.ps_epoch}"
-        )
+    def __init__(self, durable: DurableModel, records: Iterable[UpdatesRecord]) -> None:
+        """Enter the updates that count.
 
+        Args:
+            durable: from the newest checkpoint.
+            records: of `updates`, in log order, read after the checkpoint, of its generation. They are iterated over
+                twice.
 
-def _enter(update: Update, books: Sequence[_Book], problems: list[str]) -> None:
-    """Enter one update of the durable model into the books of its partitions."""
-    name = f"update {update.version}"
-    if update.n_samples != sum(member.n_samples for member in update.members):
-        problems.append(f"{name}: its batches do not have the {update.n_samples} samples that it says")
-    for member in update.members:
-        if not 0 <= member.worker < len(books):
-            problems.append(f"{name}: expected a worker from 0 to {len(books) - 1}, got {member.worker}")
-            continue
-        if member.base_version >= update.version:
-            problems.append(
-                f"{name}: batch {member.token} of worker {member.worker} used version {member.base_version}"
+        Raises:
+            ValueError: `durable` does not have one entry per partition.
+        """
+        num = len(durable.origins)
+        if len(durable.applied) != num:
+            raise ValueError(_SHAPES.format(num, len(durable.applied), num))
+        self._durable = durable
+        self._books = [_Book(n, durable) for n in range(num)]
+        self._partly_dead_samples = 0
+        self._valid = ValidUpdates(records, durable)
+        self._update_problems: list[str] = []
+        self._letter_problems: list[str] = []
+        for update in self._valid:
+            self._enter(update)
+        for book in self._books:
+            book.seal()
+
+    def _enter(self, update: Update) -> None:
+        books, problems, name = self._books, self._update_problems, f"update {update.version}"
+        if update.n_samples != sum(member.n_samples for member in update.members):
+            problems.append(f"{name}: its batches do not have the {update.n_samples} samples that it says")
+        for member in update.members:
+            if not 0 <= member.worker < len(books):
+                problems.append(f"{name}: expected a worker from 0 to {len(books) - 1}, got {member.worker}")
+                continue
+            if member.base_version >= update.version:
+                problems.append(
+                    f"{name}: batch {member.token} of worker {member.worker} used version {member.base_version}"
+                )
+            self._partly_dead_samples += member.dead_samples
+            books[member.worker].enter(member, name, problems)
+
+    def enter_letter(self, letter: DeadLetter) -> None:
+        """Enter one dead letter, in any order; the same may come twice, after a crash."""
+        if not 0 <= letter.partition < len(self._books):
+            self._letter_problems.append(
+                f"a dead letter names partition {letter.partition}, expected 0 to {len(self._books) - 1}"
             )
-        books[member.worker].enter(member, name, problems)
+        else:
+            self._books[letter.partition].enter_letter(letter)
+
+    def fate(self, partition: int, offset: int) -> Fate:
+        """What became of an offset in the durable model.
+
+        Returns:
+            "pending": nothing yet; "applied"; "partly": applied, in a batch of which samples were refused inside packed
+            records; "dead": by the update that counts; "absent": the log held no record when the batch was read.
+        """
+        return self._books[partition].fate(offset) if 0 <= partition < len(self._books) else "pending"
+
+    def report(self, ends: Sequence[int], *, held: Sequence[Range] = ()) -> LedgerReport:
+        """Balance the books. It may be repeated.
+
+        Args:
+            ends: end of each partition of the samples topic: one above its last offset.
+            held: ranges that do hold records although an update says that they hold none.
+        """
+        problems = [*self._valid.problems, *self._update_problems, *self._letter_problems]
+        found = [[(item.lo, item.hi) for item in held if item.partition == n] for n in range(len(self._books))]
+        closed = [book.close(ends[n], found[n], problems) for n, book in enumerate(self._books)]
+        lines = [item.line for item in closed]
+        return LedgerReport(
+            version=self._durable.version,
+            ps_epoch=self._durable.ps_epoch,
+            updates=self._valid.updates,
+            unsaved=self._valid.unsaved,
+            redone=self._valid.redone,
+            produced=sum(line.produced for line in lines),
+            applied=sum(line.applied for line in lines),
+            pending=sum(line.pending for line in lines),
+            dead=sum(line.dead for line in lines),
+            gaps=sum(line.gaps for line in lines),
+            superseded=sum(line.superseded for line in lines),
+            missing=tuple(item for each in closed for item in each.missing),
+            twice=tuple(item for each in closed for item in each.twice),
+            gap_ranges=tuple(item for each in closed for item in each.gaps),
+            partly_dead_samples=self._partly_dead_samples,
+            partitions=tuple(lines),
+            problems=tuple(problems),
+        )
 
 
 class _Closed(NamedTuple):
@@ -194,11 +158,13 @@ class _Book:
         self.partition = partition
         self.origin = durable.origins[partition]
         self.until = self.origin + durable.applied[partition] * durable.records_per_batch
-        self.letters: list[int] = []
         self._records_per_batch = durable.records_per_batch
         self._spans: list[Span] = []
-        self._dead: list[int] = []
+        self._dead = array("q")
         self._gaps: list[Span] = []
+        self._partly: list[Span] = []  # batches with records that were refused in part
+        self._whole_letters = array("q")
+        self._part_letters = array("q")
 
     def enter(self, member: Member, name: str, problems: list[str]) -> None:
         """Count one applied batch."""
@@ -212,13 +178,31 @@ class _Book:
         inside = [*((offset, offset + 1) for offset in member.dead), *member.gaps]
         if any(not member.lo <= a < b <= member.hi for a, b in inside):
             problems.append(f"{name}: batch {member.token} of partition {self.partition} names offsets outside itself")
-        # Batches come in order, so a sound history of any length is one span.
-        if self._spans and self._spans[-1][1] == member.lo:
-            self._spans[-1] = (self._spans[-1][0], member.hi)
-        else:
-            self._spans.append((member.lo, member.hi))
+        _append(self._spans, member.lo, member.hi)
         self._dead.extend(member.dead)
-        self._gaps.extend(member.gaps)
+        for gap in member.gaps:
+            _append(self._gaps, *gap)
+        if member.dead_samples:
+            self._partly.append((member.lo, member.hi))
+
+    def seal(self) -> None:
+        """All updates are entered."""
+        self._covered, self._doubled = intervals.union(self._spans), intervals.overlaps(self._spans)
+        self._dead_spans, self._gap_spans = intervals.points(self._dead), intervals.union(self._gaps)
+        self._partly_spans = intervals.union(self._partly)
+        self._dead, self._gaps, self._spans = array("q"), [], []
+
+    def enter_letter(self, letter: DeadLetter) -> None:
+        (self._whole_letters if letter.whole else self._part_letters).append(letter.offset)
+
+    def fate(self, offset: int) -> Fate:
+        if not self.origin <= offset < self.until or not intervals.contains(self._covered, offset):
+            return "pending"
+        if intervals.contains(self._dead_spans, offset):
+            return "dead"
+        if intervals.contains(self._gap_spans, offset):
+            return "absent"
+        return "partly" if intervals.contains(self._partly_spans, offset) else "applied"
 
     def close(self, end: int, held: Iterable[Span], problems: list[str]) -> _Closed:
         """Sort every offset below the durable model's reach into exactly one of missing, twice, gap, dead, applied."""
@@ -229,16 +213,17 @@ class _Book:
                 f"{end}: was the topic deleted and created again?"
             )
         prefix = _span(self.origin, self.until)
-        covered, doubled = intervals.union(self._spans), intervals.overlaps(self._spans)
-        dead, letters = intervals.points(self._dead), intervals.points(self.letters)
-        gaps, held = intervals.union(self._gaps), intervals.union(held)
+        covered, doubled = self._covered, self._doubled
+        dead, gaps = self._dead_spans, self._gap_spans
+        letters, held = intervals.points(self._whole_letters), intervals.union(held)
         unlettered, filled = intervals.subtract(dead, letters), intervals.intersect(gaps, held)
-        applied_letters = intervals.subtract(intervals.intersect(letters, intervals.intersect(prefix, covered)), dead)
+        applied_letters = intervals.intersect(letters, intervals.intersect(prefix, covered))
+        superseded = intervals.subtract(applied_letters, intervals.union([*dead, *gaps]))
         strays = intervals.subtract(letters, _span(self.origin, max(end, self.until)))
         for spans, what in (
             (intervals.subtract(covered, prefix), "applied by updates, but not counted in the checkpoint"),
             (unlettered, "dead by their update, but there is no dead letter"),
-            (applied_letters, "dead-lettered, but applied by their update"),
+            (self._unlettered_parts(), "refused in part by their update, but there is no dead letter"),
             (strays, "dead-lettered, but outside the job's part of the log"),
             (intervals.intersect(gaps, dead), "dead and without a record at once"),
             (filled, "without a record by their update, but the log holds records"),
@@ -264,11 +249,30 @@ class _Book:
             gaps=intervals.size(empty),
             missing=intervals.size(missing),
             twice=intervals.size(twice),
+            superseded=intervals.size(superseded),
         )
         return _Closed(line, self._ranges(missing), self._ranges(twice), self._ranges(empty))
 
+    def _unlettered_parts(self) -> list[Span]:
+        """Batches that say that samples of theirs were refused, and have no letter at all."""
+        letters = sorted({*self._part_letters, *self._whole_letters}) if self._partly else []
+        found = []
+        for lo, hi in self._partly:
+            at = bisect_left(letters, lo)
+            if at == len(letters) or letters[at] >= hi:
+                found.append((lo, hi))
+        return intervals.union(found)
+
     def _ranges(self, spans: Iterable[Span]) -> list[Range]:
         return [Range(self.partition, lo, hi) for lo, hi in spans]
+
+
+def _append(spans: list[Span], lo: int, hi: int) -> None:
+    """Batches come in order, so a sound history of any length is one span."""
+    if spans and spans[-1][1] == lo < hi:
+        spans[-1] = (spans[-1][0], hi)
+    else:
+        spans.append((lo, hi))
 
 
 def _span(lo: int, hi: int) -> list[Span]:

@@ -24,7 +24,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionLine:
-    """The account of one partition; counts are offsets, and produced is the sum of those after it."""
+    """The account of one partition; counts are offsets, and produced is the sum of those after it, up to `twice`."""
 
     partition: int
     origin: int
@@ -37,6 +37,7 @@ class PartitionLine:
     gaps: int
     missing: int
     twice: int
+    superseded: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,7 @@ class LedgerReport:
         twice: ranges that more than one update of the durable model applied.
         gap_ranges: where the `gaps` are.
         partly_dead_samples: samples refused inside packed records whose other samples were applied.
+        superseded: applied offsets that an earlier process had dead-lettered; they are in `applied`.
         problems: what else does not fit, one sentence each.
     """
 
@@ -73,6 +75,7 @@ class LedgerReport:
     partly_dead_samples: int
     partitions: tuple[PartitionLine, ...]
     problems: tuple[str, ...]
+    superseded: int = 0
 
     @property
     def ok(self) -> bool:
@@ -82,11 +85,12 @@ class LedgerReport:
     def summary(self) -> str:
         """The result in one line."""
         gaps = f", {self.gaps} without a record" if self.gaps else ""
+        superseded = f", {self.superseded} letters superseded" if self.superseded else ""
         others = f"; {len(self.problems)} other problems" if self.problems else ""
         return (
             f"audit: {self.produced} offsets produced, {self.applied} applied exactly once, "
             f"{self.pending} not yet applied, {count(self.missing)} missing, {count(self.twice)} twice, "
-            f"{self.dead} dead-lettered{gaps}{others}"
+            f"{self.dead} dead-lettered{superseded}{gaps}{others}"
         )
 
     def complaints(self) -> list[str]:

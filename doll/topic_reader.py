@@ -60,9 +60,13 @@ class TopicReader:
             raise self._refused(topic, exc) from exc
         return low, high
 
-    def records(self, topic: str, kinds: tuple[type, ...]) -> Iterator[Any]:
-        """All control records of a topic with one partition, from its beginning to its end as it now stands."""
-        for offset, value in self.read(topic, 0, *self.bounds(topic, 0)):
+    def records(self, topic: str, kinds: tuple[type, ...], bounds: tuple[int, int] | None = None) -> Iterator[Any]:
+        """All control records of a topic with one partition, from its beginning to its end as it now stands.
+
+        Args:
+            bounds: as `bounds` returned them at another moment.
+        """
+        for offset, value in self.read(topic, 0, *(bounds or self.bounds(topic, 0))):
             try:
                 record = decode(value)
             except RecordError as exc:

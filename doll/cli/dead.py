@@ -33,13 +33,18 @@ def list_(
     job_option: JobOption = None,
     overrides: SetOption = None,
     reason: ReasonOption = "",
+    run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the dead records: partition/offset, size, time, reason.
+    """List the records with a dead letter: partition/offset, size, time, state, reason.
+
+    States: dead (it is in no update), replayed (put into the stream again), superseded (learned after all, when its
+    batch was computed again), in part (the other samples of its packed record are learned), pending (its batch is not
+    in a checkpoint yet).
 
     Example: doll dead list my.yaml --reason "expected x of shape"
     """
-    found = _dead(job, job_option, overrides, reason, None)
+    found = _dead(job, job_option, overrides, run_folder, reason, None)
     emit(as_json, [_facts(dead) for dead in found], _table(found))
 
 
@@ -50,13 +55,14 @@ def show(
     overrides: SetOption = None,
     at: AtOption = None,
     reason: ReasonOption = "",
+    run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show dead records with what their letters kept of them, as text and as hex.
 
     Example: doll dead show my.yaml --at 0/1234
     """
-    found = _dead(job, job_option, overrides, reason, at)
+    found = _dead(job, job_option, overrides, run_folder, reason, at)
     content = [{**_facts(dead), "payload_hex": dead.letter.payload.hex()} for dead in found]
     emit(as_json, content, "\n\n".join(_whole(dead) for dead in found) or _NONE)
 
@@ -75,7 +81,8 @@ def replay(
 ) -> None:
     """Put dead records into the stream again, each as a new record at the end of its partition.
 
-    Mend the task first, or they will be dead again. Bytes come from the samples topic, else from the letter.
+    Correct the task and restart its workers first, or the records will be refused again. Bytes come from the samples
+    topic, else from the letter. Records that the model has learned since, or may still learn, are left out.
 
     Example: doll dead replay my.yaml --reason JSONDecodeError --dry-run
     """
@@ -86,23 +93,25 @@ def replay(
     found_at = target(job, job_option, overrides, run_folder)
     services = found_at.services()
     require(found_at.config, services)
-    chosen = dead_letters.dead_records(found_at.config, services, reason=reason, at=_places(at))
     store = open_store(found_at.config, found_at.run.path)
-    done = dead_letters.replay(found_at.config, services, store, chosen, dry_run=dry_run, again=again)
+    chosen = dead_letters.dead_records(found_at.config, services, store, reason=reason, at=_places(at))
+    done = dead_letters.replay(found_at.config, services, chosen, dry_run=dry_run, again=again)
     emit(as_json, [_replay_facts(item, dry_run) for item in done], _replay_text(done, dry_run))
 
 
 _NONE = "no dead records"
 
 
-def _dead(job: Any, job_option: Any, overrides: Any, reason: str, at: list[str] | None) -> list[Dead]:
+def _dead(job: Any, job_option: Any, overrides: Any, run_folder: Any, reason: str, at: list[str] | None) -> list[Dead]:
     from doll.dead import dead_records
+    from doll.ps.stores import open_store
     from doll.services import require
 
-    found = target(job, job_option, overrides)
+    found = target(job, job_option, overrides, run_folder)
     services = found.services()
     require(found.config, services)
-    return dead_records(found.config, services, reason=reason, at=_places(at))
+    store = open_store(found.config, found.run.path)
+    return dead_records(found.config, services, store, reason=reason, at=_places(at))
 
 
 def _places(texts: list[str] | None) -> list[tuple[int, int]]:
@@ -120,6 +129,7 @@ def _facts(dead: Dead) -> dict[str, Any]:
     return {
         "partition": letter.partition,
         "offset": letter.offset,
+        "state": dead.state,
         "reason": letter.reason,
         "bytes": letter.payload_bytes,
         "kept_bytes": len(letter.payload),
@@ -133,14 +143,15 @@ def _facts(dead: Dead) -> dict[str, Any]:
 def _table(found: list[Dead]) -> str:
     if not found:
         return _NONE
-    lines = [f"{'at':>14}  {'bytes':>8}  {'time':<19}  reason"]
+    lines = [f"{'at':>14}  {'bytes':>8}  {'time':<19}  {'state':<10}  reason"]
     for dead in found:
         letter = dead.letter
         part = "" if letter.whole else f"{letter.samples} of its samples: "
         again = f" (replayed as offset {', '.join(map(str, dead.replayed_as))})" if dead.replayed_as else ""
         at = f"{letter.partition}/{letter.offset}"
         lines.append(
-            f"{at:>14}  {letter.payload_bytes:>8}  {_time(letter.time_s)}  {part}{plain(letter.reason)}{again}"
+            f"{at:>14}  {letter.payload_bytes:>8}  {_time(letter.time_s)}  {dead.state:<10}  "
+            f"{part}{plain(letter.reason)}{again}"
         )
     return "\n".join(lines)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from confluent_kafka import Consumer, TopicPartition
 from confluent_kafka.admin import AdminClient
@@ -15,6 +16,7 @@ from doll.cli.app import app
 from doll.cli.dead import plain
 from doll.config import JobConfig, dump
 from doll.errors import ServiceUnavailableError
+from doll.ledger import Fate
 from doll.records import DeadLetter, encode
 from doll.services import kafka_settings
 from typer.testing import CliRunner
@@ -87,14 +89,23 @@ def test_dead_records_are_listed_shown_replayed_once_and_then_learned(
     job.start()
     job.until(lambda: job.version >= 2, "two updates")
     job.until(lambda: len(job.store.versions()) > 0 and job.checkpoint().version >= 2, "a checkpoint of both")
+    # A batch that waits for a group of two: its bad record is lettered, and the corrected task will decode it.
+    undecided = {(0, 18): b"a;[1, 0, 1]", (0, 19): b"no json either"}
+    job.send([undecided.get((0, offset), good[offset % 2]) for offset in range(16, 24)], 0)
+    job.until(lambda: len(job.read("dead")) == len(bad) + len(undecided), "its letters")
     env = {"DOLL_KAFKA": job.services.kafka, "DOLL_REDIS": job.services.redis}
     at = ["--job", str(job.job_path)]
     with pytest.MonkeyPatch.context() as patch:
         for name, value in env.items():
             patch.setenv(name, value)
-        listed = cli("dead", "list", *at, "--json")
-        assert [(item["partition"], item["offset"]) for item in listed] == sorted(bad)
-        assert [item["bytes"] for item in listed] == [len(bad[place]) for place in sorted(bad)]
+        folder = ["--run-folder", str(job.run)]
+        listed = cli("dead", "list", *at, *folder, "--json")
+        assert {(item["partition"], item["offset"]): item["state"] for item in listed} == {
+            **dict.fromkeys(bad, "dead"), **dict.fromkeys(undecided, "pending"),
+        }  # fmt: skip
+        assert [item["bytes"] for item in listed] == [
+            len({**bad, **undecided}[p]) for p in sorted({**bad, **undecided})
+        ]
         assert {item["replayed_as"] == [] and item["whole"] for item in listed} == {True}
         text = cli("dead", "list", *at)
         assert "0/12" in text
@@ -106,10 +117,10 @@ def test_dead_records_are_listed_shown_replayed_once_and_then_learned(
         (one,) = cli("dead", "show", *at, "--at", "0/3", "--json")
         assert bytes.fromhex(one["payload_hex"]) == bad[0, 3]
 
-        folder = ["--run-folder", str(job.run)]
         dry = cli("dead", "replay", *at, *folder, "--reason", "jsondecodeerror", "--dry-run")
-        assert "2 of 2 would be replayed" in dry
-        assert ends(job.config, job.services) == [16, 16]
+        assert "0/18: not replayed: its batch is not in a checkpoint yet" in dry
+        assert "2 of 4 would be replayed" in dry
+        assert ends(job.config, job.services) == [24, 16]
         # A mended task, and the records that it can decode: new samples at the end of their partitions.
         for name in ("ps", "worker-0", "worker-1"):
             job.role(name).terminate()
@@ -117,64 +128,66 @@ def test_dead_records_are_listed_shown_replayed_once_and_then_learned(
         mended = job.config.model_copy(update={"task": job.config.task.model_copy(update={"args": {"lenient": True}})})
         job.job_path.write_text(dump(mended))
         job.start()
+        # The other half of the group: the successor's decoding of both is what counts.
+        job.send(good * 4, 1)
+        job.until_version(3)
+        job.until(lambda: job.checkpoint().version >= 3, "a checkpoint of the batch that was decoded again")
         done = cli("dead", "replay", *at, *folder, "--reason", "jsondecodeerror", "--json")
         assert [(item["partition"], item["offset"], item["source"], item["new_offset"]) for item in done] == [
-            (0, 3, "topic", 16),
-            (1, 5, "topic", 16),
+            (0, 3, "topic", 24),
+            (0, 18, None, None),
+            (0, 19, "topic", 25),
+            (1, 5, "topic", 24),
         ]
-        assert values_at(job.config, job.services, 0, 16, 17) == [bad[0, 3]]
+        assert "superseded: it was learned" in done[1]["why_not"]
+        assert values_at(job.config, job.services, 0, 24, 26) == [bad[0, 3], undecided[0, 19]]
         once_more = cli("dead", "replay", *at, *folder, "--reason", "jsondecodeerror")
-        assert "not replayed: replayed before, as offset 16" in once_more
-        assert "0 of 2 replayed" in once_more
-        assert ends(job.config, job.services) == [17, 17]
-        listed = cli("dead", "list", *at, "--json")
-        assert [item["replayed_as"] for item in listed] == [[16], [], [16], []]
+        assert "not replayed: replayed before, as offset 24" in once_more
+        assert "0 of 4 replayed" in once_more
+        assert ends(job.config, job.services) == [26, 25]
+        listed = cli("dead", "list", *at, *folder, "--json")
+        assert [(item["state"], item["replayed_as"]) for item in listed] == [
+            ("replayed", [24]), ("dead", []), ("superseded", []), ("replayed", [25]), ("replayed", [24]), ("dead", []),
+        ]  # fmt: skip
     for partition in (0, 1):
         job.send(good * 4, partition)
-    job.until_version(3)
-    job.until(lambda: job.checkpoint().version >= 3, "a checkpoint of the replayed")
+    job.until_version(4)
+    job.until(lambda: job.checkpoint().version >= 4, "a checkpoint of the replayed")
     report = job.assert_sound()
-    assert (report.applied, report.dead) == (48 - 4, 4)
+    assert (report.applied, report.dead, report.superseded) == (64 - 6, 6, 1)
 
 
 def test_where_the_log_has_let_go_the_letter_serves_if_it_is_whole(make_pipeline: Callable[..., Any]) -> None:
     job = make_pipeline()
     config, services = job.config, job.services
-    job.send(job.samples(32))
+    cut = b"x" * 70_000  # a letter keeps 65,536 bytes
+    bad = {1: b"whole", 2: cut, 4: b"", 7: b"still there"}
+    for partition in (0, 1):
+        good = job.samples(16)
+        job.send([bad.get(i, good[i]) if partition == 0 else good[i] for i in range(16)], partition)
     job.start()
     job.until(lambda: len(job.store.versions()) > 0 and job.checkpoint().version >= 2, "a checkpoint")
-
-    def letter(offset: int, payload: bytes, size: int | None = None, **more: Any) -> None:
-        job.control("dead", DeadLetter(
-            worker=0, partition=0, offset=offset, reason="bad", payload=payload,
-            payload_bytes=len(payload) if size is None else size, **more,
-        ))  # fmt: skip
-
-    letter(1, b"whole")
-    letter(2, b"cut", 4000)
-    letter(3, b"part of a packed one", whole=False)
-    letter(4, b"")
-    letter(5000, b"not yet")
-    letter(7, b"still there")
+    later = DeadLetter(worker=0, partition=0, offset=5000, reason="bad", payload=b"later", payload_bytes=5)
+    applied = msgspec.structs.replace(later, offset=9)
+    for letter in (later, applied):
+        job.control("dead", letter)
     admin = AdminClient(kafka_settings(config, services))
     (info,) = admin.delete_records([TopicPartition(config.topic("samples"), 0, 6)]).values()
     info.result(60)
-    chosen = dead_letters.dead_records(config, services)
-    done = dead_letters.replay(config, services, job.store, chosen)
+    chosen = dead_letters.dead_records(config, services, job.store)
+    done = dead_letters.replay(config, services, chosen)
     assert [(item.dead.at[1], item.source, item.offset) for item in done if item.source] == [
         (1, "letter", 16),
         (7, "topic", 17),
     ]
     why = {item.dead.at[1]: item.why_not for item in done if item.why_not}
-    assert "kept only the first 3 of 4000 bytes" in why[2]
-    assert "would be learned twice" in why[3]
+    assert "kept only the first 65536 of 70000 bytes" in why[2]
     assert why[4] == "it is empty"
     assert "not in a checkpoint yet" in why[5000]
-    at_end = values_at(config, services, 0, 16, 18)
-    assert at_end[0] == b"whole"
-    assert len(at_end[1]) == 20  # the sample itself, not what the letter says
+    assert why[9].startswith("superseded")
+    assert values_at(config, services, 0, 16, 18) == [b"whole", b"still there"]
     once_more = dead_letters.replay(
-        config, services, job.store, dead_letters.dead_records(config, services), again=True
+        config, services, dead_letters.dead_records(config, services, job.store), again=True
     )
     assert [item.offset for item in once_more if item.source] == [18, 19]
 
@@ -191,7 +204,7 @@ def test_a_record_that_kafka_refuses_is_an_error(make_pipeline: Callable[..., An
     producer = Producer(kafka_settings(job.config, job.services, message_max_bytes=32 * 1024 * 1024))
     with pytest.raises(ServiceUnavailableError, match=r"does not take a record on .*samples, partition 0: .*MSG_SIZE"):
         dead_letters._send(job.config, producer, item)
-    assert dead_letters.dead_records(job.config, job.services) == []
+    assert dead_letters.dead_records(job.config, job.services, job.store) == []
 
 
 def test_what_is_printed_cannot_steer_a_terminal() -> None:
@@ -202,10 +215,23 @@ def test_letters_that_came_twice_count_once() -> None:
     letter = DeadLetter(worker=0, partition=0, offset=4, reason="first", payload=b"p", payload_bytes=1)
     again = DeadLetter(worker=0, partition=0, offset=4, reason="second", payload=b"p", payload_bytes=1)
     told = DeadLetter(worker=0, partition=0, offset=4, reason="replayed as offset 9", payload=b"", payload_bytes=0)
-    (found,) = dead_letters.collect([letter, again, told])
-    assert (found.letter, found.replayed_as) == (again, (9,))
-    assert dead_letters.collect([letter, told], reason="SECOND") == []
+
+    def collect(letters: list[DeadLetter], fate: Fate = "dead", **more: Any) -> list[dead_letters.Dead]:
+        return dead_letters.collect(letters, lambda partition, offset: fate, **more)
+
+    (found,) = collect([letter, again, told])
+    assert (found.letter, found.replayed_as, found.state) == (again, (9,), "replayed")
+    assert collect([letter, told], reason="SECOND") == []
     # A user's exception may say anything: with a payload it is a letter like any other.
     posing = DeadLetter(worker=0, partition=0, offset=5, reason="replayed as offset 9", payload=b"x", payload_bytes=1)
-    assert dead_letters.collect([posing])[0].replayed_as == ()
+    assert collect([posing])[0].replayed_as == ()
+    # Where two processes found different samples of a record bad, the update that counts says which of them was right.
+    part = msgspec.structs.replace(letter, reason="in part", whole=False)
+    states: list[Fate] = ["dead", "partly", "applied", "pending"]
+    for letters, expected in (
+        ([letter, part], ["dead", "in part", "superseded", "pending"]),
+        ([part, letter], ["dead", "superseded", "superseded", "pending"]),
+    ):
+        assert [collect(letters, fate)[0].state for fate in states] == expected
+        assert collect(letters, "dead")[0].letter == letter
     assert len(encode(told)) < 200

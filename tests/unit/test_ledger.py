@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from doll import intervals
-from doll.ledger import DurableModel, LedgerReport, Range, balance
+from doll.ledger import DurableModel, Ledger, LedgerReport, Range, balance
 from doll.records import DeadLetter, Epoch, Finished, Member, Update
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -268,7 +268,8 @@ def test_a_shifted_range_is_noticed(rng: random.Random, by: int) -> None:
 
 
 @given(rng=RNG)
-def test_an_applied_dead_letter_is_noticed(rng: random.Random) -> None:
+def test_the_letter_of_an_offset_that_was_applied_is_superseded(rng: random.Random) -> None:
+    """The worker that refused it died before its batch was durable; its successor could decode it."""
     history = play(rng, steps=60)
     at = [n for n, applied in enumerate(history.durable.applied) if applied]
     assume(at)
@@ -280,10 +281,14 @@ def test_an_applied_dead_letter_is_noticed(rng: random.Random) -> None:
         for m in history.records[at].members  # type: ignore[union-attr]
         if (m.worker, m.token) == (n, 0)
     )
-    assume(offset not in member.dead)
+    assume(offset not in member.dead and not intervals.contains(intervals.union(member.gaps), offset))
+    before = history.report()
     history.letters.append(letter(n, offset))
     report = history.report()
-    assert f"dead-lettered, but applied by their update: partition {n}: {offset}" in report.problems
+    assert report.ok
+    assert replace(report, superseded=0, partitions=()) == replace(before, partitions=())
+    assert (report.superseded, report.partitions[n].superseded) == (1, 1)
+    assert "dead-lettered, 1 letters superseded" in report.summary()
 
 
 @given(rng=RNG, by=st.sampled_from([-1, 1]))
@@ -446,6 +451,36 @@ def test_dead_letters_outside_the_job_are_noticed() -> None:
 def test_a_dead_letter_of_a_batch_that_is_not_applied_yet_is_pending() -> None:
     report = balance(durable=durable(0, 0, 0, 0), ends=(10, 0), records=[epoch(1)], dead_letters=[letter(0, 3)])
     assert (report.ok, report.pending, report.dead) == (True, 10, 0)
+
+
+def test_samples_refused_inside_a_record_need_a_letter_of_their_batch() -> None:
+    one = update(1, 1, (0, 0), (0, 1))
+    members = tuple(msgspec.structs.replace(member, dead_samples=3) for member in one.members)
+    arguments = {
+        "durable": durable(1, 1, 2, 0), "ends": (20, 0),
+        "records": [epoch(1), msgspec.structs.replace(one, members=members)],
+    }  # fmt: skip
+    report = balance(**arguments, dead_letters=[letter(0, 4, whole=False)])
+    assert report.problems == ("refused in part by their update, but there is no dead letter: partition 0: 10-19",)
+    # Two letters of one record, from two processes that found different samples bad: the update's count stands.
+    letters = [letter(0, 4, whole=False), letter(0, 4, whole=False), letter(0, 19, whole=False), letter(0, 12)]
+    report = balance(**arguments, dead_letters=letters)
+    assert report.ok
+    assert (report.partly_dead_samples, report.superseded, report.applied) == (6, 1, 20)
+
+
+def test_the_fate_of_an_offset() -> None:
+    one = update(1, 1, (0, 0), (0, 1))
+    dead, partly = one.members
+    members = (
+        msgspec.structs.replace(dead, dead=(3,), gaps=((5, 7),)),
+        msgspec.structs.replace(partly, dead_samples=1),
+    )
+    ledger = Ledger(durable(1, 1, 2, 0), [epoch(1), msgspec.structs.replace(one, members=members)])
+    assert [ledger.fate(0, offset) for offset in (-1, 2, 3, 5, 7, 10, 19, 20)] == [
+        "pending", "applied", "dead", "absent", "applied", "partly", "partly", "pending",
+    ]  # fmt: skip
+    assert (ledger.fate(1, 0), ledger.fate(9, 0)) == ("pending", "pending")
 
 
 def test_a_message_names_the_first_ranges_only() -> None:
