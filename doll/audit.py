@@ -126,7 +126,7 @@ def counts_of(config: JobConfig, checkpoint: Checkpoint) -> Counts:
     num, per_batch = config.data.workers, config.data.records_per_batch
     try:
         counts = msgspec.msgpack.decode(checkpoint.state, type=Counts)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise CheckpointError(f"the newest checkpoint holds no engine state that this build reads: {exc}") from exc
     if (len(counts.applied), len(counts.origins), counts.records_per_batch) != (num, num, per_batch):
         raise CheckpointError(

@@ -30,6 +30,7 @@ from pydantic import (
     model_validator,
 )
 
+from doll.bounded import MalformedError, check_size, read_text
 from doll.errors import ConfigError
 
 JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
@@ -677,8 +678,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> JobConfig:
             names the key, what was expected and what came.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
+        text = read_text(path, max_bytes=4 * MAX_CHARS)
+    except (OSError, MalformedError) as exc:
         raise ConfigError(f"cannot read job file {path}: {getattr(exc, 'strerror', None) or exc}") from exc
     return parse(text, overrides, origin=str(path), base_folder=path.resolve().parent)
 
@@ -716,11 +717,30 @@ class _Loader(yaml.SafeLoader):
 
     merged = 0
 
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (KeyError, IndexError, AttributeError, TypeError) as exc:  # `!!bool x`, `!!int ""`
+            raise yaml.constructor.ConstructorError(
+                None, None, f"expected a value of {node.tag}, got {node.value!r}", node.start_mark
+            ) from exc
+
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         super().flatten_mapping(node)
         self.merged += len(node.value)
         if self.merged > MAX_VALUES:
             raise yaml.YAMLError(f"more than {MAX_VALUES} keys")
+
+
+# A job file holds text, numbers, lists and keys. Dates stay text, since no key is one.
+_PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
+_Loader.yaml_constructors = {
+    tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag in _PLAIN
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag != "tag:yaml.org,2002:timestamp"]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 
 
 def _plain_values(text: str, origin: str) -> Any:
@@ -737,26 +757,13 @@ def _plain_values(text: str, origin: str) -> Any:
             data = loader.get_single_data()
         finally:
             loader.dispose()
-    except (yaml.YAMLError, RecursionError, ValueError, OverflowError) as exc:
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError, MemoryError) as exc:
         raise ConfigError(f"{origin} not YAML: {_short(str(exc))}") from exc
-    left = MAX_VALUES
-    level = [data]
-    for _ in range(MAX_DEPTH):
-        level = [
-            inner
-            for value in level
-            if isinstance(value, dict | list)
-            for inner in (value if isinstance(value, list) else (*value.keys(), *value.values()))
-        ]
-        left -= len(level)
-        if not level:
-            return data
-        if left < 0:
-            break
-    raise ConfigError(
-        f"{origin} not a job file's: expected at most {MAX_VALUES} values, at most {MAX_DEPTH} deep: does an anchor "
-        "refer to itself?"
-    )
+    try:
+        check_size(data, max_values=MAX_VALUES, max_depth=MAX_DEPTH)
+    except MalformedError as exc:
+        raise ConfigError(f"{origin} not a job file's: {exc}: does an anchor refer to itself?") from exc
+    return data
 
 
 def _override(data: dict[Any, Any], override: str) -> None:

@@ -32,6 +32,7 @@ HOST: Final = "127.0.0.1"
 LATE_S: Final = 15.0  # a beat comes several times a second; a loaded machine may hold it up for seconds
 _LOOK_S: Final = 1.0
 _REQUEST_S: Final = 5.0
+_MOST_AT_ONCE: Final = 64  # a thread each: whoever opens thousands must not end the process
 _OFFSETS: Final = {"ps": 0, "evaluator": 1, "producer": 2, "ps-standby": 3, "prometheus": 4, "provisioner": 5}
 _FIRST_WORKER: Final = 10
 
@@ -185,6 +186,19 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, address: tuple[str, int], pulse: Pulse) -> None:
         super().__init__(address, _Handler)
         self.pulse = pulse
+        self._free = threading.BoundedSemaphore(_MOST_AT_ONCE)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A prober that hangs up is nobody's trouble."""

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from doll.cli.runfolder import Target, read_json
-from doll.errors import ServiceUnavailableError
+from doll.errors import ConfigError, ServiceUnavailableError
 
 if TYPE_CHECKING:
     from doll.ledger_report import LedgerReport
@@ -73,7 +73,11 @@ def status_of(target: Target) -> Found:
         report = read_json(target.run.report)
         from doll.cli.report import summary
 
-        return Found(report, summary(report))
+        try:
+            return Found(report, summary(report))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{target.run.report}: expected a report of this release ({why})") from error
     from doll.cli.live import one_line, worker_table
     from doll.cli.progress import ProgressModel
     from doll.evaluation.kafka_tail import Tail

@@ -12,6 +12,7 @@ from doll.cli.errors import usage
 from doll.cli.options import JobArgument, JobOption, SetOption, target
 
 _ASK_S = 5.0
+_MOST_BYTES = 1_000_000
 
 
 def health(
@@ -33,13 +34,18 @@ def health(
     try:
         connection.request("GET", "/readyz" if ready else "/healthz")
         answer = connection.getresponse()
-        text, good = answer.read().decode("utf-8", "replace"), answer.status == 200
+        text, good = answer.read(_MOST_BYTES).decode("utf-8", "replace"), answer.status == 200
     except (OSError, http.client.HTTPException) as error:
         text, good = f"nobody answers at {HOST}:{given} ({error})", False
     finally:
         connection.close()
-    (sys.stdout if good else sys.stderr).write(text.rstrip("\n") + "\n")
+    (sys.stdout if good else sys.stderr).write(_printable(text).rstrip("\n") + "\n")
     raise typer.Exit(0 if good else 1)
+
+
+def _printable(text: str) -> str:
+    """Without what would steer a terminal: any process of this machine may have the port."""
+    return "".join(one if one.isprintable() or one == "\n" else "?" for one in text)
 
 
 def prometheus(job: JobArgument = None, job_option: JobOption = None, overrides: SetOption = None) -> None:

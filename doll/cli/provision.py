@@ -121,7 +121,14 @@ def status(
     """
     at = target(job, job_option, overrides, run_folder)
     found = last_decision(at)
-    emit(as_json, found, _status_text(found))
+    try:
+        text = _status_text(found)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        from doll.errors import ConfigError
+
+        where = found["journal"]
+        raise ConfigError(f"{where}: expected a decision of this release ({type(error).__name__}: {error})") from error
+    emit(as_json, found, text)
 
 
 # --- the settings ---------------------------------------------------------------------------------------------------
@@ -438,8 +445,7 @@ def last_decision(at: Target) -> dict[str, Any]:
     Raises:
         ConfigError: nothing was decided yet.
     """
-    import json
-
+    from doll.bounded import json_object
     from doll.errors import ConfigError
     from doll.provisioner.book import FileBook
 
@@ -453,13 +459,13 @@ def last_decision(at: Target) -> dict[str, Any]:
             file.seek(max(0, file.tell() - 4_000_000))
             for line in file.read().splitlines():
                 try:
-                    entry = json.loads(line)
+                    entry = json_object(line)
                 except ValueError:
                     continue  # cut at the front, or by a crash
                 if entry.get("kind") == "decision":
                     found = entry
                 elif entry.get("kind") == "placement":
-                    placement = entry["scores"]
+                    placement = entry.get("scores")
     except OSError:
         pass
     if found is None:

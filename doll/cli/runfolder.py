@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from doll.bounded import json_object, read_text
 from doll.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 JOB = "job.yaml"
 STACK = "stack.json"
 REPORT = "report.json"
+_MOST_BYTES = 64_000_000
 
 
 @dataclass(frozen=True)
@@ -188,14 +190,14 @@ def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """The content of a JSON file.
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
 
     Raises:
         ConfigError: it cannot be read.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json_object(read_text(path, max_bytes=_MOST_BYTES))
     except (OSError, ValueError) as exc:
         raise ConfigError(f"cannot read {path}: {exc}") from exc
 

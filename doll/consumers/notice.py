@@ -9,7 +9,6 @@ Source: Amazon EC2 User Guide, "Use the Instance Metadata Service" and "Spot Ins
 from __future__ import annotations
 
 import http.client
-import json
 import os
 import threading
 import time
@@ -20,6 +19,7 @@ from contextlib import contextmanager
 from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
+from doll.bounded import json_object, short
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.telemetry import get_logger
 
@@ -35,6 +35,7 @@ _ENDPOINT: Final = "http://169.254.169.254"
 _TOKEN_S: Final = 21_600
 _TIMEOUT_S: Final = 2.0
 _MOST_BYTES: Final = 65_536
+_MOST_CHARS: Final = 256  # of a tag, as AWS has it
 POLL_S: Final = 5.0  # as AWS recommends
 _ACTION: Final = "spot/instance-action"
 _REBALANCE: Final = "events/recommendations/rebalance"
@@ -99,7 +100,7 @@ def take_identity(imds: Imds, environment: MutableMapping[str, str] | None = Non
     notices. What stands there already is kept.
 
     Raises:
-        ConfigError: this machine has no such tags.
+        ConfigError: this machine has no such tags, or they hold what is no name or number.
         ServiceUnavailableError: the metadata service does not answer.
     """
     environment = os.environ if environment is None else environment
@@ -112,10 +113,16 @@ def take_identity(imds: Imds, environment: MutableMapping[str, str] | None = Non
                 f"this machine shows no tag {tag}: launch it with `doll provision` from a template with "
                 "InstanceMetadataTags=enabled, or name the slot with --worker"
             )
-        environment[name] = value
+        environment[name] = _word(value, f"tag {tag}")
     if not environment.get(_INSTANCE_ENV):
-        environment[_INSTANCE_ENV] = imds.get("instance-id") or ""
+        environment[_INSTANCE_ENV] = _word(imds.get("instance-id") or "", "instance-id")
     environment[NOTICES_ENV] = environment.get(NOTICES_ENV) or "imds"
+
+
+def _word(value: str, what: str) -> str:
+    if len(value) > _MOST_CHARS or not value.isprintable():
+        raise ConfigError(f"{what}: expected at most {_MOST_CHARS} printable characters, got {short(value, 60)!r}")
+    return value
 
 
 class NoticeWatcher:
@@ -177,13 +184,18 @@ class NoticeWatcher:
 
     def _left_s(self, text: str) -> float:
         try:
-            return max(0.0, datetime.fromisoformat(json.loads(text)["time"]).timestamp() - self._wall())
-        except (ValueError, KeyError, TypeError, AttributeError):
+            return max(0.0, datetime.fromisoformat(json_object(text)["time"]).timestamp() - self._wall())
+        except (ValueError, KeyError, TypeError, OverflowError):
             log.warning("notice_without_time", says=text[:200])
             return 0.0  # it is a notice all the same, and may be an old one: leave at once
 
     def _run(self) -> None:
-        while not self._stop.is_set() and not self.look():
+        while not self._stop.is_set():
+            try:
+                if self.look():
+                    return
+            except Exception:  # a thread that ends here would never hear the notice
+                log.exception("notice_not_read", action="asking again")
             self._stop.wait(self._every_s)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import math
@@ -46,11 +47,13 @@ class CsvFile:
 def read_rows(path: Path) -> list[dict[str, float]]:
     """The rows of a file that `CsvFile` wrote; empty cells are left out. A torn last line (a kill) is dropped.
 
+    So is any other line that is none; where a cell has no end, all that follows.
+
     Raises:
         OSError: the file cannot be read.
     """
     rows = []
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8", errors="replace", newline="") as file, contextlib.suppress(csv.Error):
         for row in csv.DictReader(file):
             try:
                 rows.append({name: float(cell) for name, cell in row.items() if cell})

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
+from doll.bounded import short
 from doll.evaluation.kafka_tail import Tail
 from doll.health import pulse_of
 from doll.records import AnyRecord, Epoch, Finished, Metric, Update
@@ -36,6 +37,8 @@ _POLL_S: Final = 0.5
 _ASK_KAFKA_S: Final = 15.0
 _OF_A_WORKER: Final = re.compile(r"worker_(\d+)_(\w+)")
 _NOT_A_NAME: Final = re.compile(r"[^a-zA-Z0-9_]")
+_MOST_ORIGINS: Final = 10_000  # sources: workers, and a handful of others
+_MOST_CHARS: Final = 200  # of a name
 _SECONDS: Final = (("_per_s", "_per_second"), ("_s", "_seconds"))
 
 
@@ -76,10 +79,13 @@ class Measurements(Collector):
         self._job = job
         self._by_origin: dict[str, tuple[Sample, ...]] = {"job": (Sample("doll_job_workers", (), workers),)}
         self._finished = False
+        self._full = False
 
     def feed(self, record: AnyRecord) -> None:
         """Take in one record of `metrics` or `updates`; others are passed over."""
         match record:
+            case Metric() if len(record.source) > _MOST_CHARS or any(len(name) > _MOST_CHARS for name in record.values):
+                log.warning("measurement_refused", source=short(record.source, 60), reason="a name is too long")
             case Metric():
                 at = Sample("doll_measured_at_seconds", (("source", record.source),), record.time_s)
                 self._put(record.source, (*samples_of(record.source, record.values), at))
@@ -105,18 +111,29 @@ class Measurements(Collector):
                 pass
 
     def _put(self, origin: str, samples: tuple[Sample, ...]) -> None:
+        if origin not in self._by_origin and len(self._by_origin) >= _MOST_ORIGINS:
+            if not self._full:
+                log.warning("too_many_sources", at_most=_MOST_ORIGINS, refused=short(origin), action="not served")
+            self._full = True
+            return
         self._by_origin = {**self._by_origin, origin: samples}  # a new dictionary: a scrape may be under way
 
     def collect(self) -> Iterable[Family]:
         families: dict[str, Family] = {}
+        names: dict[str, tuple[str, ...]] = {}
+        told: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         finished = Sample("doll_job_finished", (), float(self._finished))
         for samples in (*self._by_origin.values(), (finished,)):
             for one in samples:
-                labels = {"job_name": self._job, **dict(one.labels)}
-                if one.name not in families:
-                    make = CounterMetricFamily if one.name.endswith("_total") else GaugeMetricFamily
-                    families[one.name] = make(one.name, "see docs/operations.md", labels=list(labels))
-                families[one.name].add_metric(list(labels.values()), one.value)
+                told[one.name, one.labels] = one.value  # of two for one name and labels a scrape may hold one only
+        for (name, own), value in told.items():
+            labels = {"job_name": self._job, **dict(own)}
+            if name not in families:
+                make = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+                names[name] = tuple(labels)
+                families[name] = make(name, "see docs/operations.md", labels=list(labels))
+            if names[name] == tuple(labels):  # else a source has taken a name that means another thing
+                families[name].add_metric(list(labels.values()), value)
         return families.values()
 
 

@@ -7,12 +7,15 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from doll import telemetry
+from doll.bounded import json_value, read_text
 from doll.errors import ConfigError
 
 log = telemetry.get_logger(__name__)
+
+_MOST_BYTES: Final = 64_000_000  # far above what thousands of machines take
 
 
 class Book(Protocol):
@@ -45,7 +48,7 @@ class FileBook:
 
     def load(self) -> dict[str, Any] | None:
         try:
-            found = json.loads(self.state.read_text(encoding="utf-8"))
+            found = json_value(read_text(self.state, max_bytes=_MOST_BYTES))
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as exc:

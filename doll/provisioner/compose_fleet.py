@@ -11,7 +11,6 @@ compose file asks for.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 from doll import telemetry
+from doll.bounded import MalformedError, json_object, json_value, short
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.provisioner.fleet import End, Fleet, Instance, InstanceState, LaunchError, Order, Trouble
 from doll.provisioner.state import Market
@@ -209,7 +209,7 @@ class ComposeFleet:
         """All containers of the cluster, in all states."""
         label = f"label={CLUSTER_LABEL}={self._cluster}"
         told = self._run([self._docker, "ps", "--all", "--no-trunc", "--filter", label, "--format", "json"])
-        return self._inspect([json.loads(line)["ID"] for line in told.splitlines() if line.strip()])
+        return self._inspect([_id_of(line) for line in told.splitlines() if line.strip()])
 
     def _inspect(self, names: Sequence[str]) -> list[Instance]:
         """Those of these containers that are there, and are workers of the cluster."""
@@ -220,10 +220,13 @@ class ComposeFleet:
         if told.returncode != 0 and not any(words in told.stderr.lower() for words in _GONE):
             raise DockerError(command, told.stderr.strip())
         try:
-            raw = json.loads(told.stdout or "[]")
-        except ValueError as error:
-            raise DockerError(command, f"expected JSON, got {told.stdout[:200]!r}") from error
-        return list(self._readable(raw))
+            raw = json_value(told.stdout or "[]")
+            if not isinstance(raw, list):
+                raise MalformedError(f"expected a list, got {type(raw).__name__}")
+            return list(self._readable(raw))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            why = f"{type(error).__name__}: {short(error)}"
+            raise DockerError(command, f"expected containers as JSON ({why}), got {told.stdout[:200]!r}") from error
 
     def _readable(self, raw: Sequence[Mapping[str, Any]]) -> Iterator[Instance]:
         now_s = self._clock()
@@ -294,6 +297,18 @@ def connect(config: JobConfig) -> ComposeFleet:
         cluster=config.cluster, project=settings.project, file=file, service=settings.service, docker=settings.docker,
         timeout_s=settings.timeout_s,
     )  # fmt: skip
+
+
+def _id_of(line: str) -> str:
+    try:
+        id_ = json_object(line)["ID"]
+        if not isinstance(id_, str) or not id_.isalnum():
+            raise MalformedError(f"expected an id, got {short(id_)!r}")
+    except (ValueError, KeyError) as error:
+        raise DockerError(
+            ["docker", "ps"], f"expected containers as JSON ({short(error)}), got {line[:200]!r}"
+        ) from error
+    return id_
 
 
 def _unix_s(text: str) -> float:

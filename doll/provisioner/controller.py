@@ -884,7 +884,7 @@ class Controller:
             if kept["state"] != _STATE_VERSION:
                 raise ValueError(f"expected state version {_STATE_VERSION}, got {kept['state']!r}")
             self._read(kept)
-        except (KeyError, TypeError, ValueError, AttributeError) as exc:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
             # Nothing that matters is only there: tags say what runs, topics what was decided.
             log.warning("provision_state_unusable", error=f"{type(exc).__name__}: {exc}", action="from tags and topics")
             self._forget()

@@ -9,13 +9,13 @@ Source of the fields: Amazon EC2 User Guide, "EC2 Spot Instance interruption not
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Collection, Mapping
 from datetime import datetime
 from typing import Any, Final
 
 from doll import telemetry
+from doll.bounded import MalformedError, json_object, short
 from doll.errors import ServiceUnavailableError
 
 log = telemetry.get_logger(__name__)
@@ -27,6 +27,7 @@ UNLISTED_S: Final = 60.0
 """A notice of a stranger is kept for so long: an instance of a predecessor that died may not be listed yet."""
 _WARNING: Final = "EC2 Spot Instance Interruption Warning"
 _REBALANCE: Final = "EC2 Instance Rebalance Recommendation"
+_MOST_CHARS: Final = 1_048_576  # of a message, as SQS has it
 _AT_ONCE: Final = 10  # what SQS gives at most
 _MAX_ROUNDS: Final = 50  # a queue that fills faster than it is read must not hold up the provisioner
 
@@ -83,11 +84,13 @@ class Ec2Notices:
     def _read(self, body: str, own: Collection[str], found: dict[str, float]) -> bool:
         """Enter what the message says; whether nobody needs it any more."""
         try:
-            event = json.loads(body)
+            event = json_object(body, max_chars=_MOST_CHARS)
             kind, id_ = event["detail-type"], event["detail"]["instance-id"]
+            if not (isinstance(kind, str) and isinstance(id_, str)):
+                raise MalformedError("expected text in detail-type and instance-id")
             said_s = datetime.fromisoformat(event["time"]).timestamp() if "time" in event else self._clock()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            log.warning("message_refused", reason=f"{type(error).__name__}: {error}", body=body[:200])
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            log.warning("message_refused", reason=f"{type(error).__name__}: {short(error)}", body=body[:200])
             return True
         if kind == _REBALANCE and id_ in own:
             # A hint with many false alarms (docs/aws.md): told, never acted upon.

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from doll import telemetry
+from doll.bounded import json_object, json_value, read_text
 from doll.errors import ServiceUnavailableError
 from doll.provisioner.ec2_capacity import Ec2Pool
 from doll.provisioner.ec2_fleet import Ec2Fleet, aws_client, ec2_settings
@@ -44,6 +45,7 @@ ASK_AGAIN_S: Final = 300.0
 RETRY_S: Final = 60.0
 HISTORY_S: Final = 90 * 86_400.0  # EC2 keeps no more
 KEEP_ON_DEMAND_DAYS: Final = 7
+_MOST_CACHE_BYTES: Final = 16_000_000
 _TABLE: Final = "ec2_on_demand.csv"
 
 
@@ -212,7 +214,7 @@ class OnDemandPrices:
                 ServiceCode="AmazonEC2",
                 Filters=[{"Type": "TERM_MATCH", "Field": key, "Value": value} for key, value in terms.items()],
             )
-            prices = sorted({usd for product in answer["PriceList"] for usd in _dollars(json.loads(product))})
+            prices = sorted({usd for product in answer["PriceList"] for usd in _dollars(json_object(product))})
         except _aws_errors() + (ValueError, KeyError, TypeError, AttributeError) as error:  # noqa: RUF005 - mypy
             log.warning("price_list_not_read", instance_type=instance_type, reason=f"{type(error).__name__}: {error}")
             return None
@@ -228,7 +230,7 @@ class OnDemandPrices:
             row = self._read_cache()[self._region][instance_type]
             price = OnDemandPrice(float(row["usd_per_h"]), "price list, kept", str(row["as_of"]))
             date.fromisoformat(price.as_of)
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             return None
         return price if 0 < price.usd_per_h < math.inf else None
 
@@ -236,7 +238,7 @@ class OnDemandPrices:
         if self._cache is None or not self._cache.is_file():
             return {}
         try:
-            return json.loads(self._cache.read_text(encoding="utf-8"))
+            return json_value(read_text(self._cache, max_bytes=_MOST_CACHE_BYTES))
         except (OSError, ValueError) as error:
             log.warning("price_file_not_read", file=str(self._cache), reason=str(error))
             return {}

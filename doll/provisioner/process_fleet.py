@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from doll.bounded import json_value, read_text, short
 from doll.errors import ConfigError
 from doll.local.roles import ForkServer, Role
 from doll.local.supervisor import RoleSpec
@@ -33,6 +34,7 @@ INSTANCE_ENV: Final = "DOLL_INSTANCE"
 MARKET_ENV: Final = "DOLL_MARKET"
 BOOT_ENV: Final = "DOLL_BOOT_S"
 _KEPT_S: Final = 3600.0
+_MOST_BYTES: Final = 64_000_000
 _GRACE_S: Final = 1.0  # after its time to drain
 
 
@@ -264,13 +266,13 @@ class ProcessFleet:
             return
         roles = {role.name: role for role in self._forks.running()}
         try:
-            for kept in json.loads(self._path.read_text(encoding="utf-8")):
+            for kept in json_value(read_text(self._path, max_bytes=_MOST_BYTES)):
                 machine = _machine(kept)
                 self._machines[machine.instance.id] = machine
-        except (OSError, ValueError, KeyError, TypeError) as exc:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as exc:
             raise ConfigError(
-                f"{self._path}: expected the instances of this run, cannot read them ({exc!r}); remove the file if "
-                "nothing of the run is left"
+                f"{self._path}: expected the instances of this run, cannot read them ({short(repr(exc))}); remove the "
+                "file if nothing of the run is left"
             ) from exc
         now_s = self._clock()
         for id_, machine in self._machines.items():

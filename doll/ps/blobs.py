@@ -89,7 +89,7 @@ def decode_latest(data: Buffer) -> Latest:
     """
     try:
         return msgspec.msgpack.decode(data, type=Latest)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise BlobError(
             f"expected a pointer to the newest weights (ps_epoch, version, key), got {len(data)} other bytes"
         ) from exc

@@ -23,6 +23,7 @@ import safetensors
 import safetensors.numpy
 
 from doll import telemetry
+from doll.bounded import short
 from doll.errors import CheckpointError, FencedError
 from doll.fingerprint import difference, fits
 
@@ -155,10 +156,11 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
             raise ValueError(f"{head.state_bytes} bytes of state and {head.tensors_bytes} of tensors are not all of it")
         tensors = safetensors.numpy.load(data[middle : middle + head.tensors_bytes])
     except (
-        *(msgspec.MsgspecError, UnicodeDecodeError, safetensors.SafetensorError),
+        *(msgspec.MsgspecError, safetensors.SafetensorError),
         *(KeyError, ValueError),  # a dtype or a shape that safetensors knows and numpy does not
+        *(RecursionError, MemoryError, OverflowError),  # a head nested for ever, or of lengths that nothing has
     ) as exc:
-        raise DamagedError(f"the contents do not fit the schema: {type(exc).__name__}: {exc}") from exc
+        raise DamagedError(f"the contents do not fit the schema: {type(exc).__name__}: {short(exc)}") from exc
     return Checkpoint(
         job=head.job,
         fingerprint=head.fingerprint,

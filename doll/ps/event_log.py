@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from doll.bounded import short
 from doll.errors import RecordError
 from doll.ps.blobs import Buffer
 from doll.ps.events import Event
@@ -63,16 +64,18 @@ def read_log(path: Path) -> tuple[Start, Iterator[Entry]]:
 
 def _items(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
+        left = path.stat().st_size
         while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
             (length,) = _LENGTH.unpack(head)
-            data = file.read(length)
-            if len(data) < length:
+            left -= _LENGTH.size + length
+            if left < 0:  # also of a length that is damaged: not to be asked for
                 return
+            data = file.read(length)
             yield data
 
 
 def _decode(data: bytes, kind: type[T], path: Path) -> T:
     try:
         return msgspec.msgpack.decode(data, type=kind)
-    except msgspec.MsgspecError as exc:
-        raise RecordError(f"{path}: not an event log of this build: {exc}") from exc
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise RecordError(f"{path}: not an event log of this build: {short(exc)}") from exc

@@ -25,6 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from doll.bounded import short
 from doll.config import JobConfig
 from doll.errors import BlobError, CheckpointError, FencedError
 from doll.faults import fault_point
@@ -435,6 +436,12 @@ def restore(checkpoint: Checkpoint) -> ev.EngineSnapshot:
     """The engine's part of a checkpoint.
 
     Raises:
-        msgspec.ValidationError: written by an incompatible build.
+        CheckpointError: it holds none that this build reads.
     """
-    return msgspec.msgpack.decode(checkpoint.state, type=ev.EngineSnapshot)
+    try:
+        return msgspec.msgpack.decode(checkpoint.state, type=ev.EngineSnapshot)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise CheckpointError(
+            f"version {checkpoint.version} of job {checkpoint.job!r} holds no engine state that this build reads: use "
+            f"the release that wrote it ({short(exc)})"
+        ) from exc

@@ -1,19 +1,17 @@
-"""Every decoder of bytes that come from outside, against mutated and made-up inputs.
+"""Every decoder of records, blobs, checkpoints and job files, against mutated and made-up inputs.
 
 Refused with the decoder's own error, or accepted with a meaning that holds; never another error, never for long. Most
-inputs are valid ones, changed a little: what is random from the first byte on is refused by its magic. A slice runs by
-default; `DOLL_FUZZ=1` runs 1e5 inputs over all decoders, `DOLL_FUZZ=<n>` others.
+inputs are valid ones, changed a little (tests/support/fuzzing.py). A slice runs by default; `DOLL_FUZZ=1` runs 1e5
+inputs over all decoders, `DOLL_FUZZ=<n>` others. What is no record has its place in test_outside.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import struct
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,68 +53,11 @@ from doll.records import (
     encode,
 )
 from doll.task import Task
+from fuzzing import LONGEST_S, inputs, tried
 
 pytestmark = pytest.mark.fuzz
 
-_ASKED = os.environ.get("DOLL_FUZZ", "")
-SEED = int(_ASKED) if _ASKED.isdigit() else 1
-SHARE = 1.0 if _ASKED else 0.05  # of the 100 000 inputs
-LONGEST_S = 10.0  # of processor time for one input: far above all that was seen, far below a hang
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-# Lengths, counts and signs that break arithmetic.
-INTERESTING = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFF_FFFF, 0xFFFF_FFFF, 2**63 - 1, 2**63, 2**64 - 1)
-
-
-def mutated(rng: random.Random, valid: bytes, other: bytes) -> bytes:
-    """`valid`, changed in one to four places: bits, bytes, numbers, cuts, repeats, pieces of `other`, or all new."""
-    if rng.random() < 0.02:
-        return rng.randbytes(rng.randrange(200))
-    data = bytearray(valid)
-    for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        at = rng.randrange(len(data) + 1)
-        match rng.randrange(8):
-            case 0 if data:
-                data[at % len(data)] ^= 1 << rng.randrange(8)
-            case 1 if data:
-                data[at % len(data)] = rng.randrange(256)
-            case 2:
-                packed = struct.pack("<Q", rng.choice(INTERESTING))[: rng.choice((1, 2, 4, 8))]
-                packed = packed if rng.random() < 0.5 else packed[::-1]
-                data[at : at + len(packed)] = packed
-            case 3:
-                del data[at:]
-            case 4:
-                del data[at : at + rng.randrange(1, 9)]
-            case 5:
-                data[at:at] = data[at : at + rng.randrange(1, 40)]
-            case 6:
-                start = rng.randrange(len(other) + 1)
-                data[at : at + rng.randrange(9)] = other[start : start + rng.randrange(1, 40)]
-            case _:
-                data[at:at] = rng.randbytes(rng.randrange(1, 9))
-    return bytes(data)
-
-
-def inputs(name: str, count: int, seeds: list[bytes]) -> Iterator[bytes]:
-    """`count` (of the full number) inputs made from `seeds`; each may take `LONGEST_S` of processor time."""
-    rng = random.Random(f"{SEED} {name}")
-    for number in range(max(50, round(count * SHARE))):
-        data = mutated(rng, rng.choice(seeds), rng.choice(seeds))
-        began_s = time.process_time()
-        yield data
-        took_s = time.process_time() - began_s
-        assert took_s < LONGEST_S, f"input {number} took {took_s:.1f} s: {data[:200]!r}"
-
-
-def tried(error: type[Exception], data: bytes, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `call` returns; None where it refuses `data` with `error`. Any other exception fails with the input."""
-    try:
-        return call(*args, **kwargs)
-    except error:
-        return None
-    except Exception as exc:
-        pytest.fail(f"{type(exc).__name__}: {exc} for {data[:400]!r} ({len(data)} bytes)")
 
 
 # --- control records ------------------------------------------------------------------------------------------------
@@ -379,12 +320,21 @@ def test_checkpoints_of_a_stranger_are_damaged_ones() -> None:
 # --- job files ------------------------------------------------------------------------------------------------------
 
 
+_YAML_WORDS = [
+    *(f"!!{tag} ".encode() for tag in ("bool", "int", "float", "null", "str", "seq", "map", "timestamp", "binary",
+                                      "set", "omap", "pairs", "python/name:os.system")),
+    b"!!bool x", b"!!int ''", b"!!float .", b"? ", b"&a ", b"*a", b"<<: ", b"[" * 50, b"{a: " * 50, b"- " * 50, b"!",
+    b"!!", b".inf", b"1e999", b"0x", b"0b", b"1:1:1", b"2020-01-01", b"\xc2\x85", b"\xef\xbb\xbf",
+    b"---\n", b"%YAML 9.9\n",
+]  # fmt: skip
+
+
 def test_job_files() -> None:
     """A job file that is accepted says the same when it is written out and read again."""
     seeds = [path.read_bytes() for path in sorted(EXAMPLES.glob("*.yaml"))]
     assert seeds
     accepted = 0
-    for data in inputs("job files", 1_500, seeds):
+    for data in inputs("job files", 1_500, seeds, _YAML_WORDS):
         text = data.decode("utf-8", "replace")
         config = tried(ConfigError, data, parse, text)
         if isinstance(config, JobConfig):

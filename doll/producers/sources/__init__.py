@@ -50,11 +50,13 @@ def open_streams(config: JobConfig, starts: Sequence[int]) -> list[Iterator[byte
 
             path = config.path(source.path)
             header = isinstance(source, CsvSource) and source.header
+            longest = config.data.max_record_bytes
+
+            def whole() -> Iterator[bytes]:
+                return lines.read_file(path, header=header, repeat=source.repeat, max_bytes=longest)
+
             # Each stream reads the file for itself: streams of different rates need no buffer between them.
-            return [
-                itertools.islice(lines.read_file(path, header=header, repeat=source.repeat), n, None, len(workers))
-                for n in workers
-            ]
+            return [itertools.islice(whole(), n, None, len(workers)) for n in workers]
         case SyntheticSource():
             from doll.producers.sources import synthetic
 

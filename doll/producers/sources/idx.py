@@ -7,11 +7,15 @@ import math
 import struct
 import zlib
 from pathlib import Path
+from typing import BinaryIO, Final, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from doll.errors import ConfigError
+
+_MOST_BYTES: Final = 1 << 33
+_CHUNK_BYTES: Final = 1 << 24
 
 
 def read(path: Path, rank: int, limit: int | None = None) -> npt.NDArray[np.uint8]:
@@ -35,12 +39,25 @@ def read(path: Path, rank: int, limit: int | None = None) -> npt.NDArray[np.uint
             size = math.prod(shape)
             if not 0 < size <= 1 << 20:
                 raise ConfigError(f"{path}: expected items of 1 to {1 << 20} bytes, got sizes {shape}")
-            body = file.read(count * size)
-    except (OSError, EOFError, zlib.error) as exc:
-        raise ConfigError(f"{path}: {expected}: {getattr(exc, 'strerror', None) or exc}") from exc
+            if count * size > _MOST_BYTES:
+                raise ConfigError(
+                    f"{path}: expected at most {_MOST_BYTES} bytes, since all of it is held in memory; the header "
+                    f"announces {count} items of {size} bytes"
+                )
+            body = _read(cast("BinaryIO", file), count * size)
+    except (OSError, EOFError, zlib.error, MemoryError) as exc:
+        raise ConfigError(f"{path}: {expected}: {getattr(exc, 'strerror', None) or exc or 'no memory for it'}") from exc
     if len(body) < count * size:
         raise ConfigError(f"{path}: expected {count} items of {size} bytes, got {len(body)} bytes")
     return np.frombuffer(body, np.uint8).reshape(count, *shape)
+
+
+def _read(file: BinaryIO, num_bytes: int) -> bytes:
+    """At most so many bytes. Memory grows with what is there, not with what the header announces."""
+    found = bytearray()
+    while len(found) < num_bytes and (chunk := file.read(min(_CHUNK_BYTES, num_bytes - len(found)))):
+        found += chunk
+    return bytes(found)
 
 
 def read_pair(

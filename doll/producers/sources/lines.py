@@ -9,45 +9,59 @@ import select
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO, cast
 
 from doll.errors import ConfigError
 
 _CHUNK_BYTES = 65_536
+_LONGEST_BYTES = 1 << 24
 
 
-def read_file(path: Path, *, header: bool = False, repeat: bool = False) -> Iterator[bytes]:
+def read_file(
+    path: Path, *, header: bool = False, repeat: bool = False, max_bytes: int = _LONGEST_BYTES
+) -> Iterator[bytes]:
     """The lines of `path` in order, without blank ones.
 
     Args:
         header: leave out the first line.
         repeat: begin again at the end.
+        max_bytes: of a longer line one byte more than that is kept, so that whoever refuses long records refuses it.
 
     Raises:
         ConfigError: at once when the file cannot be read or holds no line; later when it is damaged further on.
     """
-    once = _lines(path, header)
+    once = _lines(path, header, max_bytes)
     first = next(once, None)
     if first is None:
         raise ConfigError(f"{path}: expected at least one line{' after the header' * header}, got none")
     lines = itertools.chain((first,), once)
     if repeat:
-        again = itertools.chain.from_iterable(_lines(path, header) for _ in itertools.count())
+        again = itertools.chain.from_iterable(_lines(path, header, max_bytes) for _ in itertools.count())
         return itertools.chain(lines, again)
     return lines
 
 
-def _lines(path: Path, header: bool) -> Iterator[bytes]:
+def _lines(path: Path, header: bool, max_bytes: int) -> Iterator[bytes]:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            cut = _cut(cast("BinaryIO", file), max_bytes)
             if header:
-                next(file, None)
-            for line in file:
+                next(cut, None)
+            for line in cut:
                 if line := line.rstrip(b"\r\n"):
-                    yield line
+                    yield line[: max_bytes + 1]
     except (OSError, EOFError, zlib.error) as exc:
         raise ConfigError(
             f"{path}: expected a readable file of lines: {getattr(exc, 'strerror', None) or exc}"
         ) from exc
+
+
+def _cut(file: BinaryIO, max_bytes: int) -> Iterator[bytes]:
+    """The lines of a file; of one that is longer than `max_bytes` its beginning, whatever its length."""
+    while line := file.readline(max_bytes + 2):
+        yield line
+        while not line.endswith(b"\n") and (line := file.readline(_CHUNK_BYTES)):
+            pass
 
 
 def read_pipe(descriptor: int, *, max_bytes: int, patience_s: float = 0.02) -> Iterator[bytes | None]:

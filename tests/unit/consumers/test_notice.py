@@ -113,13 +113,57 @@ def test_a_notice_tells_how_much_time_is_left(stub: ImdsStub) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "not json", "[]", '{"action": "terminate"}', '{"time": "soon"}', '{"time": null}']
+    "text",
+    [
+        "",
+        "not json",
+        "[]",
+        '{"action": "terminate"}',
+        '{"time": "soon"}',
+        '{"time": null}',
+        "[" * 60_000,
+        '{"time": "0001-01-01T00:00:00"}',
+    ],
 )
 def test_a_notice_that_names_no_time_is_one_all_the_same(stub: ImdsStub, text: str) -> None:
     told: list[float] = []
     stub.paths["spot/instance-action"] = text
     assert watcher(stub, told).look()
     assert told == [0.0]
+
+
+def test_the_thread_outlives_an_answer_that_nobody_foresaw(stub: ImdsStub) -> None:
+    """A thread that ends would never hear the notice, and the worker would never leave."""
+
+    class Odd(Imds):
+        asked = 0
+
+        def get(self, path: str) -> str | None:
+            self.asked += 1
+            if self.asked == 1:
+                raise RecursionError("maximum recursion depth exceeded")
+            return super().get(path)
+
+    told: list[float] = []
+    heard = threading.Event()
+    stub.interrupt("2027-01-15T08:02:00Z")
+    watch = NoticeWatcher(
+        Odd(stub.endpoint), lambda left_s: (told.append(left_s), heard.set()), every_s=0.01, wall=lambda: NOW_S
+    )
+    watch.start()
+    assert heard.wait(60.0)
+    watch.close()
+    assert told == [120.0]
+
+
+@pytest.mark.parametrize("value", ["3\0", "x" * 300, "a\nb"])
+def test_a_tag_that_is_no_word_is_refused(stub: ImdsStub, value: str) -> None:
+    class Tags(Imds):
+        def get(self, path: str) -> str | None:
+            return value
+
+    with pytest.raises(ConfigError, match="tag doll:worker: expected at most 256 printable characters"):
+        take_identity(Tags(stub.endpoint), {})
 
 
 def test_a_notice_of_the_past_leaves_no_time(stub: ImdsStub) -> None:

@@ -99,7 +99,8 @@ def test_a_rebalance_recommendation_is_told_and_not_acted_upon(rig: Ec2Rig) -> N
 @pytest.mark.parametrize(
     "body",
     ["", "not json", "[]", "{}", '"text"', '{"detail-type": "x", "detail": null}',
-     '{"detail-type": "x", "detail": {"instance-id": "i-0aaa"}, "time": "soon"}'],
+     '{"detail-type": "x", "detail": {"instance-id": "i-0aaa"}, "time": "soon"}',
+     f'{{"detail-type": "{WARNING}", "detail": {{"instance-id": []}}}}', "[" * 100_000],
 )  # fmt: skip
 def test_what_is_no_event_is_refused_and_deleted(rig: Ec2Rig, body: str) -> None:
     rig.sqs.send_message(QueueUrl=rig.queue_url, MessageBody=body or " ")

@@ -1,0 +1,94 @@
+"""Values from outside, bounded in length and depth: one kind of error, whatever is wrong with them.
+
+Python's own readers say so in five ways: ValueError, UnicodeDecodeError, RecursionError, MemoryError, OverflowError. A
+service that catches four of them stops at the fifth.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+MAX_JSON_CHARS: Final = 16_000_000
+MAX_VALUES: Final = 1_000_000
+MAX_DEPTH: Final = 40
+
+
+class MalformedError(ValueError):
+    """What came from outside is not what was expected; the message is one line and short."""
+
+
+def json_value(text: str | bytes, *, max_chars: int = MAX_JSON_CHARS) -> Any:
+    """The value of a JSON text, at most `MAX_DEPTH` levels deep.
+
+    Raises:
+        MalformedError: it is too long or too deep, or not JSON.
+    """
+    if len(text) > max_chars:
+        raise MalformedError(f"expected JSON of at most {max_chars} characters, got {len(text)}")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError, MemoryError, OverflowError) as exc:
+        raise MalformedError(f"not JSON: {short(exc)}") from exc
+    check_size(value)
+    return value
+
+
+def json_object(text: str | bytes, *, max_chars: int = MAX_JSON_CHARS) -> dict[str, Any]:
+    """As `json_value`, of a text that holds an object.
+
+    Raises:
+        MalformedError: as there, or it is another value.
+    """
+    value = json_value(text, max_chars=max_chars)
+    if not isinstance(value, dict):
+        raise MalformedError(f"expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def check_size(value: Any, *, max_values: int = MAX_VALUES, max_depth: int = MAX_DEPTH) -> None:
+    """Refuse a tree of lists and mappings that is too large or too deep with all its references followed.
+
+    Raises:
+        MalformedError: more than `max_values` values or `max_depth` levels.
+    """
+    left = max_values
+    level = [value]
+    for _ in range(max_depth):
+        level = [inner for one in level if isinstance(one, Mapping | list) for inner in _inside(one)]
+        if not level:
+            return
+        left -= len(level)
+        if left < 0:
+            raise MalformedError(f"expected at most {max_values} values")
+    raise MalformedError(f"expected at most {max_depth} levels, got more")
+
+
+def _inside(value: Mapping[Any, Any] | list[Any]) -> list[Any]:
+    return value if isinstance(value, list) else [*value.keys(), *value.values()]
+
+
+def read_text(path: Path, *, max_bytes: int) -> str:
+    """The UTF-8 text of a file that is not larger than expected; no more than that is read.
+
+    Raises:
+        OSError: it cannot be read.
+        MalformedError: it is larger, or not UTF-8.
+    """
+    with path.open("rb") as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise MalformedError(f"expected at most {max_bytes} bytes, got more")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as exc:
+        raise MalformedError(f"expected UTF-8, got byte 0x{data[exc.start]:02x} at {exc.start}") from exc
+
+
+def short(value: object, limit: int = 200) -> str:
+    """A value for a message: one line, cut off, without control characters."""
+    text = " ".join(str(value).split())
+    text = "".join(one if one.isprintable() else "?" for one in text[: limit + 1])
+    return text if len(text) <= limit else f"{text[:limit]}..."

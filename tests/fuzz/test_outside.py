@@ -1,0 +1,394 @@
+"""Every reader of what other programs write, against mutated and made-up inputs: AWS, docker, files, probes.
+
+Refused with the reader's own error, or read with a meaning that holds; never another error, never for long. The good
+items beside a bad one are kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import math
+import struct
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import structlog
+from doll.audit import Counts, counts_of
+from doll.bounded import MAX_DEPTH, MalformedError, json_value
+from doll.config import ConfigError, load, parse
+from doll.consumers.notice import Imds, NoticeWatcher
+from doll.errors import CheckpointError, RecordError, ServiceUnavailableError
+from doll.evaluation.csvfile import read_rows
+from doll.evaluation.prometheus import Measurements
+from doll.health import Pulse, _serve
+from doll.producers.sources import idx, lines
+from doll.provisioner.book import FileBook
+from doll.provisioner.compose_fleet import ComposeFleet
+from doll.provisioner.ec2_notices import Ec2Notices
+from doll.provisioner.ec2_prices import OnDemandPrices
+from doll.provisioner.process_fleet import ProcessFleet
+from doll.ps.checkpoints import Checkpoint, encode_checkpoint
+from doll.ps.event_log import Entry, FileEventLog, read_log
+from doll.ps.events import EngineSnapshot
+from doll.ps.server import restore
+from doll.ps.start import Start
+from doll.records import Join, Metric, Update
+from fuzzing import inputs, tried
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+pytestmark = pytest.mark.fuzz
+
+# Pieces that break readers of JSON: depth, numbers without end, values of another type, halves of characters.
+JSON_WORDS = [
+    b"[" * 3_000, b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 3_000, b"[]", b"{}", b"null", b"true", b"-1", b"1e999",
+    b"-Infinity", b"NaN", b"9" * 5_000, b'""', b'"\\ud800"', b'"\\u0000"', b"\xff\xfe", b"\xf0\x9f", b"\0",
+    b'"0001-01-01T00:00:00"', b'"9999-12-31T23:59:59.999999-23:59"',
+]  # fmt: skip
+# Of MessagePack: nested for ever, announced lengths of 4 GiB, a text that is none, an extension, the largest numbers.
+PACKED_WORDS = [
+    b"\x91" * 3_000, b"\x81\xa1a" * 3_000, b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff",
+    b"\xdb\xff\xff\xff\xff", b"\xa2\xff\xfe", b"\xd4\x01x", b"\xcf" + b"\xff" * 8, b"\xcb\x7f\xf0" + bytes(6), b"\xc0",
+]  # fmt: skip
+
+
+def test_json_of_strangers() -> None:
+    seeds = [b'{"a": [1, 2.5, "x", null, {"b": true}]}', b"[[[[1]]]]"]
+    for data in inputs("json", 10_000, seeds, JSON_WORDS):
+        value = tried(MalformedError, data, json_value, data)
+        repr(value)
+
+
+@pytest.mark.parametrize("opening", ["[", '{"a":'])
+def test_json_is_read_to_a_fixed_depth_whatever_the_stack_holds(opening: str) -> None:
+    closing = "]" if opening == "[" else "}"
+    fits = opening * (MAX_DEPTH - 1) + "1" + closing * (MAX_DEPTH - 1)
+    assert json_value(fits)
+    for text in (opening * 2 + fits + closing * 2, opening * 100_000):
+        with pytest.raises(MalformedError) as caught:
+            json_value(text)
+        assert len(str(caught.value)) < 300
+
+
+# --- AWS ------------------------------------------------------------------------------------------------------------
+
+WARNING = "EC2 Spot Instance Interruption Warning"
+GOOD = json.dumps({"detail-type": WARNING, "detail": {"instance-id": "i-0good"}, "time": "2026-11-22T08:00:00Z"})
+
+
+class Queue:
+    """Answers `receive_message` once with these bodies, as SQS would."""
+
+    def __init__(self, bodies: Sequence[str]) -> None:
+        self._bodies = list(bodies)
+        self.deleted: list[str] = []
+
+    def receive_message(self, **_: Any) -> dict[str, Any]:
+        found, self._bodies = self._bodies, []
+        return {"Messages": [{"Body": body, "ReceiptHandle": str(at)} for at, body in enumerate(found)]}
+
+    def delete_message_batch(self, *, QueueUrl: str, Entries: list[dict[str, str]]) -> None:
+        self.deleted += [entry["ReceiptHandle"] for entry in Entries]
+
+
+def test_a_queue_of_anybodys_messages_gives_the_good_notices_among_them() -> None:
+    seeds = [GOOD.replace("i-0good", "i-0else").encode(), b'{"detail-type": "x", "detail": {"instance-id": "i-1"}}']
+    with structlog.testing.capture_logs():
+        for data in inputs("sqs", 10_000, seeds, [*JSON_WORDS, b'"instance-id": []', b'"detail": []']):
+            queue = Queue([data.decode("utf-8", "replace"), GOOD])
+            notices = Ec2Notices(queue, "http://queue", clock=lambda: 1.8e9)
+            found = tried(ServiceUnavailableError, data, notices.take, {"i-0good": 1})
+            assert list(found) == ["i-0good"], data[:400]
+            assert "1" not in queue.deleted
+
+
+class Said(Imds):
+    """A metadata service that answers with one text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("http://127.0.0.1:9")
+        self.text = text
+
+    def get(self, path: str) -> str | None:
+        return self.text if path == "spot/instance-action" else None
+
+
+def test_whatever_the_metadata_service_says_is_a_notice() -> None:
+    seeds = [b'{"action": "terminate", "time": "2027-01-15T08:02:00Z"}']
+    told: list[float] = []
+    with structlog.testing.capture_logs():
+        for number, data in enumerate(inputs("imds", 8_000, seeds, JSON_WORDS)):
+            watcher = NoticeWatcher(Said(data.decode("utf-8", "replace")), told.append, wall=lambda: 1.8e9)
+            assert tried((), data, watcher.look)
+            assert len(told) == number + 1
+            assert 0 <= told[-1] < math.inf
+
+
+class PriceList:
+    def __init__(self, product: str) -> None:
+        self.product = product
+
+    def get_products(self, **_: Any) -> dict[str, Any]:
+        return {"PriceList": [self.product]}
+
+
+def test_price_lists_and_their_file(tmp_path: Path) -> None:
+    offer = {"priceDimensions": {"d": {"unit": "Hrs", "pricePerUnit": {"USD": "0.17"}}}}
+    product = json.dumps({"terms": {"OnDemand": {"o": offer}}}).encode()
+    kept = b'{"nowhere": {"c5.xlarge": {"usd_per_h": 0.17, "as_of": "2026-11-22"}}}'
+    cache = tmp_path / "prices.json"
+    with structlog.testing.capture_logs():
+        for data in inputs("price list", 3_000, [product], JSON_WORDS):
+            price = tried(
+                (), data, OnDemandPrices(PriceList(data.decode("utf-8", "replace")), "nowhere").of, "c5.xlarge"
+            )
+            assert price is None or 0 < price.usd_per_h < math.inf
+        for data in inputs("price file", 2_000, [kept], JSON_WORDS):
+            cache.write_bytes(data)
+            price = tried((), data, OnDemandPrices(None, "nowhere", cache=cache).of, "c5.xlarge")
+            assert price is None or 0 < price.usd_per_h < math.inf
+
+
+# --- docker ---------------------------------------------------------------------------------------------------------
+
+
+class Engine(ComposeFleet):
+    """A fleet whose docker prints this."""
+
+    listed = inspected = ""
+
+    def _call(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        said = {"ps": self.listed, "inspect": self.inspected}.get(command[1], "")
+        return subprocess.CompletedProcess(list(command), 0, said, "")
+
+
+CONTAINER = {
+    "Name": "/j-w0-e1-spot-a0", "Created": "2026-11-22T08:00:00.5Z",
+    "Config": {"Labels": {"doll.cluster": "j", "doll.worker": "0", "doll.epoch": "1", "doll.market": "spot"}},
+    "State": {"Status": "running", "FinishedAt": "0001-01-01T00:00:00Z", "ExitCode": 0, "OOMKilled": False},
+}  # fmt: skip
+
+
+def test_what_docker_prints() -> None:
+    fleet = Engine(cluster="j", project="j", file=Path("docker-compose.yml"), clock=lambda: 1.8e9)
+    row, found = b'{"ID": "0abc"}\n{"ID": "0def"}\n', json.dumps([CONTAINER, CONTAINER]).encode()
+    assert (fleet.listed, fleet.inspected) == ("", "")
+    with structlog.testing.capture_logs():
+        for turn, data in enumerate(inputs("docker", 8_000, [row, found], JSON_WORDS)):
+            text = data.decode("utf-8", "replace")
+            fleet.listed, fleet.inspected = (text, found.decode()) if turn % 2 else (row.decode(), text)
+            for one in tried((ConfigError, ServiceUnavailableError), data, fleet.instances) or ():
+                assert one.slot >= 0
+                assert one.market in ("spot", "on_demand")
+
+
+# --- files of ours that others can damage ---------------------------------------------------------------------------
+
+
+def test_state_files_of_the_provisioner(tmp_path: Path) -> None:
+    class NoForks:
+        def running(self) -> list[Any]:
+            return []
+
+    kept = json.dumps([
+        {"instance": {"id": "a", "slot": 0, "epoch": 1, "market": "spot", "pool": "p", "state": "running",
+                      "launched_s": 1.0, "ended_s": None, "end": ""}, "preempted": False, "killed": False},
+    ]).encode()  # fmt: skip
+    book = FileBook(tmp_path)
+    with structlog.testing.capture_logs():
+        for data in inputs("provisioner files", 4_000, [kept, b'{"state": 3, "turn": 7}'], JSON_WORDS):
+            book.state.write_bytes(data)
+            loaded = tried((), data, book.load)
+            assert loaded is None or isinstance(loaded, dict)
+            fleet = object.__new__(ProcessFleet)
+            fleet._path, fleet._forks, fleet._machines = book.state, NoForks(), {}  # type: ignore[assignment]
+            fleet._roles, fleet._clock = {}, lambda: 0.0
+            tried(ConfigError, data, fleet._load)
+
+
+def test_tables_of_a_run(tmp_path: Path) -> None:
+    path = tmp_path / "updates.csv"
+    seeds = [b"version,loss,time_s\n1,0.5,10.0\n2,0.4,11.0\n3,,12.0\n"]
+    words = [b'"' * 9, b'"' + b"x" * 200_000, b"\0", b"\xff", b"nan", b"1e999", b"\r", b"," * 3_000]
+    for data in inputs("tables", 3_000, seeds, words):
+        path.write_bytes(data)
+        assert all(isinstance(value, float) for row in tried((), data, read_rows, path) for value in row.values())
+
+
+def _snapshot() -> EngineSnapshot:
+    return EngineSnapshot(
+        version=3, origins=(0, 0), records_per_batch=8, applied=(2, 1), epochs=(1 << 20, 0), instances=("a", ""),
+        samples_total=24, elapsed_s=2.5, counters={"stale": 1},
+    )  # fmt: skip
+
+
+def test_the_engines_state_in_a_checkpoint() -> None:
+    """Whoever can write the folder can write a right checksum around it."""
+    config = parse("job: j\ntask: {class: 'm:C'}\ndata: {workers: 2, batch_size: 8}")
+    valid = msgspec.msgpack.encode(_snapshot())
+    for data in inputs("engine states", 8_000, [valid], PACKED_WORDS):
+        checkpoint = Checkpoint(job="j", fingerprint="f", ps_epoch=1, version=3, state=data, tensors={})
+        found = tried(CheckpointError, data, restore, checkpoint)
+        assert found is None or isinstance(found, EngineSnapshot)
+        counts = tried(CheckpointError, data, counts_of, config, checkpoint)
+        assert counts is None or isinstance(counts, Counts)
+
+
+def test_event_logs(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(job="j", fingerprint="f", ps_epoch=1, version=3, state=b"s", tensors={})
+    path = tmp_path / "events.log"
+    log = FileEventLog(path, Start(1, 0.0, (), b"".join(encode_checkpoint(checkpoint))))
+    for number in range(3):
+        log.write(Join(worker=number, instance="a"), float(number), b"gradient")
+    log.close()
+    valid = path.read_bytes()
+
+    def read() -> list[Entry]:
+        start, entries = read_log(path)
+        assert isinstance(start, Start)
+        return list(entries)
+
+    assert len(read()) == 3
+    for data in inputs("event logs", 6_000, [valid], [*PACKED_WORDS, b"\xff\xff\xff\xff", b"\xff\xff\xff\x7f"]):
+        path.write_bytes(data)
+        tried(RecordError, data, read)
+
+
+def test_job_files_of_any_size_and_kind(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)  # a terabyte of zeros, which takes no room
+    for one in (path, Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="expected at most"):
+            load(one)
+    path.unlink()
+    path.write_bytes(b"job: \xff\n")
+    with pytest.raises(ConfigError, match=r"job\.yaml: expected UTF-8, got byte 0xff at 5"):
+        load(path)
+
+
+# --- data sets ------------------------------------------------------------------------------------------------------
+
+
+def test_idx_files(tmp_path: Path) -> None:
+    path = tmp_path / "images"
+    valid = struct.pack(">HBBIII", 0, 8, 3, 3, 2, 2) + bytes(12)
+    for data in inputs("idx", 8_000, [valid], [b"\xff" * 4, b"\0\0\0\0", struct.pack(">I", 1 << 20)]):
+        path.write_bytes(data)
+        found = tried(ConfigError, data, idx.read, path, 3)
+        assert found is None or found.nbytes <= len(data)
+
+
+def test_an_idx_header_that_announces_terabytes_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "images"
+    path.write_bytes(struct.pack(">HBBIII", 0, 8, 3, 0xFFFF_FFFF, 1024, 1024) + bytes(12))
+    with pytest.raises(ConfigError, match=r"at most \d+ bytes, .*announces 4294967295 items of 1048576 bytes"):
+        idx.read(path, 3)
+    path.write_bytes(struct.pack(">HBBIII", 0, 8, 3, 8_000, 1024, 1024) + bytes(12))
+    with pytest.raises(ConfigError, match="expected 8000 items of 1048576 bytes, got 12 bytes"):
+        idx.read(path, 3)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_files_of_lines(tmp_path: Path, suffix: str) -> None:
+    import gzip
+
+    path = tmp_path / f"events.jsonl{suffix}"
+    valid = b'{"a": 1}\n{"a": 2}\r\n\n{"a": 3}'
+    seeds = [gzip.compress(valid)] if suffix else [valid]
+    for data in inputs(f"lines{suffix}", 3_000, seeds, [b"x" * 300, b"\n" * 99, b"\r", b"\0"]):
+        path.write_bytes(data)
+        for line in tried(ConfigError, data, lambda: list(lines.read_file(path, max_bytes=100))) or ():
+            assert 0 < len(line) <= 101
+            assert b"\n" not in line
+
+
+def test_a_line_without_end_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with path.open("wb") as file:
+        file.write(b"first\n")
+        file.truncate(1 << 26)
+        file.seek(0, 2)
+        file.write(b"\nlast")
+    assert [len(line) for line in lines.read_file(path, max_bytes=1000)] == [5, 1001, 4]
+
+
+# --- probes and scrapes ---------------------------------------------------------------------------------------------
+
+
+def test_the_health_endpoint_outlives_its_visitors() -> None:
+    pulse = Pulse("ps")
+    server = _serve(pulse, 0)
+    assert server is not None
+    port = server.server_address[1]
+
+    async def visit(data: bytes) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(data)
+            writer.write_eof()
+            await reader.read(100_000)
+        except ConnectionError:
+            pass
+        finally:
+            writer.close()
+
+    seeds = [b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n", b"HEAD /readyz HTTP/1.0\r\n\r\n"]
+    words = [b"x" * 70_000, b"\r\nA: b" * 200, b"\0", b"\xff", b"HTTP/9.9", b"POST", b"Content-Length: -1", b"%00"]
+    try:
+        for data in inputs("health", 2_000, seeds, words):
+            asyncio.run(visit(data))
+        asked = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        asked.request("GET", "/healthz")
+        assert json.loads(asked.getresponse().read())["healthy"]
+        asked.close()
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_what_a_scrape_holds_is_always_readable() -> None:
+    """Whoever may write to `metrics` can choose any name; Prometheus refuses the whole scrape for one bad line."""
+    known = [Metric(source="worker-3", values={"lag": 1.0, "samples_total": 5.0}, time_s=1.0),
+             Metric(source="ps", values={"worker_3_lag": 2.0, "version": 1.0}, time_s=1.0)]  # fmt: skip
+    seeds = [msgspec.msgpack.encode(record) for record in known]
+    words = [b"worker", b"_total", b'"', b"\\", b"\n", b"{", b"-", b"\xe2\x80\xa8", b"\xd9\xa3", b"job", b"\0"]
+    read = 0
+    for data in inputs("metrics", 4_000, seeds, words):
+        try:
+            record = msgspec.msgpack.decode(data, type=Metric)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+        read += 1
+        subject = Measurements("j", 2)
+        for one in (*known, record, Update(ps_epoch=1, version=1, members=(), n_samples=1, loss=0.5)):
+            tried((), data, subject.feed, one)
+        registry = CollectorRegistry()
+        registry.register(subject)
+        text = tried((), data, generate_latest, registry).decode()
+        seen: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
+        for family in tried((), data, lambda text=text: list(text_string_to_metric_families(text))):
+            for sample in family.samples:
+                at = (sample.name, tuple(sorted(sample.labels.items())))
+                assert at not in seen, data
+                seen.add(at)
+    assert read > 0
+
+
+def test_sources_without_end_do_not_fill_the_memory() -> None:
+    subject = Measurements("j", 2)
+    with structlog.testing.capture_logs() as logs:
+        for number in range(12_000):
+            subject.feed(Metric(source=f"s{number}", values={"a": 1.0}, time_s=1.0))
+        subject.feed(Metric(source="s1", values={"a": 7.0}, time_s=2.0))
+        subject.feed(Metric(source="x" * 10_000, values={}, time_s=2.0))
+    assert [entry["event"] for entry in logs] == ["too_many_sources", "measurement_refused"]
+    served = {family.name: family.samples[0].value for family in subject.collect()}
+    assert served["doll_s1_a"] == 7.0
+    assert len(served) < 10_010
