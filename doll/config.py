@@ -482,7 +482,9 @@ class ProvisionConfig(Section):
 
 class _Fleet(Section):
     cluster: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] | None = Field(
-        default=None, description="marks the machines of this job, and no others are touched; default: the job's name"
+        default=None,
+        description="marks the machines of this job, and no others are touched; jobs may share it one after the other; "
+        "default: the job's name",
     )
 
 

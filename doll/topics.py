@@ -27,6 +27,7 @@ _PASSING: Final = (3, 5, 6)
 _HOUR_MS: Final = 3_600_000
 _CONTROL_RETENTION_MS: Final = 6 * _HOUR_MS
 _KEEP_FOREVER_MS: Final = -1
+_NO_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"  # base64 of 16 bytes of zero
 _MIN_SAMPLE_LIMIT_BYTES: Final = 16 * 1024 * 1024
 
 
@@ -151,6 +152,28 @@ def exists(config: JobConfig, services: Services, name: str) -> bool:
         ServiceUnavailableError: Kafka does not answer.
     """
     return name in _partition_counts(_admin(config, services), services)
+
+
+def topic_id(config: JobConfig, services: Services, kind: Kind) -> str:
+    """Kafka's own id of one of the job's topics: another one once the topic was deleted and created again.
+
+    "" where Kafka does not say: it is older than 2.8, or is librdkafka's mock.
+
+    Raises:
+        ServiceUnavailableError: the topic does not exist, or Kafka does not answer.
+    """
+    from confluent_kafka import KafkaError, KafkaException, TopicCollection
+
+    name = config.topic(kind)
+    try:
+        admin = _admin(config, services)  # the answer comes only while it lives
+        found = admin.describe_topics(TopicCollection([name]), request_timeout=_TIMEOUT_S)[name].result()
+        told = str(found.topic_id)
+    except KafkaException as exc:
+        if exc.args[0].code() == KafkaError._UNSUPPORTED_FEATURE:
+            return ""
+        raise ServiceUnavailableError(f"Kafka at {services.kafka} does not describe topic {name}: {exc}") from exc
+    return "" if told == _NO_ID else told
 
 
 def _mismatch(config: JobConfig, topic: TopicPlan, came: int) -> str:

@@ -98,7 +98,7 @@ def _processes(config: JobConfig, services: Services, run: RunFolder, started: E
 
     fleet = ProcessFleet(
         forks, spec, run.path, market=market, market_clock=clock, boot_s=config.fleet.boot_s,
-        drain_s=config.worker.drain_s,
+        drain_s=config.worker.drain_s, job=config.job,
     )  # fmt: skip
     started.callback(fleet.close)
 

@@ -310,10 +310,11 @@ class _Seat:
             self.pulse: Pulse = opened.enter_context(pulse_of("provisioner", at.config))
             machines: Machines = opened.enter_context(machines_of(at.config, services, at.run))
             lease: Lease | None = None if self._dry_run else Lease(claims_of(at.config, at.run.path))
-            self._book, self._placement = FileBook(at.run.path), machines.placement
+            self._book, self._placement = FileBook(at.run.path, at.config.job), machines.placement
             self.controller: Controller = Controller(
                 self._settings, machines.fleet, machines.prices, self._book, probe=machines.probe,
-                check_lease=None if lease is None else lease.check, dry_run=self._dry_run,
+                check_lease=None if lease is None else lease.check, dry_run=self._dry_run, job=at.config.job,
+                topics_id=topics.topic_id(at.config, services, "updates"),
             )  # fmt: skip
             self._mail: Mail = opened.enter_context(Mail(at.config, services, self.controller.positions))
             self._voice = _Voice(at.config, services) if not self._dry_run else None
@@ -322,7 +323,7 @@ class _Seat:
             self._opened = opened.pop_all()
         self.log.info(
             "provisioning", fleet=at.config.fleet.kind, slots=self._settings.num_slots, dry_run=self._dry_run,
-            number=0 if lease is None else lease.number, journal=str(at.run.path / "provision.jsonl"),
+            number=0 if lease is None else lease.number, journal=str(self._book.journal),
         )  # fmt: skip
         return self
 
@@ -449,7 +450,7 @@ def last_decision(at: Target) -> dict[str, Any]:
     from doll.errors import ConfigError
     from doll.provisioner.book import FileBook
 
-    book = FileBook(at.run.path)
+    book = FileBook(at.run.path, at.config.job)
     found: dict[str, Any] | None = None
     placement: dict[str, int] | None = None
     try:

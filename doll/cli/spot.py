@@ -392,7 +392,8 @@ class SpotCrew:
             boot_s=self._campaign.fleet.boot_s, drain_s=self._config.worker.drain_s, clock=self._clock,
         )  # fmt: skip
         self._controller = Controller(
-            self._campaign.settings, self._fleet, TracePrices(market, self._opening), FileBook(self._run.path),
+            self._campaign.settings, self._fleet, TracePrices(market, self._opening),
+            FileBook(self._run.path, self._config.job),
             probe=_Market(market, lambda: self._opening.since(self._clock())),
         )  # fmt: skip
         self._mail = Mail(self._config, stack.services, {})
@@ -445,7 +446,7 @@ class SpotCrew:
             market=self._campaign.market, machines=self._fleet.machines, opened_s=self._opening.opened_s or 0.0,
             updates=round(self._campaign.planner.updates), job=self._config.job,
         )  # fmt: skip
-        return {"market": picture, "decisions": FileBook(self._run.path).journal}
+        return {"market": picture, "decisions": FileBook(self._run.path, self._config.job).journal}
 
     # --- turns
 

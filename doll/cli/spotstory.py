@@ -149,5 +149,5 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     for move in moves[:_REASONS_SHOWN]:
         found.append(f"    {move['at_s']:6.1f} s  {Move(**move).text()}")
     if len(moves) > _REASONS_SHOWN:
-        found.append(f"    and {len(moves) - _REASONS_SHOWN} more: moves_log in report.json, provision.jsonl")
+        found.append(f"    and {len(moves) - _REASONS_SHOWN} more: moves_log in report.json, provision-*.jsonl")
     return found

@@ -40,23 +40,30 @@ class Book(Protocol):
 
 
 class FileBook:
-    """`Book` as `provision.json` and `provision.jsonl` in a folder, which is made when it is first written to."""
+    """`Book` as `provision-<job>.json` and `provision-<job>.jsonl` in a folder, made when it is first written to.
 
-    def __init__(self, folder: Path) -> None:
-        self.state = folder / "provision.json"
-        self.journal = folder / "provision.jsonl"
+    A folder may outlive a job, as that of a host does, so each job has files of its own. Files of earlier releases have
+    no job in their names; such a state is read where the topics in it are the job's.
+    """
+
+    def __init__(self, folder: Path, job: str) -> None:
+        self.state = folder / f"provision-{job}.json"
+        self.journal = folder / f"provision-{job}.jsonl"
+        self._job = job
 
     def load(self) -> dict[str, Any] | None:
-        try:
-            found = json_value(read_text(self.state, max_bytes=_MOST_BYTES))
-        except FileNotFoundError:
+        found = _read(self.state)
+        if found is not None or self.state.exists():
+            return found
+        earlier = self.state.with_name("provision.json")
+        found = _read(earlier)
+        if found is None:
             return None
-        except (OSError, ValueError) as exc:
-            log.warning(
-                "provision_state_unreadable", file=str(self.state), error=str(exc), action="from tags and topics"
-            )
-            return None
-        return found if isinstance(found, dict) else None
+        positions = found.get("positions")
+        named = isinstance(positions, dict) and f"doll.{self._job}.updates/0" in positions
+        if not named:
+            log.info("provision_state_of_another_job", file=str(earlier), job=self._job, action="it is left as it is")
+        return found if named else None
 
     def save(self, kept: Mapping[str, Any]) -> None:
         beside = self.state.with_name(f"{self.state.name}.{os.getpid()}.tmp")
@@ -77,6 +84,17 @@ class FileBook:
                 file.write(json.dumps(entry, ensure_ascii=False) + "\n")
         except OSError as exc:
             raise ConfigError(f"cannot write {self.journal}: {exc.strerror or exc}; see --run-folder") from exc
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json_value(read_text(path, max_bytes=_MOST_BYTES))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as exc:
+        log.warning("provision_state_unreadable", file=str(path), error=str(exc), action="from tags and topics")
+        return None
+    return found if isinstance(found, dict) else None
 
 
 class MemoryBook:

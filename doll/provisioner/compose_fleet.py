@@ -178,7 +178,8 @@ class ComposeFleet:
     # --- docker -----------------------------------------------------------------------------------------------------
 
     def _name(self, order: Order) -> str:
-        return f"{self._cluster}-w{order.slot}-e{order.epoch}-{order.market}-a{order.attempt}"
+        name = f"{self._cluster}-w{order.slot}-e{order.epoch}-{order.market}-a{order.attempt}"
+        return f"{name}-r{order.run}" if order.run else name
 
     def _start(self, order: Order, name: str) -> None:
         labels = {

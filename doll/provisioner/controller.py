@@ -8,6 +8,7 @@ the same instance, and an end may be asked for twice.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -247,6 +248,8 @@ class Controller:
         probe: who can tell whether spot is to be had without buying; None: it is inferred from what happened.
         check_lease: raises where another provisioner has taken over.
         dry_run: decide and say, but do nothing and keep nothing.
+        job: its name: machines that were launched for another job, which had them before, are ended.
+        topics_id: tells the job's topics from earlier ones of the same names, whose state says nothing; "": not known.
 
     Attributes:
         observed: what is known of the job; feed it.
@@ -263,6 +266,8 @@ class Controller:
         probe: Probe | None = None,
         check_lease: Callable[[], None] | None = None,
         dry_run: bool = False,
+        job: str = "",
+        topics_id: str = "",
     ) -> None:
         self.settings = settings
         self._fleet = fleet
@@ -271,6 +276,8 @@ class Controller:
         self._probe = probe
         self._check_lease = check_lease
         self._dry_run = dry_run
+        self._job = job
+        self._topics_id = topics_id
         self._forget()
         self._restore()
 
@@ -289,6 +296,10 @@ class Controller:
         self._memory = Memory(count, settings.limits)
         self._turn = 0
         self._started_s = settings.started_s
+        self._generation = 0
+        self._begun_s = -math.inf  # what ended before is of an earlier run, and was billed there
+        self._is_new = False  # nothing of an earlier run counts
+        self._others = False  # machines of other jobs are left
         self._on_spot: Bools | None = None  # None: nothing was planned yet
         self._moved_s = np.full(count, -math.inf)
         self._spot_open = np.ones(count, dtype=np.bool_)
@@ -353,7 +364,9 @@ class Controller:
         self._turn += 1
         if listed is None or prices is None:
             return self._blind(now_s, prices, alarms)
+        listed, others = self._own(listed)
         self._begin(now_s, listed)
+        self._end_others(others, now_s, alarms)
         instances = self._take_in(listed, now_s, alarms)
         fleet = self._who_works(instances, now_s)
         self._re_estimate()
@@ -395,6 +408,28 @@ class Controller:
             alarms.append(f"the fleet does not answer: {exc}")
             return None
 
+    def _own(self, listed: Sequence[Instance]) -> tuple[list[Instance], list[Instance]]:
+        """The machines of this job; and those that live of others, which had the fleet before and have left them."""
+        of_job = {one.id: not one.job or not self._job or one.job == self._job for one in listed}
+        others = [one for one in listed if not of_job[one.id] and one.state is not InstanceState.ENDED]
+        return [one for one in listed if of_job[one.id]], others
+
+    def _end_others(self, others: Sequence[Instance], now_s: float, alarms: list[str]) -> None:
+        self._others = bool(others)
+        if not others:
+            return
+        jobs = ", ".join(sorted({one.job for one in others}))
+        alarms.append(f"{len(others)} machines of another job ({jobs}) are in this job's fleet: they are ended")
+        ends = [one for one in others if one.is_alive and one.notice_s is None]
+        if not ends or self._dry_run:
+            return
+        for one in ends:
+            self._note("end", now_s, id=one.id, slot=one.slot, why=f"it is of another job: {one.job}")
+        try:
+            self._fleet.terminate([one.id for one in ends])
+        except ServiceUnavailableError as exc:
+            alarms.append(f"machines of another job could not be ended: {exc}")
+
     def _current_prices(self, now_s: float, alarms: list[str]) -> Prices | None:
         try:
             self._last_prices = self._prices.current(now_s)
@@ -405,9 +440,15 @@ class Controller:
     def _begin(self, now_s: float, listed: Sequence[Instance]) -> None:
         """The job's clock begins with the first turn; a successor that knows nothing asks the topics and the tags."""
         told = self.observed.decided
+        if self._is_new:
+            self._is_new, self._begun_s = False, now_s
+            self._started_s = now_s if self._started_s is None else self._started_s
+        if self.observed.generation > self._generation:
+            self._begin_generation(now_s)
+        self._memory.run = _run_of(self._job, self._topics_id, self._generation)
         if self._started_s is None:
-            begun = [one.launched_s for one in listed]
-            self._started_s = min([now_s, *begun])
+            begun = [one.launched_s for one in listed if one.is_alive or (one.ended_s or now_s) > self._begun_s]
+            self._started_s = max(min([now_s, *begun]), min(now_s, self._begun_s))
             # Whoever can write to the topics could write anything: what is no past time began with the fleet.
             if told is not None and 0 < told.started_s <= now_s:
                 self._started_s = told.started_s
@@ -420,6 +461,21 @@ class Controller:
                 self._memory.hold_s = now_s + self.settings.limits.trust_s
         for slot in range(self.settings.num_slots):
             self._memory.seen(slot, self.observed.highest_incarnation(slot))
+
+    def _begin_generation(self, now_s: float) -> None:
+        """The job has begun anew on the same topics: another clock, another bill. Epochs go on: each is used once."""
+        self._generation, began_s = self.observed.generation, self.observed.generation_s
+        self._begun_s = began_s if 0 < began_s <= now_s else now_s
+        if self._started_s is None:
+            return  # nothing was known of an earlier one
+        log.info("generation_begins", generation=self._generation, action="clock, work and bill begin anew")
+        settings = self.settings
+        self._started_s = self._begun_s if settings.started_s is None else settings.started_s
+        self._planner, self._evaluations = settings.planner, 0
+        self._on_spot = None
+        self._lines, self._settled, self._carried_usd, self._last_usd = {}, Bill(), 0.0, 0.0
+        self._spent_budget_usd = None
+        self._moves = self._interruptions = 0
 
     def _take_in(self, listed: Sequence[Instance], now_s: float, alarms: list[str]) -> list[Instance]:
         """The instances that count, and what is to be remembered of them."""
@@ -436,8 +492,9 @@ class Controller:
             ended = one.state is InstanceState.ENDED
             if ended and one.id in self._lines:
                 continue
-            if ended and one.id not in self._known and now_s - (one.ended_s or now_s) > _KEEP_LINES_S:
-                continue  # settled long ago
+            ended_s = now_s if one.ended_s is None else one.ended_s
+            if ended and one.id not in self._known and (now_s - ended_s > _KEEP_LINES_S or ended_s <= self._begun_s):
+                continue  # settled long ago, or with an earlier run
             if 0 <= one.slot < count:
                 self._remember(one, now_s)
             if ended:
@@ -798,7 +855,8 @@ class Controller:
         done: Sequence[Done], alarms: Sequence[str], now_s: float,
     ) -> Decision:  # fmt: skip
         assert self._started_s is not None
-        left = any(one.state is not InstanceState.ENDED for one in instances)
+        left = any(one.state is not InstanceState.ENDED for one in instances) or self._others
+        left = left or self._memory.may_have_launched(now_s)
         return Decision(
             turn=self._turn, now_s=now_s, started_s=self._started_s, phase=phase, markets=wish.markets,
             reasons=wish.reasons, binding=wish.binding, feasible=wish.feasible, done=tuple(done),
@@ -856,7 +914,10 @@ class Controller:
         self._fenced_s = {id_: at_s for id_, at_s in self._fenced_s.items() if id_ in about}
         self._book.save(
             {
-                "state": _STATE_VERSION, "turn": self._turn, "started_s": self._started_s,
+                "state": _STATE_VERSION, "job": self._job, "topics_id": self._topics_id,
+                "generation": self._generation,
+                "begun_s": self._begun_s if math.isfinite(self._begun_s) else None,
+                "turn": self._turn, "started_s": self._started_s,
                 "on_spot": None if self._on_spot is None else self._on_spot.tolist(),
                 "moved_s": _plain(self._moved_s), "spot_open": self._spot_open.tolist(),
                 "spot_changed_s": _plain(self._spot_changed_s), "pools": self._pools,
@@ -883,6 +944,12 @@ class Controller:
         try:
             if kept["state"] != _STATE_VERSION:
                 raise ValueError(f"expected state version {_STATE_VERSION}, got {kept['state']!r}")
+            # Earlier releases noted neither: such a state is taken for the job's own.
+            of = (str(kept.get("job", "")), str(kept.get("topics_id", "")))
+            if any(had and now and had != now for had, now in zip(of, (self._job, self._topics_id), strict=True)):
+                log.warning("provision_state_of_another_run", job=of[0], topics_id=of[1], action="beginning anew")
+                self._is_new = True
+                return
             self._read(kept)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
             # Nothing that matters is only there: tags say what runs, topics what was decided.
@@ -896,6 +963,9 @@ class Controller:
         self.observed.restore(kept["observed"])
         self._memory = memory
         self._turn = int(kept["turn"])
+        self._generation = int(kept.get("generation", 0))
+        begun_s = kept.get("begun_s")
+        self._begun_s = -math.inf if begun_s is None else float(begun_s)
         if self.settings.started_s is None and kept["started_s"] is not None:
             self._started_s = float(kept["started_s"])
         on_spot = kept["on_spot"]
@@ -951,6 +1021,11 @@ class _Within:
     expected_cost_usd: float
     expected_finish_s: float
     short: bool  # not even the cheapest mix suffices
+
+
+def _run_of(job: str, topics_id: str, generation: int) -> str:
+    """`Order.run`: what a successor whose book is lost knows, too, so that it repeats an order word by word."""
+    return hashlib.sha256(f"{job} {topics_id} {generation}".encode()).hexdigest()[:10] if job else ""
 
 
 def _by_text(texts: Sequence[str]) -> dict[str, str]:

@@ -33,6 +33,7 @@ CLUSTER_TAG: Final = "doll:cluster"
 WORKER_TAG: Final = "doll:worker"
 EPOCH_TAG: Final = "doll:epoch"
 MARKET_TAG: Final = "doll:market"
+JOB_TAG: Final = "doll:job"
 # Identity stands on all that a launch makes: the provisioner's role may create nothing that does not carry it.
 _TAGGED: Final = ("instance", "volume", "network-interface", "fleet")
 _TOKEN_CHARS: Final = 64
@@ -98,12 +99,11 @@ class _Override:
         return Ec2Pool(self.instance_type, self.zone)
 
 
-_OrderKey = tuple[int, int, Market, int]
+_OrderKey = tuple[str, int, int, Market, int]
 
 
-def _is_of(one: Instance, order: Order) -> bool:
-    """It lives, and is what the order, or an earlier attempt of it, wanted."""
-    return one.is_alive and (one.slot, one.epoch, one.market) == (order.slot, order.epoch, order.market)
+def _key(order: Order) -> _OrderKey:
+    return (order.run, order.slot, order.epoch, order.market, order.attempt)
 
 
 class Ec2Fleet:
@@ -115,6 +115,7 @@ class Ec2Fleet:
     Args:
         client: boto3's EC2 client.
         cluster: value of the tag `doll:cluster`.
+        job: value of the tag `doll:job`; jobs may have the machines of one cluster, one after the other. "": no tag.
         launch_template: id or name.
         version: of the launch template.
         subnets, instance_types: in order of preference.
@@ -130,6 +131,7 @@ class Ec2Fleet:
         client: Any,
         *,
         cluster: str,
+        job: str = "",
         launch_template: str,
         version: int,
         subnets: Sequence[str],
@@ -143,6 +145,7 @@ class Ec2Fleet:
         self.cache = CapacityCache()
         self._client = client
         self._cluster = cluster
+        self._job = job
         named = "LaunchTemplateId" if launch_template.startswith("lt-") else "LaunchTemplateName"
         self._template = {named: launch_template, "Version": str(version)}
         self._subnets = tuple(subnets)
@@ -164,7 +167,7 @@ class Ec2Fleet:
 
     def launch(self, order: Order) -> Instance:
         """As the port. Everything that keeps it from an instance is a `LaunchError`, EC2 being away too."""
-        key = (order.slot, order.epoch, order.market, order.attempt)
+        key = _key(order)
         try:
             found = self._adopted(order)
         except ServiceUnavailableError as error:
@@ -253,14 +256,14 @@ class Ec2Fleet:
 
     def _adopted(self, order: Order) -> Instance | None:
         """The instance that this order, or its like of before a crash, has made."""
-        key = (order.slot, order.epoch, order.market, order.attempt)
+        key = _key(order)
         known = self._known.get(self._ids.get(key, ""))
         now_s = self._clock()
         if known is not None and now_s - known.seen_s <= TRUST_S:
             return known.instance
         if key not in self._asked and now_s - self._listed_s <= FRESH_S:
             # All was listed a moment ago, and this order was not made since: another look would show the same.
-            like = [one.instance for one in self._known.values() if _is_of(one.instance, order)]
+            like = [one.instance for one in self._known.values() if self._is_of(one.instance, order)]
             return min(like, key=lambda one: (one.launched_s, one.id)) if like else None
         found = self._listed({
             "tag:" + CLUSTER_TAG: self._cluster,
@@ -272,11 +275,16 @@ class Ec2Fleet:
         for one in found:
             self._learn(one.id, one, now_s)
             # A later attempt is only made when the earlier ones got nothing, so any that lives is what is wanted.
-            if self._known[one.id].instance.is_alive or one.id == self._ids.get(key):
+            if self._is_of(self._known[one.id].instance, order) or one.id == self._ids.get(key):
                 of_order.append(self._known[one.id].instance)
         if not of_order:
             return known.instance if known is not None else None
         return min(of_order, key=lambda one: (not one.is_alive, one.launched_s, one.id))
+
+    def _is_of(self, one: Instance, order: Order) -> bool:
+        """It lives, and is what the order, or an earlier attempt of it, wanted."""
+        same = (one.slot, one.epoch, one.market) == (order.slot, order.epoch, order.market)
+        return one.is_alive and same and (not one.job or one.job == self._job)
 
     def _refuse_if_held(self, order: Order, now_s: float) -> None:
         until_s = self.cache.market_until_s(order.market, now_s)
@@ -408,7 +416,7 @@ class Ec2Fleet:
         now_s = self._clock()
         instance = Instance(
             id=id_, slot=order.slot, epoch=order.epoch, market=market, pool=pool.name, state=InstanceState.PENDING,
-            launched_s=now_s,
+            launched_s=now_s, job=self._job,
         )  # fmt: skip
         self._known[id_] = _Known(instance, now_s)
         log.info("launched", id=id_, worker=order.slot, epoch=order.epoch, market=market, pool=pool.name)
@@ -420,6 +428,7 @@ class Ec2Fleet:
             WORKER_TAG: str(order.slot),
             EPOCH_TAG: str(order.epoch),
             MARKET_TAG: order.market,
+            **({JOB_TAG: self._job} if self._job else {}),
         }
         request: dict[str, Any] = {
             "Type": "instant",
@@ -513,7 +522,7 @@ class Ec2Fleet:
             yield Instance(
                 id=one["InstanceId"], slot=int(worker), epoch=int(epoch), market=cast("Market", market),
                 pool=Ec2Pool(one["InstanceType"], one["Placement"]["AvailabilityZone"]).name, state=state,
-                launched_s=one["LaunchTime"].timestamp(), ended_s=ended_s, end=end,
+                launched_s=one["LaunchTime"].timestamp(), ended_s=ended_s, end=end, job=tags.get(JOB_TAG, ""),
             )  # fmt: skip
 
     def _learn(self, id_: str, instance: Instance, now_s: float) -> None:
@@ -607,9 +616,12 @@ def client_token(cluster: str, order: Order, zone_number: int = 0) -> str:
 
     >>> client_token("digits", Order(slot=3, epoch=2, market="spot", attempt=1))
     'digits-w3-e2-spot-a1'
+    >>> client_token("digits", Order(slot=3, epoch=2, market="spot", run="1a2b"), 1)
+    'digits-w3-e2-spot-a0z1-r1a2b'
     """
     rest = f"-w{order.slot}-e{order.epoch}-{_CAPACITY_TYPE[order.market]}-a{order.attempt}"
     rest += f"z{zone_number}" if zone_number else ""
+    rest += f"-r{order.run}" if order.run else ""
     if len(cluster) + len(rest) > _TOKEN_CHARS:
         digest = hashlib.sha256(cluster.encode()).hexdigest()[:10]
         cluster = f"{cluster[: _TOKEN_CHARS - len(rest) - 11]}-{digest}"
@@ -629,7 +641,8 @@ def connect(config: JobConfig) -> Ec2Fleet:
     if settings.queue_url is not None:
         notices = Ec2Notices(aws_client("sqs", settings.region), settings.queue_url)
     return Ec2Fleet(
-        aws_client("ec2", settings.region), cluster=config.cluster, launch_template=settings.launch_template,
+        aws_client("ec2", settings.region), cluster=config.cluster, job=config.job,
+        launch_template=settings.launch_template,
         version=settings.launch_template_version, subnets=settings.subnets, instance_types=settings.instance_types,
         notices=notices, calls_per_s=settings.calls_per_s,
     )  # fmt: skip

@@ -88,7 +88,7 @@ class FakeFleet:
         self._ending_s = ending_s
         self._keep_ended_s = keep_ended_s
         self._machines: dict[str, Instance] = {}
-        self._orders: dict[tuple[int, int, Market, int], str] = {}
+        self._orders: dict[tuple[str, int, int, Market, int], str] = {}
         self._ending_at_s: dict[str, float] = {}
         self._taken_at_s: dict[str, float] = {}
         self._room: dict[tuple[str, Market], int] = {}
@@ -100,7 +100,7 @@ class FakeFleet:
     def launch(self, order: Order) -> Instance:
         self.calls.append(Call("launch", self._clock(), order=order))
         self._fail("launch")
-        key = (order.slot, order.epoch, order.market, order.attempt)
+        key = (order.run, order.slot, order.epoch, order.market, order.attempt)
         if key not in self._orders:
             self._orders[key] = self._buy(order)
         if self._lose_answers:

@@ -43,6 +43,8 @@ class Order:
         market: where to buy it.
         attempt: 0, 1, ...; the same order launches at most once, so a new try after a failure is a new attempt.
         avoid: pools that are known to be dry, by name.
+        run: tells the orders of one run of a job from those of others, also of an earlier run of the same job: an owner
+            may remember orders for longer than anybody remembers epochs.
     """
 
     slot: int
@@ -50,6 +52,7 @@ class Order:
     market: Market
     attempt: int = 0
     avoid: frozenset[str] = frozenset()
+    run: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ class Instance:
         launched_s: when it was asked for.
         ended_s: when it ended; None while it has not.
         notice_s: when it will be taken, by the notice that it has; None without a notice.
+        job: whose worker it was launched for; "" where the fleet does not say.
     """
 
     id: str
@@ -74,6 +78,7 @@ class Instance:
     ended_s: float | None = None
     end: End = End.NOT
     notice_s: float | None = None
+    job: str = ""
 
     @property
     def is_alive(self) -> bool:

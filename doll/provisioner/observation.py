@@ -98,6 +98,10 @@ class Observed:
         self._ps_heard_s = self._ps_since_s = -math.inf
         self.version = 0
         self.ps_epoch = 0
+        self.generation = 0
+        """Of the job's run on these topics: a later one begins anew, with an origin of its own."""
+        self.generation_s = -math.inf
+        """When it began."""
         self.finished: str | None = None
         """Why the job has ended; None while it has not."""
         self.loss = math.nan
@@ -156,8 +160,8 @@ class Observed:
                 )
             case Finished() if record.ps_epoch >= self.ps_epoch:
                 self.finished = record.reason
-            case Decision() if self.decided is None or record.time_s >= self.decided.time_s:
-                self.decided = record
+            case Decision():
+                self._decided(record)
             case _:
                 pass
 
@@ -182,9 +186,20 @@ class Observed:
             self._read.observe(tally[0], tally[1])
         slot.read_to, slot.read_at_s = record.next_offset, at_s
 
+    def _decided(self, record: Decision) -> None:
+        for slot, epoch in zip(self._slots, record.epochs, strict=False):
+            slot.highest = max(slot.highest, epoch)  # of all generations: an epoch is used once
+        newest = -math.inf if self.decided is None else self.decided.time_s
+        if record.time_s >= max(newest, self.generation_s):
+            self.decided = record
+
     def _epoch(self, record: Epoch) -> None:
         if record.ps_epoch <= self.ps_epoch:
             return
+        if (generation := record.generation) > self.generation:
+            self.generation, self.generation_s, self.loss, self.evaluations = generation, record.time_s, math.nan, []
+            if self.decided is not None and self.decided.time_s < record.time_s:
+                self.decided = None
         self.ps_epoch, self.version, self.finished = record.ps_epoch, record.resumed_version, None
         self.evaluations = [one for one in self.evaluations if one[0] <= record.resumed_version]
 
@@ -254,6 +269,8 @@ class Observed:
             "slots": msgspec.to_builtins(self._slots),
             "heard_s": self.heard_s if math.isfinite(self.heard_s) else None,
             "version": self.version, "ps_epoch": self.ps_epoch, "finished": self.finished,
+            "generation": self.generation,
+            "generation_s": self.generation_s if math.isfinite(self.generation_s) else None,
             "evaluations": [list(one) for one in self.evaluations], "service": list(self._service),
             "spot": self.spot.to_dict(), "arrived": self._arrived.to_dict(), "read": self._read.to_dict(),
         }  # fmt: skip
@@ -269,6 +286,9 @@ class Observed:
         self._slots = [_Slot(**one) for one in kept["slots"]]
         self.heard_s = -math.inf if kept["heard_s"] is None else float(kept["heard_s"])
         self.version, self.ps_epoch, self.finished = int(kept["version"]), int(kept["ps_epoch"]), kept["finished"]
+        self.generation = int(kept.get("generation", 0))  # earlier releases had none
+        generation_s = kept.get("generation_s")
+        self.generation_s = -math.inf if generation_s is None else float(generation_s)
         self.evaluations = [(int(one[0]), float(one[1]), one[2]) for one in kept["evaluations"]]
         self._service = (int(kept["service"][0]), float(kept["service"][1]))
         self.spot.restore(kept["spot"])

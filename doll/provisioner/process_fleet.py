@@ -76,6 +76,7 @@ class ProcessFleet:
         drain_s: from SIGTERM to SIGKILL where the provisioner ends an instance.
         name: ids begin with it; fleets that share a fork server have different ones.
         clock: Unix seconds.
+        job: whose workers they are, where several jobs use the folder one after the other.
 
     Raises:
         ConfigError: there is a file of instances that cannot be read.
@@ -93,6 +94,7 @@ class ProcessFleet:
         name: str = "p",
         drain_s: float = 8.0,
         clock: Callable[[], float] = time.time,
+        job: str = "",
     ) -> None:
         self._forks = forks
         self._spec = spec
@@ -103,6 +105,7 @@ class ProcessFleet:
         self._name = name
         self._drain_s = drain_s
         self._clock = clock
+        self._job = job
         self._machines: dict[str, Machine] = {}
         self._roles: dict[str, Role] = {}
         self._changed = False
@@ -113,6 +116,7 @@ class ProcessFleet:
     def launch(self, order: Order) -> Instance:
         self.poll()
         id_ = f"{self._name}-{order.slot}-{order.epoch}-{order.market.replace('_', '-')}-{order.attempt}"
+        id_ += f"-{order.run}" if order.run else ""
         if id_ not in self._machines:
             self._machines[id_] = self._buy(id_, order)
             self._changed = True
@@ -193,7 +197,7 @@ class ProcessFleet:
             )  # fmt: skip
         instance = Instance(
             id=id_, slot=order.slot, epoch=order.epoch, market=order.market, pool=pool, state=InstanceState.PENDING,
-            launched_s=now_s,
+            launched_s=now_s, job=self._job,
         )  # fmt: skip
         return Machine(instance, bought_s=bought_s)
 

@@ -152,6 +152,8 @@ class Memory:
         self._dry_s = -math.inf  # when a spot launch of any slot last found nothing; over when one finds something
         self.hold_s = -math.inf
         """Until when nothing is launched: a predecessor whose book is lost may have made what is not listed yet."""
+        self.run = ""
+        """`Order.run` of new orders."""
         self.stopped = ""
         """Why nothing is launched any more; a person must mend it."""
 
@@ -266,6 +268,11 @@ class Memory:
         """When a spot launch of any slot last found nothing, and none has found anything since; else long ago."""
         return self._dry_s
 
+    def may_have_launched(self, now_s: float) -> bool:
+        """There may be a machine that is not listed yet: of an order without an answer, or of a book that is lost."""
+        trust_s = self.limits.trust_s
+        return now_s < self.hold_s or any(now_s - since_s <= trust_s for _, since_s in self.pending.values())
+
     def epoch(self, slot: int) -> int:
         """The highest epoch that was ever used for the slot."""
         return self._slots[slot].epoch
@@ -279,8 +286,8 @@ class Memory:
                 return order
         one = self._slots[slot]
         if one.failed:
-            return Order(slot, one.epoch, market, one.attempt, self.bad_pools(market, now_s))
-        return Order(slot, one.epoch + 1, market, 0, self.bad_pools(market, now_s))
+            return Order(slot, one.epoch, market, one.attempt, self.bad_pools(market, now_s), self.run)
+        return Order(slot, one.epoch + 1, market, 0, self.bad_pools(market, now_s), self.run)
 
     def launches_left(self, now_s: float) -> tuple[int, int, int]:
         """How many launches this minute still bears, and among them how many on spot and how many fallbacks.
@@ -309,7 +316,7 @@ class Memory:
             "pending": [
                 {
                     "slot": order.slot, "epoch": order.epoch, "market": order.market, "attempt": order.attempt,
-                    "avoid": sorted(order.avoid), "since_s": since_s,
+                    "avoid": sorted(order.avoid), "run": order.run, "since_s": since_s,
                 }
                 for order, since_s in self.pending.values()
             ],
@@ -337,7 +344,14 @@ class Memory:
         ]  # fmt: skip
         self.pending = {
             int(one["slot"]): (
-                Order(int(one["slot"]), int(one["epoch"]), one["market"], int(one["attempt"]), frozenset(one["avoid"])),
+                Order(
+                    int(one["slot"]),
+                    int(one["epoch"]),
+                    one["market"],
+                    int(one["attempt"]),
+                    frozenset(one["avoid"]),
+                    str(one.get("run", "")),
+                ),
                 float(one["since_s"]),
             )
             for one in kept["pending"]

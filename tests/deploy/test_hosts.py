@@ -205,7 +205,7 @@ def test_what_the_provisioner_measures_is_told_to_the_dashboard(make_host: Calla
     )
     controller = Controller(
         ControllerSettings(planner=plan, rates_per_s=np.full(4, 10.0)), FakeFleet(clock), StatedPrices(0.158, 0.286),
-        FileBook(host.root / "var/lib/doll/run"),
+        FileBook(host.root / "var/lib/doll/run", "t"),
     )  # fmt: skip
     controller.turn(clock())
     clock.advance(100.0)

@@ -70,6 +70,6 @@ def test_a_job_on_a_market_ends_with_its_books_balanced(tmp_path: Path) -> None:
     assert 0 < report["cost_predicted_usd"] < report["on_demand_usd"] * 1.2
     assert report["moves"] == len(report["moves_log"])
     assert all(move["reason"] for move in report["moves_log"])
-    decisions = [json.loads(line) for line in (run / "provision.jsonl").read_text().splitlines()]
+    decisions = [json.loads(line) for line in (run / f"provision-{report['job']}.jsonl").read_text().splitlines()]
     assert any(one["kind"] == "interrupted" for one in decisions)
     assert (run / "spot.png").read_bytes().startswith(b"\x89PNG")

@@ -17,6 +17,7 @@ import pytest
 from doll.cli.machines import machines_of
 from doll.cli.runfolder import RunFolder
 from doll.config import dump, load
+from doll.provisioner.book import FileBook
 from doll.provisioner.fleet import LaunchError, Order
 from doll.provisioner.meter import LOCAL
 from doll.provisioner.process_fleet import ProcessFleet
@@ -58,7 +59,7 @@ class Provisioner:
         return found
 
     def journal(self) -> list[dict[str, Any]]:
-        path: Path = self.job.run / "provision.jsonl"
+        path: Path = FileBook(self.job.run, self.job.config.job).journal
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def close(self) -> None:

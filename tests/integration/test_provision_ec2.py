@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -13,6 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from doll.provisioner.book import FileBook
+from doll.provisioner.fleet import Order
+from doll.records import Epoch, Finished
 from doll.services import KAFKA_ENV, REDIS_ENV
 from moto.server import ThreadedMotoServer
 
@@ -32,8 +36,19 @@ TAGS = ("doll:cluster", "doll:worker", "doll:epoch", "doll:market")
 class Cloud:
     """A job whose machines are EC2's, its provisioner's program, and what EC2 has seen of it."""
 
-    def __init__(self, job: Any, rig: Ec2Rig, endpoint: str) -> None:
-        self.job, self.rig, self.market = job, rig, rig.market
+    def __init__(self, make: Callable[..., Any], rig: Ec2Rig, endpoint: str) -> None:
+        fleet = {
+            "kind": "ec2", "region": REGION, "launch_template": rig.template, "launch_template_version": 1,
+            "subnets": rig.subnets, "instance_types": list(rig.types), "calls_per_s": 20,
+            "queue_url": f"{endpoint}/123456789012/notices", "placement_scores": True, "cluster": "stack",
+        }  # fmt: skip
+        self.make = functools.partial(
+            make, *(f"fleet.{name}={json.dumps(value)}" for name, value in fleet.items()), "plan.deadline_s=3600",
+            "plan.on_demand_usd_per_h=0.17", "plan.alpha=0.9", "provision.every_s=1", "arrivals.process=poisson",
+            "arrivals.rate_per_s=20", "stop.updates=40",
+        )  # fmt: skip
+        self.job = job = self.make()
+        self.rig, self.market = rig, rig.market
         self._env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("AWS_")},
             **ACCOUNT, "AWS_ENDPOINT_URL": endpoint,
@@ -70,7 +85,7 @@ class Cloud:
         return text
 
     def journal(self, kind: str) -> list[dict[str, Any]]:
-        path: Path = self.job.run / "provision.jsonl"
+        path: Path = FileBook(self.job.run, self.job.config.job).journal
         lines = path.read_text().splitlines() if path.exists() else []
         return [found for found in map(json.loads, lines) if found["kind"] == kind]
 
@@ -104,17 +119,7 @@ def cloud(make_pipeline: Callable[..., Any]) -> Iterator[Cloud]:
         server.start()
         host, port = server.get_host_and_port()
         endpoint = f"http://{host}:{port}"
-        fleet = {
-            "kind": "ec2", "region": REGION, "launch_template": rig.template, "launch_template_version": 1,
-            "subnets": rig.subnets, "instance_types": list(rig.types), "calls_per_s": 20,
-            "queue_url": f"{endpoint}/123456789012/notices", "placement_scores": True,
-        }  # fmt: skip
-        job = make_pipeline(
-            *(f"fleet.{name}={json.dumps(value)}" for name, value in fleet.items()), "plan.deadline_s=3600",
-            "plan.on_demand_usd_per_h=0.17", "plan.alpha=0.9", "provision.every_s=1", "arrivals.process=poisson",
-            "arrivals.rate_per_s=20", "stop.updates=40",
-        )  # fmt: skip
-        found = Cloud(job, rig, endpoint)
+        found = Cloud(make_pipeline, rig, endpoint)
         yield found
         found.close()
         server.stop()
@@ -195,5 +200,36 @@ def test_a_provisioner_that_is_killed_leaves_its_machines_to_the_next(cloud: Clo
     cloud.ask("once")
     assert cloud.alive().keys() == bought.keys()
     assert len({(tags["doll:worker"], tags["doll:epoch"]) for tags in bought.values()}) == 2
+    cloud.ask("drain")
+    assert cloud.alive() == {}
+
+
+def test_a_second_job_with_the_same_state_folder_gets_machines_of_its_own(cloud: Cloud) -> None:
+    """As on a stack: one state folder, one cluster tag, one job after the other, and EC2 remembers client tokens."""
+    first = cloud.job
+    cloud.ask("once")
+    bought = cloud.alive()
+    first.control("updates", Epoch(ps_epoch=1, resumed_version=0, origins=(0, 0), records_per_batch=8, time_s=1.0))
+    first.control("updates", Finished(ps_epoch=1, version=0, reason="updates", time_s=2.0))
+    process = cloud.start("run")
+    assert process.wait(240) == 0, cloud.log()
+    assert cloud.alive() == {}
+    overlooked = cloud.rig.make("stack", job=first.config.job).launch(Order(0, 1, "spot", attempt=9)).id
+    cloud.market.forget_ended()
+
+    cloud.job = cloud.make(f"job={first.config.job}-next")
+    process = cloud.start("status")
+    assert process.wait(240) == 2, "the first job's decisions are not the second one's"
+    began_s = time.time()
+    said = cloud.ask("once")
+    second = cloud.alive()
+    assert (said["phase"], said["markets"], said["turn"]) == ("run", ["spot", "spot"], 1)
+    assert said["started_s"] >= began_s
+    assert said["spent_usd"] < 0.001, "the first job's bill is not the second one's"
+    assert len(second) == 2
+    assert second.keys().isdisjoint(bought.keys() | {overlooked})
+    assert {tags["doll:job"] for tags in second.values()} == {cloud.job.config.job}
+    assert {tags["doll:worker"] for tags in second.values()} == {"0", "1"}
+    assert len({one["ClientToken"] for one in cloud.market.requests}) == len(cloud.market.requests)
     cloud.ask("drain")
     assert cloud.alive() == {}

@@ -112,6 +112,13 @@ class MotoMarket:
         """The machine shuts down from inside."""
         self._end(_instance(id_), "Client.InstanceInitiatedShutdown", "User initiated")
 
+    def forget_ended(self) -> None:
+        """An hour goes by: what has ended is listed no longer. Client tokens are remembered for a day."""
+        reservations = _backend().reservations
+        for id_, reservation in list(reservations.items()):
+            if all(one._state.name == "terminated" for one in reservation.instances):
+                del reservations[id_]
+
     # --- AWS's side -------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:

@@ -14,13 +14,13 @@ from doll.errors import ConfigError, FencedError, ServiceUnavailableError
 from doll.provisioner.book import FileBook, MemoryBook
 from doll.provisioner.controller import Controller, ControllerSettings, Decision, slot_ranges
 from doll.provisioner.fake_fleet import FakeFleet, VirtualClock
-from doll.provisioner.fleet import End, Instance, InstanceState, Trouble
+from doll.provisioner.fleet import End, Instance, InstanceState, Order, Trouble
 from doll.provisioner.lease import Lease
 from doll.provisioner.meter import EC2_LINUX
 from doll.provisioner.reconcile import Launch, Limits
 from doll.provisioner.stated_prices import StatedPrices
 from doll.ps.file_store import FileStore
-from doll.records import Evaluated, decode, encode
+from doll.records import Epoch, Evaluated, decode, encode
 from doll.theory.cost import Prices
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -41,6 +41,10 @@ class Forgetful(FakeFleet):
 
     def instances(self) -> list[Instance]:
         return [one for one in super().instances() if one.id not in self.hidden]
+
+    def hand_over(self, id_: str, job: str) -> None:
+        """The machine was launched for this job."""
+        self._put(id_, job=job)
 
 
 class Scene:
@@ -456,7 +460,7 @@ def test_the_work_is_estimated_anew_from_the_jobs_own_errors() -> None:
 
 def test_a_successor_goes_on_where_the_other_was(tmp_path: Path) -> None:
     scene = Scene()
-    scene.book = FileBook(tmp_path)  # type: ignore[assignment]
+    scene.book = FileBook(tmp_path, "digits")  # type: ignore[assignment]
     scene.controller = scene.successor()
     before = scene.steps(6)
     scene.controller = scene.successor()
@@ -465,7 +469,7 @@ def test_a_successor_goes_on_where_the_other_was(tmp_path: Path) -> None:
     assert after.bill.usd == pytest.approx(before.bill.usd)
     assert after.actions == ()
     assert after.ready == before.ready
-    kinds = [json.loads(line)["kind"] for line in (tmp_path / "provision.jsonl").read_text().splitlines()]
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "provision-digits.jsonl").read_text().splitlines()]
     assert kinds.count("decision") == 7
     assert kinds[:9] == ["order"] * 4 + ["instance"] * 4 + ["decision"]
 
@@ -474,10 +478,10 @@ def test_a_successor_goes_on_where_the_other_was(tmp_path: Path) -> None:
 def test_a_state_file_that_is_no_use_is_no_obstacle(tmp_path: Path, content: str) -> None:
     """Tags and topics say enough: no second machine for any slot, the clock goes on, the money is not forgotten."""
     scene = Scene()
-    scene.book = FileBook(tmp_path)  # type: ignore[assignment]
+    scene.book = FileBook(tmp_path, "digits")  # type: ignore[assignment]
     scene.controller = scene.successor()
     before = scene.steps(6)
-    (tmp_path / "provision.json").write_text(content)
+    (tmp_path / "provision-digits.json").write_text(content)
     scene.controller = scene.successor()
     scene.world.log.append((before.record(), scene.clock()))
     after = scene.turn()
@@ -486,6 +490,79 @@ def test_a_state_file_that_is_no_use_is_no_obstacle(tmp_path: Path, content: str
     assert after.bill.usd == pytest.approx(before.bill.usd)
     assert after.markets == before.markets
     assert len(scene.fleet.everything()) == 4
+
+
+def test_the_state_of_deleted_topics_says_nothing_about_new_ones_of_the_same_names() -> None:
+    scene = Scene()
+    scene.more = {"job": "digits", "topics_id": "first"}
+    scene.controller = scene.successor()
+    scene.to_the_end()
+    assert scene.decisions[-1].over
+    bought = {one.id for one in scene.fleet.everything()}
+    scene.more["topics_id"] = "second"
+    scene.world = JobWorld(scene.clock, scene.fleet, scene.job)
+    scene.controller = scene.successor()
+    decision = scene.turn()
+    assert (decision.phase, decision.turn, decision.started_s) == ("run", 1, scene.clock())
+    assert decision.bill.usd == 0, "what has ended was billed to the earlier run"
+    assert len(launches(decision)) == 4
+    assert bought.isdisjoint(one.id for one in scene.fleet.alive()), "the fleet remembers orders; these are others"
+    scene.controller = scene.successor()
+    assert scene.turn().turn == 2, "and its own state it knows"
+
+
+@pytest.mark.parametrize("restarted", ["no", "yes", "without its book"])
+def test_a_new_generation_has_a_clock_and_a_bill_of_its_own_and_new_epochs(restarted: str) -> None:
+    scene = Scene()
+    scene.more = {"job": "digits", "topics_id": "same"}
+    scene.controller = scene.successor()
+    scene.to_the_end()
+    before = scene.decisions[-1]
+    scene.world.log.append((before.record(), scene.clock()))
+    scene.clock.advance(100.0)
+    fresh = Epoch(ps_epoch=2, resumed_version=0, origins=(), records_per_batch=1, time_s=scene.clock(), generation=2)
+    scene.world.log.append((fresh, scene.clock()))
+    scene.clock.advance(3.0)
+    if restarted != "no":
+        scene.book = scene.book if restarted == "yes" else MemoryBook()
+        scene.controller = scene.successor()
+    decision = scene.turn()
+    assert (before.phase, decision.phase, decision.updates_done) == ("done", "run", 0)
+    first_turn = restarted == "without its book"
+    assert (decision.started_s, decision.bill.usd) == (scene.clock() if first_turn else fresh.time_s, 0)
+    if restarted == "without its book":
+        assert launches(decision) == [], "what its predecessor has launched may not be listed yet"
+        while not launches(decision):
+            decision = scene.steps(2)
+    assert launches(decision) == [(slot, 2, "spot") for slot in range(4)]
+    assert len({call.order.run for call in scene.fleet.calls if call.order is not None}) == 2
+
+
+def test_machines_that_another_job_has_left_are_ended_and_are_not_taken_for_ones_own() -> None:
+    scene = Scene()
+    scene.more = {"job": "digits"}
+    scene.controller = scene.successor()
+    scene.clock.advance(100.0)
+    left = scene.fleet.launch(Order(1, 1, "spot"))
+    scene.fleet.hand_over(left.id, "letters")
+    decision = scene.turn()
+    assert len(launches(decision)) == 4
+    assert [call.ids for call in scene.fleet.calls if call.name == "terminate"] == [{left.id}]
+    assert any("of another job (letters)" in alarm for alarm in decision.alarms)
+    assert left.id not in {one.id for one in decision.instances}
+    assert [one["id"] for one in scene.book.journal if one["kind"] == "end"] == [left.id]
+    assert not scene.steps(2).alarms
+
+
+@pytest.mark.parametrize(("topic", "known"), [("doll.digits.updates/0", True), ("doll.letters.updates/0", False)])
+def test_a_state_file_of_an_earlier_release_is_read_where_it_is_of_this_job(
+    tmp_path: Path, topic: str, known: bool
+) -> None:
+    (tmp_path / "provision.json").write_text(json.dumps({"positions": {topic: 3}}))
+    assert (FileBook(tmp_path, "digits").load() is not None) == known
+    FileBook(tmp_path, "digits").save({"turn": 1})
+    assert FileBook(tmp_path, "digits").load() == {"turn": 1}
+    assert FileBook(tmp_path, "other").load() is None
 
 
 def test_a_lost_book_forgets_no_money() -> None:
@@ -505,7 +582,7 @@ def test_a_lost_book_forgets_no_money() -> None:
 def test_an_unwritable_book_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     scene = Scene()
-    scene.book = FileBook(tmp_path / "file")  # type: ignore[assignment]
+    scene.book = FileBook(tmp_path / "file", "digits")  # type: ignore[assignment]
     scene.controller = scene.successor()
     with pytest.raises(ConfigError, match=r"cannot write .*see --run-folder"):
         scene.turn()
