@@ -378,6 +378,11 @@ class KafkaConfig(Section):
     )
     replication_factor: PositiveInt = 1
     security: Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"] = "plaintext"
+    producer_user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._=,@/ -]+$")] | None = Field(
+        default=None,
+        description="user of Kafka's that may write to `samples` and nothing else: allowed, by ACLs, when the topics "
+        "are made or checked",
+    )
 
     @model_validator(mode="after")
     def _no_secret(self) -> Self:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
+from doll.acls import allow_producer
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.services import RECORD_LIMIT_BYTES, Services, kafka_settings
 
@@ -82,10 +83,12 @@ def plan(config: JobConfig) -> list[TopicPlan]:
 
 
 def ensure(config: JobConfig, services: Services) -> None:
-    """Create the topics that are missing, wait until they can be written, and check the others. It may be repeated.
+    """Create the topics that are missing, wait until they can be written, check the others, and allow the external
+    producers' user to write samples. It may be repeated.
 
     Raises:
-        ConfigError: a topic has another number of partitions, or the replication factor is above the number of brokers.
+        ConfigError: a topic has another number of partitions, or the replication factor is above the number of brokers;
+            `kafka.producer_user` is set and Kafka has no authorizer.
         ServiceUnavailableError: Kafka does not answer, or refuses.
     """
     from confluent_kafka import KafkaError, KafkaException
@@ -124,6 +127,7 @@ def ensure(config: JobConfig, services: Services) -> None:
                 ) from exc
     _await_leaders(admin, config, services)
     check(config, services)
+    allow_producer(admin, config, services.kafka)
 
 
 def check(config: JobConfig, services: Services) -> None:

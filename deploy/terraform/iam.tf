@@ -192,6 +192,16 @@ data "aws_iam_policy_document" "kafka" {
     }
   }
 
+  dynamic "statement" {
+    for_each = var.kafka_mode == "self_managed" ? [module.secrets.producer_arn] : []
+
+    content {
+      sid       = "ProducerPassword"
+      actions   = ["secretsmanager:GetSecretValue"]
+      resources = [statement.value]
+    }
+  }
+
   statement {
     sid       = "PublishKafkaAuthority"
     actions   = ["s3:PutObject"]
@@ -239,6 +249,38 @@ data "aws_iam_policy_document" "boot" {
     actions   = ["logs:CreateLogStream", "logs:PutLogEvents"]
     resources = ["${module.storage.roles_log_group.arn}:*"]
   }
+}
+
+# With msk and msk_serverless: for the roles of machines that feed events. IAM's patterns, other than Kafka's, can name the
+# samples of all jobs and no other topic.
+data "aws_iam_policy_document" "producer" {
+  count = var.kafka_mode == "self_managed" ? 0 : 1
+
+  statement {
+    sid       = "Connect"
+    actions   = ["kafka-cluster:Connect"]
+    resources = [module.kafka.cluster_arn]
+  }
+
+  statement {
+    sid       = "WriteSamples"
+    actions   = ["kafka-cluster:DescribeTopic", "kafka-cluster:WriteData"]
+    resources = ["${replace(module.kafka.cluster_arn, ":cluster/", ":topic/")}/doll.*.samples"]
+  }
+
+  statement {
+    sid       = "Idempotence"
+    actions   = ["kafka-cluster:WriteDataIdempotently"]
+    resources = [module.kafka.cluster_arn]
+  }
+}
+
+resource "aws_iam_policy" "producer" {
+  count = var.kafka_mode == "self_managed" ? 0 : 1
+
+  name        = "${var.name}-producer"
+  description = "Write events to the samples topics of doll's jobs, and nothing else"
+  policy      = data.aws_iam_policy_document.producer[0].json
 }
 
 # With msk_serverless, which knows clients by their roles only.

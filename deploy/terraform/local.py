@@ -327,12 +327,21 @@ def inspect(outputs: dict[str, Any], state: Path, folder: Path) -> None:
     names, secrets = outputs["names"], boto3.client("secretsmanager")
 
     # 1. No password has gone through the state; the secret is an env file that holds four values.
-    text = secrets.get_secret_value(SecretId=names["clients_secret"])["SecretString"]
-    held = dict(line.split("=", 1) for line in text.splitlines())
+    def held_in(secret: str) -> dict[str, str]:
+        text = secrets.get_secret_value(SecretId=secret)["SecretString"]
+        return dict(line.split("=", 1) for line in text.splitlines())
+
+    held, producer = held_in(names["clients_secret"]), held_in(names["producer_secret"])
     _require(len(held) == 4 and len(held["DOLL_KAFKA_PASSWORD"]) == 32, "the clients' secret is not what hosts expect")
+    _require(
+        producer.keys() == {"DOLL_KAFKA_USERNAME", "DOLL_KAFKA_PASSWORD"}
+        and producer["DOLL_KAFKA_USERNAME"] == outputs["settings"]["kafka.producer_user"]
+        and producer["DOLL_KAFKA_PASSWORD"] not in held.values(),
+        "external producers have no log-in of their own, or know more than theirs",
+    )
     written = state.read_text(encoding="utf-8")
-    leaked = [key for key, value in held.items() if "PASSWORD" in key and value in written]
-    _require(not leaked, f"the state holds {leaked}")
+    passwords = {value for one in (held, producer) for key, value in one.items() if "PASSWORD" in key}
+    _require(not any(password in written for password in passwords), "the state holds a password")
 
     # 2. What hosts read at boot is what the outputs say.
     ssm = boto3.client("ssm")

@@ -45,9 +45,14 @@ locals {
   image             = join(startswith(var.image_tag, "sha256:") ? "@" : ":", [module.storage.repository_url, var.image_tag])
   kafka_client_port = { self_managed = 9092, msk = 9096, msk_serverless = 9098 }[var.kafka_mode]
 
-  # Fixed addresses: the first four of a subnet are AWS's own. Node i of Kafka is in subnet i modulo their number.
-  control_ip = cidrhost(module.network.private_cidrs[0], 10)
-  kafka_ips  = [for i in range(3) : cidrhost(module.network.private_cidrs[i % var.zone_count], 11 + i)]
+  # External producers: SCRAM as a user of their own, or IAM.
+  producer_port = { self_managed = 9092, msk = 9098, msk_serverless = 9098 }[var.kafka_mode]
+  producer_user = "doll-producer"
+
+  # Fixed addresses, out of what is reserved for them: no worker is given one while its owner is being replaced. Node i of
+  # Kafka is in subnet i modulo their number.
+  control_ip = cidrhost(module.network.reserved_cidrs[0], 2)
+  kafka_ips  = [for i in range(3) : cidrhost(module.network.reserved_cidrs[i % var.zone_count], 3 + i)]
 }
 
 module "storage" {
@@ -69,6 +74,7 @@ module "secrets" {
   name           = var.name
   kms_key_arn    = module.storage.kms_key_arn
   kafka_mode     = var.kafka_mode
+  producer_user  = local.producer_user
   cache_mode     = var.cache_mode
   cache_password = module.cache.password
 }
@@ -81,6 +87,7 @@ module "network" {
   zones              = local.zones
   nat_mode           = var.nat_mode
   kafka_client_port  = local.kafka_client_port
+  producer_port      = local.producer_port
   producer_cidrs     = var.producer_cidrs
   flow_log_group_arn = module.storage.flow_log_group_arn
   flow_log_role_arn  = module.storage.flow_log_role_arn
@@ -194,6 +201,7 @@ locals {
 
   settings = {
     "kafka.security"                = "sasl_ssl"
+    "kafka.producer_user"           = var.kafka_mode == "self_managed" ? local.producer_user : ""
     "kafka.replication_factor"      = tostring(min(3, var.kafka_mode == "msk_serverless" ? 3 : var.kafka_broker_count))
     "fleet.kind"                    = "ec2"
     "fleet.cluster"                 = var.name

@@ -14,6 +14,9 @@ output "names" {
     bucket               = module.storage.bucket
     repository           = module.storage.repository_url
     clients_secret       = module.secrets.clients_name
+    producer_secret      = module.secrets.producer_name
+    producer_policy      = one(aws_iam_policy.producer[*].arn)
+    producer_bootstrap   = module.kafka.producer_bootstrap
     control_instance     = module.control.instance_id
     kafka_instances      = module.kafka.instance_ids
     launch_template      = module.workers.launch_template_id

@@ -21,6 +21,7 @@ SECRETS = {
     "DOLL_REDIS_USERNAME": "doll",
     "DOLL_REDIS_PASSWORD": "r3dis-hush-hush",
 }
+PRODUCER = {"DOLL_KAFKA_USERNAME": "doll-producer", "DOLL_KAFKA_PASSWORD": "pr0ducer-hush-hush"}
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/doll-t:v1"
 ENVIRONMENT = {
     "DOLL_BOOT_AUTHORITIES": "",
@@ -42,6 +43,7 @@ SETTINGS = {
     "fleet.queue_url": "https://sqs.us-east-1.amazonaws.com/123456789012/doll-t-notices",
     "fleet.region": "us-east-1",
     "fleet.subnets": '["subnet-0123456789abcdef0","subnet-0123456789abcdef1"]',
+    "kafka.producer_user": "doll-producer",
     "kafka.replication_factor": "3",
     "kafka.security": "sasl_ssl",
 }
@@ -105,6 +107,7 @@ def account(tmp_path: Path) -> Path:
         ("parameters/doll/t/environment", lines(ENVIRONMENT)),
         ("parameters/doll/t/settings", lines(SETTINGS)),
         ("secrets/doll/t/clients", lines(SECRETS)),
+        ("secrets/doll/t/producer", lines(PRODUCER)),
     ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)

@@ -16,7 +16,7 @@ import pytest
 from botocore import xform_name
 from botocore.session import Session
 
-from .conftest import FILES, REPOSITORY
+from .conftest import FILES, PRODUCER, REPOSITORY
 
 TERRAFORM = REPOSITORY / "deploy" / "terraform"
 PROVISIONER = REPOSITORY / "doll" / "provisioner"
@@ -106,6 +106,49 @@ def test_workers_have_no_right_on_ec2_and_nobody_has_what_would_be_too_much() ->
     assert not [action for action in granted("worker") if action.startswith(("ec2:", "iam:", "sqs:"))]
     for document in ("control", "worker", "kafka"):
         assert not [action for action in granted(document) if action.startswith(ABSENT)]
+
+
+def test_hosts_that_run_user_code_read_no_parameters_but_the_stacks_own() -> None:
+    """AWS's AmazonSSMManagedInstanceCore, for Session Manager, has ssm:GetParameter on everything."""
+    text = "".join(path.read_text() for path in TERRAFORM.rglob("*.tf"))
+    assert not re.findall(r"policy/[A-Za-z/]+", text), "a policy of AWS's own"
+    assert "aws_iam_role_policy_attachment" not in text
+    role = (TERRAFORM / "modules" / "role" / "main.tf").read_text()
+    actions = set(re.findall(r'"([a-z0-9]+:[A-Z][A-Za-z]+)"', role)) - {"sts:AssumeRole"}
+    assert {action for action in actions if action.startswith("ssm:")} == {"ssm:UpdateInstanceInformation"}
+    assert {action.split(":")[0] for action in actions} == {"ssm", "ssmmessages"}
+
+
+def test_external_producers_have_a_password_of_their_own_that_only_brokers_read() -> None:
+    """And no word of the cache's."""
+    text = (TERRAFORM / "modules" / "secrets" / "main.tf").read_text()
+    match = re.search(r'"aws_secretsmanager_secret_version" "producer" {(.*?)^}', text, re.DOTALL | re.MULTILINE)
+    assert match is not None
+    assert set(re.findall(r"\b(DOLL_[A-Z_]+)=", match[1])) == set(PRODUCER)
+    assert "aws_secretsmanager_random_password.producer." in match[1]
+    iam = (TERRAFORM / "iam.tf").read_text()
+    for document in ("control", "worker", "boot"):
+        body = re.search(rf'^data "aws_iam_policy_document" "{document}" {{(.*?)^}}', iam, re.DOTALL | re.MULTILINE)
+        assert body is not None
+        assert "producer_arn" not in body[1], document
+
+
+def test_with_msk_producers_write_samples_by_their_role_and_nothing_else() -> None:
+    assert granted("producer") == {
+        "kafka-cluster:Connect", "kafka-cluster:DescribeTopic", "kafka-cluster:WriteData",
+        "kafka-cluster:WriteDataIdempotently",
+    }  # fmt: skip
+    assert '/doll.*.samples"]' in (TERRAFORM / "iam.tf").read_text()
+
+
+def test_fixed_addresses_are_reserved() -> None:
+    """Else a worker may be given a broker's while the broker is being replaced."""
+    main = (TERRAFORM / "main.tf").read_text()
+    addresses = re.findall(r"\bcidrhost\(([^,\[]+)", main)
+    assert addresses == ["module.network.reserved_cidrs"] * 2
+    network = (TERRAFORM / "modules" / "network" / "main.tf").read_text()
+    reservation = network[network.index('"aws_ec2_subnet_cidr_reservation" "fixed"') :].split("\n}\n")[0]
+    assert 'reservation_type = "explicit"' in reservation
 
 
 def test_the_worker_template_names_no_market_and_no_instance_type() -> None:

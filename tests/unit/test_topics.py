@@ -99,3 +99,18 @@ def test_a_missing_topic_is_named(services: Services, job_name: str) -> None:
 def test_more_replicas_than_brokers_are_refused(services: Services, job_name: str) -> None:
     with pytest.raises(ConfigError, match=r"kafka.replication_factor is 2: .* fewer brokers"):
         topics.ensure(job(job_name, "kafka.replication_factor=2"), services)
+
+
+@pytest.mark.integration
+def test_a_producer_s_user_is_refused_where_every_user_may_do_everything(services: Services, job_name: str) -> None:
+    """What an authorizer does with it: tests/deploy/test_kafka_hosts.py."""
+    with pytest.raises(ConfigError, match=r"kafka\.producer_user is feed, but Kafka at .* has no authorizer"):
+        topics.ensure(job(job_name, "kafka.producer_user=feed"), services)
+
+
+@pytest.mark.parametrize("user", ["'*'", "'User:feed'", "''", "'a\\nb'"])
+def test_a_producer_s_user_is_one_name(user: str) -> None:
+    """`User:*` would be everybody."""
+    with pytest.raises(ConfigError, match="producer_user"):
+        job("j", f"kafka.producer_user={user}")
+    assert job("j", "kafka.producer_user=").kafka.producer_user is None

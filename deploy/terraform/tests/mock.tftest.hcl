@@ -62,6 +62,9 @@ mock_provider "aws" {
       latest_version = 3
     }
   }
+  mock_resource "aws_iam_policy" {
+    defaults = { arn = "arn:aws:iam::123456789012:policy/test-producer" }
+  }
   mock_resource "aws_ebs_volume" {
     defaults = { id = "vol-0123456789abcdef0" }
   }
@@ -69,6 +72,7 @@ mock_provider "aws" {
     defaults = {
       arn                          = "arn:aws:kafka:us-east-1:123456789012:cluster/doll-test/11111111-1111-1111-1111-111111111111-1"
       bootstrap_brokers_sasl_scram = "b-1.test:9096,b-2.test:9096,b-3.test:9096"
+      bootstrap_brokers_sasl_iam   = "b-1.test:9098,b-2.test:9098,b-3.test:9098"
     }
   }
   mock_resource "aws_msk_serverless_cluster" {
@@ -105,9 +109,11 @@ variables {
 override_module {
   target = module.secrets
   outputs = {
-    clients_arn  = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/clients-abcdef"
-    clients_name = "doll/test/clients"
-    msk_arn      = "arn:aws:secretsmanager:us-east-1:123456789012:secret:AmazonMSK_doll_test-abcdef"
+    clients_arn   = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/clients-abcdef"
+    clients_name  = "doll/test/clients"
+    producer_arn  = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/producer-abcdef"
+    producer_name = "doll/test/producer"
+    msk_arn       = "arn:aws:secretsmanager:us-east-1:123456789012:secret:AmazonMSK_doll_test-abcdef"
     authority_arns = {
       kafka = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/kafka-authority-abcdef"
       cache = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/cache-authority-abcdef"
@@ -127,6 +133,10 @@ run "msk_is_the_default" {
   assert {
     condition     = output.settings["fleet.launch_template_version"] == "3"
     error_message = "the provisioner does not launch from a fixed version"
+  }
+  assert {
+    condition     = output.names.producer_bootstrap == "b-1.test:9098,b-2.test:9098,b-3.test:9098" && output.names.producer_policy != null && output.settings["kafka.producer_user"] == ""
+    error_message = "external producers do not log in to MSK with a role of their own"
   }
   assert {
     condition     = output.environment.DOLL_REDIS == "rediss://10.64.128.10:6379/0" && output.environment.DOLL_REDIS_CA == "/run/doll/ca/cache.pem"
@@ -154,6 +164,10 @@ run "self_managed_kafka_in_two_zones" {
   assert {
     condition     = output.environment.DOLL_KAFKA_CA == "/run/doll/ca/kafka.pem" && output.environment.DOLL_BOOT_AUTHORITIES == "kafka cache"
     error_message = "clients do not learn of our own authorities"
+  }
+  assert {
+    condition     = output.settings["kafka.producer_user"] == "doll-producer" && output.names.producer_secret == "doll/test/producer" && output.names.producer_policy == null
+    error_message = "external producers have no user of their own"
   }
 }
 

@@ -55,9 +55,11 @@ override_data {
 override_module {
   target = module.secrets
   outputs = {
-    clients_arn  = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/clients-abcdef"
-    clients_name = "doll/test/clients"
-    msk_arn      = "arn:aws:secretsmanager:us-east-1:123456789012:secret:AmazonMSK_doll_test-abcdef"
+    clients_arn   = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/clients-abcdef"
+    clients_name  = "doll/test/clients"
+    producer_arn  = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/producer-abcdef"
+    producer_name = "doll/test/producer"
+    msk_arn       = "arn:aws:secretsmanager:us-east-1:123456789012:secret:AmazonMSK_doll_test-abcdef"
     authority_arns = {
       kafka = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/kafka-authority-abcdef"
       cache = "arn:aws:secretsmanager:us-east-1:123456789012:secret:doll/test/cache-authority-abcdef"

@@ -148,6 +148,7 @@ resource "aws_msk_cluster" "this" {
   client_authentication {
     sasl {
       scram = true
+      iam   = true # external producers, by the policy `producer` of iam.tf
     }
   }
 

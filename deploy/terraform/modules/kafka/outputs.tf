@@ -7,6 +7,15 @@ output "bootstrap" {
   }[var.mode]
 }
 
+output "producer_bootstrap" {
+  description = "The same for external producers."
+  value = {
+    self_managed   = local.bootstrap
+    msk            = one(aws_msk_cluster.this[*].bootstrap_brokers_sasl_iam)
+    msk_serverless = one(aws_msk_serverless_cluster.this[*].bootstrap_brokers_sasl_iam)
+  }[var.mode]
+}
+
 output "cluster_arn" {
   description = "MSK cluster; null where Kafka is self-managed."
   value       = try(coalesce(one(aws_msk_cluster.this[*].arn), one(aws_msk_serverless_cluster.this[*].arn)), null)

@@ -58,6 +58,16 @@ resource "aws_subnet" "private" {
   tags = { Name = "${var.name}-private-${each.key}" }
 }
 
+# AWS gives none of these addresses to a machine that asks for no certain one: they are for hosts whose address is fixed.
+# Of each subnet .8 to .15; the first four are AWS's own.
+resource "aws_ec2_subnet_cidr_reservation" "fixed" {
+  for_each = aws_subnet.private
+
+  subnet_id        = each.value.id
+  cidr_block       = "${cidrhost(each.value.cidr_block, 8)}/29"
+  reservation_type = "explicit"
+}
+
 resource "aws_internet_gateway" "this" {
   vpc_id = aws_vpc.this.id
 
@@ -238,7 +248,7 @@ locals {
   paths = {
     worker_kafka      = { from = aws_security_group.worker.id, to = aws_security_group.kafka.id, port = var.kafka_client_port, what = "Kafka clients" }
     control_kafka     = { from = aws_security_group.control.id, to = aws_security_group.kafka.id, port = var.kafka_client_port, what = "Kafka clients" }
-    producer_kafka    = { from = aws_security_group.producer.id, to = aws_security_group.kafka.id, port = var.kafka_client_port, what = "Kafka clients" }
+    producer_kafka    = { from = aws_security_group.producer.id, to = aws_security_group.kafka.id, port = var.producer_port, what = "Kafka producers" }
     broker_broker     = { from = aws_security_group.kafka.id, to = aws_security_group.kafka.id, port = 9091, what = "Kafka between brokers" }
     broker_controller = { from = aws_security_group.kafka.id, to = aws_security_group.kafka.id, port = 9093, what = "Kafka controller quorum" }
     worker_cache      = { from = aws_security_group.worker.id, to = aws_security_group.cache.id, port = 6379, what = "Redis protocol with TLS" }
@@ -281,8 +291,8 @@ resource "aws_vpc_security_group_ingress_rule" "producers" {
   security_group_id = aws_security_group.kafka.id
   cidr_ipv4         = each.key
   ip_protocol       = "tcp"
-  from_port         = var.kafka_client_port
-  to_port           = var.kafka_client_port
+  from_port         = var.producer_port
+  to_port           = var.producer_port
   description       = "Producers outside the VPC"
 }
 

@@ -8,9 +8,9 @@ output "private_subnet_ids" {
   value       = [for zone in var.zones : aws_subnet.private[zone].id]
 }
 
-output "private_cidrs" {
-  description = "Address ranges of the private subnets, in the same order."
-  value       = [for zone in var.zones : aws_subnet.private[zone].cidr_block]
+output "reserved_cidrs" {
+  description = "Addresses of the private subnets that only a host with a fixed address gets, in the same order."
+  value       = [for zone in var.zones : aws_ec2_subnet_cidr_reservation.fixed[zone].cidr_block]
 }
 
 output "security_group_ids" {

@@ -28,6 +28,11 @@ variable "kafka_client_port" {
   type        = number
 }
 
+variable "producer_port" {
+  description = "Port on which the brokers take external producers."
+  type        = number
+}
+
 variable "producer_cidrs" {
   description = "Address ranges that may reach Kafka to feed events."
   type        = list(string)

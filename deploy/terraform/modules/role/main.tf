@@ -1,7 +1,5 @@
 # What a host may do, as its instance profile: the policy that it is given, and logging in by Session Manager.
 
-data "aws_partition" "this" {}
-
 data "aws_iam_policy_document" "trust" {
   statement {
     actions = ["sts:AssumeRole"]
@@ -24,9 +22,28 @@ resource "aws_iam_role_policy" "this" {
   policy = var.policy_json
 }
 
-resource "aws_iam_role_policy_attachment" "session_manager" {
-  role       = aws_iam_role.this.name
-  policy_arn = "arn:${data.aws_partition.this.partition}:iam::aws:policy/AmazonSSMManagedInstanceCore"
+# Not AWS's AmazonSSMManagedInstanceCore: it reads every parameter of the account, and hosts run their users' code.
+# Shells and commands (Run Command of agents from 3.3.40 on) both go by ssmmessages.
+data "aws_iam_policy_document" "session_manager" {
+  # checkov:skip=CKV_AWS_356: these actions know no resources
+  # checkov:skip=CKV_AWS_111: same
+  statement {
+    sid = "SessionManager"
+    actions = [
+      "ssm:UpdateInstanceInformation",
+      "ssmmessages:CreateControlChannel",
+      "ssmmessages:CreateDataChannel",
+      "ssmmessages:OpenControlChannel",
+      "ssmmessages:OpenDataChannel",
+    ]
+    resources = ["*"]
+  }
+}
+
+resource "aws_iam_role_policy" "session_manager" {
+  name   = "session-manager"
+  role   = aws_iam_role.this.id
+  policy = data.aws_iam_policy_document.session_manager.json
 }
 
 resource "aws_iam_instance_profile" "this" {

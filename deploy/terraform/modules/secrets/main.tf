@@ -17,6 +17,13 @@ ephemeral "aws_secretsmanager_random_password" "kafka" {
   exclude_punctuation = true
 }
 
+ephemeral "aws_secretsmanager_random_password" "producer" {
+  provider = aws.passwords
+
+  password_length     = 32
+  exclude_punctuation = true
+}
+
 ephemeral "aws_secretsmanager_random_password" "cache" {
   provider = aws.passwords
 
@@ -40,6 +47,29 @@ resource "aws_secretsmanager_secret_version" "clients" {
     DOLL_KAFKA_PASSWORD=${ephemeral.aws_secretsmanager_random_password.kafka.random_password}
     DOLL_REDIS_USERNAME=doll
     DOLL_REDIS_PASSWORD=${var.cache_password != null ? var.cache_password : ephemeral.aws_secretsmanager_random_password.cache.random_password}
+  ENV
+}
+
+# For machines that feed events: a user who may write samples and nothing else, and nothing of the cache. With MSK they
+# use their IAM roles instead.
+resource "aws_secretsmanager_secret" "producer" {
+  # checkov:skip=CKV2_AWS_57: as above
+  count = var.kafka_mode == "self_managed" ? 1 : 0
+
+  name                    = "doll/${var.name}/producer"
+  description             = "User name and password of external producers, as a docker env file"
+  kms_key_id              = var.kms_key_arn
+  recovery_window_in_days = 0
+}
+
+resource "aws_secretsmanager_secret_version" "producer" {
+  count = var.kafka_mode == "self_managed" ? 1 : 0
+
+  secret_id                = aws_secretsmanager_secret.producer[0].id
+  secret_string_wo_version = local.version
+  secret_string_wo         = <<-ENV
+    DOLL_KAFKA_USERNAME=${var.producer_user}
+    DOLL_KAFKA_PASSWORD=${ephemeral.aws_secretsmanager_random_password.producer.random_password}
   ENV
 }
 

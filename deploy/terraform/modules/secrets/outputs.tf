@@ -8,6 +8,16 @@ output "clients_name" {
   value       = aws_secretsmanager_secret.clients.name
 }
 
+output "producer_arn" {
+  description = "Secret with the user name and password of external producers; null where they use IAM."
+  value       = one(aws_secretsmanager_secret.producer[*].arn)
+}
+
+output "producer_name" {
+  description = "Its name."
+  value       = one(aws_secretsmanager_secret.producer[*].name)
+}
+
 output "msk_arn" {
   description = "Secret that MSK reads; null where there is none."
   value       = var.kafka_mode == "msk" ? aws_secretsmanager_secret_version.msk[0].arn : null

@@ -13,6 +13,11 @@ variable "kafka_mode" {
   type        = string
 }
 
+variable "producer_user" {
+  description = "self_managed: Kafka's user for external producers."
+  type        = string
+}
+
 variable "cache_mode" {
   description = "self_managed or elasticache."
   type        = string

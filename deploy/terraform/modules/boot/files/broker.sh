@@ -1,6 +1,7 @@
 #!/bin/bash
 # One node of the self-managed Kafka: KRaft, broker and controller in one. Clients log in with SCRAM-SHA-512 over TLS;
-# nodes know each other by certificates of our own authority, which node 1 creates. Whoever has no ACL may do nothing.
+# nodes know each other by certificates of our own authority, which node 1 creates. Whoever has no ACL may do nothing:
+# doll's own user is a super user, the user of external producers gets its ACL from doll, topic by topic.
 # Run at each boot: certificates are new each time, data and cluster id stay on the data volume.
 # shellcheck source=common.sh
 . "${DOLL_ROOT:-}/opt/doll/common.sh"
@@ -62,12 +63,24 @@ kafka_run() {
     --volume "$conf:$conf:ro" --volume "$kafka:$kafka" --env LOG_DIR=/tmp/kafka "$@"
 }
 
-# The user is written into the first metadata, before the first client asks. A node that has its data has it all.
+# file of a secret: one user, as words for kafka-storage.sh, one a line
+scram_user() {
+  printf -- '--add-scram\nSCRAM-SHA-512=[name=%s,password=%s]\n' \
+    "$(sed -n 's/^DOLL_KAFKA_USERNAME=//p' "$1")" "$(sed -n 's/^DOLL_KAFKA_PASSWORD=//p' "$1")"
+}
+
+# The users are written into the first metadata, before the first client asks. A node that has its data has them all.
+# The tool reads them from a file: the words of a command can be read by everybody on a machine.
 format_data() {
+  local code=0
   [ -f "$kafka/data/meta.properties" ] && return
+  insist fetch_secret producer "$run/producer"
+  { scram_user "$run/secrets" && scram_user "$run/producer"; } > "$conf/users"
+  chown "$kafka_uid:$kafka_uid" "$conf/users"
   kafka_run "$(setting DOLL_BOOT_KAFKA_IMAGE)" /opt/kafka/bin/kafka-storage.sh format "--cluster-id=$(cluster_id)" \
-    --config "$conf/server.properties" \
-    --add-scram "SCRAM-SHA-512=[name=$(secret DOLL_KAFKA_USERNAME),password=$(secret DOLL_KAFKA_PASSWORD)]"
+    --config "$conf/server.properties" "@$conf/users" || code=$?
+  rm -f "$conf/users" "$run/producer"
+  return "$code"
 }
 
 get_settings

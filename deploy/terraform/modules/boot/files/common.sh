@@ -49,9 +49,10 @@ fetch_environment() {
   parameter environment "$run/environment" && parameter settings "$run/settings"
 }
 
-fetch_secrets() {
-  aws secretsmanager get-secret-value --secret-id "doll/$DOLL_NAME/clients" --query SecretString --output text \
-    > "$run/secrets.new" && mv "$run/secrets.new" "$run/secrets"
+# name of the secret, file
+fetch_secret() {
+  aws secretsmanager get-secret-value --secret-id "doll/$DOLL_NAME/$1" --query SecretString --output text > "$2.new" &&
+    mv "$2.new" "$2"
 }
 
 # The certificates of the authorities that Kafka's and the cache's own certificates come from, where they are ours.
@@ -88,7 +89,7 @@ fetch_job() {
 get_settings() {
   need aws awscli-2
   insist fetch_environment
-  insist fetch_secrets
+  insist fetch_secret clients "$run/secrets"
 }
 
 # What run_doll needs. At the first apply, image and job are pushed after the hosts are up: they are waited for.
