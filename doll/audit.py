@@ -18,6 +18,7 @@ from doll import lineage, telemetry, topics
 from doll.errors import CheckpointError
 from doll.ledger import DurableModel, Ledger, LedgerReport, Range
 from doll.records import DeadLetter, Epoch, Finished, Update
+from doll.sample_log import other_topic
 from doll.services import Services
 from doll.topic_reader import STALL_S, TopicReader
 from doll.valid_updates import UpdatesRecord
@@ -69,7 +70,15 @@ def _audit_once(config: JobConfig, services: Services, checkpoint: Checkpoint | 
         held = _held(reader, samples, [gap for gap in kept if gap.lo < gap.hi])
         if held:
             report = ledger.report(ends, held=held)
-        return dataclasses.replace(report, problems=(*report.problems, *reader.problems))
+        other = [] if checkpoint is None else _other_topic(config, services, counts_of(config, checkpoint).samples_id)
+        return dataclasses.replace(report, problems=(*report.problems, *reader.problems, *other))
+
+
+def _other_topic(config: JobConfig, services: Services, expected: str) -> list[str]:
+    """What is wrong if the samples are in another topic of the same name than those that were learned."""
+    came = topics.topic_id(config, services, "samples") if expected else ""
+    problem = other_topic(config.topic("samples"), expected, came)
+    return [problem] if problem else []
 
 
 def ledger_of(

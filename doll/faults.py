@@ -22,6 +22,7 @@ POINTS: Final = (
     "worker.after_push",
     "worker.after_durable",
     "ps.after_claim",
+    "ps.after_first_checkpoint",
     "ps.after_weights",
     "ps.after_grant",
     "ps.after_apply",

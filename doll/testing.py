@@ -88,9 +88,9 @@ class MemoryStore:
         self._lock = threading.Lock()
         self.saved: list[tuple[int, int]] = []
 
-    def claim_epoch(self) -> int:
+    def claim_epoch(self, above: int = 0) -> int:
         with self._lock:
-            self._claims.append(self._newest() + 1)
+            self._claims.append(max(self._newest(), above) + 1)
             return self._claims[-1]
 
     def newest_epoch(self) -> int:

@@ -14,6 +14,7 @@ from doll.cli.calibrate import calibrate
 from doll.cli.dead import dead_app
 from doll.cli.errors import DollGroup, usage
 from doll.cli.options import (
+    FreshOption,
     JobArgument,
     JobOption,
     JsonOption,
@@ -86,6 +87,7 @@ def up(
     job_option: JobOption = None,
     overrides: SetOption = None,
     runs_folder: RunsFolderOption = Path("runs"),
+    fresh: FreshOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a whole job on this machine: broker, workers, parameter server, evaluator, producer.
@@ -97,7 +99,7 @@ def up(
     from doll.cli.up import run_up
 
     config = target(job, job_option, overrides).config
-    raise typer.Exit(run_up(config, runs_folder, as_json=as_json))
+    raise typer.Exit(run_up(config, runs_folder, as_json=as_json, fresh=fresh))
 
 
 @app.command(short_help="Break a job on purpose, again and again, then audit it.")
@@ -111,6 +113,7 @@ def drill(
         bool, typer.Option("--standby", help="Two parameter servers: one stands by, and takes over from the other.")
     ] = False,
     runs_folder: RunsFolderOption = Path("runs"),
+    fresh: FreshOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a whole job on this machine as doll up does, and kill, freeze, cut off and preempt its processes meanwhile.
@@ -123,7 +126,9 @@ def drill(
     from doll.cli.drill import run_drill
 
     config = target(job, job_option, overrides).config
-    raise typer.Exit(run_drill(config, runs_folder, faults=faults, seed=seed, standby=standby, as_json=as_json))
+    raise typer.Exit(
+        run_drill(config, runs_folder, faults=faults, seed=seed, standby=standby, as_json=as_json, fresh=fresh)
+    )
 
 
 @app.command(short_help="Go on with a run that has ended or was killed.")
@@ -241,8 +246,12 @@ def ps(
     takeover: Annotated[
         bool, typer.Option("--takeover", help="Do not look whether another one leads: replace it if it does.")
     ] = False,
+    fresh: FreshOption = False,
 ) -> None:
     """Be the parameter server: form groups, apply updates, write checkpoints.
+
+    It ends with exit code 2 where the topics hold an earlier run and there are no checkpoints of it: --fresh then
+    begins anew; where checkpoints are there, it goes on from them with --fresh too.
 
     It ends with exit code 1 where another one leads. With --standby it waits for the other's end instead; both must
     reach the same checkpoints (checkpoint.folder) then.
@@ -254,12 +263,14 @@ def ps(
 
     services = _ready(at, "ps")
     topics.ensure(at.config, services)
+    from doll.admission import ANY_EPOCH
     from doll.ps.standby import Lookout
 
     with Lookout(at.config, services) if not (standby or takeover) else contextlib.nullcontext() as lookout:
         from doll.ps.main import run_ps  # imports torch, for seconds: not before it is known to be of use
 
-        code = run_ps(at.config, services, at.run.path, standby=standby, lookout=lookout)
+        above = ANY_EPOCH if fresh else 0
+        code = run_ps(at.config, services, at.run.path, standby=standby, lookout=lookout, above=above)
     raise typer.Exit(code)
 
 

@@ -29,7 +29,14 @@ class _Drill(Conductor):
 
 
 def run_drill(
-    config: JobConfig, runs_folder: Path, *, faults: int, seed: int, standby: bool = False, as_json: bool = False
+    config: JobConfig,
+    runs_folder: Path,
+    *,
+    faults: int,
+    seed: int,
+    standby: bool = False,
+    as_json: bool = False,
+    fresh: bool = False,
 ) -> int:
     """Run the job until `faults` faults are recovered from; the exit code, as of `run_up`.
 
@@ -53,6 +60,7 @@ def run_drill(
             endless,
             runs_folder,
             as_json=as_json,
+            fresh=fresh,
             companion=lambda run, view: _Drill(
                 endless, run, view, faults=faults, seed=seed, wires=wires, standby=standby
             ),

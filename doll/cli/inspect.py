@@ -11,6 +11,7 @@ from doll.errors import ConfigError, ServiceUnavailableError
 
 if TYPE_CHECKING:
     from doll.ledger_report import LedgerReport
+    from doll.records import AnyRecord
     from doll.services import Services
 
 
@@ -86,8 +87,8 @@ def status_of(target: Target) -> Found:
     config = target.config
     model = ProgressModel(config, time.monotonic())
     with Tail(config, services, (config.topic("updates"), config.topic("metrics"))) as tail:
-        for one in tail.read_history():
-            model.feed(one.record)
+        for record in _of_this_run(target, [one.record for one in tail.read_history()]):
+            model.feed(record)
     snapshot = model.snapshot(time.monotonic())
     state = "finished: " + snapshot.finished if snapshot.finished else "running, or waiting to go on"
     content = {**dataclasses.asdict(snapshot), "prequential": snapshot.prequential._asdict()}
@@ -95,6 +96,27 @@ def status_of(target: Target) -> Found:
     content.pop("seconds")
     text = f"{config.job} ({state})\n{one_line(snapshot, config.stop)}\n{worker_table(snapshot)}"
     return Found(content, text)
+
+
+def _of_this_run(target: Target, found: list[AnyRecord]) -> list[AnyRecord]:
+    """Records of `updates` and `metrics`; of a run's folder, without those of later runs on the same topics."""
+    from doll.audit import counts_of
+    from doll.lineage import OfGeneration
+    from doll.ps.stores import open_store
+    from doll.records import Epoch, Finished, Metric, Update
+
+    checkpoint = open_store(target.config, target.run.path).load_newest(None) if target.given_run else None
+    if checkpoint is None:
+        return found
+    own = OfGeneration(counts_of(target.config, checkpoint).generation)
+    updates = list(own.records([record for record in found if isinstance(record, Epoch | Update | Finished)]))
+    if own.following is None:
+        return found
+    until = own.following
+    metrics = [
+        record for record in found if isinstance(record, Metric) and record.values.get("ps_epoch", until) < until
+    ]
+    return [*updates, *metrics]
 
 
 def _reach(target: Target) -> Services:

@@ -77,11 +77,12 @@ class ProgressModel:
     Args:
         config: the job.
         started_s: monotonic seconds at the start, zero point of the times that are shown.
+        above: epochs up to this one are of earlier runs on the same topics.
     """
 
-    def __init__(self, config: JobConfig, started_s: float) -> None:
+    def __init__(self, config: JobConfig, started_s: float, *, above: int = 0) -> None:
         self.config = config
-        self.history = History()
+        self.history = History(above=above)
         self._started_s = started_s
         self._metrics: dict[str, Mapping[str, float]] = {}
         self._arrivals = ArrivalMeter(config.data.samples_per_record)
@@ -91,8 +92,11 @@ class ProgressModel:
 
     def feed(self, record: AnyRecord) -> None:
         """Take in one record of `updates` or `metrics`; other types are ignored."""
-        restarts = self.history.restarts
+        restarts, generation = self.history.restarts, self.history.generation
         if isinstance(record, Metric):
+            of = record.values.get("ps_epoch")
+            if of is not None and not self.history.is_ours(int(of)):
+                return
             self._metrics[record.source] = record.values
             if record.source == "evaluator":
                 self._evaluated(record)
@@ -100,6 +104,8 @@ class ProgressModel:
                 self._look_if_stuck(record.values)
         else:
             self.history.feed(record)
+        if self.history.generation > generation:
+            self._metrics.clear()
         if self.history.restarts > restarts:
             self.note(f"parameter server resumed from version {self.history.version}", None)
 

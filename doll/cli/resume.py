@@ -16,6 +16,8 @@ from doll.errors import ConfigError, ServiceUnavailableError
 if TYPE_CHECKING:
     from doll.config import JobConfig
 
+_REACHABLE_S = 5.0
+
 
 def run_resume(folder: Path, overrides: list[str], *, as_json: bool = False) -> int:
     """Go on with the run in `folder`; the exit code, as of `doll up`.
@@ -35,6 +37,7 @@ def run_resume(folder: Path, overrides: list[str], *, as_json: bool = False) -> 
         check_runnable(config)
         _check_same_ledger(run, config)
         config = _on_same_broker(run, config)
+        _check_newest(run, config)
         run.write_job(config)
         if run.report.exists():
             run.report.replace(run.path / "report.before.json")
@@ -61,6 +64,24 @@ def _check_same_ledger(run: RunFolder, config: JobConfig) -> None:
             f"{run.path}: this run cannot go on with another ledger: {changed}; leave it as it was, or begin a new run "
             "with doll up"
         )
+
+
+def _check_newest(run: RunFolder, config: JobConfig) -> None:
+    """Refuse to go on with a run after which another one has begun on the same topics of a broker that is not ours.
+
+    Raises:
+        ConfigError: one has.
+    """
+    from doll.admission import admit
+    from doll.ps.stores import checkpoint_place, open_store
+    from doll.services import Services, kafka_address, kafka_problem
+
+    address = kafka_address(config)
+    if read_json(run.stack).get("kafka_kind") == "local" or address is None:
+        return
+    services = Services(address, "")
+    if kafka_problem(config, services, _REACHABLE_S) is None:  # else it is said when the services are looked for
+        admit(config, services, open_store(config, run.path), checkpoint_place(config, run.path), 0)
 
 
 def _on_same_broker(run: RunFolder, config: JobConfig) -> JobConfig:

@@ -19,7 +19,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from doll.cli.options import JobArgument, JobOption, JsonOption, RunsFolderOption, SetOption, emit, target
+from doll.cli.options import (
+    FreshOption,
+    JobArgument,
+    JobOption,
+    JsonOption,
+    RunsFolderOption,
+    SetOption,
+    emit,
+    target,
+)
 from doll.cli.runfolder import RunFolder
 from doll.errors import ConfigError, DollError
 
@@ -61,6 +70,7 @@ def spot(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same market.")] = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and predict; start nothing.")] = False,
     runs_folder: RunsFolderOption = Path("runs"),
+    fresh: FreshOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Run a whole job on this machine whose workers live on a spot market: taken back with a notice, or without one.
@@ -77,11 +87,12 @@ def spot(
     }  # fmt: skip
     changes = [f"{key}={value}" for key, value in given.items() if value is not None]
     config = target(job, job_option, [*(overrides or []), *changes]).config
-    raise typer.Exit(run_spot(config, runs_folder, seed=seed, dry_run=dry_run, as_json=as_json))
+    raise typer.Exit(run_spot(config, runs_folder, seed=seed, dry_run=dry_run, as_json=as_json, fresh=fresh))
 
 
 def run_spot(
-    config: JobConfig, runs_folder: Path, *, seed: int, dry_run: bool = False, as_json: bool = False
+    config: JobConfig, runs_folder: Path, *, seed: int, dry_run: bool = False, as_json: bool = False,
+    fresh: bool = False,
 ) -> int:  # fmt: skip
     """Run the job on its market; the exit code as of `run_up`, or 3 for a deadline that cannot be met.
 
@@ -96,7 +107,8 @@ def run_spot(
         emit(as_json, campaign.to_dict(), campaign.text())
         return campaign.outlook.problem.exit_code if campaign.outlook.problem is not None else 0
     return run_up(
-        config, runs_folder, as_json=as_json, crew=lambda run, view: SpotCrew(config, campaign, run, view)
+        config, runs_folder, as_json=as_json, fresh=fresh,
+        crew=lambda run, view: SpotCrew(config, campaign, run, view),
     )  # fmt: skip
 
 

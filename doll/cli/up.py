@@ -19,6 +19,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from doll.admission import ABOVE_ENV
 from doll.cli import runfolder
 from doll.cli.closing import close, shown
 from doll.cli.interrupts import Interrupts
@@ -106,22 +107,27 @@ def run_up(
     as_json: bool = False,
     companion: Callable[[RunFolder, View], Companion] | None = None,
     crew: Callable[[RunFolder, View], Crew] | None = None,
+    fresh: bool = False,
 ) -> int:
     """Run the job; the exit code: 0 done, 1 failed, 4 audit failed.
 
     Args:
         crew: owns the workers; in place of a companion.
+        fresh: begin anew on topics that hold an earlier run.
 
     Raises:
-        ConfigError: the job cannot be run this way.
+        ConfigError: the job cannot be run this way, or its topics hold an earlier run.
         ServiceUnavailableError: Kafka or Redis cannot be found or started.
     """
+    from doll.cli.earlier import check_topics
+
     check_runnable(config)
+    check_topics(config, runs_folder, fresh=fresh)
     run = runfolder.create(runs_folder, config.job, datetime.now())
     config = _resolved(config, run)
     with run.held():
         run.write_job(config)
-        return run_in(run, config, as_json=as_json, companion=companion, crew=crew)
+        return run_in(run, config, as_json=as_json, companion=companion, crew=crew, fresh=fresh)
 
 
 def check_runnable(config: JobConfig) -> None:
@@ -146,13 +152,14 @@ def run_in(
     as_json: bool,
     companion: Callable[[RunFolder, View], Companion] | None = None,
     crew: Callable[[RunFolder, View], Crew] | None = None,
+    fresh: bool = False,
 ) -> int:
     """Run the job in a folder that holds its resolved job file, from its checkpoints if it has any; the exit code."""
     with Interrupts() as interrupts, make_view(config.stop) as view:
         view.say(f"job {config.job}: run folder {shown(run.path)}")
         owner = crew(run, view) if crew is not None else None
         beside = companion(run, view) if companion is not None else owner
-        report = _Up(config, run, view, interrupts, beside, owner).run()
+        report = _Up(config, run, view, interrupts, beside, owner, fresh=fresh).run()
     emit(as_json, report, summary(report))
     return int(report["exit_code"])
 
@@ -177,8 +184,12 @@ class _Up:
         interrupts: Interrupts,
         companion: Companion | None = None,
         crew: Crew | None = None,
+        *,
+        fresh: bool = False,
     ) -> None:
         self._config = config
+        self._fresh = fresh
+        self._above = 0  # epochs up to this one are of earlier runs on the same topics
         self._run = run
         self._view = view
         self._interrupts = interrupts
@@ -194,10 +205,12 @@ class _Up:
     def run(self) -> dict[str, Any]:
         """Everything between the run folder and the report."""
         from doll import topics
+        from doll.admission import ANY_EPOCH, admit
         from doll.evaluation.kafka_tail import Tail
         from doll.local.roles import ForkServer
         from doll.local.stack import local_stack
         from doll.local.supervisor import Supervisor
+        from doll.ps.stores import checkpoint_place, open_store
 
         config, run, say = self._config, self._run, self._view.say
         with contextlib.ExitStack() as open_:
@@ -208,6 +221,12 @@ class _Up:
             detours = self._companion.detours if self._companion is not None else None
             stack = open_.enter_context(local_stack(config, run.path, say, detours=detours))
             topics.ensure(config, stack.services)
+            store, place = open_store(config, run.path), checkpoint_place(config, run.path)
+            seen = admit(config, stack.services, store, place, ANY_EPOCH if self._fresh else 0)
+            if self._fresh and seen.newest_epoch:
+                self._above = seen.newest_epoch
+                self._model = ProgressModel(config, time.monotonic(), above=self._above)
+                say(f"a new generation on the topics of an earlier run ({seen}), from data.start: {config.data.start}")
             kinds = {"kafka_kind": stack.kafka_kind, "redis_kind": stack.redis_kind, "notes": stack.notes}
             run.write_stack(stack.services, **kinds)
             tail = open_.enter_context(Tail(config, stack.services, (config.topic("updates"), config.topic("metrics"))))
@@ -284,6 +303,8 @@ class _Up:
         common = [str(self._run.job), services.kafka, services.redis, str(self._run.path)]
         env = {} if self._config.health.base_port is not None else {PORT_ENV: str(self._health_port(name))}
         env |= {BLOBS_ENV: services.blobs}
+        if self._above:
+            env |= {ABOVE_ENV: str(self._above)}
         return RoleSpec(name, f"doll.cli.roles:{role}", self._run.logs / f"{name}.log", [*common, *more], env)
 
     def _health_port(self, name: str) -> int:
@@ -312,6 +333,8 @@ class _Up:
         """Start the source when the workers are up: what piles up before would be learned in one burst."""
         if self._config.source is None or "producer" in supervisor.exit_codes():
             return
+        if self._above and not self._model.history.ps_epoch:
+            return  # the new generation's beginning says where a file goes on
         waited = waited_s > PRODUCER_WAITS_S or all(line.up for line in self._model.worker_lines())
         if self._crew.mustered if self._crew is not None else waited:
             self._view.say("starting the producer")

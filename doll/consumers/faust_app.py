@@ -29,11 +29,12 @@ from doll.consumers.departure import Departure, end_within
 from doll.consumers.gradient import GradientComputer
 from doll.consumers.link import WorkerLink
 from doll.consumers.worker import Acknowledge, Action, Batch, Compute, Exit, GradientDone, Send, WorkerCore
-from doll.errors import BlobError, RecordError, ServiceUnavailableError
+from doll.errors import BlobError, ConfigError, RecordError, ServiceUnavailableError
 from doll.faults import fault_point
 from doll.health import Pulse
 from doll.ps.blobs import Blobs, decode_blob, encode_blob, gradient_key
 from doll.records import Announce, DeadLetter, Grant, Push, Welcome, decode
+from doll.sample_log import beyond_end
 from doll.services import Services, kafka_credentials
 from doll.task import Task
 from doll.telemetry import get_logger
@@ -334,6 +335,7 @@ class WorkerShell:
         """Lag, and the watchdog: records are there and none comes, so this process is of no use (reference 1.1)."""
         loop, stall_s = asyncio.get_running_loop(), self._config.worker.stall_s
         mail_at, mail_moved_s = self._mail_next, time.monotonic()
+        cut_short = 0  # times in a row that the log ended before what was read
         empty_until = 0  # the log holds no record from the next one up to here
         while True:
             await asyncio.sleep(_WATERMARKS_EVERY_S)
@@ -348,6 +350,10 @@ class WorkerShell:
             next_offset = self._batcher.next_offset
             unread = max(0, high - max(next_offset, empty_until))
             self._core.lag = unread + len(self._cut) * self._config.data.records_per_batch
+            # Once may be a broker that has just become the leader; a log that stays shorter is another one.
+            cut_short = cut_short + 1 if high < next_offset else 0
+            if cut_short > 1:
+                self.exit(ConfigError.exit_code, beyond_end(self._samples_topic, self._worker, next_offset, high))
             if low > next_offset:
                 self.exit(1, lost_to_retention(self._samples_topic, self._worker, next_offset, low))
             if self._mail_next != mail_at or mail_high <= self._mail_next:

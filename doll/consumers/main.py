@@ -23,6 +23,7 @@ from doll.health import Pulse, pulse_of
 from doll.memory import keep_freed_memory
 from doll.model import build, fingerprint
 from doll.ps.stores import open_blobs
+from doll.sample_log import refuse_beyond_end, refuse_other_topic
 from doll.services import Services, require
 from doll.task import load_task
 from doll.telemetry import get_logger
@@ -92,7 +93,11 @@ def _run(
     if welcome.fingerprint != mark:
         raise ConfigError(f"the parameter server runs another job file: {difference(welcome.fingerprint, mark)}")
     start = welcome.origin + welcome.next_token * config.data.records_per_batch
-    low, _ = link.watermarks(config.topic("samples"), worker)
+    samples = config.topic("samples")
+    if welcome.samples_id:
+        refuse_other_topic(samples, welcome.samples_id, topics.topic_id(config, services, "samples"))
+    low, high = link.watermarks(samples, worker)
+    refuse_beyond_end(samples, worker, start, high)
     if start < low:
         raise DollError(lost_to_retention(config.topic("samples"), worker, start, low))
     log.info("joined", worker=worker, epoch=welcome.epoch, from_offset=start)

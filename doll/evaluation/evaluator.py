@@ -51,13 +51,22 @@ class Evaluator:
         blobs: where weights are published; its calls may raise `ServiceUnavailableError`: that round is then left out.
         checkpointed: reads (version, weights) of the newest checkpoint, for a last version whose blob is gone.
         run_folder: gets `updates.csv` and `evaluations.csv`.
+        above: epochs up to this one are of earlier runs, see `History`.
 
     Raises:
         ConfigError: the task cannot be loaded, or its model or held-out set fails.
         OSError: the run folder cannot be written.
     """
 
-    def __init__(self, config: JobConfig, blobs: Blobs, checkpointed: CheckpointedWeights, run_folder: Path) -> None:
+    def __init__(
+        self,
+        config: JobConfig,
+        blobs: Blobs,
+        checkpointed: CheckpointedWeights,
+        run_folder: Path,
+        *,
+        above: int = 0,
+    ) -> None:
         self._config = config
         self._blobs = blobs
         self._checkpointed = checkpointed
@@ -66,7 +75,7 @@ class Evaluator:
         self._held_out = HeldOut(task, config.evaluation.max_samples)
         self._redis_away = False
         self._last: tuple[int, int] | None = None
-        self.history = History()
+        self.history = History(above=above)
         run_folder.mkdir(parents=True, exist_ok=True)
         self._restore(run_folder / "evaluations.csv")
         self._updates_file = CsvFile(run_folder / "updates.csv", self.history.updates)
@@ -109,6 +118,8 @@ class Evaluator:
             latest = decode_latest(pointer)
             if (latest.ps_epoch, latest.version) == self._last or latest.ps_epoch < self.history.ps_epoch:
                 return None
+            if not self.history.is_ours(latest.ps_epoch):
+                return None  # Redis still has the weights of the run before
             weights = self._fetch(latest.key, latest.version)
         except ServiceUnavailableError as exc:
             self._tell_redis(away=str(exc))

@@ -1,7 +1,8 @@
 """The history of a run, folded from the `updates` topic: one row per update and per held-out evaluation.
 
 After a restart the parameter server repeats the versions above its checkpoint: the `Epoch` record that says so voids
-the earlier rows. They stay in the tables, marked, since they did happen; no mean, rate or plot counts them.
+the earlier rows. They stay in the tables, marked, since they did happen; no mean, rate or plot counts them. Where an
+`Epoch` record begins a new generation (`doll.lineage`), what came before is of another run, and goes.
 """
 
 from __future__ import annotations
@@ -61,6 +62,15 @@ class Table:
                 count += 1
         return count
 
+    def drop_below(self, epoch: int) -> bool:
+        """Drop the rows of epochs below `epoch`; whether there were any."""
+        kept = [row for row, of in enumerate(self._columns["ps_epoch"]) if of >= epoch]
+        dropped = len(kept) < len(self)
+        if dropped:
+            self._columns = {name: array("d", [column[row] for row in kept]) for name, column in self._columns.items()}
+            self._void = array("b", [self._void[row] for row in kept])
+        return dropped
+
     def valid(self, name: str) -> npt.NDArray[np.float64]:
         """The column `name` without void rows, float64, shape (rows,)."""
         # A copy: a view would lock the arrays against growth.
@@ -85,9 +95,14 @@ class History:
 
     Args:
         window: updates in the windowed prequential mean.
+        above: records of epochs up to this one are of earlier runs, and are passed over.
     """
 
-    def __init__(self, window: int = 50) -> None:
+    def __init__(self, window: int = 50, *, above: int = 0) -> None:
+        self._window = window
+        self._above = above
+        self.generation = 0
+        """The newest one; no record of an earlier one counts."""
         self.updates = Table(UPDATE_COLUMNS)
         self.evaluations = Table(EVALUATION_COLUMNS)
         self.prequential = Prequential(window)
@@ -102,6 +117,8 @@ class History:
 
     def feed(self, record: AnyRecord) -> bool:
         """Take in one record; True when earlier rows changed (were voided, or a column was added)."""
+        if isinstance(record, Epoch | Update | Finished) and not self.is_ours(record.ps_epoch):
+            return False
         match record:
             case Epoch():
                 return self._epoch(record)
@@ -115,15 +132,35 @@ class History:
                 return False
 
     def evaluated(self, *, time_s: float, ps_epoch: int, version: int, loss: float, accuracy: float | None) -> None:
-        """A held-out evaluation. It is void from the start when its version has been taken back."""
+        """A held-out evaluation. It is void from the start when its version has been taken back.
+
+        One of another run is passed over.
+        """
+        if not self.is_ours(ps_epoch):
+            return
         row = {"time_s": time_s, "ps_epoch": ps_epoch, "version": version, "loss": loss}
         if accuracy is not None:
             row["accuracy"] = accuracy
         self.evaluations.append(row, void=ps_epoch < self.ps_epoch and version > self.version)
 
+    def is_ours(self, ps_epoch: int) -> bool:
+        """Whether what a server of this epoch has written is of the run at hand."""
+        return ps_epoch > self._above and ps_epoch >= self.generation
+
+    def _begin(self, generation: int) -> bool:
+        """What came before is of another run; whether rows went with it."""
+        self.generation = generation
+        dropped = [table.drop_below(generation) for table in (self.updates, self.evaluations)]
+        self.prequential = Prequential(self._window)
+        self.ps_epoch = self.restarts = self.version = self.samples_total = 0
+        self.finished = None
+        self.first_time_s = self.last_time_s = math.nan
+        return any(dropped)
+
     def _epoch(self, record: Epoch) -> bool:
         if record.ps_epoch <= self.ps_epoch:
             return False
+        dropped = record.generation > self.generation and self._begin(record.generation)
         if self.ps_epoch:
             self.restarts += 1
         self.ps_epoch = record.ps_epoch
@@ -134,7 +171,7 @@ class History:
         self.version = record.resumed_version
         last = self.updates.last()
         self.samples_total = int(last["samples_total"]) if last else 0
-        return voided > 0
+        return voided > 0 or dropped
 
     def _update(self, record: Update) -> bool:
         void = record.ps_epoch < self.ps_epoch

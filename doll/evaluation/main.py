@@ -33,10 +33,13 @@ MEASURE_S = 300.0  # one round over a large held-out set, on a machine whose wor
 RESUME_GRACE_S = 30.0
 
 
-def run_evaluator(config: JobConfig, services: Services, run_folder: Path) -> int:
+def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, above: int = 0) -> int:
     """Evaluate until the job has finished or SIGTERM comes; 0.
 
     Needs the main thread: it takes over SIGTERM and SIGINT while it runs.
+
+    Args:
+        above: epochs up to this one are of earlier runs: neither their models nor their end are this job's.
 
     Raises:
         ConfigError: the task cannot be used.
@@ -45,10 +48,12 @@ def run_evaluator(config: JobConfig, services: Services, run_folder: Path) -> in
     with suppress(OSError):
         os.nice(NICENESS)
     with told_to_stop() as stop, pulse_of("evaluator", config) as pulse:
-        return _run(config, services, run_folder, stop, pulse)
+        return _run(config, services, run_folder, stop, pulse, above)
 
 
-def _run(config: JobConfig, services: Services, run_folder: Path, stop: threading.Event, pulse: Pulse) -> int:
+def _run(
+    config: JobConfig, services: Services, run_folder: Path, stop: threading.Event, pulse: Pulse, above: int
+) -> int:
     import torch
     from confluent_kafka import Producer
 
@@ -60,7 +65,7 @@ def _run(config: JobConfig, services: Services, run_folder: Path, stop: threadin
     blobs = open_blobs(config, services, give_up=lambda: True, timeout_s=5.0)
     producer = Producer(kafka_settings(config, services, acks="all", linger_ms=5))
     try:
-        evaluator = Evaluator(config, blobs, _checkpoint_reader(config, run_folder), run_folder)
+        evaluator = Evaluator(config, blobs, _checkpoint_reader(config, run_folder), run_folder, above=above)
         with Tail(config, services, (config.topic("updates"),)) as tail:
             _follow(config, evaluator, tail, producer, stop, pulse)
     finally:

@@ -80,12 +80,17 @@ class Measurements(Collector):
         self._by_origin: dict[str, tuple[Sample, ...]] = {"job": (Sample("doll_job_workers", (), workers),)}
         self._finished = False
         self._full = False
+        self._ps_epoch = self._generation = 0
 
     def feed(self, record: AnyRecord) -> None:
         """Take in one record of `metrics` or `updates`; others are passed over."""
         match record:
             case Metric() if len(record.source) > _MOST_CHARS or any(len(name) > _MOST_CHARS for name in record.values):
                 log.warning("measurement_refused", source=short(record.source, 60), reason="a name is too long")
+            case Metric() if record.values.get("ps_epoch", self._generation) < self._generation:
+                pass  # of an earlier run
+            case Epoch() | Update() | Finished() if record.ps_epoch < self._ps_epoch:
+                pass  # of a server that was fenced
             case Metric():
                 at = Sample("doll_measured_at_seconds", (("source", record.source),), record.time_s)
                 self._put(record.source, (*samples_of(record.source, record.values), at))
@@ -104,7 +109,10 @@ class Measurements(Collector):
                     }  # fmt: skip
                     self._put(f"member {member.worker}", tuple(samples_of(f"worker-{member.worker}", own)))
             case Epoch():
-                self._finished = False
+                self._finished, self._ps_epoch = False, record.ps_epoch
+                if record.generation > self._generation:
+                    self._generation = record.generation
+                    self._by_origin = {"job": self._by_origin["job"]}
             case Finished():
                 self._finished = True
             case _:

@@ -145,7 +145,9 @@ class Observed:
                 slot = self._slots[record.worker]
                 slot.left = slot.left or record.epoch == slot.worker_epoch
             case Evaluated():
-                if record.ps_epoch >= self.ps_epoch or record.version <= self.version:
+                if record.ps_epoch >= self.generation and (
+                    record.ps_epoch >= self.ps_epoch or record.version <= self.version
+                ):
                     self.evaluations.append((record.version, record.loss, record.accuracy))
             case Epoch():
                 self._epoch(record)

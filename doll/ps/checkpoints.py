@@ -60,10 +60,13 @@ class Checkpoint:
 class CheckpointStore(Protocol):
     """Where one job's checkpoints are. All calls raise `CheckpointError` where the store cannot be read or written."""
 
-    def claim_epoch(self) -> int:
+    def claim_epoch(self, above: int = 0) -> int:
         """A ps_epoch above all that the store has seen, durably the caller's own: two callers never get the same.
 
         Not to be repeated lightly: each call fences every earlier one.
+
+        Args:
+            above: the highest epoch that was seen elsewhere, as in the job's topics; the new one is above it too.
         """
 
     def newest_epoch(self) -> int:

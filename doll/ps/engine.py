@@ -157,8 +157,12 @@ class Engine:
         now: float,
         origins: Sequence[int] | None = None,
         snapshot: EngineSnapshot | None = None,
+        generation: int = 0,
+        samples_id: str = "",
     ) -> None:
         """A fresh engine (with `origins`: first offset of the job in each partition) or one restored from `snapshot`.
+
+        `generation` and `samples_id` are a fresh engine's, see `EngineSnapshot`.
 
         Raises:
             ValueError: neither or both are given, or they are not for `settings.num_workers` workers.
@@ -170,6 +174,7 @@ class Engine:
             snapshot = EngineSnapshot(
                 version=0, origins=tuple(origins or ()), records_per_batch=settings.records_per_batch, applied=(0,) * n,
                 epochs=(0,) * n, instances=("",) * n, samples_total=0, elapsed_s=0.0, counters={},
+                generation=generation, samples_id=samples_id,
             )  # fmt: skip
         if len(snapshot.origins) != n or len(snapshot.applied) != n:
             raise ValueError(f"expected {n} workers, got origins {snapshot.origins} and applied {snapshot.applied}")
@@ -182,6 +187,8 @@ class Engine:
         self.ps_epoch = ps_epoch
         self.version = snapshot.version
         self.origins = snapshot.origins
+        self.generation = snapshot.generation
+        self.samples_id = snapshot.samples_id
         self.samples_total = snapshot.samples_total
         self.counters: Counter[str] = Counter(snapshot.counters)
         self.finished: str | None = None
@@ -303,6 +310,8 @@ class Engine:
             elapsed_s=self._elapsed_s(now),
             counters=dict(self.counters),
             incarnations=tuple(slot.incarnation for slot in self._slots),
+            generation=self.generation,
+            samples_id=self.samples_id,
         )
 
     def check_invariants(self) -> None:

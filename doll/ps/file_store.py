@@ -57,13 +57,13 @@ class FileStore:
         self._keep = keep
         self._lock_timeout_s = lock_timeout_s
 
-    def claim_epoch(self) -> int:
+    def claim_epoch(self, above: int = 0) -> int:
         """A ps_epoch that is the caller's own; every lower one is fenced from here on."""
         with self._translated("claim an epoch in"):
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._locked():
                 while True:
-                    epoch = self.newest_epoch() + 1
+                    epoch = max(self.newest_epoch(), above) + 1
                     try:
                         # O_EXCL decides even where the file system has no locks.
                         file = os.open(

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import FrameType
 
 from doll import topics
+from doll.admission import admit
+from doll.audit import counts_of
 from doll.config import JobConfig
 from doll.errors import CheckpointError, RecordError
 from doll.faults import fault_point
@@ -22,8 +24,9 @@ from doll.ps.optim import Optimizer
 from doll.ps.server import ParameterServer
 from doll.ps.standby import Lookout, wait_for_lease
 from doll.ps.start import Start, make_engine
-from doll.ps.stores import open_blobs, open_store
+from doll.ps.stores import checkpoint_place, open_blobs, open_store
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, decode
+from doll.sample_log import describe_samples, refuse_other_samples
 from doll.services import Services, require
 from doll.task import load_task
 from doll.telemetry import get_logger
@@ -53,7 +56,13 @@ class _Signals:
 
 
 def run_ps(
-    config: JobConfig, services: Services, run_folder: Path, *, standby: bool = False, lookout: Lookout | None = None
+    config: JobConfig,
+    services: Services,
+    run_folder: Path,
+    *,
+    standby: bool = False,
+    lookout: Lookout | None = None,
+    above: int = 0,
 ) -> int:
     """Serve the job until its stop rule is met (0), or until SIGTERM (0, after a checkpoint; the job can be resumed).
 
@@ -61,17 +70,26 @@ def run_ps(
         standby: begin when nothing has been heard of another server for `ps.lease_s`.
         lookout: looks since the start of this process whether another server leads; None: none does, or it shall be
             replaced.
+        above: where there is no checkpoint: epochs up to this one are known to be of earlier runs on the same topics,
+            and a new generation may begin beside them.
 
     Raises:
+        ConfigError: the topics hold another run than the checkpoints, or another stream.
         DollError: services are not there, the task does not load, the checkpoint is of another job or model, another
             server leads, a newer server has claimed the job, or the model diverged.
     """
     with pulse_of("ps-standby" if standby else "ps", config) as pulse:
-        return _run(config, services, run_folder, standby, lookout, pulse)
+        return _run(config, services, run_folder, standby, lookout, pulse, above)
 
 
 def _run(
-    config: JobConfig, services: Services, run_folder: Path, standby: bool, lookout: Lookout | None, pulse: Pulse
+    config: JobConfig,
+    services: Services,
+    run_folder: Path,
+    standby: bool,
+    lookout: Lookout | None,
+    pulse: Pulse,
+    above: int,
 ) -> int:
     import torch
 
@@ -93,7 +111,8 @@ def _run(
         pulse.waits_for("a look whether another parameter server leads")
         if not lookout.require_silence(lambda: signals.leave):
             return 0
-    ps_epoch = store.claim_epoch()
+    seen = admit(config, services, store, checkpoint_place(config, run_folder), above)
+    ps_epoch = store.claim_epoch(seen.newest_epoch)
     fault_point("ps.after_claim")
     checkpoint = store.load_newest(mark)  # from here on no earlier server can add one
     link = KafkaLink(config, services)
@@ -104,7 +123,7 @@ def _run(
 
     blobs = open_blobs(config, services, give_up=give_up)
     link.open()
-    start = _start(config, link, checkpoint, ps_epoch)
+    start = _start(config, services, link, checkpoint, ps_epoch, ps_epoch if seen.newest_epoch else 0)
     optimizer = Optimizer(model, config.training.optimizer)
     engine = make_engine(config, start, optimizer)
     log_path = run_folder / "events" / f"ps-{ps_epoch:06d}.log"
@@ -198,11 +217,26 @@ def _deliver(link: KafkaLink, signals: _Signals, pulse: Pulse) -> None:
         said = True
 
 
-def _start(config: JobConfig, link: KafkaLink, checkpoint: Checkpoint | None, ps_epoch: int) -> Start:
+def _start(
+    config: JobConfig,
+    services: Services,
+    link: KafkaLink,
+    checkpoint: Checkpoint | None,
+    ps_epoch: int,
+    generation: int,
+) -> Start:
+    """Go on from the checkpoint, or begin `generation` where `data.start` says.
+
+    Raises:
+        ConfigError: the samples topic is not the one that the checkpoint is about.
+    """
     now = time.monotonic()
+    samples = describe_samples(config, services, link.watermarks)
     if checkpoint is not None:
+        refuse_other_samples(counts_of(config, checkpoint), samples)
         log.info("resumed", version=checkpoint.version, from_ps_epoch=checkpoint.ps_epoch)
-        return Start.resume(ps_epoch, now, checkpoint)
-    at = 0 if config.data.start == "earliest" else 1
-    origins = [link.watermarks(config.topic("samples"), partition)[at] for partition in range(config.data.workers)]
-    return Start(ps_epoch, now, tuple(origins))
+        return Start.resume(ps_epoch, now, checkpoint, samples.topic_id)
+    origins = samples.low if config.data.start == "earliest" else samples.high
+    if generation:
+        log.warning("generation_begins", generation=generation, data_start=config.data.start, origins=list(origins))
+    return Start(ps_epoch, now, origins, generation=generation, samples_id=samples.topic_id)

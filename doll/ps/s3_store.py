@@ -93,10 +93,10 @@ class S3Store:
         with self._translated("reach"):
             self._client = _client()
 
-    def claim_epoch(self) -> int:
+    def claim_epoch(self, above: int = 0) -> int:
         """A ps_epoch that is the caller's own; every lower one is fenced from here on."""
         with self._translated("claim an epoch in"):
-            first = self._list().newest_epoch + 1
+            first = max(self._list().newest_epoch, above) + 1
             for epoch in range(first, first + _CLAIMS):
                 if self._put_new(f"epoch-{epoch:08d}.claim", b""):
                     break

@@ -2,6 +2,7 @@
 
 Order of effects, and what a crash between any two does (design, section 5):
 
+0. checkpoint of version 0, with the origins  - then crash: the next server keeps the origins
 1. weights of version J into the blob store   - then crash: nobody uses them, the next server has its own keys
 2. grant on `down`                            - then crash: the next server says Hello, workers announce again
 3. push on `up`, gradient fetched, update applied in memory
@@ -125,8 +126,18 @@ class ParameterServer:
         self._welcomed: dict[int, int] = {}
 
     def open(self) -> None:
-        """Tell the world that this server is there: an Epoch record, then Hello to every worker."""
+        """Tell the world that this server is there: an Epoch record, then Hello to every worker.
+
+        A new job's origins are made durable before anybody hears of them: were they taken again after a restart, what
+        came meanwhile would be lost, and a batch of the same number would be other offsets.
+
+        Raises:
+            FencedError, CheckpointError: as in `turn`.
+        """
         engine = self.engine
+        if engine.version == 0:
+            self._store.save(self._checkpoint(0, engine.snapshot(self._clock())))
+            fault_point("ps.after_first_checkpoint")
         self._send_update(
             Epoch(
                 ps_epoch=engine.ps_epoch,
@@ -134,6 +145,7 @@ class ParameterServer:
                 origins=engine.origins,
                 records_per_batch=engine.settings.records_per_batch,
                 time_s=time.time(),
+                generation=engine.generation,
             )
         )
         for worker in range(engine.settings.num_workers):
@@ -315,6 +327,7 @@ class ParameterServer:
                         next_token=action.next_token,
                         fingerprint=self._fingerprint,
                         incarnation=action.incarnation,
+                        samples_id=self.engine.samples_id,
                     ),
                 )
             case ev.SendFence():

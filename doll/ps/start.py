@@ -20,17 +20,21 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
         now: its monotonic clock, seconds.
         origins: first offset of the job in each partition; empty where there is a checkpoint.
         checkpoint: as `encode_checkpoint` writes it, or b"" for a new job.
+        generation: of a new job, see `doll.lineage`; else the checkpoint says it.
+        samples_id: Kafka's id of the samples topic, for a job whose checkpoint does not know it; "": not known.
     """
 
     ps_epoch: int
     now: float
     origins: tuple[int, ...] = ()
     checkpoint: bytes = b""
+    generation: int = 0
+    samples_id: str = ""
 
     @classmethod
-    def resume(cls, ps_epoch: int, now: float, checkpoint: Checkpoint) -> Start:
+    def resume(cls, ps_epoch: int, now: float, checkpoint: Checkpoint, samples_id: str = "") -> Start:
         """Go on from `checkpoint`."""
-        return cls(ps_epoch, now, (), b"".join(encode_checkpoint(checkpoint)))
+        return cls(ps_epoch, now, (), b"".join(encode_checkpoint(checkpoint)), samples_id=samples_id)
 
 
 def make_engine(config: JobConfig, start: Start, optimizer: Optimizer) -> Engine:
@@ -41,10 +45,15 @@ def make_engine(config: JobConfig, start: Start, optimizer: Optimizer) -> Engine
     """
     settings, policy = engine_settings(config), make_policy(config.training.policy)
     if not start.checkpoint:
-        return Engine(settings, policy, ps_epoch=start.ps_epoch, now=start.now, origins=start.origins)
+        return Engine(
+            settings, policy, ps_epoch=start.ps_epoch, now=start.now, origins=start.origins,
+            generation=start.generation, samples_id=start.samples_id,
+        )  # fmt: skip
     checkpoint = decode_checkpoint(start.checkpoint)
     optimizer.load(checkpoint.tensors)
-    return Engine(settings, policy, ps_epoch=start.ps_epoch, now=start.now, snapshot=restore(checkpoint))
+    snapshot = restore(checkpoint)
+    snapshot = msgspec.structs.replace(snapshot, samples_id=snapshot.samples_id or start.samples_id)
+    return Engine(settings, policy, ps_epoch=start.ps_epoch, now=start.now, snapshot=snapshot)
 
 
 def engine_settings(config: JobConfig) -> EngineSettings:

@@ -169,9 +169,11 @@ def test_an_epoch_does_not_go_back(kit: Kit) -> None:
 
 def test_claims_rise_above_all_that_was_seen(kit: Kit) -> None:
     assert [kit.store.claim_epoch() for _ in range(3)] == [1, 2, 3]
+    assert kit.store.claim_epoch(above=2) == 4
     kit.store.save(checkpoint(7, 1))
     assert kit.store.claim_epoch() == 8
     assert kit.again("digits").newest_epoch() == 8
+    assert kit.again("digits").claim_epoch(above=20) == 21  # what the topics hold of another store's epochs
 
 
 def test_a_claim_fences_every_lower_epoch(kit: Kit) -> None:

@@ -166,5 +166,25 @@ def test_a_job_keeps_its_checkpoints_in_s3(
     further = doll("resume", run, "--set", "stop.updates=30", "--json")
     assert further.returncode == 0, further.stderr
     assert json.loads(further.stdout)["audit"]["applied"] == 480
+    second_run_on_the_same_topics(tmp_path, run, job_name, env)
     exported = doll("export", run, "--out", tmp_path / "model", "--json")
     assert json.loads(exported.stdout)["version"] == 30
+
+
+def second_run_on_the_same_topics(tmp_path: Path, first: Path, job: str, env: dict[str, str]) -> None:
+    """It is refused with the three ways to go; as a new generation it reports nothing of the first run."""
+    command = ("up", tmp_path / "job.yaml", "--runs-folder", tmp_path / "runs", "--set", "stop.updates=10", "--json")
+    refused = doll(*command, **env)
+    assert refused.returncode == 2, refused.stderr
+    for words in ("hold an earlier run", f"doll resume {first}", "--fresh", "--set job="):
+        assert words in refused.stderr
+    assert list((tmp_path / "runs").iterdir()) == [first]
+    fresh = doll(*command, "--fresh", **env)
+    assert fresh.returncode == 0, fresh.stderr
+    report = json.loads(fresh.stdout)
+    assert (report["updates"], report["reason"], report["audit"]["applied"]) == (10, "updates: 10 reached", 160)
+    (run,) = set((tmp_path / "runs").iterdir()) - {first}
+    assert [int(row["version"]) for row in read_rows(run / "updates.csv")] == list(range(1, 11))
+    over = doll("resume", first, "--set", "stop.updates=40")
+    assert over.returncode == 2, over.stderr
+    assert "a later run has begun on these topics" in over.stderr

@@ -38,19 +38,26 @@ def test_worker_and_parameter_server_are_killed_in_mid_run(make_pipeline: Any) -
 
 
 def test_what_was_applied_and_not_saved_is_applied_again(make_pipeline: Any) -> None:
-    """SIGKILL between apply and checkpoint: the update records of the first server are void, its batches come again."""
-    job = make_pipeline("stop.updates=30", *NO_CHECKPOINTS)
+    """SIGKILL between apply and checkpoint: the update records of the first server are void, its batches come again.
+
+    Also where the job begins at the end of a stream that is there already: its origins are those of the first server.
+    """
+    job = make_pipeline("stop.updates=30", "data.start=latest", *NO_CHECKPOINTS)
+    job.send(job.samples(50))  # before the job
     job.start()
+    job.until(lambda: len(job.epochs) == 1, "the origins")
     job.send(job.samples(320))  # 20 updates: the job cannot end before the server dies
     job.until_version(12)
     job.kill("ps")
-    assert job.store.versions() == []
+    assert job.store.versions() == [(1, 0)]
     job.send(job.samples(280))
     job.until_finished()  # the end orders a checkpoint, whatever is due
     report = job.assert_sound()
     assert (report.version, report.ps_epoch) == (30, 2)
     assert report.redone >= 12
     assert [epoch.resumed_version for epoch in job.epochs] == [0, 0]
+    assert [epoch.origins for epoch in job.epochs] == [(25, 25), (25, 25)]
+    assert report.applied == 30 * 16
 
 
 def test_a_worker_that_was_frozen_and_replaced_is_fenced_and_exits(make_pipeline: Any) -> None:

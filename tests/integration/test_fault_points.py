@@ -23,11 +23,12 @@ HITS = {
     "worker.after_push": 4,
     "worker.after_durable": 1,
     "ps.after_claim": 1,
+    "ps.after_first_checkpoint": 1,
     "ps.after_weights": 8,
     "ps.after_grant": 9,
     "ps.after_apply": 8,
     "ps.after_update": 8,
-    "ps.mid_checkpoint": 7,  # five parts each: in the middle of the second checkpoint
+    "ps.mid_checkpoint": 7,  # five parts each: in the second checkpoint, which follows that of version 0
     "ps.after_checkpoint": 2,
     "ps.after_durable": 2,
 }

@@ -266,3 +266,9 @@ def test_what_comes_while_a_gradient_is_computed_is_announced_with_the_push_or_a
     assert core.tick(0.6) == []
     core.mail(Durable(ps_epoch=3, worker=1, until=11), 1.0)  # durable, and never granted by this server
     assert core.batch_ready(batch(11)) == announced(11, 12)
+
+
+def test_a_server_whose_origin_is_another_makes_it_read_again(core: WorkerCore) -> None:
+    """The same batch numbers would be other offsets: what it holds must not be announced under them."""
+    (action,) = core.mail(welcome(ps_epoch=4, epoch=8, origin=140), 1.0)
+    assert action == Exit(1, "the job now begins at offset 140, not at 100: reading again")

@@ -10,8 +10,11 @@ from doll.evaluation.history import History, plain
 from doll.records import Epoch, Finished, Member, Update
 
 
-def epoch(number: int, resumed: int = 0) -> Epoch:
-    return Epoch(ps_epoch=number, resumed_version=resumed, origins=(0, 0), records_per_batch=8, time_s=float(number))
+def epoch(number: int, resumed: int = 0, generation: int = 0) -> Epoch:
+    return Epoch(
+        ps_epoch=number, resumed_version=resumed, origins=(0, 0), records_per_batch=8, time_s=float(number),
+        generation=generation,
+    )  # fmt: skip
 
 
 def update(number: int, version: int, *, loss: float = 1.0, n_samples: int = 16, accuracy: float = 0.5) -> Update:
@@ -53,6 +56,38 @@ def test_an_epoch_voids_later_versions_of_the_one_before():
     assert history.evaluations.valid("version").tolist() == [1, 2, 3]
     assert [history.updates.row(i)["void"] for i in range(7)] == [0, 0, 0, 1, 1, 0, 0]
     assert history.prequential.running().loss == pytest.approx((3 * 9 + 2 * 1) / 5)
+
+
+def test_a_new_generation_counts_nothing_of_the_run_before():
+    history = History()
+    history.evaluated(time_s=1.0, ps_epoch=3, version=1, loss=0.5, accuracy=0.9)  # of the file of this run
+    for record in (epoch(1), update(1, 1, loss=9.0), epoch(2, resumed=1), update(2, 2, loss=9.0)):
+        history.feed(record)
+    history.evaluated(time_s=1.0, ps_epoch=2, version=2, loss=8.0, accuracy=0.1)
+    history.feed(Finished(ps_epoch=2, version=2, reason="updates: 2 reached", time_s=1.0))
+    assert history.feed(epoch(3, generation=3)) is True
+    assert (history.version, history.samples_total, history.restarts, history.finished) == (0, 0, 0, None)
+    history.feed(update(2, 3))  # its server wakes up
+    history.evaluated(time_s=1.0, ps_epoch=2, version=2, loss=8.0, accuracy=0.1)
+    history.feed(Finished(ps_epoch=2, version=3, reason="late", time_s=1.0))
+    history.feed(update(3, 1, loss=2.0))
+    assert (history.version, history.finished, history.first_time_s) == (1, None, 101.0)
+    assert history.updates.valid("version").tolist() == [1]
+    assert history.evaluations.valid("loss").tolist() == [0.5]
+    assert history.prequential.running().loss == 2.0
+    history.feed(epoch(5, resumed=1, generation=3))
+    assert history.restarts == 1
+
+
+def test_a_run_that_is_told_of_the_one_before_counts_nothing_of_it_before_it_begins():
+    history = History(above=2)
+    for record in (epoch(1), update(1, 1), Finished(ps_epoch=2, version=1, reason="r", time_s=1.0)):
+        assert history.feed(record) is False
+    history.evaluated(time_s=1.0, ps_epoch=2, version=1, loss=8.0, accuracy=0.1)
+    assert (history.version, history.finished, len(history.updates), len(history.evaluations)) == (0, None, 0, 0)
+    assert not history.is_ours(2)
+    history.feed(epoch(3, generation=3))
+    assert history.is_ours(3)
 
 
 def test_a_fenced_parameter_servers_late_update_is_void():

@@ -80,3 +80,27 @@ def test_a_job_that_goes_on_has_not_finished_any_more() -> None:
     assert exposed(job)[key("doll_job_finished")] == 1
     job.feed(Epoch(ps_epoch=2, resumed_version=9, origins=(0,), records_per_batch=8, time_s=2))
     assert exposed(job)[key("doll_job_finished")] == 0
+
+
+def test_a_new_generation_shows_nothing_of_the_run_before() -> None:
+    def epoch(number: int, generation: int = 0) -> Epoch:
+        return Epoch(
+            ps_epoch=number, resumed_version=0, origins=(0,), records_per_batch=1, time_s=0.0, generation=generation
+        )
+
+    def ps(number: int) -> Metric:
+        return Metric(source="ps", values={"ps_epoch": number, "version": 10 * number}, time_s=1)
+
+    finished = Finished(ps_epoch=1, version=10, reason="r", time_s=0.0)
+    job = Measurements("j", 2)
+    for record in (epoch(1), ps(1), Metric(source="producer", values={"sent_total": 7}, time_s=1), finished):
+        job.feed(record)
+    assert exposed(job)[key("doll_job_finished")] == 1
+    for record in (epoch(2, generation=2), ps(1), finished):
+        job.feed(record)
+    shown = exposed(job)
+    assert shown[key("doll_job_finished")] == 0
+    assert key("doll_ps_version") not in shown
+    assert key("doll_producer_sent_total") not in shown
+    job.feed(ps(2))
+    assert exposed(job)[key("doll_ps_version")] == 20

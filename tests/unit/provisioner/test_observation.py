@@ -218,3 +218,21 @@ def test_a_restart_forgets_nothing() -> None:
     assert again.alpha() == model.alpha()
     with pytest.raises(ValueError, match="expected 3 slots, got 2"):
         observed(3).restore(model.to_dict())
+
+
+def test_a_new_generation_begins_at_nothing() -> None:
+    """What the run before on the same topics did, decided and ended with is not this one's."""
+    model = observed()
+    first = Epoch(ps_epoch=1, resumed_version=0, origins=(0, 0), records_per_batch=1, time_s=0.0)
+    decided = Decision(turn=9, time_s=1.0, started_s=0.0, phase="done", binding="done", feasible=True)
+    feed(model, first, update(1), update(2), Evaluated(ps_epoch=1, version=2, loss=0.2), decided)
+    feed(model, Finished(ps_epoch=1, version=2, reason="updates: 2 reached", time_s=0.0))
+    assert (model.updates_done, model.finished) == (2.0, "updates: 2 reached")
+    feed(model, Epoch(ps_epoch=2, resumed_version=0, origins=(0, 0), records_per_batch=1, time_s=2.0, generation=2))
+    assert (model.updates_done, model.finished, model.decided, model.evaluations) == (0.0, None, None, [])
+    assert math.isnan(model.loss)
+    feed(model, Evaluated(ps_epoch=1, version=0, loss=0.2))
+    assert model.evaluations == []
+    again = observed()
+    again.restore(json.loads(json.dumps(model.to_dict())))
+    assert (again.generation, again.ps_epoch) == (2, 2)

@@ -98,6 +98,7 @@ class Rig:
             blobs=self.blobs, store=self.store, outbox=self.box, fingerprint=self.mark, clock=lambda: self.now,
         )  # fmt: skip
         self.server.open()
+        self.store.saved.clear()  # of version 0
 
     @property
     def size(self) -> int:
@@ -169,6 +170,46 @@ def test_it_says_that_it_is_there_before_anything_else() -> None:
     assert isinstance(epoch, Epoch)
     assert (epoch.ps_epoch, epoch.resumed_version, epoch.origins, epoch.records_per_batch) == (1, 0, (100, 200), 4)
     assert rig.box.mail == [(0, Hello(ps_epoch=1)), (1, Hello(ps_epoch=1))]
+    rig.server.close()
+
+
+def test_the_origins_of_a_new_job_are_durable_before_anybody_hears_of_them() -> None:
+    """A server that starts again before its first checkpoint would take them anew, and workers keep the old ones."""
+    store = MemoryStore("unit")
+    rig = Rig(store=store)
+    heard: list[int] = []
+    keep = store.save
+
+    def save(checkpoint: Checkpoint) -> None:
+        heard.append(len(rig.box.mail) + len(rig.box.updates))
+        keep(checkpoint)
+
+    rig.box.mail.clear()
+    rig.box.updates.clear()
+    store.save = save  # type: ignore[method-assign]
+    rig.server.open()
+    assert heard == [0]
+    held = store.load_newest(rig.mark)
+    assert held is not None
+    assert (held.version, restore(held).origins, restore(held).applied) == (0, (100, 200), (0, 0))
+    rig.server.close()
+
+    heir = Rig("data.start=latest", store=store)
+    heir.join()
+    assert heir.server.engine.origins == (100, 200)
+    assert [(record.origin, record.next_token) for record in heir.box.of(Welcome)] == [(100, 0), (200, 0)]
+    heir.update()
+    heir.turn_until(lambda: heir.server.engine.durable_version == 1)
+    heir.server.close()
+
+
+def test_nothing_is_heard_of_a_server_whose_origins_cannot_be_kept() -> None:
+    store = MemoryStore("unit")
+    store.fail_next(CheckpointError("disk full"))
+    rig = object.__new__(Rig)
+    with pytest.raises(CheckpointError, match="disk full"):
+        rig.__init__(store=store)  # type: ignore[misc]
+    assert (rig.box.mail, rig.box.updates) == ([], [])
     rig.server.close()
 
 

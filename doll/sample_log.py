@@ -1,0 +1,115 @@
+"""Is the samples topic still the one that the model was learned from?
+
+Offsets name samples only within one topic. Where it was deleted and created again, or cut short, the same offsets are
+other records: a reader that went on at its offset would wait for ever, or drop what comes until the log is as long as
+before. Kafka gives each topic an id of its own; a checkpoint keeps it. Brokers before 2.8 have none: there only a log
+that is shorter than what was read of it gives it away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from doll import topics
+from doll.errors import ConfigError
+from doll.services import Services
+from doll.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from doll.audit import Counts
+    from doll.config import JobConfig
+
+log = get_logger(__name__)
+
+_TO_DO = (
+    "what was not learned before is gone. Begin anew on this topic (doll up --fresh, or doll ps --fresh with an empty "
+    "checkpoint.folder), or take another job name; the model is in the checkpoints (doll export)"
+)
+
+
+@dataclass(frozen=True)
+class SampleLog:
+    """The samples topic as the broker has it.
+
+    Attributes:
+        topic_id: Kafka's own; "" where the broker does not tell.
+        low, high: per partition, the first offset that is kept and the one that the next record gets.
+    """
+
+    name: str
+    topic_id: str
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+
+def describe_samples(
+    config: JobConfig, services: Services, watermarks: Callable[[str, int], tuple[int, int]]
+) -> SampleLog:
+    """Ask the broker.
+
+    Args:
+        watermarks: of a topic and a partition, (low, high).
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer.
+    """
+    name = config.topic("samples")
+    topic_id = topics.topic_id(config, services, "samples")
+    if not topic_id:
+        log.warning(
+            "no_topic_id", topic=name, reason="this broker gives topics no id (Kafka before 2.8)",
+            hint="a topic that is deleted and created again is noticed only while it is shorter than before",
+        )  # fmt: skip
+    bounds = [watermarks(name, partition) for partition in range(config.data.workers)]
+    return SampleLog(name, topic_id, tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
+
+
+def refuse_other_samples(counts: Counts, samples: SampleLog) -> None:
+    """Return if the topic can be the one that `counts` is about.
+
+    Raises:
+        ConfigError: it was deleted and created again, or cut short; says what to do.
+    """
+    refuse_other_topic(samples.name, counts.samples_id, samples.topic_id)
+    for partition, (origin, applied, high) in enumerate(zip(counts.origins, counts.applied, samples.high, strict=True)):
+        refuse_beyond_end(samples.name, partition, origin + applied * counts.records_per_batch, high)
+
+
+def refuse_other_topic(name: str, expected: str, came: str) -> None:
+    """Return unless both ids are known and differ.
+
+    Raises:
+        ConfigError: they do.
+    """
+    if problem := other_topic(name, expected, came):
+        raise ConfigError(f"{problem}; {_TO_DO}")
+
+
+def other_topic(name: str, expected: str, came: str) -> str:
+    """What is wrong if both ids are known and differ, else ""."""
+    if not expected or not came or expected == came:
+        return ""
+    return (
+        f"topic {name} was deleted and created again since this job began (expected Kafka's topic id {expected}, found "
+        f"{came}): its offsets are other records now"
+    )
+
+
+def refuse_beyond_end(name: str, partition: int, next_offset: int, high: int) -> None:
+    """Return if the log reaches as far as what is to be read next.
+
+    Raises:
+        ConfigError: it ends before.
+    """
+    if next_offset > high:
+        raise ConfigError(f"{beyond_end(name, partition, next_offset, high)}; {_TO_DO}")
+
+
+def beyond_end(name: str, partition: int, next_offset: int, high: int) -> str:
+    """The message for a log that ends before what was read of it."""
+    return (
+        f"{name}/{partition} ends at offset {high}, but it was read up to offset {next_offset}: the topic was cut "
+        "short, or deleted and created again"
+    )
