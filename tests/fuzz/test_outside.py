@@ -200,7 +200,7 @@ def test_state_files_of_the_provisioner(tmp_path: Path) -> None:
         {"instance": {"id": "a", "slot": 0, "epoch": 1, "market": "spot", "pool": "p", "state": "running",
                       "launched_s": 1.0, "ended_s": None, "end": ""}, "preempted": False, "killed": False},
     ]).encode()  # fmt: skip
-    book = FileBook(tmp_path)
+    book = FileBook(tmp_path, "fuzz")
     with structlog.testing.capture_logs():
         for data in inputs("provisioner files", 4_000, [kept, b'{"state": 3, "turn": 7}'], JSON_WORDS):
             book.state.write_bytes(data)
