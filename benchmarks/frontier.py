@@ -19,9 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from doll.provisioner.recordings import load
 from doll.provisioner.rivals import MarketPolicy, rivals
 from doll.provisioner.state import PlannerSettings
-from doll.provisioner.traces import TraceSet, load
+from doll.provisioner.traces import TraceSet
 from doll.simulation.adaptive import Adaptive
 from doll.simulation.backtest import BacktestSettings, Row, cells, windows_of
 from doll.simulation.parallel import backtest_on

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +14,7 @@ from doll.cli.errors import usage
 from doll.cli.options import JsonOption, emit
 
 if TYPE_CHECKING:
+    from doll.provisioner.recordings import LeftOut
     from doll.provisioner.rivals import MarketPolicy
     from doll.provisioner.traces import TraceSet
     from doll.simulation.backtest import BacktestSettings, Row
@@ -48,19 +51,31 @@ def backtest(
     Per policy: deadlines met, cost in percent of all on demand, moves between the markets per job, cost over that of a
     clairvoyant. Costs and deadlines are those of many jobs that begin at random times of the recordings.
 
+    Each recording is judged by itself: what cannot be used is named with the reason, and the others are replayed.
+
     Example: doll backtest my-traces --out backtest
     """
-    from doll.provisioner.traces import load, write_folder
-    from doll.simulation.backtest import BacktestSettings
+    from doll.provisioner.recordings import LeftOut, nothing_in, survey, told
+    from doll.provisioner.traces import write_folder
+    from doll.simulation.backtest import BacktestSettings, too_short
 
-    sets = load(folder)
+    found = survey(folder)
+    if not found.sets:
+        raise nothing_in(folder, found.left_out)
+    sets, left_out = found.sets, found.left_out
     if only:
-        sets = [found for found in sets if any(part in found.name for part in only)]
+        sets = [one for one in sets if any(part in one.name for part in only)]
         if not sets:
-            raise usage(f"--only: no trace set of {folder} has {' or '.join(only)} in its name")
+            names = ", ".join(one.name for one in found.sets)
+            raise usage(
+                f"--only: no trace set of {folder} has {' or '.join(only)} in its name; there are {names}"
+                + "".join(f"\n{line}" for line in told(left_out).splitlines())
+            )
     if export is not None:
+        _say(told(left_out))
         write_folder(sets, export)
-        emit(as_json, {"folder": str(export), "sets": [found.name for found in sets]}, f"written: {export}")
+        content = {"folder": str(export), "sets": [one.name for one in sets], "left_out": _plain(left_out)}
+        emit(as_json, content, f"written: {export}")
         return
     ratios = tuple(deadline or (1.05, 1.1, 1.5))
     if min(ratios) < 1 or job_hours <= 0:
@@ -69,20 +84,35 @@ def backtest(
         rates_per_s=(125.0,) * workers, job_hours=job_hours, deadline_ratios=ratios, windows=windows, boot_s=boot_s,
         tick_s=tick_s, seed=seed,
     )  # fmt: skip
+    short = {one.name: why for one in sets if (why := too_short(one, settings))}
+    left_out = [*left_out, *(LeftOut(f"trace set {name}", why) for name, why in short.items())]
+    sets = [one for one in sets if one.name not in short]
+    if not sets:
+        raise nothing_in(folder, left_out)
+    _say(told(left_out))
     rows = _run(processes or os.cpu_count() or 1, sets, settings)
     from doll.simulation.backtest_report import draw, table, to_json, verdict, write_csv
 
-    content = to_json(rows, settings)
+    report: dict[str, object] = {**to_json(rows, settings), "left_out": _plain(left_out)}
     text = table(rows) + "\n\n" + verdict(rows).text
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         import json
 
-        (out / "backtest.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (out / "backtest.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         write_csv(rows, out / "backtest.csv")
         draw(rows, out / "backtest.png")
         text += f"\nwritten: {out / 'backtest.json'}, .csv, .png"
-    emit(as_json, content, text)
+    emit(as_json, report, text)
+
+
+def _say(text: str) -> None:
+    if text:
+        sys.stderr.write(f"{text}\n")
+
+
+def _plain(left_out: Sequence[LeftOut]) -> list[dict[str, str]]:
+    return [{"what": one.what, "why": one.why} for one in left_out]
 
 
 def policies() -> list[MarketPolicy]:

@@ -163,12 +163,9 @@ def _preemption(
     if traces is None:
         # A stream of its own: what arrives does not depend on how machines vanish.
         return Markov(alpha, cycle_s, np.random.default_rng((settings.seed, 1))), alpha
-    from doll.provisioner.traces import load
+    from doll.provisioner.recordings import pool_of
 
-    pools = {found.name: found for trace_set in load(traces) for found in trace_set.pools}
-    chosen = next(iter(pools.values())) if pool is None else pools.get(pool)
-    if chosen is None:
-        raise usage(f"--pool: expected one of {', '.join(sorted(pools))}; got {pool}")
+    chosen = pool_of(traces, pool, "--pool")
     return Recorded.of(chosen, settings.num_workers), chosen.alpha
 
 

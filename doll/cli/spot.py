@@ -240,13 +240,9 @@ def make_market(config: JobConfig, fleet: ProcessesFleetConfig, seed: int) -> tu
             speed_up=fleet.speed_up, notice_s=fleet.notice_s, surprise=fleet.surprise, seed=seed,
         )  # fmt: skip
         return market, plan
-    from doll.provisioner.traces import load
+    from doll.provisioner.recordings import pool_of
 
-    folder = config.path(fleet.trace)
-    pools = {found.name: found for trace_set in load(folder) for found in trace_set.pools}
-    chosen = next(iter(pools.values())) if fleet.pool is None else pools.get(fleet.pool)
-    if chosen is None:
-        raise ConfigError(f"fleet.pool: expected one of {', '.join(sorted(pools))}; got {fleet.pool}")
+    chosen = pool_of(config.path(fleet.trace), fleet.pool, "fleet.pool")
     market = SpotMarket.replay(
         chosen, slots, length_s=plan.deadline_s or 0.0, speed_up=fleet.speed_up, notice_s=fleet.notice_s,
         surprise=fleet.surprise, seed=seed,

@@ -4,27 +4,28 @@
     prices.csv        pool,seconds,usd_per_hour      (a row holds until the pool's next row)
     availability.csv  pool,seconds,num_up            (likewise; 0 .. num_machines)
 
-`load` reads such a folder, the public data sets that `doll.provisioner.known_traces` knows, or a folder of either.
+`read_folder` reads such a folder; `doll.provisioner.recordings` finds it, and public data sets in their own formats.
 """
 
 from __future__ import annotations
 
 import csv
-import gzip
-import io
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from doll.errors import ConfigError
+from doll.provisioner.tables import MAX_NUMBER, number, rows
 
 Floats = npt.NDArray[np.float64]
 
 POOLS, PRICES, AVAILABILITY = "pools.csv", "prices.csv", "availability.csv"
+# Above all that a market has: what is beyond is damage, and would drown the sums.
+MAX_MACHINES, MAX_USD_PER_HOUR = 10_000_000, 1e6
 _POOL_COLUMNS = ("trace_set", "pool", "num_machines", "on_demand_usd_per_hour")
 
 
@@ -40,8 +41,8 @@ class Series:
             raise ConfigError(
                 f"expected two or more times with a value each, got {len(self.times_s)} and {len(self.values)}"
             )
-        if not (np.isfinite(self.times_s).all() and np.isfinite(self.values).all()):
-            raise ConfigError("expected finite times and values, got NaN or infinite ones")
+        if not all((np.abs(numbers) <= MAX_NUMBER).all() for numbers in (self.times_s, self.values)):
+            raise ConfigError(f"expected times and values up to {MAX_NUMBER:g}, got NaN, infinite or larger ones")
         if (np.diff(self.times_s) < 0).any():
             raise ConfigError("expected times in ascending order")
 
@@ -76,13 +77,16 @@ class Pool:
     num_up: Series
 
     def __post_init__(self) -> None:
-        if self.num_machines < 1 or not 0 < self.on_demand_usd_per_hour < math.inf:
+        if not 1 <= self.num_machines <= MAX_MACHINES or not 0 < self.on_demand_usd_per_hour <= MAX_USD_PER_HOUR:
             raise ConfigError(
-                f"pool {self.name}: expected num_machines >= 1 and an on-demand price above 0, got "
-                f"{self.num_machines} and {self.on_demand_usd_per_hour}"
+                f"pool {self.name}: expected num_machines >= 1 and an on-demand price above 0, at most {MAX_MACHINES} "
+                f"and {MAX_USD_PER_HOUR:g}, got {self.num_machines:g} and {self.on_demand_usd_per_hour:g}"
             )
-        if self.price.values.min() < 0:
-            raise ConfigError(f"pool {self.name}: expected prices of 0 or more, got {self.price.values.min()}")
+        if not 0 <= self.price.values.min() <= self.price.values.max() <= MAX_USD_PER_HOUR:
+            raise ConfigError(
+                f"pool {self.name}: expected prices of 0 or more, up to {MAX_USD_PER_HOUR:g}, got "
+                f"{self.price.values.min():g} .. {self.price.values.max():g}"
+            )
         if self.num_up.values.min() < 0 or self.num_up.values.max() > self.num_machines:
             raise ConfigError(
                 f"pool {self.name}: expected num_up of 0 .. {self.num_machines} (num_machines), got "
@@ -136,46 +140,13 @@ def up_at_bid(price: Series, num_machines: int, bid_usd_per_hour: float) -> Seri
     return Series(price.times_s, np.where(price.values <= bid_usd_per_hour, float(num_machines), 0.0))
 
 
-def load(folder: Path) -> list[TraceSet]:
-    """All trace sets in `folder`: normal form, a known public data set, or sub-folders of either.
+def read_folder(folder: Path) -> tuple[list[TraceSet], list[tuple[str, str]]]:
+    """The trace sets of a folder in normal form, and what was left out of it: (set, why).
+
+    A set with a pool that cannot be used is left out whole: without the pool it would be another market.
 
     Raises:
-        ConfigError: there is nothing readable, or a file is wrong; the message names the file, line and column.
-    """
-    from doll.provisioner import known_traces
-
-    if not folder.is_dir():
-        raise ConfigError(f"expected a folder of traces, got {folder}, which is not one; see docs/traces.md")
-    found = _load_one(folder, known_traces.LOADERS)
-    if not found:
-        for inner in sorted(path for path in folder.iterdir() if path.is_dir()):
-            found += _load_one(inner, known_traces.LOADERS)
-    if not found:
-        raise ConfigError(
-            f"{folder}: expected {POOLS} with {PRICES} or {AVAILABILITY} (docs/traces.md), found neither that nor a "
-            f"known data set"
-        )
-    names = [trace_set.name for trace_set in found]
-    if len(set(names)) != len(names):
-        raise ConfigError(f"{folder}: expected trace sets of different names, got {names}")
-    return found
-
-
-def _load_one(folder: Path, loaders: Mapping[str, Callable[[Path], list[TraceSet]]]) -> list[TraceSet]:
-    if _named(folder, POOLS) is not None:
-        return read_folder(folder)
-    found = []
-    for pattern, loader in loaders.items():
-        for path in sorted(folder.glob(pattern)):
-            found += loader(path)
-    return found
-
-
-def read_folder(folder: Path) -> list[TraceSet]:
-    """The trace sets of a folder in normal form.
-
-    Raises:
-        ConfigError: a file, column or value is missing or wrong.
+        ConfigError: a file or column is missing or damaged, or no set can be used.
     """
     pools_path = _named(folder, POOLS)
     if pools_path is None:
@@ -183,26 +154,38 @@ def read_folder(folder: Path) -> list[TraceSet]:
     prices = _read_series(_named(folder, PRICES), "usd_per_hour")
     ups = _read_series(_named(folder, AVAILABILITY), "num_up")
     sets: dict[str, list[Pool]] = {}
+    wrong: dict[str, str] = {}
     names: set[str] = set()
     for line, row in rows(pools_path, _POOL_COLUMNS):
-        name = row["pool"]
-        where = f"{pools_path}: line {line}"
-        if name in names:
-            raise ConfigError(f"{where}: pool {name!r} is there twice")
-        names.add(name)
-        sets.setdefault(row["trace_set"] or folder.name, []).append(_pool(name, row, prices, ups, where))
+        name, group = row["pool"], row["trace_set"] or folder.name
+        sets.setdefault(group, [])
+        try:
+            where = f"{pools_path}: line {line}"
+            if name in names:
+                raise ConfigError(f"{where}: pool {name!r} is there twice")
+            names.add(name)
+            sets[group].append(_pool(name, row, prices, ups, where))
+        except ConfigError as error:
+            wrong.setdefault(group, str(error))
+    left_out = [(f"trace set {group!r}", why) for group, why in wrong.items()]
     for path, series in ((PRICES, prices), (AVAILABILITY, ups)):
-        if unknown := sorted(set(series) - names):
-            raise ConfigError(f"{folder / path}: pool {unknown[0]!r} is not in {POOLS}")
+        left_out += [
+            (f"pool {name!r}", f"it has rows in {path}, and is not in {POOLS}") for name in sorted(set(series) - names)
+        ]
     if not sets:
         raise ConfigError(f"{pools_path}: expected one pool per line, got none")
-    return [TraceSet(name, tuple(pools)) for name, pools in sets.items()]
+    found = [TraceSet(name, tuple(pools)) for name, pools in sets.items() if name not in wrong]
+    if not found:
+        raise ConfigError("; ".join(wrong.values()))
+    return found, left_out
 
 
-def _pool(name: str, row: Mapping[str, str], prices: dict[str, Series], ups: dict[str, Series], where: str) -> Pool:
+def _pool(
+    name: str, row: Mapping[str, str], prices: Mapping[str, Recorded], ups: Mapping[str, Recorded], where: str
+) -> Pool:
     num_machines = number(row, "num_machines", where)
     on_demand = number(row, "on_demand_usd_per_hour", where)
-    price, num_up = prices.get(name), ups.get(name)
+    price, num_up = _usable(prices.get(name)), _usable(ups.get(name))
     if price is None and num_up is None:
         raise ConfigError(f"{where}: pool {name!r} has rows neither in {PRICES} nor in {AVAILABILITY}")
     if price is None:
@@ -211,21 +194,38 @@ def _pool(name: str, row: Mapping[str, str], prices: dict[str, Series], ups: dic
             raise ConfigError(f"{where}: pool {name!r} has no rows in {PRICES}: expected spot_usd_per_hour here")
         spot = number(row, "spot_usd_per_hour", where)
         price = constant(spot, float(num_up.times_s[0]), float(num_up.times_s[-1]))
-    if num_up is None:
-        num_up = up_at_bid(price, int(num_machines), on_demand)
     if num_machines != int(num_machines):
         raise ConfigError(f"{where}: expected a whole number of machines, got {num_machines}")
-    return Pool(name, int(num_machines), on_demand, price, num_up)
+    if num_up is None:
+        num_up = up_at_bid(price, int(num_machines), on_demand)
+    try:
+        return Pool(name, int(num_machines), on_demand, price, num_up)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+Recorded = Series | ConfigError
+"""The rows of one pool, or what is wrong with them."""
+
+
+def _usable(found: Recorded | None) -> Series | None:
+    if isinstance(found, ConfigError):
+        raise found
+    return found
 
 
 def write_folder(sets: Iterable[TraceSet], folder: Path) -> None:
-    """Write trace sets in normal form; `read_folder` gives the same back.
+    """Write trace sets in normal form; `read_folder` gives the same back. Pools of one name get their set's name too.
 
     Raises:
         OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     pools = [(trace_set.name, pool) for trace_set in sets for pool in trace_set.pools]
+    count = Counter(pool.name for _, pool in pools)  # a name may be there once in the file
+    pools = [
+        (name, pool if count[pool.name] == 1 else replace(pool, name=f"{pool.name} ({name})")) for name, pool in pools
+    ]
     _write(
         folder / POOLS,
         _POOL_COLUMNS,
@@ -248,66 +248,29 @@ def _write(path: Path, header: Sequence[str], lines: Iterable[Sequence[object]])
         writer.writerows(lines)
 
 
-# --- reading tables ---------------------------------------------------------------------------------------------------
-
-
 def _named(folder: Path, name: str) -> Path | None:
     return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
 
 
-def open_text(path: Path) -> io.TextIOWrapper:
-    """The text of `path`, unpacked where its name ends in .gz."""
-    if path.suffix == ".gz":
-        return io.TextIOWrapper(gzip.open(path, "rb"), encoding="utf-8-sig", newline="")
-    return path.open(encoding="utf-8-sig", newline="")
-
-
-def rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Line number and cells of each line of a CSV file with a header that has at least `columns`.
-
-    Raises:
-        ConfigError: it cannot be read, or a column is missing.
-    """
-    try:
-        with open_text(path) as file:
-            reader = csv.DictReader(file, restval="")
-            missing = [name for name in columns if name not in (reader.fieldnames or ())]
-            if missing:
-                raise ConfigError(f"{path}: expected the columns {', '.join(columns)}; {', '.join(missing)} missing")
-            for row in reader:
-                yield reader.line_num, row
-    except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path}: expected a CSV file in UTF-8, plain or .gz: {error}") from error
-
-
-def number(row: Mapping[str, str], column: str, where: str) -> float:
-    """The finite number in `column`.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    try:
-        value = float(row[column])
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
-        raise ConfigError(f"{where}: expected a number in {column}, got {row[column]!r}")
-    return value
-
-
-def _read_series(path: Path | None, column: str) -> dict[str, Series]:
+def _read_series(path: Path | None, column: str) -> dict[str, Recorded]:
     if path is None:
         return {}
     times: dict[str, list[float]] = {}
     values: dict[str, list[float]] = {}
+    found: dict[str, Recorded] = {}
     for line, row in rows(path, ("pool", "seconds", column)):
-        where = f"{path}: line {line}"
-        times.setdefault(row["pool"], []).append(number(row, "seconds", where))
-        values.setdefault(row["pool"], []).append(number(row, column, where))
-    found = {}
-    for name, pool_times in times.items():
+        where, name = f"{path}: line {line}", row["pool"]
         try:
-            found[name] = Series(np.array(pool_times), np.array(values[name]))
+            time_s, value = number(row, "seconds", where), number(row, column, where)
         except ConfigError as error:
-            raise ConfigError(f"{path}: pool {name!r}: {error}") from error
+            found.setdefault(name, error)
+            continue
+        times.setdefault(name, []).append(time_s)
+        values.setdefault(name, []).append(value)
+    for name, pool_times in times.items():
+        if name not in found:
+            try:
+                found[name] = Series(np.array(pool_times), np.array(values[name]))
+            except ConfigError as error:
+                found[name] = ConfigError(f"{path}: pool {name!r}: {error}")
     return found

@@ -14,6 +14,7 @@ from doll.simulation.windows import Windows, clairvoyant_usd, sample
 
 # A job must fit into its recording with room to begin at different times.
 _SHARE_OF_RECORDING = 0.6
+_LEAST_BOOTS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,13 +141,31 @@ def backtest(
     ]
 
 
-def windows_of(trace_set: TraceSet, settings: BacktestSettings) -> tuple[Windows, float]:
-    """The jobs of a trace set, the same at every deadline and whatever is replayed beside it, and θ_0 in seconds."""
+def too_short(trace_set: TraceSet, settings: BacktestSettings) -> str:
+    """Why no job of any meaning fits into the recordings of a set; an empty text where one does."""
+    _, on_demand_s = _job_s(trace_set, settings)
+    least_s = _LEAST_BOOTS * max(settings.boot_s, settings.tick_s)
+    if on_demand_s >= min(least_s, settings.job_hours * 3600.0):
+        return ""
+    return (
+        f"expected a recording in which a job of {least_s:.0f} s fits ({_LEAST_BOOTS} times --boot or --tick), got one "
+        f"for {on_demand_s:.0f} s"
+    )
+
+
+def _job_s(trace_set: TraceSet, settings: BacktestSettings) -> tuple[float, float]:
+    """Length of a window, and θ_0, seconds."""
     longest_s = max(pool.length_s for pool in trace_set.pools)
     most = max(settings.deadline_ratios)
     on_demand_s = min(settings.job_hours * 3600.0, _SHARE_OF_RECORDING * longest_s / most)
+    return most * on_demand_s, on_demand_s
+
+
+def windows_of(trace_set: TraceSet, settings: BacktestSettings) -> tuple[Windows, float]:
+    """The jobs of a trace set, the same at every deadline and whatever is replayed beside it, and θ_0 in seconds."""
+    length_s, on_demand_s = _job_s(trace_set, settings)
     windows = sample(
-        trace_set, count=settings.windows, length_s=most * on_demand_s, tick_s=settings.tick_s,
+        trace_set, count=settings.windows, length_s=length_s, tick_s=settings.tick_s,
         num_slots=len(settings.rates_per_s),
         rng=np.random.default_rng((settings.seed, zlib.crc32(trace_set.name.encode()))),
     )  # fmt: skip
@@ -167,6 +186,7 @@ def backtest_one(
     )  # fmt: skip
     full_usd = on_demand_s * len(rates) * windows.on_demand / 3600.0
     bound = clairvoyant_usd(windows, rates_per_s=settings.rates_per_s, samples=job.samples, deadline_s=deadline_s)
+    free_usd = np.where(bound > 0, 0.0, 1e-9 * full_usd)  # where spot costs nothing, nobody is a multiple of it
     rows = []
     for policy in policies:
         outcome = replay(policy, job, windows)
@@ -179,7 +199,7 @@ def backtest_one(
                 met_percent=100.0 * float(np.mean(outcome.finish_s <= deadline_s * (1 + 1e-9))),
                 cost_percent=100.0 * float(np.mean(outcome.usd / full_usd)),
                 moves_per_job=float(np.mean(outcome.moves)),
-                over_bound=float(np.mean(outcome.usd / bound)),
+                over_bound=float(np.mean((outcome.usd + free_usd) / (bound + free_usd))),
             )
         )
     return rows

@@ -33,6 +33,7 @@ from doll.provisioner.compose_fleet import ComposeFleet
 from doll.provisioner.ec2_notices import Ec2Notices
 from doll.provisioner.ec2_prices import OnDemandPrices
 from doll.provisioner.process_fleet import ProcessFleet
+from doll.provisioner.recordings import survey
 from doll.ps.checkpoints import Checkpoint, encode_checkpoint
 from doll.ps.event_log import Entry, FileEventLog, read_log
 from doll.ps.events import EngineSnapshot
@@ -392,3 +393,72 @@ def test_sources_without_end_do_not_fill_the_memory() -> None:
     served = {family.name: family.samples[0].value for family in subject.collect()}
     assert served["doll_s1_a"] == 7.0
     assert len(served) < 10_010
+
+
+# --- recorded markets -----------------------------------------------------------------------------------------------
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+TRACE_WORDS = [
+    b"inf", b"nan", b"1e308", b"1e400", b"-1", b"-0", b"0", b'"', b",", b"\r", b"\n", b"\n\n", b"\0", b"\xff",
+    b"9" * 400, b'"' + b"x" * 140_000, b"[" * 3_000, b"add", b"remove", b"preempted", b"0001-01-01T00:00:00+14:00",
+    b"9999-12-31T23:59:59-14:00", b"\xef\xbb\xbf", "٣".encode(),
+]  # fmt: skip
+MADE_UP = {
+    "prices.csv": "timestamp_utc,availability_zone,instance_type,product,spot_usd_per_hour\n"
+    + "".join(f"2016-01-{day:02}T00:00:00Z,z,m1.{kind},Linux/UNIX,0.0{day % 9}1\n"
+              for day in range(1, 20) for kind in ("small", "medium", "odd")),
+    "traces.jsonl": "".join(
+        json.dumps({"kind": "a", "nodes": 4, "zone": zone, "resource": "v", "start_date": "2023-02-15",
+                    "gap_seconds": 30, "data": [4, 2, 0, 4] * 9}) + "\n" for zone in "xy"),
+    "p3_trace.csv": "".join(f"{at * 1000},{'remove' if at % 5 == 4 else 'add'},n{at}\n" for at in range(40)),
+    "gcloud_a.txt": "".join(f"2021-12-10, 13:{at:02}:45, {80 - at % 7}\n" for at in range(50)),
+    "vms.csv": "zone,lifetime_s,end_event\n" + "".join(f"z,{90000 + 600 * at},preempted\n" for at in range(20)),
+    "pools.csv": "trace_set,pool,num_machines,on_demand_usd_per_hour,spot_usd_per_hour\ns,a,4,0.2,0.05\nt,b,9,0.2,\n",
+}  # fmt: skip
+BESIDE = {
+    "pools.csv": {"availability.csv": "pool,seconds,num_up\na,0,4\na,900,2\na,5000,4\nb,0,9\nb,7000,3\n",
+                  "prices.csv": "pool,seconds,usd_per_hour\nb,0,0.05\nb,3000,0.3\nb,9000,0.05\n"},
+}  # fmt: skip
+
+
+def _recorded(name: str) -> list[bytes]:
+    """The made-up file, and the beginning of a real one where the shared data sets are beside this checkout."""
+    import gzip
+    import itertools
+
+    real = [path for path in SHARED.glob(f"*/{name}.gz") if path.is_file()]
+    seeds = [MADE_UP[name].encode()]
+    for path in real[:3]:
+        with gzip.open(path, "rb") as file:
+            seeds.append(b"".join(line[:3_000] for line in itertools.islice(file, 40)))
+    return seeds
+
+
+@pytest.mark.parametrize("name", [*MADE_UP, "availability.csv"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_recorded_markets(tmp_path: Path, name: str, packed: bool) -> None:
+    """What cannot be used is left out with a reason; what is used has numbers that a market can have."""
+    import gzip
+
+    form = "pools.csv" if name == "availability.csv" else name
+    for other, text in {form: MADE_UP[form], **BESIDE.get(form, {})}.items():
+        (tmp_path / other).write_text(text)
+    (tmp_path / name).unlink()
+    path = tmp_path / (f"{name}.gz" if packed else name)
+    seeds = [BESIDE[form][name].encode()] if name in BESIDE.get(form, {}) else _recorded(name)
+    if packed:
+        seeds = [gzip.compress(seed, mtime=0) for seed in seeds]
+    path.write_bytes(seeds[0])
+    assert survey(tmp_path).sets
+    for data in inputs(f"traces {path.name}", 1_500, seeds, TRACE_WORDS):
+        path.write_bytes(data)
+        found = tried((), data, survey, tmp_path)
+        assert found.sets or found.left_out, data[:400]
+        for one in found.left_out:
+            assert "\n" not in str(one)
+            assert len(str(one)) < 1_500, str(one)
+        for pool in (pool for one in found.sets for pool in one.pools):
+            assert 0 <= pool.alpha <= 1
+            assert 0 < pool.length_s < math.inf
+            assert 0 < pool.cycle_s < math.inf
+            assert 0 <= pool.price.mean(pool.start_s, pool.end_s) < 1e7

@@ -13,8 +13,9 @@ from doll.cli.app import app
 from doll.cli.backtest import policies
 from doll.errors import ConfigError
 from doll.provisioner import rivals
+from doll.provisioner.recordings import load
 from doll.provisioner.rivals import ON_DEMAND, SPOT, Job, MarketPolicy, Moment
-from doll.provisioner.traces import Pool, Series, TraceSet, constant, load, write_folder
+from doll.provisioner.traces import Pool, Series, TraceSet, constant, write_folder
 from doll.simulation.adaptive import Adaptive, planners
 from doll.simulation.backtest import BacktestSettings, Outcome, backtest, replay
 from doll.simulation.backtest_report import to_json, verdict
@@ -235,6 +236,14 @@ def test_a_set_meets_the_same_windows_whatever_is_replayed_beside_it():
     assert beside[1:] == alone
 
 
+def test_a_market_that_gives_machines_away_has_finite_figures():
+    flat = Pool("free", 4, 0.2, constant(0.0, 0.0, 4e5), constant(4.0, 0.0, 4e5))
+    rows = backtest([TraceSet("free", (flat,))], BacktestSettings(rates_per_s=(1.0,) * 4, windows=1), policies)
+    over = {row.policy: row.over_bound for row in rows}
+    assert over["all-spot"] == 1.0
+    assert 1 < over["on-demand"] < float("inf")
+
+
 def test_a_short_recording_shortens_the_job():
     settings = BacktestSettings(rates_per_s=(125.0,) * 4, job_hours=12.0, deadline_ratios=(1.1, 1.5), windows=4)
     rows = backtest([flicker(3, hours=5.0)], settings, lambda: [rivals.AllOnDemand()])
@@ -289,6 +298,29 @@ def test_doll_backtest_exports_what_it_reads(tmp_path: Path):
     assert result.exit_code == 0
     for name in ("pools.csv", "prices.csv", "availability.csv"):
         assert (tmp_path / "copy" / name).read_text() == (tmp_path / "mine" / name).read_text()
+
+
+def test_a_recording_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path):
+    """One unusable folder stopped the whole backtest, also with --only another one."""
+    write_folder([flicker(5, hours=60.0)], tmp_path / "mine")
+    write_folder([flicker(5, hours=0.2)], tmp_path / "short")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "traces.jsonl").write_text("no json\n")
+    arguments = ["backtest", str(tmp_path), "--workers", "4", "--windows", "2", "--deadline", "1.2", "--processes", "1"]
+    for only in ([], ["--only", "mine"]):
+        result = CliRunner().invoke(app, [*arguments, *only])
+        assert result.exit_code == 0, result.output
+        assert "flicker (mine), deadline 1.2 x, 2 jobs" in result.stdout
+        assert f"left out: {tmp_path}/damaged/traces.jsonl: line 1: expected a trace" in result.stderr
+        assert ("left out: trace set flicker (short): expected a recording" in result.stderr) == (not only)
+    content = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert [one["what"] for one in content["left_out"]] == [
+        f"{tmp_path}/damaged/traces.jsonl", "trace set flicker (short)",
+    ]  # fmt: skip
+    nothing = CliRunner().invoke(app, [*arguments, "--only", "damaged"])
+    assert nothing.exit_code == 2
+    assert "there are flicker (mine), flicker (short)" in nothing.stderr
+    assert "damaged/traces.jsonl: line 1: expected a trace" in nothing.stderr
 
 
 @pytest.mark.parametrize(

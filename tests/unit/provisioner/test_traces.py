@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+from doll.cli.app import app
 from doll.errors import ConfigError
 from doll.provisioner import known_traces
-from doll.provisioner.traces import Pool, Series, TraceSet, constant, load, read_folder, up_at_bid, write_folder
+from doll.provisioner.recordings import load, survey
+from doll.provisioner.traces import Pool, Series, TraceSet, constant, read_folder, up_at_bid, write_folder
+from typer.testing import CliRunner
 
 SHARED = Path(__file__).parents[4] / "shared" / "data"
 POOLS = "trace_set,pool,num_machines,on_demand_usd_per_hour,spot_usd_per_hour\n"
@@ -34,7 +38,7 @@ def test_a_series_holds_each_value_until_the_next_time():
 
 
 def test_a_folder_in_the_documented_form_is_read(tmp_path: Path):
-    found = read_folder(
+    found, _ = read_folder(
         folder(
             tmp_path,
             "mine,a,4,1.0,\nmine,b,2,2.0,0.5\nother,c,1,1.0,\n",
@@ -93,7 +97,6 @@ def test_packed_files_and_folders_of_folders_are_read(tmp_path: Path):
         ("s,a,1,1.0,0.1\n", "", "a,0,1\n", "two or more times"),
         ("s,a,1,1.0,0.1\n", "", "a,0,1\na,x,1\n", "line 3: expected a number in seconds, got 'x'"),
         ("s,a,1,1.0,0.1\n", "", "a,0,1\na,nan,1\n", "expected a number in seconds"),
-        ("s,a,1,1.0,0.1\n", "", "a,0,1\na,9,1\nb,0,1\nb,9,1\n", "pool 'b' is not in pools.csv"),
         ("s,a,1,0,0.1\n", "", "a,0,1\na,9,1\n", "on-demand price above 0"),
         ("s,a,1.5,1,0.1\n", "", "a,0,1\na,9,1\n", "whole number of machines"),
         ("s,a,1,1,-1\n", "", "a,0,1\na,9,1\n", "prices of 0 or more"),
@@ -120,11 +123,137 @@ def test_a_missing_column_and_a_folder_of_nothing_are_named(tmp_path: Path):
         load(tmp_path)
 
 
-def test_two_sets_of_one_name_are_refused(tmp_path: Path):
-    for name in ("one", "two"):
-        folder(tmp_path / name, "x,a,1,1.0,0.1\n", availability="a,0,1\na,10,1\n")
-    with pytest.raises(ConfigError, match="different names"):
-        load(tmp_path)
+def test_sets_of_one_name_get_the_name_of_their_folder_too(tmp_path: Path):
+    folder(tmp_path / "one", "x,a,1,1.0,0.1\n", availability="a,0,1\na,10,1\n")
+    folder(tmp_path / "two", "x,a,1,1.0,0.1\ny,b,1,1.0,0.1\n", availability="a,0,1\na,10,1\nb,0,1\nb,10,1\n")
+    sets = load(tmp_path)
+    assert [one.name for one in sets] == ["x (one)", "x (two)", "y"]
+    write_folder(sets, tmp_path / "copy")
+    copied, left_out = read_folder(tmp_path / "copy")
+    assert ([one.name for one in copied], left_out) == (["x (one)", "x (two)", "y"], [])
+    assert [pool.name for one in copied for pool in one.pools] == ["a (x (one))", "a (x (two))", "b"]
+
+
+AVAILABLE = "a,0,1\na,9,1\n"
+SKY = {"kind": "availability", "nodes": 4, "zone": "z", "resource": "v100_1", "start_date": "2023-02-15",
+       "gap_seconds": 30, "data": [4, 2, 4]}  # fmt: skip
+EC2 = "timestamp_utc,availability_zone,instance_type,product,spot_usd_per_hour\n"
+
+
+def test_a_set_that_cannot_be_used_is_left_out_and_the_others_are_read(tmp_path: Path):
+    pools = "good,a,1,1.0,0.1\nbad,b,1,1.0,0.1\nbad,c,1,1.0,0.1\n"
+    folder(tmp_path / "mixed", pools, availability=AVAILABLE + "b,0,1\nb,9,1\nc,0,x\nd,0,1\nd,9,1\n")
+    folder(tmp_path / "broken", "s,a,1,1.0,\n")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.csv").write_text("one,two\n1,2\n")
+    (tmp_path / "other" / "README.txt").write_text("Not a recording.\n")
+    found = survey(tmp_path)
+    assert [one.name for one in found.sets] == ["good"]
+    assert [str(one).replace(str(tmp_path), "") for one in found.left_out] == [
+        "/broken/pools.csv: line 2: pool 'a' has rows neither in prices.csv nor in availability.csv",
+        "/mixed/pools.csv: trace set 'bad': /mixed/availability.csv: line 6: expected a number in num_up, got 'x'",
+        "/mixed/pools.csv: pool 'd': it has rows in availability.csv, and is not in pools.csv",
+        "/other/notes.csv: of no form that is known (docs/traces.md); it begins with 'one,two'",
+    ]
+
+
+def test_a_recording_is_known_by_what_is_in_it_whatever_its_name(tmp_path: Path):
+    """A second trace beside the published one was ignored in silence."""
+    events = "0,add,n1\n0,add,n2\n5000,remove,n1\n8000,add,n3\n"
+    for name in ("p3_trace.csv", "g4dn_trace.csv"):
+        (tmp_path / name).write_text(events)
+    with gzip.open(tmp_path / "v100.txt.gz", "wt") as file:
+        file.write("2021-12-10, 13:07:45, 80\n2021-12-10, 13:09:45, 60\n")
+    (tmp_path / "more.jsonl").write_text(json.dumps(SKY) + "\n")
+    (tmp_path / "p3_trace.csv.gz").write_bytes(b"never looked at")
+    found = survey(tmp_path)
+    assert sorted(one.name for one in found.sets) == [
+        "bamboo-g4dn-trace", "bamboo-p3-trace", "bamboo-v100", "skypilot-availability-2023-02-15",
+    ]  # fmt: skip
+    assert [one.why for one in found.left_out] == ["p3_trace.csv beside it is read instead"]
+
+
+def test_the_year_of_a_history_is_that_of_its_rows_not_of_its_first(tmp_path: Path):
+    """A history begins with the last change before its first day, and EC2 gives the newest row first."""
+    lines = [
+        "2015-12-30T10:00:00Z,us-east-1a,m1.small,Linux/UNIX,0.01\n",
+        "2016-01-02T10:00:00Z,us-east-1a,m1.small,Linux/UNIX,0.02\n",
+        "2016-01-03T10:00:00,us-east-1a,m1.small,Linux/UNIX,0.01\n",
+        "2016-01-04T10:00:00+02:00,us-east-1a,m1.small,Linux/UNIX,0.02\n",
+    ]
+    for order in (lines, lines[::-1]):
+        (tmp_path / "prices.csv").write_text(EC2 + "".join(order))
+        found = survey(tmp_path)
+        (one,) = found.sets
+        assert (one.name, [pool.on_demand_usd_per_hour for pool in one.pools]) == ("ec2-2016", [0.044])
+        assert one.pools[0].price.times_s.tolist() == [0.0, 259200.0, 345600.0, 424800.0]
+        assert found.left_out == []
+
+
+def test_instance_types_without_a_price_are_named(tmp_path: Path):
+    kinds = ["m1.small", *(f"x{n}.large" for n in range(12)), "once.large"]
+    rows = [f"2016-01-0{day}T00:00:00Z,z,{kind},Linux/UNIX,0.01\n" for kind in kinds for day in (1, 2)]
+    rows[-1] = rows[-1].replace("once.large", "m1.medium")
+    (tmp_path / "prices.csv").write_text(EC2 + "".join(rows))
+    found = survey(tmp_path)
+    assert [pool.name for one in found.sets for pool in one.pools] == ["z m1.small"]
+    assert [str(one).partition("prices.csv: ")[2] for one in found.left_out] == [
+        "pool z m1.medium: expected two or more prices, got one",
+        "13 instance types (once.large, x0.large, x1.large, x10.large, x11.large, x2.large, x3.large, x4.large and 5 "
+        "more), 25 rows: no on-demand price of 2016 is known: state it in on_demand.csv beside the file, see "
+        "docs/traces.md",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("p3_trace.csv.gz", gzip.compress(b"0,add,n1\n" * 999)[:-20], "expected a whole .gz file, got one that is cut"),
+        ("prices.csv.gz", b"no gzip", "expected a whole .gz file, got: Not a gzipped file"),
+        ("prices.csv.gz", gzip.compress(b"x" * 99)[:20] + b"\xff" * 20, "expected a whole .gz file"),
+        ("gcloud_a.txt", b"2021-12-10, 13:07:45, 8\xff\n", "expected text in UTF-8, got byte 0xff"),
+        ("vms.csv", b"", "got an empty file"),
+        ("p3_trace.csv", b"", "got an empty file"),
+        ("gcloud_a.txt", b"", "got an empty file"),
+        ("traces.jsonl", b"", "got no line of one"),
+        ("p3_trace.csv", b"0,add,n1\n1e400,remove,n1\n", "line 2: expected a number in time, got '1e400'"),
+        ("gcloud_a.txt", b"2021-12-10, 13:07:45, 1e300\n2021-12-10, 13:08:45, 1\n", "expected a number in count"),
+        ("gcloud_a.txt", b"2021-12-10, 13:07:45, 1e14\n2021-12-10, 13:08:45, 1\n", "at most 10000000 machines"),
+        ("vms.csv", b"zone,lifetime_s,end_event\nz,-601,preempted\n", "line 2: expected a lifetime of 0 s or more"),
+        ("traces.jsonl", json.dumps(SKY | {"data": [[4], [2]]}).encode(), "line 1: expected a trace .*data: expected"),
+        ("traces.jsonl", json.dumps(SKY | {"data": []}).encode(), "line 1: expected a trace"),
+        ("traces.jsonl", json.dumps(SKY | {"nodes": 1e999}).encode(), "line 1: expected a trace"),
+        ("traces.jsonl", json.dumps(SKY | {"gap_seconds": 0}).encode(), "expected a time above 0, got 0"),
+        ("traces.jsonl", b"[" * 100_000, "line 1: expected a trace"),
+        ("prices.csv", (EC2 + "soon,z,m1.small,Linux/UNIX,1\n").encode(), "line 2: expected a time like 2015"),
+        ("prices.csv", (EC2 + "0001-01-01T00:00:00+09:00,z,m1.small,Linux/UNIX,1\n").encode(), "expected a time like"),
+        ("prices.csv", (EC2 + "2016-01-01T00:00:00Z,z,m1.small,Linux/UNIX,inf\n").encode(), "line 2: expected a num"),
+        ("prices.csv", (EC2 + '"' + "x" * 200_000).encode(), "expected CSV, got: field larger than field limit"),
+        ("prices.csv", EC2.encode(), "expected one change of price per line, got none"),
+    ],
+)  # fmt: skip
+def test_every_damaged_file_is_one_line_with_what_was_expected_and_came(
+    tmp_path: Path, name: str, content: bytes, expected: str
+):
+    (tmp_path / name).write_bytes(content)
+    found = survey(tmp_path)
+    assert found.sets == []
+    (only,) = found.left_out
+    assert str(only).startswith(f"{tmp_path / name}: ")
+    assert "\n" not in str(only)
+    assert re.search(expected, str(only)), str(only)
+    result = CliRunner().invoke(app, ["backtest", str(tmp_path)])
+    assert result.exit_code == 2, result.exception
+    assert str(only) in result.stderr
+
+
+def test_a_line_that_would_fill_the_memory_is_not_read_to_its_end(tmp_path: Path):
+    with gzip.open(tmp_path / "traces.jsonl.gz", "wb", compresslevel=1) as file:
+        for _ in range(20):
+            file.write(b"[" * 1_000_000)
+    (only,) = survey(tmp_path).left_out
+    assert "expected at most 16000000 characters in a line" in only.why
 
 
 def test_auction_rules():
@@ -204,7 +333,7 @@ def test_skypilot_and_bamboo_recordings_are_read(tmp_path: Path):
         ("p3_trace.csv", "0,add,n1\n5,explode,n1\n", "line 2: expected 'milliseconds,add|remove,node'"),
         ("gcloud_x.txt", "2021-12-10 13:07:45 80\n", "line 1: expected 'date, time, count'"),
         ("gcloud_x.txt", "yesterday, noon, 80\n", "line 1: expected a time like"),
-        ("vms.csv", "zone,lifetime_s,end_event\nz,100,stopped\n", "at least one machine that was preempted"),
+        ("vms.csv", "zone,lifetime_s,end_event\nz,100,stopped\n", "zone z: expected at least one machine that was pre"),
     ],
 )
 def test_what_is_wrong_with_a_known_recording_is_said(tmp_path: Path, name: str, text: str, expected: str):

@@ -1,0 +1,105 @@
+"""Tables and lines of files from outside: every damage is one `ConfigError` with file, line and what was expected.
+
+Plain or .gz. Lines, files and numbers are bounded: a few packed kilobytes can hold a line that fills the memory.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import math
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+from doll.bounded import short
+from doll.errors import ConfigError
+
+MAX_LINE_CHARS: Final = 16_000_000
+MAX_CHARS: Final = 4_000_000_000
+# Beyond these no recording goes; sums and products of them stay finite.
+MAX_NUMBER: Final = 1e15
+
+
+def text_lines(path: Path) -> Iterator[str]:
+    """The lines of a text file with their ends, unpacked where its name ends in .gz.
+
+    Raises:
+        ConfigError: it is damaged, not UTF-8, or larger than a recording; lines before the damage are given first.
+    """
+    total = 0
+    try:
+        with _open(path) as file:
+            while line := file.readline(MAX_LINE_CHARS + 1):
+                total += len(line)
+                if len(line) > MAX_LINE_CHARS or total > MAX_CHARS:
+                    most = f"{MAX_LINE_CHARS} characters in a line and {MAX_CHARS} in all"
+                    raise ConfigError(f"{path}: expected at most {most}, got more")
+                yield line
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: expected text in UTF-8, got byte 0x{error.object[error.start]:02x} ({error.reason})"
+        ) from error
+    except EOFError as error:
+        raise ConfigError(f"{path}: expected a whole .gz file, got one that is cut off") from error
+    except (OSError, zlib.error) as error:
+        what = "a whole .gz file" if path.suffix == ".gz" else "a readable file"
+        came = getattr(error, "strerror", None) or short(error)
+        raise ConfigError(f"{path}: expected {what}, got: {came}") from error
+
+
+def _open(path: Path) -> io.TextIOWrapper:
+    if path.suffix == ".gz":
+        return io.TextIOWrapper(gzip.open(path, "rb"), encoding="utf-8-sig", newline="")
+    return path.open(encoding="utf-8-sig", newline="")
+
+
+def rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Line number and cells of each line of a CSV file with a header that has at least `columns`.
+
+    Raises:
+        ConfigError: it cannot be read, or a column is missing.
+    """
+    reader = csv.DictReader(text_lines(path), restval="")
+    try:
+        header = reader.fieldnames
+        if header is None:
+            raise ConfigError(f"{path}: expected a header with the columns {', '.join(columns)}, got an empty file")
+        missing = [name for name in columns if name not in header]
+        if missing:
+            raise ConfigError(f"{path}: expected the columns {', '.join(columns)}; {', '.join(missing)} missing")
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise ConfigError(f"{path}: line {reader.line_num}: expected CSV, got: {short(error)}") from error
+
+
+def number(row: Mapping[str, str], column: str, where: str) -> float:
+    """The finite number in `column`.
+
+    Raises:
+        ConfigError: it is none, or beyond `MAX_NUMBER`.
+    """
+    try:
+        value = float(row[column])
+    except (TypeError, ValueError):
+        value = math.nan
+    if not abs(value) <= MAX_NUMBER:
+        raise ConfigError(f"{where}: expected a number in {column}, got {short(row[column], 60)!r}")
+    return value
+
+
+def moment(text: str, where: str) -> datetime:
+    """A time as ISO 8601 has it, in UTC, which is also what a time without zone is.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        at = datetime.fromisoformat(text)
+        return at.replace(tzinfo=UTC) if at.tzinfo is None else at.astimezone(UTC)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{where}: expected a time like 2015-03-11T10:34:42Z, got {short(text, 60)!r}") from error
