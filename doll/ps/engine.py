@@ -259,7 +259,8 @@ class Engine:
         Refused messages (late, duplicate, fenced, out of range) change nothing but a counter.
 
         Raises:
-            IllegalEventError: the runner reports the outcome of something that was never ordered.
+            IllegalEventError: the runner reports the outcome of something that was never ordered, or the policy wants
+                what cannot be. The engine may have changed: end the process.
         """
         self._story.append((now, event))
         actions: list[Action] = []
@@ -567,11 +568,12 @@ class Engine:
         applied: list[AppliedBatch] = []
         for worker, token in batch:
             slot = self._slots[worker]
-            grant = slot.held_grants.popleft()
-            if grant.token != token or token != slot.applied or grant.push is None:
+            grant = slot.held_grants[0] if slot.held_grants else None
+            if grant is None or grant.token != token or token != slot.applied or grant.push is None:
                 raise IllegalEventError(
                     f"policy {self.policy.name} applies batch {token} of worker {worker} out of order"
                 )
+            slot.held_grants.popleft()
             slot.applied += 1
             self._most_unsaved = max(self._most_unsaved, slot.applied - slot.durable)
             del self._grants[grant.number]

@@ -1,10 +1,11 @@
-"""Can the workers that are up fill a group at all? Pure; a job that waits in vain must say so, not look idle."""
+"""Can the workers that are up make the next update at all? Pure; a job that waits in vain must not look idle."""
 
 from __future__ import annotations
 
 from typing import Final
 
-from doll.ps.engine import Engine
+from doll.ps.engine import Engine, Slot
+from doll.ps.policies import Bsp
 
 # A worker that dies and comes back leaves the others short for a while: that is no news.
 PATIENCE_S: Final = 10.0
@@ -14,14 +15,46 @@ def shortfall(engine: Engine) -> int:
     """How many batches the next update needs beyond all that the workers that are up can offer; 0: it can be made.
 
     A worker offers what it has announced and what it still has room to announce: batches in the group count already,
-    and batches in the model make room with the next checkpoint.
+    and batches in the model make room with the next checkpoint. Under `bsp` each worker that is up owes one batch.
     """
+    up = [slot for _, slot in engine.workers() if slot.up]
+    if isinstance(engine.policy, Bsp) and up:
+        return _owed(engine, up)
     needed = getattr(engine.policy, "group_size", 1) - engine.num_held - engine.num_computing
-    for _, slot in engine.workers():
-        if slot.up and not slot.stalled:
-            room = engine.settings.max_pending_batches - (slot.announced - slot.applied)
-            needed -= slot.waiting + max(0, room)
+    for slot in up:
+        if not slot.stalled:
+            needed -= slot.waiting + max(0, _room(engine, slot))
     return max(0, needed)
+
+
+def _owed(engine: Engine, up: list[Slot]) -> int:
+    """Workers that keep a round from its end and will not give a batch: they let a grant time out, or their streams
+    have nothing to read while every other worker is full."""
+    absent = [slot for slot in up if not slot.held and not slot.computing]
+    stalled = sum(slot.stalled for slot in absent)
+    empty = [slot for slot in absent if not slot.stalled and not slot.waiting and not slot.lag]
+    others = [slot for slot in up if slot not in absent]
+    full = bool(others) and all(_room(engine, slot) <= 0 for slot in others)
+    return stalled + (len(empty) if full else 0)
+
+
+def _room(engine: Engine, slot: Slot) -> int:
+    return engine.settings.max_pending_batches - (slot.announced - slot.applied)
+
+
+def reason(policy: str, missing: float, up: int, workers: int, max_pending: int) -> str:
+    """What to tell people where `missing` batches cannot come."""
+    if policy == Bsp.name and up:
+        return (
+            f"no update can be made: policy bsp needs a batch of every worker that is up, and {missing:.0f} of {up} "
+            "give none (no gradient within worker.grant_timeout_s, or a stream without records while the others are "
+            "full); restart these workers, see that their streams get records, or choose another policy"
+        )
+    return (
+        f"no update can be made: {missing:.0f} batches more are needed than the {up} of {workers} workers that are up "
+        f"can hold (worker.max_pending_batches {max_pending}); start the missing workers, or restart with a larger "
+        "worker.max_pending_batches or a smaller group"
+    )
 
 
 class Stuck:
@@ -41,11 +74,8 @@ class Stuck:
             return None
         self._said = True
         up = sum(slot.up for _, slot in engine.workers())
-        return (
-            f"no update can be made: {missing} batches more are needed than the {up} of {engine.settings.num_workers} "
-            f"workers that are up can hold (worker.max_pending_batches {engine.settings.max_pending_batches}); start "
-            "the missing workers, or restart with a larger worker.max_pending_batches or a smaller group"
-        )
+        settings = engine.settings
+        return reason(engine.policy.name, missing, up, settings.num_workers, settings.max_pending_batches)
 
     def lasted_s(self, now: float) -> float:
         """For how long no update has been possible; 0 while one is."""

@@ -12,6 +12,7 @@ from doll.errors import IllegalEventError
 from doll.ps import events as ev
 from doll.ps.engine import Engine, EngineSettings
 from doll.ps.policies import Asp, Bsp, Doll, Policy
+from doll.ps.policies.base import Token, View
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push
 
 T = TypeVar("T")
@@ -384,6 +385,16 @@ def test_an_outcome_that_was_never_ordered_is_a_bug_and_says_so() -> None:
     bench = Bench(Doll(1), workers=1)
     with pytest.raises(IllegalEventError, match="version 3 was not ordered"):
         bench.engine.handle(ev.CheckpointStored(version=3), 0.0)
+
+
+def test_a_policy_that_applies_what_is_not_held_is_a_bug_and_says_so() -> None:
+    class Wrong(Asp):
+        def collect(self, view: View) -> list[Token]:
+            return [Token(0, 0)]
+
+    engine = Engine(settings(1), Wrong(), ps_epoch=1, now=0.0, origins=[0])
+    with pytest.raises(IllegalEventError, match="policy asp applies batch 0 of worker 0 out of order"):
+        engine.handle(ev.Tick(), 0.0)
 
 
 def test_messages_before_a_restarted_server_knows_the_worker_ask_it_to_join() -> None:

@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from doll.config import StopConfig
 from doll.ps import events as ev
 from doll.ps.engine import Engine, EngineSettings
-from doll.ps.policies import Doll
+from doll.ps.policies import Asp, Bsp, Doll, Policy
 from doll.ps.stuck import PATIENCE_S, Stuck, shortfall
-from doll.records import Announce, Join, Leave, Push
+from doll.records import Alive, Announce, Join, Leave, Push
 
 
 class Bench:
     """Two workers that may hold three batches each, and groups of five."""
 
-    def __init__(self, group_size: int = 5) -> None:
+    def __init__(self, group_size: int = 5, policy: Policy | None = None) -> None:
         settings = EngineSettings(
             num_workers=2, records_per_batch=1, max_pending_batches=3, lease_s=8.0, grant_timeout_s=30.0,
             checkpoint_every_updates=1, checkpoint_every_s=1000.0, stop=StopConfig(),
         )  # fmt: skip
-        self.engine = Engine(settings, Doll(group_size), ps_epoch=1, now=0.0, origins=(0, 0))
+        self.engine = Engine(settings, policy or Doll(group_size), ps_epoch=1, now=0.0, origins=(0, 0))
         self.epochs: dict[int, int] = {}
         for worker in (0, 1):
             self.join(worker)
@@ -43,8 +43,8 @@ class Bench:
                 )
             )  # fmt: skip
 
-    def tell(self, event: ev.Event) -> list[ev.Action]:
-        actions = self.engine.handle(event, 1.0)
+    def tell(self, event: ev.Event, now: float = 1.0) -> list[ev.Action]:
+        actions = self.engine.handle(event, now)
         self.engine.check_invariants()
         return actions
 
@@ -103,3 +103,63 @@ def test_it_is_told_once_when_it_lasts_and_again_when_it_comes_back() -> None:
     bench.tell(Leave(worker=1, epoch=bench.epochs[1], cause="sigterm"))
     assert stuck.look(bench.engine, 3.5 * PATIENCE_S) is None
     assert stuck.look(bench.engine, 4 * PATIENCE_S) is not None
+
+
+def let_its_grant_time_out(bench: Bench, worker: int) -> None:
+    """Its process is alive, and its gradient does not come."""
+    for other in (0, 1):
+        alive = Alive(worker=other, epoch=bench.epochs[other])
+        bench.tell(alive, now=32.0)
+    bench.tell(ev.Tick(), now=32.0)
+    assert dict(bench.engine.workers())[worker].stalled
+
+
+def test_bsp_is_stuck_when_a_worker_that_is_up_owes_a_gradient_and_does_not_give_it() -> None:
+    bench = Bench(policy=Bsp())
+    first, second = bench.announce(0, 1), bench.announce(1, 1)
+    assert shortfall(bench.engine) == 0
+    bench.push(first)
+    let_its_grant_time_out(bench, 1)
+    assert bench.engine.num_held == 1
+    assert shortfall(bench.engine) == 1
+    stuck = Stuck(now=0.0)
+    told = stuck.look(bench.engine, PATIENCE_S)
+    assert told is not None
+    assert "policy bsp needs a batch of every worker that is up, and 1 of 2 give none" in told
+    bench.push(second)  # late: refused, but it is well again, and gets its batch once more
+    assert shortfall(bench.engine) == 0
+    assert stuck.look(bench.engine, 2 * PATIENCE_S) is None
+
+
+def test_bsp_is_stuck_when_one_stream_has_no_records_and_the_others_are_full() -> None:
+    bench = Bench(policy=Bsp())
+    bench.push(bench.announce(0, 2))
+    assert shortfall(bench.engine) == 0  # slower streams are waited for: the other still has room
+    bench.announce(0, 3)
+    assert shortfall(bench.engine) == 1
+    bench.tell(Alive(worker=1, epoch=bench.epochs[1], lag=1))
+    assert shortfall(bench.engine) == 0  # it has something to read
+    bench.push(bench.announce(1, 1))
+    assert bench.engine.version == 1
+
+
+def test_asp_is_stuck_when_nobody_can_compute() -> None:
+    bench = Bench(policy=Asp())
+    assert shortfall(bench.engine) == 0
+    grants = [*bench.announce(0, 3), *bench.announce(1, 3)]
+    assert (len(grants), shortfall(bench.engine)) == (2, 0)
+    let_its_grant_time_out(bench, 0)
+    assert shortfall(bench.engine) == 1  # of both
+    bench.push(grants[:1])
+    assert shortfall(bench.engine) == 0
+
+
+def test_without_any_worker_every_policy_is_stuck() -> None:
+    for policy in (Doll(1), Bsp(), Asp()):
+        bench = Bench(policy=policy)
+        for worker in (0, 1):
+            bench.tell(Leave(worker=worker, epoch=bench.epochs[worker], cause="sigterm"))
+        assert shortfall(bench.engine) == 1
+        told = Stuck(now=0.0).look(bench.engine, PATIENCE_S)
+        assert told is not None
+        assert "the 0 of 2 workers that are up" in told
