@@ -63,13 +63,14 @@ def _audit_once(config: JobConfig, services: Services, checkpoint: Checkpoint | 
         for letter in own.letters(reader.records(dead, (DeadLetter,))):
             ledger.enter_letter(letter)
         bounds = [reader.bounds(samples, n) for n in range(config.data.workers)]
-        ends = [high for _, high in bounds]
-        report = ledger.report(ends)
+        lows, ends = [low for low, _ in bounds], [high for _, high in bounds]
+        loss_allowed = config.data.on_loss == "skip"
+        report = ledger.report(ends, lows=lows, loss_allowed=loss_allowed)
         # What retention has deleted cannot be looked up: there the worker's word stands.
-        kept = [gap._replace(lo=max(gap.lo, bounds[gap.partition][0])) for gap in report.gap_ranges]
+        kept = [gap._replace(lo=max(gap.lo, lows[gap.partition])) for gap in report.gap_ranges]
         held = _held(reader, samples, [gap for gap in kept if gap.lo < gap.hi])
         if held:
-            report = ledger.report(ends, held=held)
+            report = ledger.report(ends, held=held, lows=lows, loss_allowed=loss_allowed)
         other = [] if checkpoint is None else _other_topic(config, services, counts_of(config, checkpoint).samples_id)
         return dataclasses.replace(report, problems=(*report.problems, *reader.problems, *other))
 

@@ -158,6 +158,11 @@ class DataConfig(Section):
     retention_hours: PositiveFloat = Field(
         default=24.0, description="how long the samples topic keeps records, if DOLL creates it"
     )
+    on_loss: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="what a worker does when records are deleted from the samples topic before they are learned: stop "
+        "with exit code 4, or skip them (they are counted, and named by the audit)",
+    )
 
     @model_validator(mode="after")
     def _packs_evenly(self) -> Self:

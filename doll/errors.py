@@ -43,7 +43,8 @@ class FencedError(DollError):
 
 
 class IllegalEventError(DollError):
-    """An event that the engine must never see (a bug). The state is unchanged."""
+    """An event or a policy's answer that the engine must never see (a bug). The engine is of no use after it: end the
+    process; its successor starts from the checkpoint."""
 
 
 class InfeasiblePlanError(DollError):
@@ -60,6 +61,12 @@ class InfeasiblePlanError(DollError):
         super().__init__(message)
         self.constraint = constraint
         self.nearest: dict[str, float] = dict(nearest or {})
+
+
+class DataLossError(DollError):
+    """Records that were not learned are gone from Kafka, and the job file does not allow that (`data.on_loss`)."""
+
+    exit_code = 4
 
 
 class AuditError(DollError):

@@ -35,6 +35,8 @@ def balance(
     records: Iterable[UpdatesRecord],
     dead_letters: Iterable[DeadLetter],
     held: Sequence[Range] = (),
+    lows: Sequence[int] | None = None,
+    loss_allowed: bool = False,
 ) -> LedgerReport:
     """Balance the books of a job: a `Ledger` with its letters, and its report; see there."""
     if len(ends) != len(durable.origins):
@@ -42,7 +44,7 @@ def balance(
     ledger = Ledger(durable, records)
     for letter in dead_letters:
         ledger.enter_letter(letter)
-    return ledger.report(ends, held=held)
+    return ledger.report(ends, held=held, lows=lows, loss_allowed=loss_allowed)
 
 
 _SHAPES = "expected {} partitions, got {} counts of applied batches and {} ends"
@@ -112,16 +114,30 @@ class Ledger:
         """
         return self._books[partition].fate(offset) if 0 <= partition < len(self._books) else "pending"
 
-    def report(self, ends: Sequence[int], *, held: Sequence[Range] = ()) -> LedgerReport:
+    def report(
+        self,
+        ends: Sequence[int],
+        *,
+        held: Sequence[Range] = (),
+        lows: Sequence[int] | None = None,
+        loss_allowed: bool = False,
+    ) -> LedgerReport:
         """Balance the books. It may be repeated.
 
         Args:
             ends: end of each partition of the samples topic: one above its last offset.
             held: ranges that do hold records although an update says that they hold none.
+            lows: the first offset that each partition still holds; None: nothing was deleted. What an ended job has
+                left unread may go.
+            loss_allowed: records that were deleted before they were learned are no failure.
         """
         problems = [*self._valid.problems, *self._update_problems, *self._letter_problems]
         found = [[(item.lo, item.hi) for item in held if item.partition == n] for n in range(len(self._books))]
-        closed = [book.close(ends[n], found[n], problems) for n, book in enumerate(self._books)]
+        first = [None] * len(self._books) if lows is None else lows
+        closed = [
+            book.close(first[n], ends[n], found[n], self._valid.finished, problems)
+            for n, book in enumerate(self._books)
+        ]
         lines = [item.line for item in closed]
         return LedgerReport(
             version=self._durable.version,
@@ -135,6 +151,9 @@ class Ledger:
             dead=sum(line.dead for line in lines),
             gaps=sum(line.gaps for line in lines),
             superseded=sum(line.superseded for line in lines),
+            lost=sum(line.lost for line in lines),
+            lost_ranges=tuple(item for each in closed for item in each.lost),
+            loss_allowed=loss_allowed,
             missing=tuple(item for each in closed for item in each.missing),
             twice=tuple(item for each in closed for item in each.twice),
             gap_ranges=tuple(item for each in closed for item in each.gaps),
@@ -149,6 +168,7 @@ class _Closed(NamedTuple):
     missing: list[Range]
     twice: list[Range]
     gaps: list[Range]
+    lost: list[Range]
 
 
 class _Book:
@@ -162,6 +182,7 @@ class _Book:
         self._spans: list[Span] = []
         self._dead = array("q")
         self._gaps: list[Span] = []
+        self._lost: list[Span] = []
         self._partly: list[Span] = []  # batches with records that were refused in part
         self._whole_letters = array("q")
         self._part_letters = array("q")
@@ -175,13 +196,15 @@ class _Book:
                 f"{name}: batch {member.token} of partition {self.partition} is offsets {lo}-{hi - 1}, got "
                 f"{member.lo}-{member.hi - 1}"
             )
-        inside = [*((offset, offset + 1) for offset in member.dead), *member.gaps]
+        inside = [*((offset, offset + 1) for offset in member.dead), *member.gaps, *member.lost]
         if any(not member.lo <= a < b <= member.hi for a, b in inside):
             problems.append(f"{name}: batch {member.token} of partition {self.partition} names offsets outside itself")
         _append(self._spans, member.lo, member.hi)
         self._dead.extend(member.dead)
         for gap in member.gaps:
             _append(self._gaps, *gap)
+        for gap in member.lost:
+            _append(self._lost, *gap)
         if member.dead_samples:
             self._partly.append((member.lo, member.hi))
 
@@ -189,8 +212,9 @@ class _Book:
         """All updates are entered."""
         self._covered, self._doubled = intervals.union(self._spans), intervals.overlaps(self._spans)
         self._dead_spans, self._gap_spans = intervals.points(self._dead), intervals.union(self._gaps)
+        self._lost_spans = intervals.union(self._lost)
         self._partly_spans = intervals.union(self._partly)
-        self._dead, self._gaps, self._spans = array("q"), [], []
+        self._dead, self._gaps, self._lost, self._spans = array("q"), [], [], []
 
     def enter_letter(self, letter: DeadLetter) -> None:
         (self._whole_letters if letter.whole else self._part_letters).append(letter.offset)
@@ -200,43 +224,51 @@ class _Book:
             return "pending"
         if intervals.contains(self._dead_spans, offset):
             return "dead"
-        if intervals.contains(self._gap_spans, offset):
+        if intervals.contains(self._gap_spans, offset) or intervals.contains(self._lost_spans, offset):
             return "absent"
         return "partly" if intervals.contains(self._partly_spans, offset) else "applied"
 
-    def close(self, end: int, held: Iterable[Span], problems: list[str]) -> _Closed:
-        """Sort every offset below the durable model's reach into exactly one of missing, twice, gap, dead, applied."""
+    def close(self, low: int | None, end: int, held: Iterable[Span], finished: bool, problems: list[str]) -> _Closed:
+        """Sort every offset below the durable model's reach into exactly one of missing, twice, gap, lost, dead and
+        applied, and every one above it into lost (no longer in the log) and pending."""
         end = max(end, self.origin)
         if self.until > end:
             problems.append(
                 f"partition {self.partition}: the durable model reaches offset {self.until - 1}, but the log ends at "
                 f"{end}: was the topic deleted and created again?"
             )
+        low, known = (self.origin, False) if low is None else (low, True)
         prefix = _span(self.origin, self.until)
         covered, doubled = self._covered, self._doubled
-        dead, gaps = self._dead_spans, self._gap_spans
+        dead, gaps, lost = self._dead_spans, self._gap_spans, self._lost_spans
         letters, held = intervals.points(self._whole_letters), intervals.union(held)
         unlettered, filled = intervals.subtract(dead, letters), intervals.intersect(gaps, held)
         applied_letters = intervals.intersect(letters, intervals.intersect(prefix, covered))
-        superseded = intervals.subtract(applied_letters, intervals.union([*dead, *gaps]))
+        superseded = intervals.subtract(applied_letters, intervals.union([*dead, *gaps, *lost]))
         strays = intervals.subtract(letters, _span(self.origin, max(end, self.until)))
         for spans, what in (
             (intervals.subtract(covered, prefix), "applied by updates, but not counted in the checkpoint"),
             (unlettered, "dead by their update, but there is no dead letter"),
             (self._unlettered_parts(), "refused in part by their update, but there is no dead letter"),
             (strays, "dead-lettered, but outside the job's part of the log"),
-            (intervals.intersect(gaps, dead), "dead and without a record at once"),
+            (intervals.intersect(intervals.union([*gaps, *lost]), dead), "dead and without a record at once"),
+            (
+                intervals.intersect(lost, _span(low, end)) if known else [],
+                "deleted by their update, but still in the log",
+            ),
             (filled, "without a record by their update, but the log holds records"),
         ):
             if spans:
                 problems.append(f"{what}: {named(self._ranges(spans))}")
         rest = prefix
         sorted_out = []
-        lost = intervals.union([*intervals.subtract(prefix, covered), *unlettered, *filled])
-        for kind in (lost, doubled, gaps, dead):
+        absent = intervals.union([*intervals.subtract(prefix, covered), *unlettered, *filled])
+        for kind in (absent, doubled, lost, gaps, dead):
             sorted_out.append(intervals.intersect(rest, kind))
             rest = intervals.subtract(rest, kind)
-        missing, twice, empty, dead = sorted_out
+        missing, twice, lost, empty, dead = sorted_out
+        # Not in the durable model, and not in the log any more.
+        unread = [] if finished else _span(self.until, min(low, end))
         line = PartitionLine(
             partition=self.partition,
             origin=self.origin,
@@ -244,14 +276,18 @@ class _Book:
             end=end,
             produced=max(end, self.until) - self.origin,
             applied=intervals.size(rest),
-            pending=max(end - self.until, 0),
+            pending=max(end - self.until, 0) - intervals.size(unread),
             dead=intervals.size(dead),
             gaps=intervals.size(empty),
             missing=intervals.size(missing),
             twice=intervals.size(twice),
             superseded=intervals.size(superseded),
+            lost=intervals.size(lost) + intervals.size(unread),
         )
-        return _Closed(line, self._ranges(missing), self._ranges(twice), self._ranges(empty))
+        return _Closed(
+            line, self._ranges(missing), self._ranges(twice), self._ranges(empty),
+            self._ranges(intervals.union([*lost, *unread])),
+        )  # fmt: skip
 
     def _unlettered_parts(self) -> list[Span]:
         """Batches that say that samples of theirs were refused, and have no letter at all."""

@@ -24,7 +24,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionLine:
-    """The account of one partition; counts are offsets, and produced is the sum of those after it, up to `twice`."""
+    """The account of one partition, in offsets; produced is the sum of the counts after it, `superseded` excepted."""
 
     partition: int
     origin: int
@@ -38,6 +38,7 @@ class PartitionLine:
     missing: int
     twice: int
     superseded: int = 0
+    lost: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +50,16 @@ class LedgerReport:
         updates: update records that the durable model contains.
         unsaved: update records after it, not durable yet.
         redone: void update records: their batches were lost with a server and applied again.
-        produced: offsets from the job's origin to the partitions' ends; the sum of the six counts below.
+        produced: offsets from the job's origin to the partitions' ends; the sum of the counts below.
         gaps: offsets at which the log holds no record.
         missing: ranges below the durable model's reach that are in no update, or dead without a dead letter.
         twice: ranges that more than one update of the durable model applied.
         gap_ranges: where the `gaps` are.
         partly_dead_samples: samples refused inside packed records whose other samples were applied.
         superseded: applied offsets that an earlier process had dead-lettered; they are in `applied`.
+        lost: offsets that were deleted from the log before they were in the durable model.
+        lost_ranges: where they are.
+        loss_allowed: the job file allows that (`data.on_loss: skip`).
         problems: what else does not fit, one sentence each.
     """
 
@@ -76,20 +80,24 @@ class LedgerReport:
     partitions: tuple[PartitionLine, ...]
     problems: tuple[str, ...]
     superseded: int = 0
+    lost: int = 0
+    lost_ranges: tuple[Range, ...] = ()
+    loss_allowed: bool = False
 
     @property
     def ok(self) -> bool:
         """True where the ledger balances."""
-        return not (self.missing or self.twice or self.problems)
+        return not (self.missing or self.twice or self.problems or (self.lost and not self.loss_allowed))
 
     def summary(self) -> str:
         """The result in one line."""
         gaps = f", {self.gaps} without a record" if self.gaps else ""
+        lost = f", {self.lost} lost" if self.lost else ""
         superseded = f", {self.superseded} letters superseded" if self.superseded else ""
         others = f"; {len(self.problems)} other problems" if self.problems else ""
         return (
             f"audit: {self.produced} offsets produced, {self.applied} applied exactly once, "
-            f"{self.pending} not yet applied, {count(self.missing)} missing, {count(self.twice)} twice, "
+            f"{self.pending} not yet applied, {count(self.missing)} missing, {count(self.twice)} twice{lost}, "
             f"{self.dead} dead-lettered{superseded}{gaps}{others}"
         )
 
@@ -97,12 +105,19 @@ class LedgerReport:
         """What is wrong, one line each, with offsets; empty where all is well."""
         lines = [f"missing: {named(self.missing)}"] if self.missing else []
         lines += [f"applied twice: {named(self.twice)}"] if self.twice else []
+        lines += [] if self.loss_allowed else self.losses()
         return [*lines, *self.problems]
+
+    def losses(self) -> list[str]:
+        """What was deleted before it was learned, allowed or not, in at most one line."""
+        allowed = "allowed by data.on_loss: skip" if self.loss_allowed else "see data.on_loss"
+        told = f"lost: {named(self.lost_ranges)}: deleted from the log before they were learned ({allowed})"
+        return [told] if self.lost_ranges else []
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain values, for JSON; ranges are [partition, lo, hi]."""
         plain = asdict(self)
-        for name in ("missing", "twice", "gap_ranges"):
+        for name in ("missing", "twice", "gap_ranges", "lost_ranges"):
             plain[name] = [list(item) for item in getattr(self, name)]
         return {"ok": self.ok, "summary": self.summary(), **plain}
 

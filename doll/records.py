@@ -63,6 +63,7 @@ class Push(Record, frozen=True):
     metric_sums: Mapping[str, float] = {}
     dead: tuple[int, ...] = ()  # offsets that went to the dead-letter topic
     gaps: tuple[tuple[int, int], ...] = ()  # offset ranges [lo, hi) in which the log holds no record
+    lost: tuple[tuple[int, int], ...] = ()  # offset ranges [lo, hi) that were deleted before this worker read them
     dead_samples: int = 0  # samples lost inside records that are otherwise usable (packed records)
     compute_s: float = 0.0
     fetch_s: float = 0.0
@@ -194,6 +195,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     base_version: int
     dead: tuple[int, ...] = ()
     gaps: tuple[tuple[int, int], ...] = ()
+    lost: tuple[tuple[int, int], ...] = ()
     dead_samples: int = 0
     compute_s: float = 0.0
     fetch_s: float = 0.0

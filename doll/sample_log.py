@@ -113,3 +113,13 @@ def beyond_end(name: str, partition: int, next_offset: int, high: int) -> str:
         f"{name}/{partition} ends at offset {high}, but it was read up to offset {next_offset}: the topic was cut "
         "short, or deleted and created again"
     )
+
+
+def lost_records(topic: str, partition: int, lo: int, hi: int) -> str:
+    """The message for records that Kafka deleted before they were learned, and what to do about it."""
+    return (
+        f"{topic}/{partition}: records {lo} to {hi - 1} were deleted, by retention or by hand, before they were "
+        "learned; expected them in the log. Keep records for longer (data.retention_hours, or retention.ms and "
+        "retention.bytes of the topic); then go on without these (--set data.on_loss=skip: they are counted, and named "
+        "by the audit), or begin a new job"
+    )

@@ -41,6 +41,7 @@ class ValidUpdates:
         updates: number of updates that were yielded.
         unsaved: valid updates after the durable version.
         redone: void updates.
+        finished: the job has ended, with the durable version.
         problems: what does not fit, one sentence each.
     """
 
@@ -49,6 +50,7 @@ class ValidUpdates:
     updates: int = 0
     unsaved: int = 0
     redone: int = 0
+    finished: bool = False
     problems: list[str] = field(default_factory=list)
     _versions: list[intervals.Span] = field(default_factory=list)  # of the updates that stand at this moment
 
@@ -121,6 +123,7 @@ class ValidUpdates:
 
     def _close(self, finished: Finished | None, above: Update | None) -> None:
         durable = self.durable
+        self.finished = finished is not None and finished.version == durable.version
         if finished is not None and finished.version > durable.version:
             self.problems.append(
                 f"the job ended at version {finished.version}, but the newest checkpoint is of version "

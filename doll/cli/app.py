@@ -309,7 +309,8 @@ def audit(
     from doll.cli.inspect import audit_target
 
     report = audit_target(target(job, job_option, overrides, run_folder))
-    emit(as_json, report.to_dict(), report.summary())
+    details = [*report.complaints(), *(report.losses() if report.loss_allowed else ())]
+    emit(as_json, report.to_dict(), "\n  ".join([report.summary(), *details]))
     if not report.ok:
         raise typer.Exit(4)
 

@@ -82,6 +82,7 @@ def status_of(target: Target) -> Found:
     from doll.cli.live import one_line, worker_table
     from doll.cli.progress import ProgressModel
     from doll.evaluation.kafka_tail import Tail
+    from doll.ledger_report import named
 
     services = _reach(target)
     config = target.config
@@ -89,12 +90,19 @@ def status_of(target: Target) -> Found:
     with Tail(config, services, (config.topic("updates"), config.topic("metrics"))) as tail:
         for record in _of_this_run(target, [one.record for one in tail.read_history()]):
             model.feed(record)
+        low = [tail.partition_bounds(config.topic("samples"), n)[0] for n in range(config.data.workers)]
+    for partition, first in enumerate(low):
+        reached = model.reached.get(partition, first)
+        if reached < first and model.history.finished is None:
+            model.lose(partition, reached, first)
     snapshot = model.snapshot(time.monotonic())
     state = "finished: " + snapshot.finished if snapshot.finished else "running, or waiting to go on"
     content = {**dataclasses.asdict(snapshot), "prequential": snapshot.prequential._asdict()}
     content["margin"] = snapshot.margin._asdict()
     content.pop("seconds")
     text = f"{config.job} ({state})\n{one_line(snapshot, config.stop)}\n{worker_table(snapshot)}"
+    if snapshot.lost:
+        text += f"\nlost: {named(snapshot.lost)}: deleted from the log before they were learned (see data.on_loss)"
     return Found(content, text)
 
 

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
 from doll.config import StopConfig
+from doll.ledger_report import count
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -123,6 +124,8 @@ def one_line(snapshot: Snapshot, stop: StopConfig) -> str:
         parts.append(f"durable {snapshot.durable_version}")
     if snapshot.waiting_batches is not None:
         parts.append(f"waiting batches {snapshot.waiting_batches}")
+    if snapshot.lost:
+        parts.append(f"{count(snapshot.lost)} records lost")
     if not snapshot.version:
         parts = ["waiting for the first update" + _readiness(snapshot)]
     if snapshot.costs:

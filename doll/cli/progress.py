@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from doll import intervals
 from doll.config import BspPolicyConfig, JobConfig, StdinSource
 from doll.evaluation.history import History
 from doll.evaluation.prequential import Means
@@ -18,8 +19,10 @@ from doll.evaluation.rates import (
     stability_margin,
     steady_update_rate,
 )
-from doll.ps.stuck import PATIENCE_S
-from doll.records import AnyRecord, Metric
+from doll.intervals import Span
+from doll.ledger_report import Range, named
+from doll.ps.stuck import PATIENCE_S, reason
+from doll.records import AnyRecord, Epoch, Metric, Update
 
 EVENTS_KEPT = 6
 
@@ -68,6 +71,7 @@ class Snapshot:
     ps_restarts: int
     events: tuple[tuple[float, str], ...]
     finished: str | None
+    lost: tuple[Range, ...] = ()  # offsets that were deleted before they were learned
     costs: str = ""  # machines and money, where somebody provisions them
 
 
@@ -87,6 +91,8 @@ class ProgressModel:
         self._metrics: dict[str, Mapping[str, float]] = {}
         self._arrivals = ArrivalMeter(config.data.samples_per_record)
         self._stuck = False
+        self._lost: dict[int, list[Span]] = {}
+        self.reached: dict[int, int] = {}  # per partition: one above the last offset in an update
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
         self.all_events: list[tuple[float, str]] = []
 
@@ -102,22 +108,40 @@ class ProgressModel:
                 self._evaluated(record)
             elif record.source == "ps":
                 self._look_if_stuck(record.values)
+            elif (lost := _lost(record)) is not None:
+                self.lose(*lost)
         else:
             self.history.feed(record)
         if self.history.generation > generation:
             self._metrics.clear()
+            self._lost.clear()
+        if isinstance(record, Epoch) and record.resumed_version == 0:
+            self.reached = dict(enumerate(record.origins))
+        elif isinstance(record, Update):
+            for member in record.members:
+                self.reached[member.worker] = member.hi
+                for lo, hi in member.lost:
+                    self.lose(member.worker, lo, hi)
         if self.history.restarts > restarts:
             self.note(f"parameter server resumed from version {self.history.version}", None)
+
+    def lose(self, partition: int, lo: int, hi: int) -> None:
+        """Offsets [lo, hi) of a partition were deleted before they were learned."""
+        known = self._lost.get(partition, [])
+        self._lost[partition] = intervals.union([*known, (lo, hi)])
+        if self._lost[partition] != known:
+            self.note(
+                f"records lost: {named([Range(partition, lo, hi)])}: deleted before they were learned "
+                f"(data.on_loss: {self.config.data.on_loss})",
+                None,
+            )
 
     def _look_if_stuck(self, values: Mapping[str, float]) -> None:
         stuck = values.get("stuck_s", 0.0) >= PATIENCE_S
         if stuck and not self._stuck:
-            short = values.get("short_of_batches", 0.0)
-            self.note(
-                f"no update can be made: the next one needs {short:.0f} batches more than the workers that are up can "
-                "hold; start the missing workers, or restart with a larger worker.max_pending_batches",
-                None,
-            )
+            config, up = self.config, sum(line.up is True for line in self.worker_lines())
+            policy, pending = config.training.policy.name, config.worker.max_pending_batches
+            self.note(reason(policy, values.get("short_of_batches", 0.0), up, config.data.workers, pending), None)
         self._stuck = stuck
 
     def _evaluated(self, record: Metric) -> None:
@@ -224,6 +248,7 @@ class ProgressModel:
             ps_restarts=history.restarts,
             events=tuple(self._events),
             finished=history.finished.reason if history.finished else None,
+            lost=tuple(Range(n, lo, hi) for n, spans in sorted(self._lost.items()) for lo, hi in spans),
         )
 
     def _eta_s(self, rate: float) -> float:
@@ -231,6 +256,15 @@ class ProgressModel:
         if target is None or not rate > 0:
             return math.nan
         return max(0.0, (target - self.history.version) / rate)
+
+
+def _lost(record: Metric) -> Range | None:
+    """What a worker that stops for it says (`WorkerLink.lost`)."""
+    lo, hi = (record.values.get(name, math.nan) for name in ("lost_from", "lost_until"))
+    worker = record.source.removeprefix("worker-")
+    if not (worker.isdecimal() and math.isfinite(lo) and math.isfinite(hi)):
+        return None
+    return Range(int(worker), int(lo), int(hi))
 
 
 def _whole(value: float | None) -> int | None:

@@ -109,6 +109,8 @@ def audit_counts(ledger: LedgerReport) -> dict[str, Any]:
         "duplicate": sum(item.hi - item.lo for item in ledger.twice),
         "dead": ledger.dead,
         "gaps": ledger.gaps,
+        "lost": ledger.lost,
+        "losses": ledger.losses(),
         "summary": ledger.summary(),
         "complaints": ledger.complaints(),
     }
@@ -131,7 +133,9 @@ def summary(report: Mapping[str, Any]) -> str:
         lines.append(f"  restarts: {report['restarts']} ({roles})")
     audit = report["audit"]
     lines.append(f"  {audit['summary']}" if audit else "  audit: not made")
-    lines.extend(f"  {complaint}" for complaint in (audit or {}).get("complaints", []))
+    complaints = (audit or {}).get("complaints", [])
+    lines.extend(f"  {complaint}" for complaint in complaints)
+    lines.extend(f"  {loss}" for loss in (audit or {}).get("losses", []) if loss not in complaints)
     if report["error"]:
         lines.append(f"  failed: {report['error']}")
     if "cost_predicted_usd" in report:

@@ -7,6 +7,7 @@ the paper, which counts samples in memory; digest 1.2, D1.)
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -18,8 +19,8 @@ R = TypeVar("R")
 class RawBatch(Generic[R]):
     """The records of one batch, in offset order, not decoded yet.
 
-    `gaps` are offset ranges [lo, hi) inside the batch in which the log holds no record (transaction markers,
-    compaction, retention).
+    `gaps` are offset ranges [lo, hi) inside the batch in which the log holds no record (transaction markers, records
+    of aborted transactions, compaction). `lost` are those whose records were deleted before they were read.
     """
 
     token: int
@@ -27,6 +28,7 @@ class RawBatch(Generic[R]):
     hi: int
     records: list[tuple[int, R]] = field(default_factory=list)
     gaps: list[tuple[int, int]] = field(default_factory=list)
+    lost: list[tuple[int, int]] = field(default_factory=list)
 
 
 class Batcher(Generic[R]):
@@ -40,6 +42,16 @@ class Batcher(Generic[R]):
         self._size = records_per_batch
         self._batch = self._open(next_token)
         self.next_offset = self._batch.lo
+        self._lost: deque[tuple[int, int]] = deque()  # ahead of `next_offset`, rising
+
+    def lose(self, lo: int, hi: int) -> None:
+        """Records [lo, hi) were deleted before they were read; the next record that comes is behind them.
+
+        What came before `lo` may still be fed.
+        """
+        lo = max(lo, self.next_offset, self._lost[-1][1] if self._lost else 0)
+        if lo < hi:
+            self._lost.append((lo, hi))
 
     def _open(self, token: int) -> RawBatch[R]:
         lo = self._origin + token * self._size
@@ -48,8 +60,9 @@ class Batcher(Generic[R]):
     def feed(self, offset: int, record: R) -> Iterator[RawBatch[R]]:
         """Take the record at `offset`; yield every batch that it completes, in order.
 
-        An offset below the next expected one was seen before and is ignored. Skipped offsets become gaps, and batches
-        that lie wholly in a gap come out empty, so that every batch number appears exactly once.
+        An offset below the next expected one was seen before and is ignored. Skipped offsets become gaps, or lost where
+        `lose` named them; batches that lie wholly in these come out empty, so that every batch number appears exactly
+        once.
         """
         if offset < self.next_offset:
             return
@@ -63,9 +76,16 @@ class Batcher(Generic[R]):
             yield self._close()
 
     def _gap_to(self, offset: int) -> None:
-        if offset > self.next_offset:
-            self._batch.gaps.append((self.next_offset, offset))
-            self.next_offset = offset
+        while self.next_offset < offset:
+            while self._lost and self._lost[0][1] <= self.next_offset:
+                self._lost.popleft()
+            lo, hi = self._lost[0] if self._lost else (offset, offset)
+            if self.next_offset < lo:
+                until, kind = min(lo, offset), self._batch.gaps
+            else:
+                until, kind = min(hi, offset), self._batch.lost
+            kind.append((self.next_offset, until))
+            self.next_offset = until
 
     def _close(self) -> RawBatch[R]:
         batch, self._batch = self._batch, self._open(self._batch.token + 1)

@@ -28,13 +28,14 @@ from doll.consumers.decoding import Decoded, decode_records
 from doll.consumers.departure import Departure, end_within
 from doll.consumers.gradient import GradientComputer
 from doll.consumers.link import WorkerLink
+from doll.consumers.transport import OutOfRange
 from doll.consumers.worker import Acknowledge, Action, Batch, Compute, Exit, GradientDone, Send, WorkerCore
-from doll.errors import BlobError, ConfigError, RecordError, ServiceUnavailableError
+from doll.errors import BlobError, ConfigError, DataLossError, RecordError, ServiceUnavailableError
 from doll.faults import fault_point
 from doll.health import Pulse
 from doll.ps.blobs import Blobs, decode_blob, encode_blob, gradient_key
 from doll.records import Announce, DeadLetter, Grant, Push, Welcome, decode
-from doll.sample_log import beyond_end
+from doll.sample_log import beyond_end, lost_records
 from doll.services import Services, kafka_credentials
 from doll.task import Task
 from doll.telemetry import get_logger
@@ -53,6 +54,7 @@ class DollApp(faust.App):  # type: ignore[misc]
     fixed_partitions: dict[str, list[int]]
     start_offsets: dict[TP, int]
     fetch_max_wait_ms: int
+    on_out_of_range: OutOfRange
 
     def on_init_dependencies(self) -> Any:
         services = super().on_init_dependencies()
@@ -143,6 +145,7 @@ class WorkerShell:
         app.fixed_partitions = {self._samples_topic: [n]}
         app.start_offsets = {TP(self._samples_topic, n): self._batcher.next_offset}
         app.fetch_max_wait_ms = config.worker.fetch_max_wait_ms
+        app.on_out_of_range = self._out_of_range
         samples = app.topic(self._samples_topic, value_type=bytes, value_serializer="raw")
         app.agent(samples, name="samples")(self._read_samples)
         app.task(self._read_mail)
@@ -169,6 +172,24 @@ class WorkerShell:
             if len(cut) >= high:
                 # Not pause_partitions: that silently drops what is fetched already and not delivered.
                 self.app.consumer.on_buffer_full(samples)
+
+    async def _out_of_range(self, tp: TP, offset: int) -> int | None:
+        """The log does not hold the next record to be read: the offset to go on from, or None where this ends."""
+        loop = asyncio.get_running_loop()
+        try:
+            low, _ = await loop.run_in_executor(None, self._link.watermarks, self._samples_topic, self._worker)
+        except ServiceUnavailableError:
+            return offset  # Kafka is away; its client has said so
+        if offset >= low:
+            return offset  # of a log that ends before, `_watch` will tell
+        told = lost_records(self._samples_topic, self._worker, offset, low)
+        if self._config.data.on_loss == "stop":
+            self._link.lost(offset, low)
+            self.exit(DataLossError.exit_code, told)
+            return None
+        log.error("records_lost", reason=told, action="going on without them (data.on_loss: skip)")
+        self._batcher.lose(offset, low)
+        return low
 
     async def _prepare(self) -> None:
         """Decode and announce batches while there is room; read on when few are left."""
@@ -340,7 +361,7 @@ class WorkerShell:
         while True:
             await asyncio.sleep(_WATERMARKS_EVERY_S)
             try:
-                low, high = await loop.run_in_executor(None, self._link.watermarks, self._samples_topic, self._worker)
+                _, high = await loop.run_in_executor(None, self._link.watermarks, self._samples_topic, self._worker)
                 _, mail_high = await loop.run_in_executor(None, self._link.watermarks, self._mail_topic, self._worker)
             except ServiceUnavailableError:
                 self._progress_s = mail_moved_s = time.monotonic()  # Kafka is away; its client has said so
@@ -354,8 +375,6 @@ class WorkerShell:
             cut_short = cut_short + 1 if high < next_offset else 0
             if cut_short > 1:
                 self.exit(ConfigError.exit_code, beyond_end(self._samples_topic, self._worker, next_offset, high))
-            if low > next_offset:
-                self.exit(1, lost_to_retention(self._samples_topic, self._worker, next_offset, low))
             if self._mail_next != mail_at or mail_high <= self._mail_next:
                 mail_at, mail_moved_s = self._mail_next, now
             waiting = not self._core.has_room or self._core.draining
@@ -441,18 +460,10 @@ def run_shell(shell: WorkerShell) -> int:
     return shell.exit_code
 
 
-def lost_to_retention(topic: str, partition: int, next_offset: int, low: int) -> str:
-    """The message for records that Kafka deleted before they were learned."""
-    return (
-        f"{topic}/{partition}: records {next_offset} to {low - 1} were deleted by retention before they were learned; "
-        "expected them in the log: raise data.retention_hours, or start a new job (another job name)"
-    )
-
-
 def _batch(raw: RawBatch[Any], decoded: Decoded) -> Batch:
     return Batch(
         token=raw.token, data=decoded, num_samples=decoded.num_samples, complete_at_s=time.monotonic(),
-        dead=tuple(item.offset for item in decoded.refused if item.whole), gaps=tuple(raw.gaps),
+        dead=tuple(item.offset for item in decoded.refused if item.whole), gaps=tuple(raw.gaps), lost=tuple(raw.lost),
         dead_samples=sum(item.samples for item in decoded.refused if not item.whole),
     )  # fmt: skip
 

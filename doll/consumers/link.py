@@ -18,7 +18,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from doll import topics
 from doll.config import JobConfig
 from doll.errors import FencedError, RecordError, ServiceUnavailableError
-from doll.records import AnyRecord, DeadLetter, Fence, Hello, Join, Stop, Welcome, decode, encode
+from doll.records import AnyRecord, DeadLetter, Fence, Hello, Join, Metric, Stop, Welcome, decode, encode
 from doll.services import LINGER_MS, RECORD_LIMIT_BYTES, Services, kafka_settings
 from doll.telemetry import get_logger
 from doll.topic_reader import TopicReader
@@ -90,6 +90,15 @@ class WorkerLink:
                 f"Kafka at {self._address} refused a dead letter on {self._dead}: {reason}; its batch is not learned "
                 "before Kafka takes it"
             )
+
+    def lost(self, lo: int, hi: int) -> None:
+        """Tell those who watch the job that offsets [lo, hi) were deleted before this worker could read them."""
+        values = {"lost_from": float(lo), "lost_until": float(hi)}
+        self._produce(
+            self._config.topic("metrics"),
+            encode(Metric(source=f"worker-{self._worker}", values=values, time_s=time.time())),
+            0,
+        )
 
     def _produce(self, topic: str, value: bytes, partition: int) -> None:
         while True:

@@ -13,17 +13,17 @@ from typing import Final
 from doll import topics
 from doll.config import JobConfig
 from doll.consumers.departure import Departure
-from doll.consumers.faust_app import WorkerShell, lost_to_retention, run_shell
+from doll.consumers.faust_app import WorkerShell, run_shell
 from doll.consumers.gradient import GradientComputer
 from doll.consumers.link import JobEndedError, WorkerLink
 from doll.consumers.notice import watching
-from doll.errors import ConfigError, DollError, FencedError
+from doll.errors import ConfigError, DataLossError, FencedError
 from doll.fingerprint import difference
 from doll.health import Pulse, pulse_of
 from doll.memory import keep_freed_memory
 from doll.model import build, fingerprint
 from doll.ps.stores import open_blobs
-from doll.sample_log import refuse_beyond_end, refuse_other_topic
+from doll.sample_log import lost_records, refuse_beyond_end, refuse_other_topic
 from doll.services import Services, require
 from doll.task import load_task
 from doll.telemetry import get_logger
@@ -32,6 +32,7 @@ log = get_logger(__name__)
 
 INSTANCE_ENV: Final = "DOLL_INSTANCE"
 INCARNATION_ENV: Final = "DOLL_INCARNATION"
+_SAY_S: Final = 5.0
 BOOT_ENV: Final = "DOLL_BOOT_S"
 
 
@@ -48,8 +49,8 @@ def run_worker(
             too.
 
     Raises:
-        DollError: services are not there, the task does not load, the parameter server runs another job file,
-            or records that were not learned yet are gone from Kafka.
+        DollError: services are not there, the task does not load, or the parameter server runs another job file.
+        DataLossError: records that were not learned yet are gone from Kafka, and `data.on_loss` is `stop`.
     """
     departure = departure or Departure()
     with pulse_of(f"worker-{worker}", config) as pulse, watching(config, departure):
@@ -98,8 +99,10 @@ def _run(
         refuse_other_topic(samples, welcome.samples_id, topics.topic_id(config, services, "samples"))
     low, high = link.watermarks(samples, worker)
     refuse_beyond_end(samples, worker, start, high)
-    if start < low:
-        raise DollError(lost_to_retention(config.topic("samples"), worker, start, low))
+    if start < low and config.data.on_loss == "stop":  # else its first fetch finds it
+        link.lost(start, low)
+        link.flush(_SAY_S)
+        raise DataLossError(lost_records(samples, worker, start, low))
     log.info("joined", worker=worker, epoch=welcome.epoch, from_offset=start)
     blobs = open_blobs(config, services, give_up=departure)
     shell = WorkerShell(

@@ -4,8 +4,12 @@ Worker n reads partition n, always. A consumer group would stop all workers when
 dead worker's partition away only after a session timeout; with `assign` a restart takes a second (reference
 faust-kafka 1.3, 1.4). Two processes on one partition are told apart by epochs at the parameter server.
 
-The app carries `fixed_partitions: {topic: [partition]}`, `start_offsets: {TP: offset}` and `fetch_max_wait_ms: int`.
-A fetch waits that long for `FETCH_MIN_BYTES`: one request of a slow stream brings many records, not one.
+The app carries `fixed_partitions: {topic: [partition]}`, `start_offsets: {TP: offset}`, `fetch_max_wait_ms: int` and
+`on_out_of_range` (see `OutOfRange`). A fetch waits that long for `FETCH_MIN_BYTES`: one request of a slow stream brings
+many records, not one.
+
+Only committed records are read. A position that the log does not hold any more is never reset in silence: everything
+below it has been handed out by then, so the app knows exactly which offsets it will not get.
 Private attributes of Faust and aiokafka are used: their versions are pinned exactly (ADR 0002).
 """
 
@@ -13,15 +17,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Final, TypeAlias
 
+from aiokafka.errors import NoOffsetForPartitionError, OffsetOutOfRangeError
 from aiokafka.structs import TopicPartition
 from faust.transport.drivers import aiokafka as driver
 from faust.types import TP
 
 FETCH_MIN_BYTES: Final = 65_536
 _LOOK_AGAIN_S: Final = 1.0  # whether to stop
+
+# Told the partition and the offset that the log does not hold. Answers from where to go on; the same offset: try
+# again; None: not at all.
+OutOfRange: TypeAlias = Callable[[TP, int], Awaitable[int | None]]
 
 
 class AssignedThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
@@ -33,7 +42,32 @@ class AssignedThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
         consumer = super()._create_worker_consumer(transport)
         consumer._fetch_max_wait_ms = self.app.fetch_max_wait_ms  # Faust hard-codes 1500
         consumer._fetch_min_bytes = FETCH_MIN_BYTES
+        consumer._isolation_level = "read_committed"  # Faust sets it only where it writes in transactions itself
+        consumer._auto_offset_reset = "none"
         return consumer
+
+    async def getmany(self, active_partitions: set[TP] | None, timeout: float) -> Any:
+        try:
+            return await super().getmany(active_partitions, timeout)
+        except NoOffsetForPartitionError:  # assigned and not positioned yet
+            return {}
+        except OffsetOutOfRangeError as exc:
+            for partition, offset in exc.args[0].items():
+                await self._out_of_range(TP(*partition), offset)
+            return {}
+
+    async def _out_of_range(self, tp: TP, offset: int) -> None:
+        partition = TopicPartition(*tp)
+        consumer = self._ensure_consumer()
+        if await self.call_thread(consumer.position, partition) != offset:
+            return  # an answer to a fetch from before a seek
+        go_on = await self.app.on_out_of_range(tp, offset)
+        if go_on is None or go_on == offset:  # the process is about to end, or the broker is not sure
+            await asyncio.sleep(_LOOK_AGAIN_S)
+            return
+        # Faust would list every offset that it has not seen before it commits one behind them.
+        self.consumer._read_offset[tp] = self.consumer._committed_offset[tp] = go_on - 1
+        consumer.seek(partition, go_on)
 
     async def subscribe(self, topics: Iterable[str]) -> None:
         await self.call_thread(self._assign, sorted(topics))

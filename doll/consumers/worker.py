@@ -46,6 +46,7 @@ class Batch:
     complete_at_s: float
     dead: tuple[int, ...] = ()
     gaps: tuple[tuple[int, int], ...] = ()
+    lost: tuple[tuple[int, int], ...] = ()
     dead_samples: int = 0
 
 
@@ -241,8 +242,8 @@ class WorkerCore:
         push = Push(
             worker=self.worker, epoch=self.epoch, token=grant.token, ps_epoch=grant.ps_epoch, grant=grant.grant,
             version=grant.version, key=done.key, n_samples=batch.num_samples, loss_sum=done.loss_sum,
-            metric_sums=done.metric_sums, dead=batch.dead, gaps=batch.gaps, dead_samples=batch.dead_samples,
-            compute_s=done.compute_s, fetch_s=done.fetch_s, store_s=done.store_s,
+            metric_sums=done.metric_sums, dead=batch.dead, gaps=batch.gaps, lost=batch.lost,
+            dead_samples=batch.dead_samples, compute_s=done.compute_s, fetch_s=done.fetch_s, store_s=done.store_s,
             wait_s=max(0.0, granted_at_s - batch.complete_at_s), market=self.market,
         )  # fmt: skip
         return [*self._announce_new(), Send(push)]

@@ -110,6 +110,14 @@ class Tail:
             found += self.poll(0.2)
         return found
 
+    def partition_bounds(self, topic: str, partition: int) -> tuple[int, int]:
+        """First offset that a partition of any topic still holds, and one above its last.
+
+        Raises:
+            ServiceUnavailableError: the broker does not say.
+        """
+        return watermarks(self._consumer, self._address, topic, partition, _LOOKUP_S)
+
     def partition_ends(self, topic: str, partitions: int, timeout_s: float = 1.0) -> list[int] | None:
         """The end (high watermark) of each partition of any topic; None where the broker does not say in time."""
         from confluent_kafka import KafkaException, TopicPartition

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from doll.errors import ConfigError, DollError
+from doll.errors import ConfigError, DataLossError, DollError
 from doll.local.processes import exit_text, tail
 
 FIRST_BACKOFF_S: Final = 0.5
@@ -108,6 +108,7 @@ class Supervisor:
         Raises:
             RoleFailedError: a role has failed 5 times in a row, each time within 20 s of its start.
             ConfigError: a role says (by exit code 2) that its configuration is wrong: another try would be in vain.
+            DataLossError: a role says (by exit code 4) that records are gone before they were learned.
         """
         for slot in self._slots.values():
             if slot.handle is not None and (code := slot.handle.poll()) is not None:
@@ -132,6 +133,9 @@ class Supervisor:
         if code == ConfigError.exit_code:
             slot.exit_code = code
             raise ConfigError(f"{slot.spec.name} does not accept its configuration; {last_words}")
+        if code == DataLossError.exit_code:
+            slot.exit_code = code
+            raise DataLossError(f"{slot.spec.name}: records are gone before they were learned; {last_words}")
         if slot.failures >= MAX_FAILURES:
             slot.exit_code = code
             raise RoleFailedError(

@@ -435,7 +435,7 @@ def _member(item: ev.AppliedBatch) -> Member:
     push = item.push
     return Member(
         worker=push.worker, token=push.token, lo=item.lo, hi=item.hi, n_samples=push.n_samples,
-        base_version=push.version, dead=push.dead, gaps=push.gaps, dead_samples=push.dead_samples,
+        base_version=push.version, dead=push.dead, gaps=push.gaps, lost=push.lost, dead_samples=push.dead_samples,
         compute_s=push.compute_s, fetch_s=push.fetch_s, store_s=push.store_s, wait_s=push.wait_s,
         grant_to_push_s=item.received_at_s - item.granted_at_s, market=push.market,
     )  # fmt: skip

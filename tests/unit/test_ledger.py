@@ -420,7 +420,7 @@ def test_what_else_does_not_fit_is_said(model: DurableModel, records: list[Any],
 
 
 def test_offsets_named_outside_their_batch_are_noticed() -> None:
-    for change in ({"dead": (10,)}, {"gaps": ((8, 12),)}, {"gaps": ((4, 4),)}):
+    for change in ({"dead": (10,)}, {"gaps": ((8, 12),)}, {"gaps": ((4, 4),)}, {"lost": ((9, 11),)}):
         one = update(1, 1, (0, 0))
         one = msgspec.structs.replace(one, members=(msgspec.structs.replace(one.members[0], **change),))
         assert "names offsets outside itself" in " ".join(audit(durable(1, 1, 1, 0), epoch(1), one).problems)
@@ -437,6 +437,44 @@ def test_a_record_in_a_range_said_to_hold_none_is_missing() -> None:
     report = balance(**arguments, held=[Range(0, 3, 5)])
     assert report.missing == (Range(0, 3, 5),)
     assert (report.ok, report.applied, report.gaps) == (False, 6, 2)
+
+
+def with_lost(*lost: tuple[int, int]) -> Update:
+    one = update(1, 1, (0, 0))
+    return msgspec.structs.replace(one, members=(msgspec.structs.replace(one.members[0], lost=lost),))
+
+
+def test_records_deleted_before_they_were_learned_fail_the_audit_unless_allowed() -> None:
+    arguments = {
+        "durable": durable(1, 1, 1, 0), "ends": (30, 10), "records": [epoch(1), with_lost((2, 6))],
+        "dead_letters": [letter(0, 3)], "lows": (14, 0),
+    }  # fmt: skip
+    report = balance(**arguments)
+    # 2-5 when their batch was read; 10-13 are not in the model yet, and not in the log any more.
+    assert report.lost_ranges == (Range(0, 2, 6), Range(0, 10, 14))
+    assert (report.ok, report.applied, report.lost, report.pending, report.produced) == (False, 6, 8, 26, 40)
+    assert report.superseded == 0
+    assert report.complaints() == [
+        "lost: partition 0: 2-5, partition 0: 10-13: deleted from the log before they were learned (see data.on_loss)"
+    ]
+    assert "0 twice, 8 lost, 0 dead-lettered" in report.summary()
+    allowed = balance(**arguments, loss_allowed=True)
+    assert (allowed.ok, allowed.complaints(), allowed.lost) == (True, [], 8)
+    assert "allowed by data.on_loss: skip" in allowed.losses()[0]
+    assert json.loads(json.dumps(allowed.to_dict()))["lost_ranges"] == [[0, 2, 6], [0, 10, 14]]
+
+
+def test_what_an_ended_job_left_unread_may_go() -> None:
+    ended = [epoch(1), update(1, 1, (0, 0)), Finished(ps_epoch=1, version=1, reason="", time_s=0)]
+    report = balance(durable=durable(1, 1, 1, 0), ends=(30, 10), records=ended, dead_letters=[], lows=(30, 10))
+    assert (report.ok, report.lost, report.pending) == (True, 0, 30)
+
+
+def test_what_is_said_to_be_deleted_must_be() -> None:
+    report = balance(
+        durable=durable(1, 1, 1, 0), ends=(30, 0), records=[epoch(1), with_lost((2, 6))], dead_letters=[], lows=(4, 0)
+    )
+    assert report.problems == ("deleted by their update, but still in the log: partition 0: 4-5",)
 
 
 def test_dead_letters_outside_the_job_are_noticed() -> None:

@@ -196,3 +196,22 @@ def test_a_job_that_cannot_make_an_update_says_so_once() -> None:
     for stuck_s in (0.0, 11.0):
         model.feed(Metric(source="ps", values={"stuck_s": stuck_s, "short_of_batches": 3.0}, time_s=0.0))
     assert len(model.all_events) == 2
+
+
+def test_lost_records_are_noted_once_and_counted(running: ProgressModel) -> None:
+    assert running.snapshot(20.0).lost == ()
+    for _ in range(2):  # a worker that stops for it is started again, and says so again
+        running.feed(Metric(source="worker-1", values={"lost_from": 40.0, "lost_until": 44.0}, time_s=0.0))
+    member = Member(worker=1, token=6, lo=48, hi=56, n_samples=6, base_version=50, lost=((48, 50),))
+    running.feed(Update(ps_epoch=1, version=51, members=(member,), n_samples=6, loss=1.0))
+    for name, values in {"x": {"lost_from": 1.0}, "worker-0": {"lost_from": math.nan, "lost_until": 3.0}}.items():
+        running.feed(Metric(source=name, values=values, time_s=0.0))  # nothing that a worker says
+    snapshot = running.snapshot(20.0)
+    assert snapshot.lost == ((1, 40, 44), (1, 48, 50))
+    assert "6 records lost" in one_line(snapshot, StopConfig())
+    told = [text for _, text in snapshot.events if "lost" in text]
+    assert told == [
+        "records lost: partition 1: 40-43: deleted before they were learned (data.on_loss: stop)",
+        "records lost: partition 1: 48-49: deleted before they were learned (data.on_loss: stop)",
+    ]
+    assert running.reached[1] == 56

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from doll import intervals
 from doll.consumers.batching import Batcher, RawBatch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,3 +96,45 @@ def test_crashes_and_second_readings_give_every_batch_once_and_the_same(
         start = len(found) * size
         found += feed(batcher, [offset for offset in log if offset >= start][:lifetime])
     assert found == whole
+
+
+def test_what_was_deleted_before_it_was_read_is_lost_and_no_gap() -> None:
+    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=4, next_token=0)
+    batcher.lose(5, 9)  # the position of the reader, which is ahead of what was fed
+    batcher.lose(9, 11)
+    batches = feed(batcher, [0, 1, 3, 12, 13, 14, 15])
+    assert [(b.token, [o for o, _ in b.records], b.gaps, b.lost) for b in batches] == [
+        (0, [0, 1, 3], [(2, 3)], []),
+        (1, [], [(4, 5)], [(5, 8)]),
+        (2, [], [(11, 12)], [(8, 9), (9, 11)]),
+        (3, [12, 13, 14, 15], [], []),
+    ]
+    batcher.lose(10, 18)  # told again, in part
+    (batch,) = feed(batcher, [18, 19])
+    assert (batch.gaps, batch.lost) == ([], [(16, 18)])
+
+
+@given(
+    holes=st.sets(st.integers(0, 60)),
+    losses=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), max_size=4),
+    told=st.integers(0, 60),
+)
+def test_each_offset_is_a_record_a_gap_or_lost_whenever_the_loss_is_told(
+    holes: set[int], losses: list[tuple[int, int]], told: int
+) -> None:
+    spans = intervals.union((lo, lo + length) for lo, length in losses)
+    log = [at for at in range(61) if at not in holes and not intervals.contains(spans, at)]
+    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=5, next_token=0)
+    found = []
+    for offset in [*log, 80]:
+        # The reader is ahead of what is fed by some records, so a loss is told early, but in order.
+        while spans and offset + told >= spans[0][0]:
+            batcher.lose(*spans.pop(0))
+        found += list(batcher.feed(offset, offset))
+    missing = intervals.union((lo, lo + length) for lo, length in losses)
+    for batch in found:
+        lost = {o for lo, hi in batch.lost for o in range(lo, hi)}
+        gaps = {o for lo, hi in batch.gaps for o in range(lo, hi)}
+        read = {o for o, _ in batch.records}
+        assert sorted([*lost, *gaps, *read]) == list(range(batch.lo, batch.hi))
+        assert lost == {o for o in range(batch.lo, batch.hi) if intervals.contains(missing, o)}

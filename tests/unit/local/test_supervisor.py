@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from doll.errors import ConfigError
+from doll.errors import ConfigError, DataLossError
 from doll.local.supervisor import MAX_BACKOFF_S, Restart, RoleFailedError, RoleSpec, Supervisor, backoff_s
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,6 +125,14 @@ def test_a_wrong_configuration_is_not_tried_again(world: World) -> None:
     with pytest.raises(ConfigError, match="job: unknown key"):
         world.supervisor.poll()
     assert world.restarts == []
+
+
+def test_lost_records_do_not_come_back_by_trying_again(world: World) -> None:
+    world.log_path.write_text("samples/0: records 5 to 9 were deleted\n")
+    world.start("worker-0").code = DataLossError.exit_code
+    with pytest.raises(DataLossError, match=r"worker-0: records are gone .*(?s:.)*records 5 to 9 were deleted"):
+        world.supervisor.poll()
+    assert len(world.launched) == 1
 
 
 def test_a_name_that_runs_cannot_be_started_twice(world: World) -> None:
