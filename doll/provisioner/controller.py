@@ -845,7 +845,11 @@ class Controller:
                 else "the deadline cannot be met any more: everything runs on-demand, this is the soonest"
             )
         if wish.phase == "budget":
-            found.append(f"the budget of {self._planner.budget_usd} USD is spent: raise plan.budget_usd to go on")
+            found.append(
+                f"the budget of {self._planner.budget_usd} USD is spent: all machines are handed back, and the "
+                "provisioner ends. To go on with the job, raise plan.budget_usd in the job file, then start it again: "
+                "doll provision run JOB.yaml"
+            )
         if wish.binding == "done" and wish.phase == "run":
             found.append("the planned updates are done, but the job goes on: set stop.updates, or plan for more")
         return found

@@ -348,16 +348,22 @@ def test_the_budget_is_never_passed_and_its_end_is_told() -> None:
     assert 20 < last.updates_done < 60
     assert not decisions[0].feasible
     assert any("raise" in alarm for alarm in decisions[0].alarms), "it is told at the start"
-    assert any("is spent" in alarm for alarm in last.alarms)
+    (said,) = [alarm for alarm in last.alarms if "is spent" in alarm]
+    assert last.over, "its process ends, so the advice must be of use without it"
+    assert "raise plan.budget_usd in the job file, then start it again: doll provision run" in said
     assert scene.fleet.alive() == []
 
 
-def test_a_higher_budget_lets_the_job_go_on() -> None:
+@pytest.mark.parametrize("started_again", [False, True])
+def test_a_higher_budget_lets_the_job_go_on(started_again: bool) -> None:
     scene = Scene(settings(budget_usd=0.02, deadline_s=3000.0))
     scene.to_the_end(until_s=1500.0)
     assert scene.decisions[-1].phase == "budget"
     scene.job = settings(budget_usd=0.2, deadline_s=3000.0)
-    scene.controller.retarget(scene.job)
+    if started_again:
+        scene.controller = scene.successor()
+    else:
+        scene.controller.retarget(scene.job)
     scene.clock.advance(10.0)
     scene.to_the_end()
     assert scene.decisions[-1].phase == "done"
