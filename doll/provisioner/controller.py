@@ -389,9 +389,14 @@ class Controller:
             done += found
             if self._dry_run or not any(self._is_news(one) for one in found):
                 break
+        if phase == "run" and not any(one.is_alive for one in instances):
+            self._give_up(now_s)
         if self._memory.stopped:
             phase = "stopped" if phase == "run" else phase
-            alarms.append(f"nothing is launched any more: {self._memory.stopped}")
+            alarms.append(
+                f"nothing is launched any more: {self._memory.stopped}. Correct it, then start the provisioner again: "
+                "doll provision run JOB.yaml"
+            )
         alarms += self._standing_alarms(wish, now_s)
         decision = self._decision(wish, phase, instances, fleet, bill, prices, done, alarms, now_s)
         if not self._dry_run:
@@ -797,6 +802,12 @@ class Controller:
             done += [self._launch(launch, instances, now_s) for launch in launches]
         return done
 
+    def _give_up(self, now_s: float) -> None:
+        """Nothing runs, and no market gives a machine for reasons that do not go away by themselves."""
+        if not self._dry_run and all(self._memory.is_closed(market, now_s) for market in MARKETS):
+            said = dict.fromkeys(self._memory.refusal(market) for market in MARKETS)
+            self._memory.stopped = "every pool of both markets refuses: " + "; ".join(said)
+
     def _is_news(self, one: Done) -> bool:
         """A launch that failed though there should have been a machine; the plan has counted with the others."""
         if not one.trouble or not isinstance(one.action, Launch):
@@ -838,6 +849,8 @@ class Controller:
         for market, name in names.items():
             if now_s < self._memory.quota_s(market):
                 found.append(f"the quota of {name} machines is used up: ask their owner for more")
+            elif says := self._memory.refusal(market):
+                found.append(f"no {name} machines, and not for lack of capacity: {says}")
         if not wish.feasible and wish.phase == "run":
             found.append(
                 "the budget does not suffice for the deadline: raise one of them, or accept a later end"

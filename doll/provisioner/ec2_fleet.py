@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast, get_args
 from doll import telemetry
 from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.provisioner.ec2_capacity import CapacityCache, Ec2Pool
-from doll.provisioner.ec2_errors import ErrorRule, Scope, rule_of_call, rule_of_pool, worst
+from doll.provisioner.ec2_errors import ErrorRule, Scope, advice, rule_of_call, rule_of_pool, worst
 from doll.provisioner.fleet import End, Fleet, Instance, InstanceState, LaunchError, Order, Trouble
 from doll.provisioner.state import Market
 
@@ -39,6 +39,7 @@ _TAGGED: Final = ("instance", "volume", "network-interface", "fleet")
 _TOKEN_CHARS: Final = 64
 _TERMINATE_AT_ONCE: Final = 100
 _ORDERS_REMEMBERED: Final = 4096
+_SAYS_CHARS: Final = 300
 TRUST_S: Final = 60.0
 """EC2's answers may lag behind what it has done, by seconds; for so long what it has promised counts."""
 ENDED_KEPT_S: Final = 3600.0
@@ -84,6 +85,15 @@ class _Known:
     instance: Instance
     seen_s: float
     told_s: float = float("-inf")
+
+
+@dataclass(frozen=True)
+class _Reason:
+    """Why a pool, or a whole call, gave nothing: EC2's code and words, and what to do about it."""
+
+    code: str
+    rule: ErrorRule
+    says: str = ""
 
 
 @dataclass(frozen=True)
@@ -162,6 +172,7 @@ class Ec2Fleet:
         # What each order asked for: repeated, it must be the same to the byte, though the cache has changed since.
         self._asked: dict[_OrderKey, list[list[_Override]]] = {}
         self._closed_subnets: dict[str, float] = {}
+        self._held_for: dict[tuple[Ec2Pool, Market], str] = {}  # the code of the last refusal
 
     # --- the port ---------------------------------------------------------------------------------------------------
 
@@ -179,14 +190,14 @@ class Ec2Fleet:
         if key not in self._asked:
             self._refuse_if_held(order, now_s)
             self._remember(key, self._choices(order, now_s))
-        reasons: list[tuple[str, ErrorRule]] = []
+        reasons: list[_Reason] = []
         for number, overrides in enumerate(self._asked[key]):
             got = self._create(order, number, overrides)
             if isinstance(got, Instance):
                 self._ids[key] = got.id
                 return got
             reasons += got
-            if worst(rule for _, rule in reasons).trouble is not Trouble.CAPACITY:
+            if worst(one.rule for one in reasons).trouble not in (Trouble.CAPACITY, Trouble.REFUSED):
                 break
         raise self._failure(order, reasons, {one.pool.name for choice in self._asked[key] for one in choice})
 
@@ -316,11 +327,11 @@ class Ec2Fleet:
             if usable:
                 choices.append(usable)
         if not choices:
+            # It names no pools: what was not asked is no news, and must not make the time longer for which it is not.
+            held = [self._held_for.get((one.pool, order.market), "") for _, overrides in zones for one in overrides]
+            codes = ", ".join(sorted({code for code in held if code})) or "to be avoided"
             raise LaunchError(
-                f"{_named(order)}: all pools are known to be dry, or are to be avoided; not asked",
-                trouble=Trouble.CAPACITY,
-                code="KnownDry",
-                pools={one.pool.name for _, overrides in zones for one in overrides},
+                f"{_named(order)}: no pool is to be asked now ({codes})", trouble=Trouble.CAPACITY, code="KnownDry"
             )
         return choices
 
@@ -374,9 +385,7 @@ class Ec2Fleet:
             )
         return self._zones
 
-    def _create(
-        self, order: Order, number: int, overrides: Sequence[_Override]
-    ) -> Instance | list[tuple[str, ErrorRule]]:
+    def _create(self, order: Order, number: int, overrides: Sequence[_Override]) -> Instance | list[_Reason]:
         """One CreateFleet call: the instance, or what EC2 said against it."""
         market = order.market
         self._pacer.wait()
@@ -391,12 +400,12 @@ class Ec2Fleet:
             rule = _in_market(rule, market)
             for one in overrides:
                 self._note(one, market, code, rule)
-            return [(code, rule)]
+            return [_Reason(code, rule, str(error))]
         reasons = []
         for refusal in answer.get("Errors", ()):
             code = refusal.get("ErrorCode", "")
             rule = _in_market(rule_of_pool(code), market)
-            reasons.append((code, rule))
+            reasons.append(_Reason(code, rule, str(refusal.get("ErrorMessage", ""))))
             named = refusal.get("LaunchTemplateAndOverrides", {}).get("Overrides", {})
             for one in overrides:
                 if named.get("InstanceType", one.instance_type) == one.instance_type and (
@@ -407,7 +416,7 @@ class Ec2Fleet:
                 log.error("launch_refused", code=code, says=refusal.get("ErrorMessage", ""), worker=order.slot)
         ids = [(got, id_) for got in answer.get("Instances", ()) for id_ in got["InstanceIds"]]
         if not ids:
-            return reasons or [("UnfulfillableCapacity", rule_of_pool("UnfulfillableCapacity"))]
+            return reasons or [_Reason("UnfulfillableCapacity", rule_of_pool("UnfulfillableCapacity"))]
         got, id_ = ids[0]
         subnet = got.get("LaunchTemplateAndOverrides", {}).get("Overrides", {}).get("SubnetId")
         zone = next((one.zone for one in overrides if one.subnet == subnet), overrides[0].zone)
@@ -456,7 +465,10 @@ class Ec2Fleet:
 
     def _note(self, override: _Override, market: Market, code: str, rule: ErrorRule) -> None:
         now_s = self._clock()
+        self._held_for[override.pool, market] = code
         match rule.scope:
+            case Scope.POOL if rule.trouble is Trouble.REFUSED:
+                self.cache.rule_out(override.pool, market, now_s + rule.hold_s)
             case Scope.POOL:
                 self.cache.mark(override.pool, market, now_s, rule.hold_s)
             case Scope.PAIR:
@@ -470,17 +482,15 @@ class Ec2Fleet:
                 return
         log.info("left_alone", pool=override.pool.name, market=market, code=code, for_s=rule.hold_s)
 
-    def _failure(self, order: Order, reasons: Sequence[tuple[str, ErrorRule]], pools: Collection[str]) -> LaunchError:
-        chosen = worst(rule for _, rule in reasons)
-        codes = list(dict.fromkeys(code for code, _ in reasons))
-        code = next(code for code, rule in reasons if rule is chosen)
-        of_pools = chosen.trouble is Trouble.CAPACITY
-        return LaunchError(
-            f"{_named(order)}: {', '.join(codes)}" + (f" in {', '.join(sorted(pools))}" if of_pools else ""),
-            trouble=chosen.trouble,
-            code=code,
-            pools=pools if of_pools else (),
-        )
+    def _failure(self, order: Order, reasons: Sequence[_Reason], pools: Collection[str]) -> LaunchError:
+        trouble = worst(one.rule for one in reasons).trouble
+        codes = list(dict.fromkeys(one.code for one in reasons))
+        chosen = next(one for one in reasons if one.rule.trouble is trouble)
+        of_pools = trouble in (Trouble.CAPACITY, Trouble.REFUSED)
+        text = f"{_named(order)}: {', '.join(codes)}" + (f" in {', '.join(sorted(pools))}" if of_pools else "")
+        if trouble in (Trouble.REFUSED, Trouble.CONFIG):
+            text = f"{chosen.code}: {chosen.says[:_SAYS_CHARS] or 'EC2 says no more'}: {advice(chosen.code)}"
+        return LaunchError(text, trouble=trouble, code=chosen.code, pools=pools if of_pools else ())
 
     def _remember(self, key: _OrderKey, choices: list[list[_Override]]) -> None:
         self._asked[key] = choices
@@ -729,7 +739,8 @@ def _rule_of(error: Exception) -> tuple[str, ErrorRule]:
 
 def _launch_error(what: str, error: Exception) -> LaunchError:
     code, rule = _rule_of(error)
-    return LaunchError(f"{what}: {error}", trouble=rule.trouble, code=code)
+    more = f": {advice(code)}" if rule.trouble is Trouble.CONFIG else ""
+    return LaunchError(f"{what}: {error}{more}", trouble=rule.trouble, code=code)
 
 
 def _unavailable(what: str, error: Exception) -> DollError:

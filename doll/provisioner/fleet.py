@@ -92,6 +92,7 @@ class Trouble(enum.StrEnum):
     CAPACITY = "capacity"  # the pools are empty: other pools, then the other market
     SPOT_QUOTA = "spot_quota"  # no spot for a while; a person must raise the quota
     ON_DEMAND_QUOTA = "on_demand_quota"  # keep spot; a person must raise the quota
+    REFUSED = "refused"  # not for lack of capacity: a person must look; what is not tried again in vain stops by itself
     THROTTLED = "throttled"  # the same order again, later
     TAKEN = "taken"  # the order was already made in other words: look at what is there
     CONFIG = "config"  # it will never work: stop and tell a person

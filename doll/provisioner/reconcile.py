@@ -39,6 +39,7 @@ class Limits:
         backoff_s, backoff_most_s: first and longest pause; each one doubles.
         boot_most_s: an instance whose worker is not ready by then is replaced.
         silent_most_s: so is one whose worker has not been heard for this long.
+        refusals: in so many turns a market must have refused machines, not for lack of capacity, to count as closed.
         trust_s: how long a launch that the fleet acknowledged, or may have made, is waited for to be listed.
     """
 
@@ -53,6 +54,7 @@ class Limits:
     backoff_most_s: float = 3600.0
     boot_most_s: float = 900.0
     silent_most_s: float = 300.0
+    refusals: int = 3
     trust_s: float = 60.0
 
 
@@ -132,6 +134,15 @@ class _Tries:
     dry: bool = False  # its last spot launch found nothing
 
 
+@dataclass
+class _Refusal:
+    """A market that refuses machines, and not for lack of capacity."""
+
+    says: str
+    last_s: float
+    turns: int = 1
+
+
 class Memory:
     """What the provisioner remembers between its turns. It is told of outcomes; `to_dict` and `restore` keep it.
 
@@ -146,6 +157,7 @@ class Memory:
         """Orders whose outcome is not known yet, by slot, and since when: they are made again exactly as they were."""
         self._bad_pools: dict[Market, dict[str, float]] = {"spot": {}, "on_demand": {}}  # until
         self._quota: dict[Market, float] = {}  # until
+        self._refused: dict[Market, _Refusal] = {}  # since the last launch; a successor asks anew
         self._launched_s: list[float] = []  # within the last minute
         self._vain_s: list[float] = []  # tries that found no machine, within the last minute
         self._fallen_s: list[float] = []
@@ -180,6 +192,7 @@ class Memory:
         self.pending.pop(order.slot, None)
         one = self._slots[order.slot]
         one.after_s.pop(order.market, None)
+        self._refused.pop(order.market, None)
         if order.market == "spot":
             one.dry, self._dry_s = False, -math.inf
 
@@ -208,7 +221,11 @@ class Memory:
         one.attempt, one.failed = order.attempt + 1, True
         one.after_s[order.market] = retry_s
         match error.trouble:
+            case Trouble.REFUSED:
+                self._refusal(order.market, str(error), now_s)
             case Trouble.CAPACITY:
+                if error.pools:  # some were asked, and would give machines if they had any
+                    self._refused.pop(order.market, None)
                 for pool in error.pools if limits.bad_pool_s > 0 else ():
                     self._bad_pools[order.market][pool] = now_s + limits.bad_pool_s
             case Trouble.SPOT_QUOTA:
@@ -219,6 +236,12 @@ class Memory:
                 self.stopped = str(error)
         if order.market == "spot" and error.trouble is not Trouble.CONFIG:
             one.dry, one.bad_s, self._dry_s = True, now_s, now_s
+
+    def _refusal(self, market: Market, says: str, now_s: float) -> None:
+        known = self._refused.setdefault(market, _Refusal(says, now_s))
+        if now_s > known.last_s:
+            known.turns += 1
+        known.says, known.last_s = says, now_s
 
     def interrupted(self, instance: Instance, at_s: float) -> None:
         """A spot machine has got its notice, or was taken without one."""
@@ -251,6 +274,15 @@ class Memory:
     def blocked_s(self, slot: int, market: Market) -> float:
         """Until when nothing of this market is to be launched for the slot; in the past where it may be."""
         return max(self._slots[slot].after_s.get(market, -math.inf), self._quota.get(market, -math.inf))
+
+    def refusal(self, market: Market) -> str:
+        """What the market said when it last refused a machine, not for lack of capacity; "" where it did not."""
+        return self._refused[market].says if market in self._refused else ""
+
+    def is_closed(self, market: Market, now_s: float) -> bool:
+        """It has refused in several turns and given nothing since; after a while it is asked again."""
+        known, limits = self._refused.get(market), self.limits
+        return known is not None and known.turns >= limits.refusals and now_s - known.last_s < limits.quota_s
 
     def quota_s(self, market: Market) -> float:
         """Until when the market's quota is taken as used up."""
@@ -381,6 +413,8 @@ def reconcile(view: View, memory: Memory, limits: Limits, now_s: float) -> list[
             by_slot.setdefault(one.slot, []).append(one)
     actions: list[Action] = []
     wishes: list[tuple[int, int, Market, str, bool]] = []
+    # One slot finds out whether on-demand is any better, so that a mistake in both is known at the start of a job.
+    scouting = memory.is_closed("spot", now_s)
     for slot in sorted(by_slot.keys() - range(len(view.wanted))):
         actions += [_end(one, "no such slot") for one in by_slot[slot] if one.notice_s is None]
     for slot, market in enumerate(view.wanted):
@@ -389,6 +423,8 @@ def reconcile(view: View, memory: Memory, limits: Limits, now_s: float) -> list[
             actions += [_end(one, view.reasons[slot]) for one in found.alive if one.notice_s is None]
             continue
         target = _obtainable(slot, market, memory, now_s)
+        if scouting and target == "spot" and not any(one.market == "spot" for one in found.alive):
+            target, scouting = "on_demand", False
         ends, wish = found.settle(target)
         actions += ends
         if isinstance(wish, Wait):
@@ -401,9 +437,10 @@ def reconcile(view: View, memory: Memory, limits: Limits, now_s: float) -> list[
 
 
 def _obtainable(slot: int, market: Market, memory: Memory, now_s: float) -> Market:
-    """On-demand whose quota is used up gives way to spot; the other way about is the planner's to decide."""
-    if market == "on_demand" and now_s < memory.quota_s("on_demand") and now_s >= memory.blocked_s(slot, "spot"):
-        return "spot"
+    """On-demand that is closed, or whose quota is used up, gives way to spot; else the planner decides."""
+    closed = now_s < memory.quota_s("on_demand") or memory.is_closed("on_demand", now_s)
+    if market == "on_demand" and closed and now_s >= memory.blocked_s(slot, "spot"):
+        return "on_demand" if memory.is_closed("spot", now_s) else "spot"
     return market
 
 

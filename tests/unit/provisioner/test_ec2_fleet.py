@@ -181,7 +181,8 @@ def test_a_type_that_a_zone_does_not_offer_is_never_asked_for(rig: Ec2Rig) -> No
         ("VcpuLimitExceeded", "spot", Trouble.SPOT_QUOTA, 0),
         ("Unsupported", "spot", Trouble.CAPACITY, 0),
         ("InsufficientFreeAddressesInSubnet", "spot", Trouble.CAPACITY, 0),
-        ("SomethingNew", "spot", Trouble.CAPACITY, 0),
+        ("SomethingNew", "spot", Trouble.REFUSED, 0),
+        ("InvalidBlockDeviceMapping", "on_demand", Trouble.REFUSED, 0),
         ("UnauthorizedOperation", "spot", Trouble.CONFIG, 1),
     ],
 )
