@@ -81,6 +81,15 @@ class TopicReader:
         """Offset and value of each record in [lo, hi) that the log holds, in order.
 
         Raises:
+            ServiceUnavailableError: as `messages` does.
+        """
+        for message in self.messages(topic, partition, lo, hi):
+            yield message.offset(), message.value()
+
+    def messages(self, topic: str, partition: int, lo: int, hi: int) -> Iterator[Any]:
+        """The records in [lo, hi) that the log holds, in order, with their headers.
+
+        Raises:
             ServiceUnavailableError: the broker refuses, or sends nothing for `stall_s`.
         """
         from confluent_kafka import KafkaError, KafkaException, TopicPartition
@@ -99,7 +108,7 @@ class TopicReader:
                         raise KafkaException(error)
                     if error is not None or message.offset() >= hi:
                         return
-                    yield message.offset(), message.value()
+                    yield message
                     at = message.offset() + 1
                 if messages:
                     heard_s = time.monotonic()

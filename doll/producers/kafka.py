@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -49,7 +49,14 @@ class SampleSender:
         self._away = False
         self._told: set[str] = set()
 
-    def send(self, stream: int, value: bytes, samples: int, give_up: Callable[[], bool]) -> bool:
+    def send(
+        self,
+        stream: int,
+        value: bytes,
+        samples: int,
+        give_up: Callable[[], bool],
+        headers: Sequence[tuple[str, bytes]] = (),
+    ) -> bool:
         """Put a record of `samples` samples on partition `stream`; waits for room while the queue is full.
 
         Returns:
@@ -62,7 +69,9 @@ class SampleSender:
         on_delivery = functools.partial(self._on_delivery, samples)
         while True:
             try:
-                producer.produce(self._samples_topic, value, partition=stream, on_delivery=on_delivery)
+                producer.produce(
+                    self._samples_topic, value, partition=stream, on_delivery=on_delivery, headers=list(headers)
+                )
             except BufferError:
                 if give_up():
                     return False

@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +19,7 @@ from doll.evaluation.finish import on_finish
 from doll.health import Pulse, pulse_of
 from doll.producers.kafka import Counts, SampleSender
 from doll.producers.pacing import Pacer
+from doll.producers.position import find_positions, headers, name_of
 from doll.producers.schedule import Event, events
 from doll.producers.workers import Workers
 from doll.services import Services
@@ -66,8 +67,10 @@ def run_producer(
         Workers(config, services) if config.arrivals.while_down == "pause" else contextlib.nullcontext() as workers,
         on_finish(config, services, stopped.set) if until_finished else contextlib.nullcontext(),
     ):
-        feed = events(config, _samples_there(config, services), paused=workers.is_down if workers else _never)
-        run = _Run(config, sender, stopped, pulse, workers)
+        positions = find_positions(config, services)
+        there = _samples_there(config, services)
+        feed = events(config, there, positions=positions, paused=workers.is_down if workers else _never)
+        run = _Run(config, sender, stopped, pulse, workers, positions)
         try:
             run.send_all(feed)
         finally:
@@ -90,7 +93,13 @@ class _Run:
     """
 
     def __init__(
-        self, config: JobConfig, sender: SampleSender, stop: threading.Event, pulse: Pulse, workers: Workers | None
+        self,
+        config: JobConfig,
+        sender: SampleSender,
+        stop: threading.Event,
+        pulse: Pulse,
+        workers: Workers | None,
+        positions: Sequence[int],
     ) -> None:
         self.unsent = 0
         self._workers = workers
@@ -99,6 +108,8 @@ class _Run:
         self._stop = stop
         self._per_record = config.data.samples_per_record
         self._limit = config.source.limit_samples if config.source else None
+        self._source = name_of(config.source)
+        self._positions = list(positions)  # of a file: samples that each stream has been given
         self._packs: list[list[bytes]] = [[] for _ in range(config.data.workers)]
         self._behind_s = 0.0
         self._reported_s = time.monotonic()
@@ -114,7 +125,9 @@ class _Run:
         self._pulse.expect("loop", within_s=_READ_S)
         self._pulse.waits_for("")
         pacer = Pacer(time.monotonic())
-        taken = 0
+        taken = sum(self._positions)
+        if self._limit is not None and taken >= self._limit:
+            return
         try:
             for time_s, stream, value in feed:
                 now_s = time.monotonic()
@@ -167,6 +180,7 @@ class _Run:
         return now_s
 
     def _add(self, stream: int, value: bytes) -> None:
+        self._positions[stream] += 1
         if self._per_record == 1:
             self._send(stream, value, 1)
             return
@@ -180,7 +194,8 @@ class _Run:
         pack.clear()
 
     def _send(self, stream: int, record: bytes, samples: int) -> None:
-        if not self._sender.send(stream, record, samples, self.told_to_stop):
+        marks = headers(self._source, self._positions[stream])
+        if not self._sender.send(stream, record, samples, self.told_to_stop, marks):
             self.unsent += samples
 
 

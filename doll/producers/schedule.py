@@ -19,6 +19,7 @@ def events(
     config: JobConfig,
     starts: Sequence[int],
     *,
+    positions: Sequence[int] = (),
     pipe: int = _STDIN,
     paused: Callable[[int], bool] = lambda stream: False,
 ) -> Iterator[Event]:
@@ -28,6 +29,7 @@ def events(
 
     Args:
         starts: samples that each stream holds already (see `sources.open_streams`).
+        positions: samples of the job's file that each stream was given before; empty: none.
         pipe: file descriptor that stands for standard input.
         paused: whether nothing arrives at a stream now; its next sample comes when it does again. Of a Poisson stream
             that is the same as stopping its clock. Standard input cannot be paused.
@@ -41,7 +43,7 @@ def events(
                 "arrivals.rate_per_s: lines of stdin go to the streams in turn: expected one rate for all"
             )
         return _from_pipe(config, arrivals.merge(arrival_times(config, starts)), pipe)
-    values = sources.open_streams(config, starts)
+    values = sources.open_streams(config, starts, positions)
     return _from_streams(arrivals.merge(arrival_times(config, starts)), values, paused)
 
 

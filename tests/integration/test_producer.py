@@ -21,6 +21,7 @@ from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.local.kafka_broker import LocalKafka
 from doll.producers.main import run_producer
+from doll.producers.position import headers, name_of
 from doll.services import Services, kafka_settings
 from doll.task import load_task
 from waiting import PATIENCE_S, until
@@ -208,6 +209,7 @@ import sys
 from pathlib import Path
 from doll import config
 from doll.producers.main import run_producer
+from doll.producers.position import headers, name_of
 from doll.services import Services
 loaded = config.load(Path(sys.argv[1]))
 say = lambda text: (sys.stdout.write(text + "\\n"), sys.stdout.flush())
@@ -354,3 +356,48 @@ def test_a_stream_pauses_while_its_worker_is_down(services: Services, job_name: 
         assert grown(1, 200)[0] == stopped
         say_up(0, 1, 2)
         grown(0, 100)
+
+
+def test_a_file_goes_on_where_a_killed_producer_was(tmp_path: Path, services: Services, job_name: str) -> None:
+    """SIGKILL in mid-file, twice, with others' records and an old generation's in between: each line comes once."""
+    lines = [b"line %d" % number for number in range(3001)]
+    (tmp_path / "d.csv").write_bytes(b"\n".join(lines))
+    # Streams of unlike rates: they are at unlike places when the producer dies.
+    text = (
+        f"job: {job_name}\ntask: {{class: 'a:B'}}\nsource: {{kind: csv, path: d.csv}}\n"
+        "data: {workers: 3, batch_size: 4, samples_per_record: 4}\n"
+        "arrivals: {process: deterministic, rate_per_s: [1000, 2000, 500]}"
+    )
+    (tmp_path / "job.yaml").write_text(text)
+    config = job_config.parse(text, base_folder=tmp_path)
+    topics.ensure(config, services)
+    # What the run before has sent of this very file does not count.
+    stray = Producer(kafka_settings(config, services))
+    samples = config.topic("samples")
+    for stream in range(3):
+        stray.produce(samples, b"of the run before", partition=stream, headers=headers(name_of(config.source), 900))
+    epoch = records.Epoch(
+        ps_epoch=2, resumed_version=0, origins=(1, 1, 1), records_per_batch=1, time_s=0.0, generation=2
+    )
+    stray.produce(config.topic("updates"), records.encode(epoch), partition=0)
+    assert stray.flush(60) == 0
+    command = [sys.executable, "-m", "doll", "produce", "--job", str(tmp_path / "job.yaml")]
+    env = {**os.environ, "DOLL_KAFKA": services.kafka, "DOLL_REDIS": services.redis}
+    for count in (300, 700):
+        before = sum(map(len, _read(config, services)))
+        process = subprocess.Popen(command, env=env, cwd=tmp_path)
+        try:
+            _await_records(config, services, before + count // 4)
+        finally:
+            process.kill()
+            process.wait()
+        for stream in range(3):  # as a replayed dead letter would be
+            stray.produce(samples, b"of somebody else", partition=stream)
+        assert stray.flush(60) == 0
+    assert subprocess.run(command, env=env, cwd=tmp_path, check=False).returncode == 0
+    held = _read(config, services)
+    ours = [
+        [line for value in stream if not value.startswith(b"of ") for line in packing.unpack(value, 4).samples()]
+        for stream in held
+    ]
+    assert ours == [lines[stream::3] for stream in range(3)]

@@ -20,18 +20,20 @@ def child_rng(seed: int, *key: int) -> np.random.Generator:
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=key))
 
 
-def open_streams(config: JobConfig, starts: Sequence[int]) -> list[Iterator[bytes]]:
+def open_streams(config: JobConfig, starts: Sequence[int], positions: Sequence[int] = ()) -> list[Iterator[bytes]]:
     """One iterator of record values per stream.
 
     Args:
         starts: samples that each stream holds already. Random sources go on from there with fresh draws, so a producer
-            that is started again repeats nothing. Files begin again at their first line.
+            that is started again repeats nothing.
+        positions: samples of the file that each stream was given before; it goes on behind them. Empty: none.
 
     Raises:
         ConfigError: no source, a source that is no set of streams (`stdin`), or a file that is not what was expected.
     """
     source = config.source
     workers = range(config.data.workers)
+    positions = positions or [0 for _ in workers]
     rngs = [child_rng(config.seed, SAMPLES, n, starts[n]) for n in workers]
     match source:
         case None:
@@ -44,7 +46,7 @@ def open_streams(config: JobConfig, starts: Sequence[int]) -> list[Iterator[byte
             stream_part, _ = digits.originals()
             return [images.augmented(*stream_part, rngs[n]) for n in workers]
         case IdxSource():
-            return _idx_streams(config, source, rngs)
+            return _idx_streams(config, source, rngs, positions)
         case CsvSource() | JsonlSource():
             from doll.producers.sources import lines
 
@@ -52,11 +54,12 @@ def open_streams(config: JobConfig, starts: Sequence[int]) -> list[Iterator[byte
             header = isinstance(source, CsvSource) and source.header
             longest = config.data.max_record_bytes
 
-            def whole() -> Iterator[bytes]:
-                return lines.read_file(path, header=header, repeat=source.repeat, max_bytes=longest)
+            def behind(skip: int) -> Iterator[bytes]:
+                return lines.read_file(path, header=header, repeat=source.repeat, skip=skip, max_bytes=longest)
 
             # Each stream reads the file for itself: streams of different rates need no buffer between them.
-            return [itertools.islice(whole(), n, None, len(workers)) for n in workers]
+            firsts = [n + positions[n] * len(workers) for n in workers]
+            return [itertools.islice(behind(first), 0, None, len(workers)) for first in firsts]
         case SyntheticSource():
             from doll.producers.sources import synthetic
 
@@ -66,7 +69,9 @@ def open_streams(config: JobConfig, starts: Sequence[int]) -> list[Iterator[byte
             typing.assert_never(source)
 
 
-def _idx_streams(config: JobConfig, source: IdxSource, rngs: Sequence[np.random.Generator]) -> list[Iterator[bytes]]:
+def _idx_streams(
+    config: JobConfig, source: IdxSource, rngs: Sequence[np.random.Generator], positions: Sequence[int]
+) -> list[Iterator[bytes]]:
     from doll.producers.sources import idx, images
 
     path = config.path(source.images)
@@ -77,4 +82,5 @@ def _idx_streams(config: JobConfig, source: IdxSource, rngs: Sequence[np.random.
     if source.augment:
         return [images.augmented(pixels, labels, rng) for rng in rngs]
     count = len(rngs)
-    return [images.in_order(pixels[n::count], labels[n::count]) for n in range(count)]
+    firsts = [n + positions[n] * count for n in range(count)]
+    return [images.in_order(pixels[first::count], labels[first::count]) for first in firsts]

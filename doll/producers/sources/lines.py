@@ -18,13 +18,14 @@ _LONGEST_BYTES = 1 << 24
 
 
 def read_file(
-    path: Path, *, header: bool = False, repeat: bool = False, max_bytes: int = _LONGEST_BYTES
+    path: Path, *, header: bool = False, repeat: bool = False, skip: int = 0, max_bytes: int = _LONGEST_BYTES
 ) -> Iterator[bytes]:
     """The lines of `path` in order, without blank ones.
 
     Args:
         header: leave out the first line.
         repeat: begin again at the end.
+        skip: leave out so many lines, counted over all repetitions; they are read, but for whole repetitions.
         max_bytes: of a longer line one byte more than that is kept, so that whoever refuses long records refuses it.
 
     Raises:
@@ -34,11 +35,14 @@ def read_file(
     first = next(once, None)
     if first is None:
         raise ConfigError(f"{path}: expected at least one line{' after the header' * header}, got none")
-    lines = itertools.chain((first,), once)
-    if repeat:
-        again = itertools.chain.from_iterable(_lines(path, header, max_bytes) for _ in itertools.count())
-        return itertools.chain(lines, again)
-    return lines
+    lines: Iterator[bytes] = itertools.chain((first,), once)
+    skipped = sum(1 for _ in itertools.islice(lines, skip))
+    if not repeat:
+        return lines
+    if skipped < skip:  # so many lines has the file
+        lines = itertools.islice(_lines(path, header, max_bytes), skip % skipped, None)
+    again = itertools.chain.from_iterable(_lines(path, header, max_bytes) for _ in itertools.count())
+    return itertools.chain(lines, again)
 
 
 def _lines(path: Path, header: bool, max_bytes: int) -> Iterator[bytes]:

@@ -1,0 +1,105 @@
+"""Where a file source goes on when its producer starts again: each record says how far its stream has read the file.
+
+Offsets do not say it: other producers, replayed dead letters and markers of transactions take offsets too, and
+retention deletes. So a record of a file carries a header, `doll-position: <source> <next>`: the source's name, and the
+position in the stream's part of the file behind the record's last sample. Kafka keeps a producer's records of one
+partition in order and without a hole, so the last header in a partition tells what of its stream has arrived. It
+counts only from the origin of the newest generation on: a new one has not seen what was sent before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from doll.admission import read
+from doll.config import CsvSource, IdxSource, JsonlSource
+from doll.errors import ConfigError
+from doll.services import Services
+from doll.telemetry import get_logger
+from doll.topic_reader import TopicReader
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig, SourceConfig
+
+log = get_logger(__name__)
+
+HEADER: Final = "doll-position"
+_VALUE: Final = re.compile(rb"([0-9a-f]{16}) ([0-9]{1,18})")
+_FIRST_LOOK: Final = 64  # records from the end of a partition; each further look is eight times as far
+
+
+def name_of(source: SourceConfig | None) -> str:
+    """A name for what is read in order, from a file; "" for sources that draw at random, and for a pipe."""
+    match source:
+        case CsvSource():
+            said: list[Any] = ["csv", str(source.path), source.header]
+        case JsonlSource():
+            said = ["jsonl", str(source.path)]
+        case IdxSource(augment=False):
+            said = ["idx", str(source.images), str(source.labels), source.skip]
+        case _:
+            return ""
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+
+
+def headers(name: str, position: int) -> list[tuple[str, bytes]]:
+    """The headers of a record after which its stream goes on at `position`; none without a name."""
+    return [(HEADER, f"{name} {position}".encode())] if name else []
+
+
+def position_in(name: str, found: Sequence[tuple[str, bytes | None]] | None) -> int | None:
+    """The position that a record's headers tell of this source; None where they tell none."""
+    for key, value in found or ():
+        match = _VALUE.fullmatch(value or b"") if key == HEADER else None
+        if match is not None and match[1].decode() == name:
+            return int(match[2])
+    return None
+
+
+def find_positions(config: JobConfig, services: Services) -> list[int]:
+    """Per stream, how many samples of the job's file are in its partition; all 0 for a source that is no file.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer.
+        ConfigError: records of the stream are gone, and with them the last position.
+    """
+    name, repeats = name_of(config.source), bool(getattr(config.source, "repeat", False))
+    streams = range(config.data.workers)
+    if not name:
+        return [0 for _ in streams]
+    origins = read(config, services).origins
+    if len(origins) != config.data.workers:  # nobody serves the job yet
+        origins = tuple(0 for _ in streams)
+    topic = config.topic("samples")
+    with TopicReader(config, services) as reader:
+        positions = [_last(reader, topic, stream, origins[stream], name, repeats) for stream in streams]
+    if any(positions):
+        log.info("file_goes_on", positions=positions)
+    return positions
+
+
+def _last(reader: TopicReader, topic: str, stream: int, origin: int, name: str, repeats: bool) -> int:
+    """The newest position in one partition, looked for from its end."""
+    low, high = reader.bounds(topic, stream)
+    first = max(low, origin)
+    until, width = high, _FIRST_LOOK
+    while until > first:
+        since = max(first, until - width)
+        found = None
+        for message in reader.messages(topic, stream, since, until):
+            position = position_in(name, message.headers())
+            found = found if position is None else position
+        if found is not None:
+            return found
+        until, width = since, 8 * width
+    if low > origin and not repeats:
+        raise ConfigError(
+            f"{topic}/{stream}: the records {origin} to {low - 1} are deleted (retention), and no later one says how "
+            "far the file was sent: expected a record of it; send the rest of the file as another source (a file that "
+            "begins where it is to go on), or take another job name"
+        )
+    return 0

@@ -1,0 +1,57 @@
+"""Positions of a file in its streams' records, and reading on from them."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from doll.config import JobConfig, parse
+from doll.producers import sources
+from doll.producers.position import HEADER, headers, name_of, position_in
+
+
+def config(source: str, folder: Path = Path()) -> JobConfig:
+    return parse(f"job: j\ntask: {{class: 'a:B'}}\ndata: {{workers: 3}}\nsource: {source}\n", base_folder=folder)
+
+
+def test_only_what_is_read_in_order_has_positions() -> None:
+    names = [
+        name_of(config(source).source)
+        for source in (
+            "{kind: csv, path: a.csv}", "{kind: csv, path: b.csv}", "{kind: csv, path: a.csv, header: true}",
+            "{kind: jsonl, path: a.csv}", "{kind: idx, images: a, labels: b, augment: false}",
+            "{kind: idx, images: a, labels: b, augment: false, skip: 5}",
+        )
+    ]  # fmt: skip
+    assert len(set(names)) == 6
+    assert all(names)
+    assert name_of(config("{kind: csv, path: a.csv, repeat: true, limit_samples: 5}").source) == names[0]
+    for source in ("{kind: idx, images: a, labels: b}", "{kind: synthetic}", "{kind: stdin}", "{kind: digits}"):
+        assert name_of(config(source).source) == ""
+
+
+def test_a_position_is_read_back_and_another_source_s_is_not() -> None:
+    name, other = (name_of(config(f"{{kind: csv, path: {path}}}").source) for path in ("a", "b"))
+    assert position_in(name, [("trace", b"x"), *headers(name, 17)]) == 17
+    assert position_in(other, headers(name, 17)) is None
+    assert headers("", 17) == []
+    for found in (None, [], [(HEADER, None)], [(HEADER, b"17")], [(HEADER, name.encode() + b" -1")]):
+        assert position_in(name, found) is None
+
+
+@pytest.mark.parametrize("name", ["d.csv", "d.jsonl"])
+def test_each_stream_goes_on_behind_its_own_position(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("".join(f"{line}\n" for line in range(10)))
+    kind = name.rpartition(".")[2]
+    once = config(f"{{kind: {kind}, path: {name}}}", tmp_path)
+    assert [list(stream) for stream in sources.open_streams(once, [9, 9, 9], [1, 3, 0])] == [
+        [b"3", b"6", b"9"], [], [b"2", b"5", b"8"],
+    ]  # fmt: skip
+    again = config(f"{{kind: {kind}, path: {name}, repeat: true}}", tmp_path)
+    whole = [list(itertools.islice(stream, 40)) for stream in sources.open_streams(again, [0, 0, 0])]
+    for position in (1, 3, 4, 7, 23):
+        rest = sources.open_streams(again, [0, 0, 0], [position] * 3)
+        assert [list(itertools.islice(stream, 10)) for stream in rest] == [
+            stream[position : position + 10] for stream in whole
+        ]
