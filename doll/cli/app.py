@@ -12,7 +12,7 @@ import typer
 from doll.cli.backtest import backtest
 from doll.cli.calibrate import calibrate
 from doll.cli.dead import dead_app
-from doll.cli.errors import DollGroup, usage
+from doll.cli.errors import DollCommand, DollGroup, usage
 from doll.cli.options import (
     FreshOption,
     JobArgument,
@@ -20,6 +20,7 @@ from doll.cli.options import (
     JsonOption,
     RunFolderOption,
     RunsFolderOption,
+    SeedOption,
     SetOption,
     TargetArgument,
     emit,
@@ -108,7 +109,7 @@ def drill(
     job_option: JobOption = None,
     overrides: SetOption = None,
     faults: Annotated[int, typer.Option("--faults", min=1, help="How many faults.")] = 50,
-    seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same faults in the same order.")] = 0,
+    seed: SeedOption = 0,
     standby: Annotated[
         bool, typer.Option("--standby", help="Two parameter servers: one stands by, and takes over from the other.")
     ] = False,
@@ -375,11 +376,11 @@ def export(
 
 app.command(short_help="Is the process on this machine healthy?")(health)
 app.command(short_help="Serve a job's measurements to Prometheus.")(prometheus)
-app.command(short_help="Feasible? How many on spot, which, at what cost?")(plan)
+app.command(cls=DollCommand, short_help="Feasible? How many on spot, which, at what cost?")(plan)
 app.command(short_help="Measure what plan needs from a run.")(calibrate)
-app.command(short_help="Run a whole job on a spot market on this machine.")(spot)
-app.command(short_help="Simulate a whole job in virtual time.")(simulate)
-app.command(short_help="Replay planner and rivals on recorded markets.")(backtest)
+app.command(cls=DollCommand, short_help="Run a whole job on a spot market on this machine.")(spot)
+app.command(cls=DollCommand, short_help="Simulate a whole job in virtual time.")(simulate)
+app.command(cls=DollCommand, short_help="Replay planner and rivals on recorded markets.")(backtest)
 
 
 @config_app.command("show")

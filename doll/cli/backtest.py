@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from doll.cli.durations import METAVAR, seconds
 from doll.cli.errors import usage
-from doll.cli.options import JsonOption, emit
+from doll.cli.options import BootOption, JsonOption, SeedOption, WorkersOption, emit
 
 if TYPE_CHECKING:
     from doll.provisioner.recordings import LeftOut
@@ -24,22 +25,38 @@ def backtest(
     folder: Annotated[
         Path, typer.Argument(metavar="FOLDER", help="Recorded markets, in the form of docs/traces.md or a known one.")
     ],
-    workers: Annotated[int, typer.Option(min=1, help="N: slots of the job.")] = 64,
-    job_hours: Annotated[float, typer.Option(help="Length of the job with everything on demand.")] = 12.0,
-    deadline: Annotated[
+    workers: WorkersOption = None,
+    job_length: Annotated[
+        float,
+        typer.Option(
+            parser=seconds,
+            metavar=METAVAR,
+            help="Length of the job with everything on demand [default: 12h].",
+            show_default=False,
+        ),
+    ] = 43_200.0,
+    deadline_ratio: Annotated[
         list[float] | None,
         typer.Option(help="Deadline over that length; may be repeated [default: 1.05, 1.1, 1.5].", show_default=False),
     ] = None,
     windows: Annotated[int, typer.Option(min=1, help="Jobs per trace set and deadline.")] = 12,
-    boot_s: Annotated[float, typer.Option(min=0, help="From a machine's start to a working worker.")] = 180.0,
-    tick_s: Annotated[float, typer.Option(min=1, help="Time between two decisions.")] = 180.0,
+    boot: BootOption = None,
+    tick: Annotated[
+        float,
+        typer.Option(
+            parser=seconds,
+            metavar=METAVAR,
+            help="Time between two decisions [default: 3m].",
+            show_default=False,
+        ),
+    ] = 180.0,
     only: Annotated[
         list[str] | None, typer.Option("--only", help="Only trace sets whose name contains this; may be repeated.")
     ] = None,
     processes: Annotated[
         int | None, typer.Option(min=1, help="Processes that replay [default: one per core].", show_default=False)
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same windows.")] = 0,
+    seed: SeedOption = 0,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for backtest.json, .csv and .png.")] = None,
     export: Annotated[
         Path | None, typer.Option("--export", help="Write the traces to this folder in the documented form, and end.")
@@ -51,7 +68,8 @@ def backtest(
     Per policy: deadlines met, cost in percent of all on demand, moves between the markets per job, cost over that of a
     clairvoyant. Costs and deadlines are those of many jobs that begin at random times of the recordings.
 
-    Each recording is judged by itself: what cannot be used is named with the reason, and the others are replayed.
+    Without --workers a job has 64, without --boot machines take 3m. Each recording is judged by itself: what cannot be
+    used is named with the reason, and the others are replayed.
 
     Example: doll backtest my-traces --out backtest
     """
@@ -77,13 +95,21 @@ def backtest(
         content = {"folder": str(export), "sets": [one.name for one in sets], "left_out": _plain(left_out)}
         emit(as_json, content, f"written: {export}")
         return
-    ratios = tuple(deadline or (1.05, 1.1, 1.5))
-    if min(ratios) < 1 or job_hours <= 0:
-        raise usage(f"expected deadlines of at least 1 and hours above 0, got {ratios} and {job_hours}")
+    ratios = tuple(deadline_ratio or (1.05, 1.1, 1.5))
+    if not all(1 <= ratio < 1e6 for ratio in ratios) or job_length <= 0 or tick < 1:
+        raise usage(
+            f"expected deadlines of at least 1 times the job's length, a length above 0 and ticks of 1 s or more, got "
+            f"{', '.join(map(str, ratios))}, {job_length:g} s and {tick:g} s"
+        )
     settings = BacktestSettings(
-        rates_per_s=(125.0,) * workers, job_hours=job_hours, deadline_ratios=ratios, windows=windows, boot_s=boot_s,
-        tick_s=tick_s, seed=seed,
-    )  # fmt: skip
+        rates_per_s=(125.0,) * (workers or 64),
+        job_hours=job_length / 3600.0,
+        deadline_ratios=ratios,
+        windows=windows,
+        boot_s=180.0 if boot is None else boot,
+        tick_s=tick,
+        seed=seed,
+    )
     short = {one.name: why for one in sets if (why := too_short(one, settings))}
     left_out = [*left_out, *(LeftOut(f"trace set {name}", why) for name, why in short.items())]
     sets = [one for one in sets if one.name not in short]

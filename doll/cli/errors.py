@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import typer
@@ -12,6 +13,43 @@ import typer.core
 from doll.errors import DollError
 
 DEBUG_ENV = "DOLL_DEBUG"
+
+
+# Spellings of earlier releases, by command: what is meant now, and what is put after the value.
+_OLD: Mapping[str, Mapping[str, tuple[str, str]]] = {
+    "plan": {"--service-s": ("--service", "")},
+    "simulate": {
+        "--compute-s": ("--service", ""), "--cycle-s": ("--cycle", ""), "--traces": ("--trace", ""),
+        "--deadline-s": ("--deadline", ""), "--replan-s": ("--replan", ""), "--boot-s": ("--boot", ""),
+        "--seconds": ("--duration", ""),
+    },
+    "spot": {"--cycle-s": ("--cycle", ""), "--deadline-s": ("--deadline", "")},
+    "backtest": {
+        "--boot-s": ("--boot", ""), "--tick-s": ("--tick", ""), "--deadline": ("--deadline-ratio", ""),
+        "--job-hours": ("--job-length", "h"),
+    },
+}  # fmt: skip
+
+
+class DollCommand(typer.core.TyperCommand):
+    """A command that still takes the spellings of earlier releases, which its help does not name."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        old = _OLD.get(ctx.info_name or "", {})
+        found: list[str] = []
+        waiting = ""
+        for at, arg in enumerate(args):
+            if arg == "--":
+                return super().parse_args(ctx, [*found, *args[at:]])
+            name, equals, value = arg.partition("=")
+            if name in old:
+                new, unit = old[name]
+                found.append(f"{new}={value}{unit}" if equals else new)
+                waiting = "" if equals else unit
+            else:
+                found.append(arg + waiting)
+                waiting = ""
+        return super().parse_args(ctx, found)
 
 
 class DollGroup(typer.core.TyperGroup):

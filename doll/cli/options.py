@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from doll.cli.durations import METAVAR, seconds
 from doll.cli.errors import usage
 
 if TYPE_CHECKING:
@@ -31,6 +32,59 @@ SetOption = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a key of the job file; may be repeated.", show_default=False
     ),
 ]
+# What means the same is spelled the same on every command. The types are here, the help of a command may say more.
+WorkersOption = Annotated[
+    int | None, typer.Option("--workers", "-N", min=1, help="N: streams, one worker each.", show_default=False)
+]
+RateOption = Annotated[
+    list[str] | None,
+    typer.Option("--rate", metavar="L[,L...]", help="Samples/s of each stream, or of all.", show_default=False),
+]
+GroupSizeOption = Annotated[
+    int | None, typer.Option("--group-size", "-K", min=1, help="K: batches per update.", show_default=False)
+]
+BatchSizeOption = Annotated[
+    int | None, typer.Option("--batch-size", "-b", min=1, help="b: samples per batch.", show_default=False)
+]
+DeadlineOption = Annotated[
+    float | None,
+    typer.Option("--deadline", parser=seconds, metavar=METAVAR, help="Such as 5400, 90m, 1.5h.", show_default=False),
+]
+CycleOption = Annotated[
+    float | None,
+    typer.Option("--cycle", parser=seconds, metavar=METAVAR, help="Mean up + down time of spot.", show_default=False),
+]
+BootOption = Annotated[
+    float | None,
+    typer.Option(
+        "--boot", parser=seconds, metavar=METAVAR, help="From a machine's start to a working worker.",
+        show_default=False,
+    ),
+]  # fmt: skip
+ServiceOption = Annotated[
+    float | None,
+    typer.Option(
+        "--service", parser=seconds, metavar=METAVAR, help="Mean time for one batch's gradient (mu_C).",
+        show_default=False,
+    ),
+]  # fmt: skip
+AlphaOption = Annotated[
+    float | None, typer.Option("--alpha", help="Fraction of time for which spot is up.", show_default=False)
+]
+SpotPriceOption = Annotated[
+    float | None, typer.Option("--spot-price", help="USD per hour of a worker that is up.", show_default=False)
+]
+OnDemandPriceOption = Annotated[
+    float | None, typer.Option("--on-demand-price", help="USD per hour of a worker.", show_default=False)
+]
+TraceOption = Annotated[
+    Path | None,
+    typer.Option("--trace", metavar="FOLDER", help="Replay a recorded market (docs/traces.md).", show_default=False),
+]
+PoolOption = Annotated[
+    str | None, typer.Option("--pool", help="Pool of the trace [default: its first].", show_default=False)
+]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same run.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, all else on standard error.")]
 RunFolderOption = Annotated[
     Path | None,
@@ -63,6 +117,21 @@ def target(
     if path is None:
         raise usage("expected a job file, as in: doll up examples/digits.yaml")
     return open_target(path, overrides or [], run_folder)
+
+
+def rates(given: list[str] | None) -> list[float] | None:
+    """The numbers of `--rate 125`, `--rate 10,20` or `--rate 10 --rate 20`; None where it is not given.
+
+    Raises:
+        BadParameter: something else.
+    """
+    if not given:
+        return None
+    text = ",".join(given)
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise usage(f"--rate: expected numbers with commas between them, got {text[:60]!r}") from error
 
 
 def emit(as_json: bool, content: Any, text: str) -> None:

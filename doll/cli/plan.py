@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from doll.cli.errors import usage
-from doll.cli.options import JobArgument, JobOption, JsonOption, SetOption, emit, target
+from doll.cli.options import (
+    AlphaOption,
+    BatchSizeOption,
+    BootOption,
+    CycleOption,
+    DeadlineOption,
+    GroupSizeOption,
+    JobArgument,
+    JobOption,
+    JsonOption,
+    OnDemandPriceOption,
+    RateOption,
+    ServiceOption,
+    SetOption,
+    SpotPriceOption,
+    WorkersOption,
+    emit,
+    rates,
+    target,
+)
 
 if TYPE_CHECKING:
     from doll.config import JobConfig, PlanConfig
@@ -22,8 +40,6 @@ HOW_TO_MEASURE = (
     "  doll plan JOB.yaml --pilot runs/<run> --target-error 0.05 ...\n"
     "or state it: --updates J (plan.updates in the job file)"
 )
-_SPAN = re.compile(r"(\d+(?:\.\d*)?(?:e[+-]?\d+)?)\s*(s|m|min|h|d)?", re.IGNORECASE)
-_UNIT_S = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 
 
 def plan(
@@ -33,18 +49,19 @@ def plan(
     updates: Annotated[float | None, typer.Option("--updates", "-J", help="J: updates that meet the target.")] = None,
     target_error: Annotated[float | None, typer.Option(help="Error to reach; J then comes from --pilot.")] = None,
     pilot: Annotated[Path | None, typer.Option(metavar="RUN", help="Folder of a run to learn J from.")] = None,
-    workers: Annotated[int | None, typer.Option("--workers", "-N", min=1, help="N: streams.")] = None,
-    rate: Annotated[str | None, typer.Option(metavar="L[,L...]", help="Samples/s of each stream, or of all.")] = None,
-    group_size: Annotated[int | None, typer.Option("--group-size", "-K", min=1, help="K: batches per update.")] = None,
-    batch_size: Annotated[int | None, typer.Option("--batch-size", "-b", min=1, help="b: samples per batch.")] = None,
-    deadline: Annotated[str | None, typer.Option(metavar="TIME", help="Such as 6720, 90m, 2h.")] = None,
+    workers: WorkersOption = None,
+    rate: RateOption = None,
+    group_size: GroupSizeOption = None,
+    batch_size: BatchSizeOption = None,
+    deadline: DeadlineOption = None,
     budget: Annotated[float | None, typer.Option(help="USD.")] = None,
-    spot_price: Annotated[float | None, typer.Option(help="USD per hour of a worker that is up.")] = None,
-    on_demand_price: Annotated[float | None, typer.Option(help="USD per hour of a worker.")] = None,
-    alpha: Annotated[float | None, typer.Option(help="Fraction of time that spot is up.")] = None,
-    cycle: Annotated[str | None, typer.Option(metavar="TIME", help="Mean up + down time of spot.")] = None,
+    spot_price: SpotPriceOption = None,
+    on_demand_price: OnDemandPriceOption = None,
+    alpha: AlphaOption = None,
+    cycle: CycleOption = None,
+    boot: BootOption = None,
     risk: Annotated[float | None, typer.Option(help="Accepted probability of being late, up to 0.5.")] = None,
-    service_s: Annotated[float | None, typer.Option(help="Seconds for one batch's gradient (mu_C).")] = None,
+    service: ServiceOption = None,
     plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Draw cost and risk over spot workers.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -52,7 +69,7 @@ def plan(
 
     Values come from the job file's plan section, then from the options. Exit 3 when it cannot be met.
 
-    Example: doll plan -N 64 --rate 125 -K 20 -b 256 -J 10000 --alpha 0.9 --deadline 6720
+    Example: doll plan -N 64 --rate 125 -K 20 -b 256 -J 10000 --alpha 0.9 --deadline 112m
     --spot-price 0.158 --on-demand-price 0.286
     """
     from doll.config import PlanConfig
@@ -66,21 +83,22 @@ def plan(
         "updates": updates,
         "target_error": target_error,
         "pilot": pilot.resolve() if pilot else None,
-        "deadline_s": _seconds("--deadline", deadline),
+        "deadline_s": deadline,
         "budget_usd": budget,
         "spot_usd_per_h": spot_price,
         "on_demand_usd_per_h": on_demand_price,
         "alpha": alpha,
-        "cycle_s": _seconds("--cycle", cycle),
+        "cycle_s": cycle,
         "risk": risk,
-        "service_s": service_s,
+        "service_s": service,
+        "boot_s": boot,
     }
     if updates is not None:
         section = section.model_copy(update={"target_error": None})
     elif target_error is not None:
         section = section.model_copy(update={"updates": None})
     section = _checked(section, {name: value for name, value in given.items() if value is not None})
-    question, notes = ask(config, section, _rates(config, workers, rate), group_size, batch_size)
+    question, notes = ask(config, section, _rates(config, workers, rates(rate)), group_size, batch_size)
     outlook = look_ahead(question)
     if plot is not None:
         from doll.cli.planplot import draw
@@ -212,18 +230,15 @@ def _checked(section: PlanConfig, changes: dict[str, Any]) -> PlanConfig:
         raise ConfigError(f"plan{'.' if key else ''}{key}: {first['msg']}, got {first['input']!r}") from error
 
 
-def _rates(config: JobConfig | None, workers: int | None, rate: str | None) -> list[float]:
+def _rates(config: JobConfig | None, workers: int | None, given: list[float] | None) -> list[float]:
     """λ_n of every stream."""
     import math
 
     from doll.errors import ConfigError
 
     count = workers or (config.data.workers if config else None)
-    if rate is not None:
-        try:
-            rates = [float(part) for part in rate.split(",")]
-        except ValueError as error:
-            raise usage(f"--rate: expected numbers with commas between them, got {rate!r}") from error
+    if given is not None:
+        rates = given
     elif config is not None:
         rates = config.rates_per_s() if workers is None else sorted(set(config.rates_per_s()))
         if not all(math.isfinite(value) for value in rates):
@@ -237,15 +252,6 @@ def _rates(config: JobConfig | None, workers: int | None, rate: str | None) -> l
     if count is not None and len(rates) != count:
         raise usage(f"--rate: expected one rate, or one for each of {count} workers, got {len(rates)}")
     return rates
-
-
-def _seconds(option: str, value: str | None) -> float | None:
-    if value is None:
-        return None
-    found = _SPAN.fullmatch(value.strip())
-    if found is None:
-        raise usage(f"{option}: expected seconds, or a number with s, m, h or d, got {value!r}")
-    return float(found[1]) * _UNIT_S[(found[2] or "s").lower()]
 
 
 def text(outlook: Outlook, notes: list[str]) -> str:

@@ -9,8 +9,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from doll.cli.durations import METAVAR, seconds
 from doll.cli.errors import usage
-from doll.cli.options import JobArgument, JobOption, JsonOption, SetOption, emit, target
+from doll.cli.options import (
+    AlphaOption,
+    BatchSizeOption,
+    BootOption,
+    CycleOption,
+    DeadlineOption,
+    GroupSizeOption,
+    JobArgument,
+    JobOption,
+    JsonOption,
+    OnDemandPriceOption,
+    PoolOption,
+    RateOption,
+    SeedOption,
+    ServiceOption,
+    SetOption,
+    SpotPriceOption,
+    TraceOption,
+    WorkersOption,
+    emit,
+    rates,
+    target,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -18,6 +41,10 @@ if TYPE_CHECKING:
     from doll.simulation.report import Summary
     from doll.simulation.settings import SimulationSettings
     from doll.simulation.system import System
+
+
+# Without a job file and options: the paper's setting.
+_ALPHA, _CYCLE_S, _SERVICE_S, _SPOT_USD, _ON_DEMAND_USD = 0.9, 1000.0, 0.02, 0.158, 0.286
 
 
 class ComputeTime(StrEnum):
@@ -29,41 +56,38 @@ def simulate(
     job: JobArgument = None,
     job_option: JobOption = None,
     overrides: SetOption = None,
-    workers: Annotated[
-        int | None, typer.Option(min=1, help="N [default: data.workers, else 64].", show_default=False)
-    ] = None,
-    rate: Annotated[
-        list[float] | None,
-        typer.Option(help="Samples per second and worker, 125 by default; N times for unequal streams."),
-    ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=1, help="b [default: data.batch_size, else 256].", show_default=False)
-    ] = None,
-    group_size: Annotated[
-        int | None, typer.Option(min=1, help="K [default: the job's policy, else 20].", show_default=False)
-    ] = None,
+    workers: WorkersOption = None,
+    rate: RateOption = None,
+    batch_size: BatchSizeOption = None,
+    group_size: GroupSizeOption = None,
     updates: Annotated[
-        int | None,
-        typer.Option(min=1, help="End after so many updates [default: the job's, else 10000].", show_default=False),
+        int | None, typer.Option("--updates", "-J", min=1, help="End after so many updates.", show_default=False)
     ] = None,
-    seconds: Annotated[float | None, typer.Option(min=0, help="End at this virtual time.")] = None,
-    compute_s: Annotated[float, typer.Option(min=0, help="Mean seconds per gradient of a batch.")] = 0.02,
+    duration: Annotated[
+        float | None,
+        typer.Option(parser=seconds, metavar=METAVAR, help="End at this virtual time.", show_default=False),
+    ] = None,
+    service: ServiceOption = None,
     compute: Annotated[ComputeTime, typer.Option(help="Distribution of gradient times.")] = ComputeTime.exponential,
     arrival_scv: Annotated[float, typer.Option(min=0, help="Variation of arrivals: 1 Poisson, 0 regular.")] = 1.0,
     spot: Annotated[int, typer.Option(min=0, help="Preemptible slots, the slowest streams first.")] = 0,
-    alpha: Annotated[float, typer.Option(help="Share of time for which a preemptible machine is up.")] = 0.9,
-    cycle_s: Annotated[float, typer.Option(help="Mean time from one preemption of a machine to its next.")] = 1000.0,
-    traces: Annotated[
-        Path | None, typer.Option(help="Recorded availability in place of --alpha: a folder as in docs/traces.md.")
-    ] = None,
-    pool: Annotated[str | None, typer.Option(help="The pool of --traces [default: its first].")] = None,
-    deadline_s: Annotated[
-        float | None, typer.Option(min=0, help="Let the planner move slots so that the updates are done by then.")
-    ] = None,
-    replan_s: Annotated[float, typer.Option(help="How often the planner is asked.")] = 60.0,
-    boot_s: Annotated[float, typer.Option(min=0, help="From a machine's start to a working worker.")] = 0.0,
-    spot_price: Annotated[float, typer.Option(min=0, help="USD per hour.")] = 0.158,
-    on_demand_price: Annotated[float, typer.Option(min=0, help="USD per hour.")] = 0.286,
+    alpha: AlphaOption = None,
+    cycle: CycleOption = None,
+    trace: TraceOption = None,
+    pool: PoolOption = None,
+    deadline: DeadlineOption = None,
+    replan: Annotated[
+        float,
+        typer.Option(
+            parser=seconds,
+            metavar=METAVAR,
+            help="How often the planner is asked [default: 1m].",
+            show_default=False,
+        ),
+    ] = 60.0,
+    boot: BootOption = None,
+    spot_price: SpotPriceOption = None,
+    on_demand_price: OnDemandPriceOption = None,
     replacement: Annotated[
         bool,
         typer.Option("--replacement/--literal", help="Replace batches of lost workers, or wait (paper as printed)."),
@@ -75,7 +99,7 @@ def simulate(
     random_phase: Annotated[
         bool, typer.Option("--random-phase/--in-step", help="Begin with batches filled at random, or all empty.")
     ] = True,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same run.")] = 0,
+    seed: SeedOption = 0,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for summary.json, updates.csv and simulation.png.")
     ] = None,
@@ -86,7 +110,11 @@ def simulate(
     The parameter server's engine and policies are the production ones; nothing sleeps. Prints the update rate beside
     the formula's.
 
-    Example: doll simulate --spot 30 --alpha 0.9 --out simulated
+    Without a job file and options: the paper's 64 workers of 125 samples/s, K = 20, b = 256, 10000 updates; --alpha
+    0.9, --cycle 1000, --service 20ms, --boot 0, --spot-price 0.158, --on-demand-price 0.286. With --deadline the
+    planner moves slots so that the updates are done by then; --trace takes recorded availability in place of --alpha.
+
+    Example: doll simulate -N 64 -K 20 --spot 30 --alpha 0.9 --out simulated
     """
     from doll.simulation.settings import SimulationSettings
 
@@ -96,33 +124,36 @@ def simulate(
     elif overrides:
         raise usage("--set: expected a job file beside it")
     settings = SimulationSettings(
-        **_settings(config, workers, rate, batch_size, group_size, updates, seconds),
-        arrival_scv=arrival_scv, compute_s=compute_s, compute=compute.value, random_phase=random_phase,
-        replacement=replacement, arrivals_pause=arrivals_pause, spot_usd_per_hour=spot_price,
-        on_demand_usd_per_hour=on_demand_price, seed=seed,
+        **_settings(config, workers, rates(rate), batch_size, group_size, updates, duration),
+        arrival_scv=arrival_scv, compute_s=_SERVICE_S if service is None else service, compute=compute.value,
+        random_phase=random_phase, replacement=replacement, arrivals_pause=arrivals_pause,
+        spot_usd_per_hour=_SPOT_USD if spot_price is None else spot_price,
+        on_demand_usd_per_hour=_ON_DEMAND_USD if on_demand_price is None else on_demand_price, seed=seed,
     )  # fmt: skip
     if spot > settings.num_workers:
         raise usage(f"--spot: expected 0 .. {settings.num_workers} (the workers), got {spot}")
-    if pool is not None and traces is None:
-        raise usage("--pool: expected --traces beside it")
-    preemption, alpha = _preemption(settings, alpha, cycle_s, traces, pool)
-    system = _system(settings, spot, preemption, deadline_s, replan_s, boot_s)
+    if pool is not None and trace is None:
+        raise usage("--pool: expected --trace beside it")
+    preemption, share = _preemption(
+        settings, _ALPHA if alpha is None else alpha, _CYCLE_S if cycle is None else cycle, trace, pool
+    )
+    system = _system(settings, spot, preemption, deadline, replan, boot or 0.0)
     _run(system)
     from doll.evaluation.history import plain
     from doll.simulation.report import draw, summarise, write_csv
 
-    summary = summarise(system, alpha)
+    summary = summarise(system, share)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_csv(system.trajectory, out / "updates.csv")
         (out / "summary.json").write_text(json.dumps(plain(summary.to_dict()), indent=2) + "\n", encoding="utf-8")
         draw(system.trajectory, summary, out / "simulation.png")
-    emit(as_json, summary.to_dict(), _text(summary, settings, deadline_s, out))
+    emit(as_json, summary.to_dict(), _text(summary, settings, deadline, out))
 
 
 def _settings(
     config: JobConfig | None, workers: int | None, rate: list[float] | None, batch_size: int | None,
-    group_size: int | None, updates: int | None, seconds: float | None,
+    group_size: int | None, updates: int | None, duration: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Streams, batch, policy and end: flags first, then the job file, then the paper's setting."""
     from doll.config import DollPolicyConfig, PolicyConfig
@@ -138,17 +169,17 @@ def _settings(
             if config.arrivals.process == "asap":
                 raise usage("the job file's source sends as fast as it can: expected --rate, samples per second")
             rate = rate if len(set(rate)) > 1 else rate[:1]
-        if updates is None and seconds is None:
-            updates, seconds = config.stop.updates, config.stop.seconds
+        if updates is None and duration is None:
+            updates, duration = config.stop.updates, config.stop.seconds
     rate, workers = rate or [125.0], workers or (len(rate) if rate and len(rate) > 1 else 64)
     if len(rate) not in (1, workers):
         raise usage(f"--rate: expected one, or one for each of {workers} workers, got {len(rate)}")
-    if updates is None and seconds is None:
+    if updates is None and duration is None:
         updates = 10_000
     rates = rate * workers if len(rate) == 1 else rate
     return {
         "rates_per_s": rates, "batch_size": batch_size or 256, "policy": policy, "updates": updates,
-        "seconds": seconds,
+        "seconds": duration,
     }  # fmt: skip
 
 
@@ -180,7 +211,7 @@ def _system(
         slowest = sorted(range(n), key=lambda slot: settings.rates_per_s[slot])[:spot]
         return System(settings, spot=[slot in set(slowest) for slot in range(n)], preemption=preemption, boot_s=boot_s)
     if settings.updates is None:
-        raise usage("--deadline-s: expected --updates too, the work that is to be done by then")
+        raise usage("--deadline: expected --updates too, the work that is to be done by then")
     from doll.provisioner.state import PlannerSettings
     from doll.simulation.provisioning import Planned
     from doll.simulation.report import group_size

@@ -20,12 +20,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from doll.cli.options import (
+    AlphaOption,
+    CycleOption,
+    DeadlineOption,
     FreshOption,
     JobArgument,
     JobOption,
     JsonOption,
+    PoolOption,
     RunsFolderOption,
+    SeedOption,
     SetOption,
+    TraceOption,
     emit,
     target,
 )
@@ -59,15 +65,15 @@ def spot(
     job: JobArgument = None,
     job_option: JobOption = None,
     overrides: SetOption = None,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Replay a recorded market (docs/traces.md).")
+    trace: TraceOption = None,
+    pool: PoolOption = None,
+    alpha: AlphaOption = None,
+    cycle: CycleOption = None,
+    speed_up: Annotated[
+        float | None, typer.Option(help="Market seconds per second of this machine.", show_default=False)
     ] = None,
-    pool: Annotated[str | None, typer.Option(help="Pool of the trace [default: its first].")] = None,
-    alpha: Annotated[float | None, typer.Option(help="Without a trace: share of time for which spot is up.")] = None,
-    cycle_s: Annotated[float | None, typer.Option(help="Mean up and down time together, market seconds.")] = None,
-    speed_up: Annotated[float | None, typer.Option(help="Market seconds per second of this machine.")] = None,
-    deadline_s: Annotated[float | None, typer.Option(help="Seconds of this machine.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same market.")] = 0,
+    deadline: DeadlineOption = None,
+    seed: SeedOption = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Plan and predict; start nothing.")] = False,
     runs_folder: RunsFolderOption = Path("runs"),
     fresh: FreshOption = False,
@@ -79,11 +85,13 @@ def spot(
     the deadline at the least cost. In the end: cost, beside the predicted one and that of all on-demand; moves with
     their reasons; preemptions; accuracy; the audit. Exit 3 if the plan says that the deadline cannot be met.
 
+    --deadline is in time of this machine, --cycle in that of the market.
+
     Example: doll spot examples/spot.yaml --seed 3
     """
     given = {
         "fleet.trace": trace.resolve() if trace is not None else None, "fleet.pool": pool, "plan.alpha": alpha,
-        "plan.cycle_s": cycle_s, "fleet.speed_up": speed_up, "plan.deadline_s": deadline_s,
+        "plan.cycle_s": cycle, "fleet.speed_up": speed_up, "plan.deadline_s": deadline,
     }  # fmt: skip
     changes = [f"{key}={value}" for key, value in given.items() if value is not None]
     config = target(job, job_option, [*(overrides or []), *changes]).config

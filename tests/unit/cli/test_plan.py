@@ -48,7 +48,7 @@ def test_the_papers_job() -> None:
 
 def test_text_names_streams_reasons_and_margin() -> None:
     code, out, _ = run("plan", "--rate", "10,400,20,30", "-K", "4", "-b", "32", "-J", "1000", "--deadline", "295",
-                       "--spot-price", "0.1", "--on-demand-price", "0.3", "--service-s", "0.05")  # fmt: skip
+                       "--spot-price", "0.1", "--on-demand-price", "0.3", "--service", "50ms")  # fmt: skip
     assert code == 0
     assert "spot: streams 0, 2-3 (10 .. 30 samples/s); among the slowest" in out
     assert "on-demand: streams 1 (400 samples/s); its outages would make" in out
@@ -111,7 +111,7 @@ def test_without_j_it_says_how_to_measure_it(tmp_path: Path) -> None:
         (["plan", "--rate", "1,x"], "--rate: expected numbers"),
         (["plan", "--rate", "1,2", "-N", "3"], "one for each of 3 workers"),
         (["plan", "--rate", "1", "-J", "10"], "--group-size"),
-        ([*PAPER, "--deadline", "soon"], "--deadline: expected seconds"),
+        ([*PAPER, "--deadline", "soon"], "expected a time such as 5400, 90m, 1.5h or 1h30m, got 'soon'"),
         ([*PAPER, "--risk", "0.9"], "plan.risk"),
         ([*PAPER, "--set", "a=b"], "--set: expected a job file"),
     ],

@@ -40,14 +40,14 @@ def test_a_dry_run_plans_and_predicts() -> None:
 
 
 def test_flags_change_the_market() -> None:
-    arguments = ["--alpha", "0.95", "--cycle-s", "2000", "--speed-up", "10", "--deadline-s", "170"]
+    arguments = ["--alpha", "0.95", "--cycle", "2000", "--speed-up", "10", "--deadline", "170"]
     done = CliRunner().invoke(app, ["spot", str(EXAMPLE), "--dry-run", "--json", *arguments])
     told = json.loads(done.stdout)
     assert (told["market"]["alpha"], told["market"]["speed_up"], told["deadline_s"]) == (0.95, 10, 170)
 
 
 def test_a_deadline_that_cannot_be_met_is_exit_3_with_the_nearest_that_can() -> None:
-    done = CliRunner().invoke(app, ["spot", str(EXAMPLE), "--deadline-s", "149"])
+    done = CliRunner().invoke(app, ["spot", str(EXAMPLE), "--deadline", "149s"])
     assert done.exit_code == 3
     assert "NOT FEASIBLE" in done.output
     assert "150" in done.output

@@ -278,7 +278,7 @@ def test_the_planner_holds_its_bars_on_the_shared_recordings():
 
 def test_doll_backtest_takes_any_folder_in_the_documented_form(tmp_path: Path):
     write_folder([flicker(5, hours=60.0)], tmp_path / "mine")
-    arguments = ["backtest", str(tmp_path / "mine"), "--workers", "4", "--windows", "3", "--deadline", "1.2",
+    arguments = ["backtest", str(tmp_path / "mine"), "--workers", "4", "--windows", "3", "--deadline-ratio", "1.2",
                  "--processes", "1", "--out", str(tmp_path / "out")]  # fmt: skip
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
@@ -306,7 +306,18 @@ def test_a_recording_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path
     write_folder([flicker(5, hours=0.2)], tmp_path / "short")
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "traces.jsonl").write_text("no json\n")
-    arguments = ["backtest", str(tmp_path), "--workers", "4", "--windows", "2", "--deadline", "1.2", "--processes", "1"]
+    arguments = [
+        "backtest",
+        str(tmp_path),
+        "--workers",
+        "4",
+        "--windows",
+        "2",
+        "--deadline-ratio",
+        "1.2",
+        "--processes",
+        "1",
+    ]
     for only in ([], ["--only", "mine"]):
         result = CliRunner().invoke(app, [*arguments, *only])
         assert result.exit_code == 0, result.output
@@ -328,7 +339,7 @@ def test_a_recording_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path
     [
         (["nowhere"], 2, "expected a folder of traces"),
         (["{mine}", "--only", "nothing"], 2, "no trace set"),
-        (["{mine}", "--deadline", "0.9"], 2, "deadlines of at least 1"),
+        (["{mine}", "--deadline-ratio", "0.9"], 2, "deadlines of at least 1"),
     ],
 )
 def test_a_wrong_backtest_says_what_was_expected(tmp_path: Path, arguments: list[str], code: int, expected: str):

@@ -56,7 +56,7 @@ def test_costs_are_compared_with_the_same_updates_on_demand():
 
 
 def test_doll_simulate_prints_measurement_beside_formula_and_writes_files(tmp_path: Path):
-    result = simulate(*SMALL, "--spot", 4, "--alpha", 0.8, "--cycle-s", 20, "--out", tmp_path / "out")
+    result = simulate(*SMALL, "--spot", 4, "--alpha", 0.8, "--cycle", 20, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "300 updates in" in result.stdout
     assert "formula 2.8125 /s" in result.stdout
@@ -93,7 +93,7 @@ def test_spot_goes_to_the_slowest_streams(tmp_path: Path):
 
 
 def test_a_deadline_calls_the_planner():
-    result = simulate(*SMALL, "--deadline-s", 120, "--alpha", 0.8, "--cycle-s", 60, "--replan-s", 1)
+    result = simulate(*SMALL, "--deadline", "2m", "--alpha", 0.8, "--cycle", 60, "--replan", 1)
     assert result.exit_code == 0, result.output
     assert "deadline 120.0 s: met" in result.stdout
 
@@ -102,10 +102,10 @@ def test_recorded_availability_moves_the_machines(tmp_path: Path):
     up = Series(np.array([0.0, 20.0, 40.0]), np.array([2.0, 0.0, 0.0]))
     pools = (Pool("a", 2, 0.3, constant(0.1, 0.0, 40.0), up), Pool("b", 2, 0.3, constant(0.1, 0.0, 40.0), up))
     write_folder([TraceSet("s", pools)], tmp_path)
-    result = simulate(*SMALL, "--spot", 8, "--traces", tmp_path, "--pool", "b", "--json")
+    result = simulate(*SMALL, "--spot", 8, "--trace", tmp_path, "--pool", "b", "--json")
     summary = json.loads(result.stdout)
     assert summary["mean_up"] == pytest.approx(4.0, abs=0.5)
-    assert simulate("--traces", tmp_path, "--pool", "c").exit_code == 2
+    assert simulate("--trace", tmp_path, "--pool", "c").exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -113,8 +113,8 @@ def test_recorded_availability_moves_the_machines(tmp_path: Path):
     [
         (["--rate", "1", "--rate", "2", "--workers", "3"], "one for each of 3 workers"),
         (["--workers", "3", "--spot", "4"], "expected 0 .. 3"),
-        (["--pool", "a"], "expected --traces"),
-        (["--seconds", "10", "--deadline-s", "5"], "expected --updates"),
+        (["--pool", "a"], "expected --trace"),
+        (["--duration", "10", "--deadline", "5"], "expected --updates"),
         (["--alpha", "1.5", "--spot", "1"], "availability alpha"),
         (["--set", "a=1"], "expected a job file"),
         (["--rate", "0"], "arrival rate above 0"),

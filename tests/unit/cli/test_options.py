@@ -1,0 +1,106 @@
+"""One spelling for one meaning, over all commands; times in one way; the spellings of earlier releases still work."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import typer.main
+from doll.cli.app import app
+from doll.cli.durations import METAVAR, seconds
+from typer import BadParameter
+from typer.testing import CliRunner
+
+# What an option is about, by the variable that takes it, where the name of the variable does not say so.
+MEANING = {"overrides": "set", "job_option": "job", "as_json": "json"}
+TIMES = {"deadline", "cycle", "boot", "service", "replan", "tick", "duration", "job_length"}
+
+
+def options() -> Iterator[tuple[str, Any]]:
+    """(command, option) of every command and sub-command."""
+
+    def walk(command: Any, name: str) -> Iterator[tuple[str, Any]]:
+        for param in command.params:
+            if param.param_type_name == "option":
+                yield name, param
+        for inner in getattr(command, "commands", {}).values():
+            yield from walk(inner, f"{name} {inner.name}".strip())
+
+    yield from walk(typer.main.get_command(app), "")
+
+
+def test_options_of_one_meaning_have_one_spelling_on_every_command() -> None:
+    by_meaning: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(lambda: defaultdict(list))
+    by_spelling: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for command, option in options():
+        meaning = MEANING.get(option.name, option.name)
+        spelled = tuple(sorted((*option.opts, *option.secondary_opts)))
+        by_meaning[meaning][spelled].append(command)
+        for one in spelled:
+            by_spelling[one][meaning].append(command)
+    assert len(by_meaning) > 30
+    assert {key: dict(found) for key, found in by_meaning.items() if len(found) > 1} == {}
+    assert {key: dict(found) for key, found in by_spelling.items() if len(found) > 1} == {}
+    assert set(by_meaning["workers"][("--workers", "-N")]) == {"plan", "simulate", "backtest"}
+    assert set(by_meaning["group_size"][("--group-size", "-K")]) == {"plan", "simulate"}
+    assert set(by_meaning["batch_size"][("--batch-size", "-b")]) == {"plan", "simulate"}
+    assert set(by_meaning["updates"][("--updates", "-J")]) == {"plan", "simulate"}
+    assert set(by_meaning["deadline"][("--deadline",)]) == {"plan", "simulate", "spot"}
+
+
+def test_every_time_is_written_in_the_same_way() -> None:
+    for command, option in options():
+        for one in option.opts:
+            assert not one.endswith(("-s", "-hours", "-seconds")), f"{command} {one}: a time says its unit in its value"
+        assert (option.metavar == METAVAR) == (option.name in TIMES), f"{command} {option.opts}"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("5400", 5400), ("90m", 5400), ("1.5h", 5400), ("1h30m", 5400), ("1 h 30 min", 5400), ("2d", 172_800),
+     (".5s", 0.5), ("20ms", 0.02), ("1e3", 1000), ("0", 0), (180.0, 180)],
+)  # fmt: skip
+def test_a_time_has_one_meaning(text: str, found: float) -> None:
+    assert seconds(text) == pytest.approx(found)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "soon", "-5", "90 minutes", "1h30", "h", "1e999", "nan", "inf", "5x", "1_000", "9" * 400]
+)
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(BadParameter, match="expected a time"):
+        seconds(text)
+
+
+SMALL = ["simulate", "-N", "4", "-K", "2", "-b", "8", "-J", "20", "--rate", "50", "--json"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (["--deadline-s", "60", "--cycle-s=30", "--boot-s", "1", "--replan-s", "5"],
+         ["--deadline", "1m", "--cycle", "30s", "--boot", "1", "--replan", "5s"]),
+        (["--compute-s", "0.01"], ["--service", "10ms"]),
+        (["--rate", "50", "--rate", "40", "--rate", "30"], ["--rate", "50,40,30"]),
+    ],
+)  # fmt: skip
+def test_spellings_of_earlier_releases_still_work(old: list[str], new: list[str]) -> None:
+    found = []
+    for arguments in (old, new):
+        result = CliRunner().invoke(app, [*SMALL, *arguments])
+        assert result.exit_code == 0, result.output
+        found.append(json.loads(result.stdout))
+    assert found[0] == found[1]
+    assert "--deadline-s" not in CliRunner().invoke(app, ["simulate", "--help"]).output
+
+
+def test_a_deadline_in_minutes_is_taken_by_plan_and_spot_alike() -> None:
+    plan = ["plan", "-N", "4", "--rate", "50", "-K", "2", "-b", "8", "-J", "2000", "--spot-price", "1",
+            "--on-demand-price", "2", "--json"]  # fmt: skip
+    as_text, as_number = (
+        json.loads(CliRunner().invoke(app, [*plan, "--deadline", text]).stdout) for text in ("90m", "5400")
+    )
+    assert as_text == as_number
