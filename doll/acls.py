@@ -2,6 +2,9 @@
 
 A pattern of Kafka's names one topic or a prefix, and `doll.*.samples` is neither. So each job allows its own topic,
 when its topics are made or checked; a permission that is there already stays as it is.
+
+Where Kafka lets everybody use a topic without permissions (`allow.everyone.if.no.acl.found`), the first permission
+shuts all others out: our own user gets its own in the same request.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from doll.errors import ConfigError, ServiceUnavailableError
+from doll.services import kafka_credentials
 
 if TYPE_CHECKING:
     from confluent_kafka.admin import AdminClient
@@ -31,9 +35,12 @@ def allow_producer(admin: AdminClient, config: JobConfig, address: str) -> None:
     from confluent_kafka.admin import AclBinding, AclOperation, AclPermissionType, ResourcePatternType, ResourceType
 
     who, topic = f"User:{config.kafka.producer_user}", config.topic("samples")
+    allowed = [(who, AclOperation.DESCRIBE), (who, AclOperation.WRITE)]
+    if (credentials := kafka_credentials(config)) is not None:
+        allowed.append((f"User:{credentials[0]}", AclOperation.ALL))
     wanted = [
-        AclBinding(ResourceType.TOPIC, topic, ResourcePatternType.LITERAL, who, "*", operation, AclPermissionType.ALLOW)
-        for operation in (AclOperation.DESCRIBE, AclOperation.WRITE)
+        AclBinding(ResourceType.TOPIC, topic, ResourcePatternType.LITERAL, whom, "*", does, AclPermissionType.ALLOW)
+        for whom, does in allowed
     ]
     try:
         for future in admin.create_acls(wanted, request_timeout=_TIMEOUT_S).values():

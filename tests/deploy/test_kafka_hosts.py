@@ -194,6 +194,11 @@ def _external_producers_write_samples_and_do_nothing_else(
     for _ in range(2):
         topics.ensure(config, services)
     wait_for(cluster, lambda: sent(kinds["samples"]) is None)  # a moment, until all brokers know of it
+    assert _permissions(AdminClient(kafka_settings(config, services))) == {
+        ("User:doll-producer", kinds["samples"], "DESCRIBE"),
+        ("User:doll-producer", kinds["samples"], "WRITE"),
+        ("User:doll", kinds["samples"], "ALL"),  # else the others would shut it out where it is no super user
+    }
     refused = {kind: sent(topic) for kind, topic in kinds.items() if kind != "samples"} | {"t": sent("t")}
     assert set(refused.values()) == {"TOPIC_AUTHORIZATION_FAILED"}, refused
 
@@ -217,6 +222,21 @@ def _external_producers_write_samples_and_do_nothing_else(
     ):
         with pytest.raises(KafkaException, match="AUTHORIZATION_FAILED"):
             next(iter(asked.values())).result()
+
+
+def _permissions(admin) -> set[tuple[str, str, str]]:  # type: ignore[no-untyped-def]
+    from confluent_kafka.admin import (
+        AclBindingFilter,
+        AclOperation,
+        AclPermissionType,
+        ResourcePatternType,
+        ResourceType,
+    )
+
+    every = AclBindingFilter(
+        ResourceType.ANY, None, ResourcePatternType.ANY, None, None, AclOperation.ANY, AclPermissionType.ANY
+    )
+    return {(one.principal, one.name, one.operation.name) for one in admin.describe_acls(every).result(120)}
 
 
 def _created(admin, topic) -> bool:  # type: ignore[no-untyped-def]
