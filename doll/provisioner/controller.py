@@ -458,8 +458,6 @@ class Controller:
             if told is not None and 0 < told.started_s <= now_s:
                 self._started_s = told.started_s
             if told is not None:
-                for slot, epoch in enumerate(told.epochs[: self.settings.num_slots]):
-                    self._memory.seen(slot, epoch)
                 self._carried_usd = math.nan  # settled with the first bill
             if listed or told is not None:
                 # No book, yet not the first: what was launched in the last moments may not be listed yet.
@@ -552,7 +550,10 @@ class Controller:
             holder = self.observed.holder(one.slot)
             held = found.held.get(one.slot, 0)
             if holder is not None and held == one.epoch:
-                since_s = self._ready_s.setdefault(one.id, max(holder.since_s, one.launched_s))
+                if one.id not in self._ready_s:
+                    self._ready_s[one.id] = max(holder.since_s, one.launched_s)
+                    self._booted(one, present_s)
+                since_s = self._ready_s[one.id]
                 if not one.is_alive:
                     continue
                 if holder.works:
@@ -564,6 +565,17 @@ class Controller:
             elif one.is_alive and present_s is not None:
                 found.waited_s[one.id] = now_s - max(one.launched_s, present_s)
         return found
+
+    def _booted(self, one: Instance, present_s: float | None) -> None:
+        """Its worker has its slot for the first time. While there was no parameter server it could not have it."""
+        seconds = self._ready_s[one.id] - one.launched_s
+        if present_s is not None and present_s <= one.launched_s and seconds <= self.settings.limits.boot_most_s:
+            self.observed.boots.observe(seconds)
+
+    @property
+    def planned(self) -> PlannerSettings:
+        """What the planner is asked with: boots take what the plan says, or what nine of ten did where that is more."""
+        return replace(self._planner, boot_s=max(self._planner.boot_s, self.observed.boots.slow_s))
 
     def _watch_spot(self, instances: Sequence[Instance], ready_s: Mapping[str, float], now_s: float) -> None:
         """Tell the estimator how slots on spot fare, boots included."""
@@ -646,7 +658,7 @@ class Controller:
                 urgent=False, state=state,
             )  # fmt: skip
         first = self._on_spot is None and not any(one.is_alive for one in instances)
-        plan = (planner.start if first else planner.plan)(state, self._planner)
+        plan = (planner.start if first else planner.plan)(state, self.planned)
         on_spot, reasons, binding, feasible = plan.on_spot, list(plan.reasons), plan.binding, plan.feasible
         expected_usd, finish_s = plan.forecast.expected_cost_usd, plan.forecast.expected_finish_s
         within = self._within_budget(on_spot, state)
@@ -736,7 +748,7 @@ class Controller:
         rates, alpha, prices = state.rates_per_s, max(state.alpha.point, 1e-3), state.prices
         # A move is paid for twice while the new machine boots: without that, plans would go to and fro at the edge.
         moves = np.maximum(0, np.count_nonzero(state.on_spot) - np.arange(len(rates) + 1))
-        twice_usd = moves * prices.on_demand_usd_per_h * 2 * self._planner.boot_s / SECONDS_PER_HOUR
+        twice_usd = moves * prices.on_demand_usd_per_h * 2 * self.planned.boot_s / SECONDS_PER_HOUR
         costs = state.spent_usd + unequal_cost_usd(work, rates, alpha, prices) + twice_usd
         enough = np.flatnonzero(costs <= budget_usd - len(rates) * self._reserve_usd(prices))
         # Where no mix suffices, the cheapest: what can be done is done, up to the cap.

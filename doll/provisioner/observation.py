@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from doll.provisioner.signals import Availability, Rates
+from doll.provisioner.signals import Availability, Boots, Rates
 from doll.provisioner.state import Alpha, Bools
 from doll.records import (
     Alive,
@@ -34,6 +34,8 @@ from doll.records import (
 )
 from doll.theory.checks import Floats
 
+_MOST_EPOCHS: Final = 10**9
+
 
 @dataclass
 class _Slot:
@@ -48,6 +50,11 @@ class _Slot:
     left: bool = False
     read_to: int = -1  # offset in its partition
     read_at_s: float = 0.0
+
+    def used(self, epoch: int) -> None:
+        """An instance of this epoch was there. Whoever can write to the topics could name any: a wild one is none."""
+        if epoch <= _MOST_EPOCHS:
+            self.highest = max(self.highest, epoch)
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,7 @@ class Observed:
         self._samples_per_record = samples_per_record
         self.silent_s = silent_s
         self.spot = Availability(prior_alpha=min(max(prior_alpha, 0.01), 0.99), prior_cycle_s=prior_cycle_s)
+        self.boots = Boots()
         self._ends: tuple[float, list[int]] | None = None
         self.heard_s = -math.inf
         """The last sign of life of anybody."""
@@ -132,7 +140,7 @@ class Observed:
         match record:
             case Join() if self._has(record.worker):
                 slot = self._slots[record.worker]
-                slot.highest = max(slot.highest, record.incarnation)
+                slot.used(record.incarnation)
             case Welcome() if self._has(record.worker):
                 self._welcomed(self._slots[record.worker], record, at_s)
             case Alive() | Announce() | Push() if self._has(record.worker):
@@ -176,7 +184,7 @@ class Observed:
         if record.instance != slot.process:
             slot.process, slot.since_s, slot.read_to = record.instance, at_s, -1
         slot.worker_epoch, slot.incarnation, slot.left = record.epoch, record.incarnation, False
-        slot.highest = max(slot.highest, record.incarnation)
+        slot.used(record.incarnation)
         slot.heard_s = max(slot.heard_s, at_s)
 
     def _read_on(self, record: Alive, slot: _Slot, at_s: float) -> None:
@@ -190,7 +198,7 @@ class Observed:
 
     def _decided(self, record: Decision) -> None:
         for slot, epoch in zip(self._slots, record.epochs, strict=False):
-            slot.highest = max(slot.highest, epoch)  # of all generations: an epoch is used once
+            slot.used(epoch)  # in whichever generation
         newest = -math.inf if self.decided is None else self.decided.time_s
         if record.time_s >= max(newest, self.generation_s):
             self.decided = record
@@ -275,6 +283,7 @@ class Observed:
             "generation_s": self.generation_s if math.isfinite(self.generation_s) else None,
             "evaluations": [list(one) for one in self.evaluations], "service": list(self._service),
             "spot": self.spot.to_dict(), "arrived": self._arrived.to_dict(), "read": self._read.to_dict(),
+            "boots": self.boots.to_dict(),
         }  # fmt: skip
 
     def restore(self, kept: Mapping[str, Any]) -> None:
@@ -296,3 +305,4 @@ class Observed:
         self.spot.restore(kept["spot"])
         self._arrived.restore(kept["arrived"])
         self._read.restore(kept["read"])
+        self.boots.restore(kept.get("boots", {"seconds": []}))  # earlier releases measured none

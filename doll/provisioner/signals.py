@@ -1,4 +1,4 @@
-"""What observations say about the future: availability of spot with an interval, and the streams' rates. Pure.
+"""What observations say about the future: availability of spot with an interval, the streams' rates, boots. Pure.
 
 Model: an up spell of a spot slot ends at rate q, a down spell at rate r; α = r / (q + r). With Gamma posteriors for q
 and r the quantiles of α are those of a Beta, transformed: exact, no sampling.
@@ -166,19 +166,25 @@ class Rates:
     Args:
         prior_per_s: rates that the job file states, shape (N,).
         prior_s: how many seconds of observation they are worth.
+        half_life_s: what was seen, and the prior, count half after so many seconds of up-time: a stream that changes in
+            the course of a day is followed, and noise of minutes is not.
     """
 
-    def __init__(self, prior_per_s: npt.ArrayLike, prior_s: float = 60.0) -> None:
-        checks.positive(prior_s=prior_s)
+    def __init__(self, prior_per_s: npt.ArrayLike, prior_s: float = 60.0, half_life_s: float = 1800.0) -> None:
+        checks.positive(prior_s=prior_s, half_life_s=half_life_s)
         self._prior = checks.rates(prior_per_s)
-        self._prior_s = prior_s
+        self._half_life_s = half_life_s
+        self._prior_s = np.full(len(self._prior), prior_s)
         self._samples = np.zeros(len(self._prior))
         self._up_s = np.zeros(len(self._prior))
 
     def observe(self, samples: npt.ArrayLike, up_s: npt.ArrayLike) -> None:
         """Samples that came, and seconds up in which they came, since the last call; shape (N,) each."""
-        self._samples += np.asarray(samples, dtype=np.float64)
-        self._up_s += np.asarray(up_s, dtype=np.float64)
+        more_s = np.asarray(up_s, dtype=np.float64)
+        keep = 0.5 ** (more_s / self._half_life_s)
+        self._samples = self._samples * keep + np.asarray(samples, dtype=np.float64)
+        self._up_s = self._up_s * keep + more_s
+        self._prior_s = self._prior_s * keep
 
     def per_s(self) -> Floats:
         """λ̂, samples per second of each stream while its worker is up, shape (N,)."""
@@ -187,7 +193,7 @@ class Rates:
 
     def to_dict(self) -> dict[str, list[float]]:
         """What was seen, as plain values for JSON; `restore` takes it back."""
-        return {"samples": self._samples.tolist(), "up_s": self._up_s.tolist()}
+        return {"samples": self._samples.tolist(), "up_s": self._up_s.tolist(), "prior_s": self._prior_s.tolist()}
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Go on from what `to_dict` gave.
@@ -196,6 +202,42 @@ class Rates:
             KeyError, TypeError, ValueError: it is not that, or of another number of streams.
         """
         samples, up_s = np.asarray(kept["samples"], np.float64), np.asarray(kept["up_s"], np.float64)
-        if samples.shape != self._prior.shape or up_s.shape != self._prior.shape:
+        prior_s = np.asarray(kept.get("prior_s", self._prior_s), np.float64)  # earlier releases had no decay
+        if not samples.shape == up_s.shape == prior_s.shape == self._prior.shape:
             raise ValueError(f"expected {len(self._prior)} streams, got {samples.size} and {up_s.size}")
-        self._samples, self._up_s = samples, up_s
+        self._samples, self._up_s, self._prior_s = samples, up_s, prior_s
+
+
+class Boots:
+    """How long machines take from the order to a worker that has its slot; the newest `keep` count.
+
+    Args:
+        keep: of how many boots; older ones say little about the image and the market of today.
+    """
+
+    def __init__(self, keep: int = 50) -> None:
+        self._seconds: deque[float] = deque(maxlen=keep)
+
+    def observe(self, seconds: float) -> None:
+        """One boot."""
+        checks.non_negative(seconds=seconds)
+        self._seconds.append(seconds)
+
+    @property
+    def slow_s(self) -> float:
+        """p90: the smallest time that nine of ten do not exceed; 0 before the first."""
+        return float(np.quantile(list(self._seconds), 0.9, method="inverted_cdf")) if self._seconds else 0.0
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """What was seen, as plain values for JSON; `restore` takes it back."""
+        return {"seconds": list(self._seconds)}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on from what `to_dict` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not that.
+        """
+        seconds = [float(one) for one in kept["seconds"]]
+        checks.non_negative(**{f"boot {number}": one for number, one in enumerate(seconds)})
+        self._seconds.extend(seconds)

@@ -334,6 +334,30 @@ def test_what_vanishes_from_the_listing_has_ended_and_is_billed() -> None:
     assert (0, 2) in {(one.slot, one.epoch) for one in scene.fleet.alive()}
 
 
+def test_boots_that_are_slower_than_planned_are_planned_with() -> None:
+    """What the plan says of boots is a guess: with 20 s instead of 90 s the guard would move too late to be in time."""
+    scene = Scene(settings(updates=1e6, deadline_s=1e7, boot_s=20.0), boot_s=90.0)
+    scene.steps(2)
+    assert scene.controller.planned.boot_s == 20.0
+    scene.steps(14)
+    assert scene.controller.planned.boot_s == pytest.approx(90.0, abs=10.0)
+    scene.controller = scene.successor()
+    assert scene.controller.planned.boot_s == pytest.approx(90.0, abs=10.0), "a successor knows it too"
+    quick = Scene(settings(updates=1e6, deadline_s=1e7, boot_s=20.0), boot_s=1.0)
+    quick.steps(14)
+    assert quick.controller.planned.boot_s == 20.0, "what the plan says is the least"
+
+
+def test_a_machine_that_waited_for_the_parameter_server_did_not_boot_meanwhile() -> None:
+    scene = Scene(settings(updates=1e6, deadline_s=1e7, boot_s=20.0), boot_s=30.0)
+    scene.turn()
+    scene.clock.advance(600.0)  # nobody to join
+    scene.world.pass_time(0.0)
+    scene.steps(3)
+    assert len(scene.turn().ready) == 4
+    assert scene.controller.planned.boot_s == 20.0
+
+
 # --- the budget -----------------------------------------------------------------------------------------------------
 
 

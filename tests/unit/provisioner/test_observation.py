@@ -236,3 +236,12 @@ def test_a_new_generation_begins_at_nothing() -> None:
     again = observed()
     again.restore(json.loads(json.dumps(model.to_dict())))
     assert (again.generation, again.ps_epoch) == (2, 2)
+
+
+def test_epochs_that_no_fleet_can_have_used_are_passed_over() -> None:
+    model = observed()
+    wild = Decision(
+        turn=1, time_s=T0, started_s=0, phase="run", binding="none", feasible=True, epochs=(2**63 - 1, 7, 5)
+    )
+    feed(model, wild, Join(worker=0, instance="x", incarnation=2**62))
+    assert [model.highest_incarnation(slot) for slot in range(2)] == [0, 7]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from doll.provisioner.signals import Availability, Rates, alpha_quantile
+from doll.provisioner.signals import Availability, Boots, Rates, alpha_quantile
 
 
 def test_quantiles_are_those_of_the_posterior() -> None:
@@ -113,6 +113,40 @@ def test_rates_move_from_the_stated_to_the_seen() -> None:
     rates = Rates([100.0, 100.0], prior_s=60.0)
     assert rates.per_s().tolist() == [100.0, 100.0]
     rates.observe([60 * 200, 0], [60.0, 0.0])
-    assert rates.per_s().tolist() == [150.0, 100.0]
+    assert rates.per_s() == pytest.approx([150.0, 100.0], rel=0.01)
     rates.observe([600_000 * 200, 0], [600_000.0, 0.0])
     assert rates.per_s()[0] == pytest.approx(200.0, rel=1e-3)
+
+
+def test_a_rate_that_has_changed_is_learned_however_long_the_job_has_run() -> None:
+    rates = Rates([100.0, 100.0], half_life_s=1800.0)
+    for _ in range(24 * 60):
+        rates.observe([60 * 100.0, 60 * 100.0], [60.0, 60.0])  # a day
+    for minute in range(1, 121):
+        rates.observe([60 * 20.0, 0.0], [60.0, 0.0])
+        if minute == 30:
+            assert rates.per_s()[0] == pytest.approx(60.0, rel=0.02), "half of the way in half_life_s"
+    assert rates.per_s()[0] == pytest.approx(25.0, rel=0.02)
+    assert rates.per_s()[1] == pytest.approx(100.0), "a stream whose worker is away is not forgotten"
+    again = Rates([100.0, 100.0])
+    again.restore(rates.to_dict())
+    assert again.per_s().tolist() == rates.per_s().tolist()
+
+
+def test_a_state_of_an_earlier_release_is_rates_without_decay() -> None:
+    rates = Rates([100.0], prior_s=60.0)
+    rates.restore({"samples": [60 * 200.0], "up_s": [60.0]})
+    assert rates.per_s().tolist() == [150.0]
+
+
+def test_boots_count_with_their_slow_tenth_and_old_ones_are_forgotten() -> None:
+    boots = Boots(keep=20)
+    assert boots.slow_s == 0.0
+    boots.observe(75.0)
+    assert boots.slow_s == 75.0
+    for seconds in range(1, 21):
+        boots.observe(float(seconds))
+    assert boots.slow_s == 18.0, "the smallest that nine of ten do not exceed; 75 s is long ago"
+    again = Boots(keep=20)
+    again.restore(boots.to_dict())
+    assert again.slow_s == 18.0
