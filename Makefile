@@ -16,9 +16,10 @@ JOB   ?= examples/digits.yaml
 SEED  ?= 0
 # Tests mostly wait, for processes that start, die and are missed. Each tester has a Kafka broker and a Redis of its own.
 TESTERS ?= 2
+SECONDS ?= 3600
 PYTEST  ?=
 
-.PHONY: help setup demo demo-spot test check lint type fmt bench bench-overhead paper build lock wheels clean tf-check tf-apply-local
+.PHONY: help setup demo demo-spot test check lint type fmt bench bench-overhead bench-soak bench-cluster paper build lock wheels clean tf-check tf-apply-local
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -94,6 +95,12 @@ bench: setup ## measure DOLL against yardsticks (BENCH=--quick: 5 minutes); resu
 
 bench-overhead: setup ## measure what checkpoints cost an undisturbed run (10 minutes)
 	@$(BIN)/python -m benchmarks.overhead $(BENCH)
+
+bench-soak: setup ## an hour at full speed with preemptions: does anything grow? (SECONDS=300: a trial)
+	@$(BIN)/python -m benchmarks.soak --seconds $(SECONDS)
+
+bench-cluster: setup ## three brokers, one killed every 20 s: does the job stand still? (6 minutes)
+	@$(BIN)/python -m benchmarks.cluster $(BENCH)
 
 paper: setup ## reproduce the DOLL paper's figures and tables, write docs/results.md (PAPER=--quick: a minute, no docs)
 	@$(BIN)/python -m benchmarks.paper $(PAPER)

@@ -113,6 +113,9 @@ def drill(
     standby: Annotated[
         bool, typer.Option("--standby", help="Two parameter servers: one stands by, and takes over from the other.")
     ] = False,
+    brokers: Annotated[
+        int, typer.Option("--brokers", min=1, max=5, help="Brokers of a local cluster; of several, one dies at a time.")
+    ] = 1,
     runs_folder: RunsFolderOption = Path("runs"),
     fresh: FreshOption = False,
     as_json: JsonOption = False,
@@ -128,7 +131,9 @@ def drill(
 
     config = target(job, job_option, overrides).config
     raise typer.Exit(
-        run_drill(config, runs_folder, faults=faults, seed=seed, standby=standby, as_json=as_json, fresh=fresh)
+        run_drill(
+            config, runs_folder, faults=faults, seed=seed, standby=standby, brokers=brokers, as_json=as_json, fresh=fresh
+        )
     )
 
 

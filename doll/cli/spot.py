@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -336,11 +336,14 @@ class SpotCrew:
     # --- Companion
 
     @property
-    def detours(self) -> dict[str, int]:
-        return {}
+    def detours(self) -> tuple[dict[str, int], ...]:
+        return ({},)
 
     def services(self, role: str, stack: Stack) -> Services:
         return stack.services
+
+    def environment(self, role: str) -> Mapping[str, str]:
+        return {}
 
     def feed(self, record: AnyRecord) -> None:
         from doll.records import Finished, Metric

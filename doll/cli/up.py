@@ -61,11 +61,14 @@ class Companion(Protocol):
     standby: bool  # whether a second parameter server waits for the end of the first
 
     @property
-    def detours(self) -> Mapping[str, int]:
-        """What a broker of ours shall tell the clients of single roles; see `LocalKafka`."""
+    def detours(self) -> Sequence[Mapping[str, int]]:
+        """For each broker of ours what it shall tell the clients of single roles; see `LocalKafka`."""
 
     def services(self, role: str, stack: Stack) -> Services:
         """Where a role finds Kafka and Redis."""
+
+    def environment(self, role: str) -> Mapping[str, str]:
+        """Additions to the environment of a role."""
 
     def feed(self, record: AnyRecord) -> None:
         """A record of the topics `updates` and `metrics`."""
@@ -198,6 +201,7 @@ class _Up:
         self._model = ProgressModel(config, time.monotonic())
         self._restarts: Counter[str] = Counter()
         self._finished = False
+        self._source_started = False
         self._looked_s = 0.0
         self._pids: dict[str, int] = {}
         self._health_ports: dict[str, int] = {}
@@ -218,7 +222,7 @@ class _Up:
             say("loading torch in the background, looking for Kafka and Redis")
             # Started first: it loads torch while the broker comes up.
             forks = open_.enter_context(ForkServer(run.logs / "forkserver.log"))
-            detours = self._companion.detours if self._companion is not None else None
+            detours = self._companion.detours if self._companion is not None else ({},)
             stack = open_.enter_context(local_stack(config, run.path, say, detours=detours))
             topics.ensure(config, stack.services)
             store, place = open_store(config, run.path), checkpoint_place(config, run.path)
@@ -305,6 +309,7 @@ class _Up:
         env |= {BLOBS_ENV: services.blobs}
         if self._above:
             env |= {ABOVE_ENV: str(self._above)}
+        env |= self._companion.environment(name) if self._companion is not None else {}
         return RoleSpec(name, f"doll.cli.roles:{role}", self._run.logs / f"{name}.log", [*common, *more], env)
 
     def _health_port(self, name: str) -> int:
@@ -331,12 +336,14 @@ class _Up:
 
     def _start_producer(self, supervisor: Supervisor, stack: Stack, waited_s: float) -> None:
         """Start the source when the workers are up: what piles up before would be learned in one burst."""
-        if self._config.source is None or "producer" in supervisor.exit_codes():
+        # By what was started here: a companion may take it from the supervisor for a while.
+        if self._config.source is None or self._source_started:
             return
         if self._above and not self._model.history.ps_epoch:
             return  # the new generation's beginning says where a file goes on
         waited = waited_s > PRODUCER_WAITS_S or all(line.up for line in self._model.worker_lines())
         if self._crew.mustered if self._crew is not None else waited:
+            self._source_started = True
             self._view.say("starting the producer")
             supervisor.start(self._spec(stack, "producer", "producer_role"))
 
@@ -435,13 +442,20 @@ class _Up:
 
     def _revive(self, stack: Stack) -> None:
         """Start a broker or Redis of ours again that has died; everybody waits for it meanwhile."""
-        for name, server in (("Kafka", stack.kafka), ("Redis", stack.redis)):
-            if server is not None and server.pid is None:
-                text = f"{name} died: starting it again"
-                self._restarts[name.lower()] += 1
-                self._model.note(text, time.monotonic())
-                self._view.say(text)
-                server.start()
+
+        def note(name: str, key: str) -> None:
+            text = f"{name} died: starting it again"
+            self._restarts[key] += 1
+            self._model.note(text, time.monotonic())
+            self._view.say(text)
+
+        if stack.kafka is not None and (dead := stack.kafka.dead_nodes()):
+            for number in dead:
+                note("Kafka" if len(stack.kafka.nodes) == 1 else f"Kafka's broker {number}", "kafka")
+            stack.kafka.revive()
+        if stack.redis is not None and stack.redis.pid is None:
+            note("Redis", "redis")
+            stack.redis.start()
 
     def _verdict(self, outcome: Outcome) -> int:
         """1 where the stream ended before a stop rule was met."""

@@ -9,15 +9,19 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from doll.drill.metadata import Metadata
 from doll.drill.plan import Fault, Target, make_plan
-from doll.drill.recovery import Recoveries
+from doll.drill.recovery import Injected, Recoveries
+from doll.drill.stream import SamplesTopic, poison_for
 from doll.errors import DollError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from doll.config import JobConfig
     from doll.drill.wires import Wires
     from doll.local.stack import Stack
@@ -55,6 +59,7 @@ class _Ending:
     handle: Handle
     by_s: float
     zombie: bool
+    notice: Injected | None = None  # it is to leave because of a notice; the first one cannot be read
 
     @property
     def role(self) -> str:
@@ -68,6 +73,8 @@ class Conductor:
         faults: how many.
         say: told each fault.
         wires: what the roles' connections lead through.
+        metadata: what tells the workers that spot takes them; None: nothing does.
+        run_folder: where the job's checkpoints are, unless the job file says so.
         standby: there are two parameter servers, one of them waiting: faults are for the one that leads.
         clock: wall clock in seconds, as in `Update.time_s`.
     """
@@ -80,11 +87,16 @@ class Conductor:
         seed: int,
         say: Callable[[str], None],
         wires: Wires,
+        run_folder: Path,
+        metadata: Metadata | None = None,
         standby: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.standby = standby
         self._wires = wires
+        self._metadata = metadata
+        self._run_folder = run_folder
+        self._topic: SamplesTopic | None = None
         self._leader_pid = 0
         self._leader_epoch = 0
         self._config = config
@@ -112,9 +124,15 @@ class Conductor:
         self._recoveries.feed(record)
 
     @property
-    def detours(self) -> Mapping[str, int]:
+    def detours(self) -> Sequence[Mapping[str, int]]:
         """As of `Wires`."""
         return self._wires.detours
+
+    def environment(self, role: str) -> Mapping[str, str]:
+        """What a worker needs to ask for its notices."""
+        if self._metadata is None or not role.startswith("worker-"):
+            return {}
+        return self._metadata.environment(role)
 
     def services(self, role: str, stack: Stack) -> Services:
         """As of `Wires`."""
@@ -130,13 +148,10 @@ class Conductor:
         if not self._plan:
             if not self._learning:
                 return None
-            self._plan = make_plan(
-                self._number,
-                self._seed,
-                workers=self._config.data.workers,
-                targets=self._targets(stack),
-                standby=self.standby,
-            )
+            self._topic = SamplesTopic(self._config, stack.services, self._run_folder)
+            self._plan = self.plan_for(self._targets(stack), len(stack.kafka.nodes) if stack.kafka is not None else 1)
+        assert self._topic is not None
+        self._topic.poll()
         self._let_go(now)
         self._see_ends(supervisor, now)
         if late := [one for one in self._recoveries.open if now - one.time_s > _PATIENCE_S]:
@@ -154,7 +169,30 @@ class Conductor:
                 self._next += 1
             return None
         calm = self._ready_s is not None and now - self._ready_s > _CALM_S
-        return f"drill: {self._number} faults" if calm and not self._held and not self._ending else None
+        return f"drill: {self._number} faults" if calm and self.is_calm else None
+
+    def plan_for(self, targets: Collection[Target], brokers: int) -> tuple[Fault, ...]:
+        """What is injected, in order."""
+        without = {"stream_poison"} if poison_for(self._config) is None else set()
+        return make_plan(
+            self._number,
+            self._seed,
+            workers=self._config.data.workers,
+            targets=targets,
+            standby=self.standby,
+            brokers=brokers,
+            without=without | ({"worker_bad_notice"} if self._metadata is None else set()),
+        )
+
+    @property
+    def poisoned(self) -> list[tuple[int, int]]:
+        """Partition and offset of each record that must be dead when all is counted."""
+        return [one.dead for one in self._recoveries.injected if one.dead is not None]
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether everything is recovered from, and nothing is frozen, cut off or leaving."""
+        return not (self._recoveries.open or self._held or self._ending)
 
     def close(self) -> None:
         """Leave nothing frozen or cut off, and no zombie; it may be repeated."""
@@ -166,7 +204,12 @@ class Conductor:
 
     def facts(self) -> dict[str, Any]:
         """What `report.json` says of the drill."""
-        return {"drill_seed": self._seed, "faults_planned": self._number} | self._recoveries.report()
+        return {
+            "drill_seed": self._seed,
+            "faults_planned": self._number,
+            "poisoned": self.poisoned,
+            **self._recoveries.report(),
+        }
 
     def log(self) -> list[dict[str, Any]]:
         """Every fault with its time and recovery, for a file."""
@@ -191,7 +234,7 @@ class Conductor:
         if stack.redis is not None:
             targets.add("redis")
         if stack.kafka is not None:
-            targets.add("kafka")
+            targets |= {"kafka", "stream", "broker"}
         return targets
 
     def _is_due(self, fault: Fault, now: float) -> bool:
@@ -211,8 +254,11 @@ class Conductor:
             ending.role == role and not ending.zombie for ending in self._ending
         ):
             return False
-        if kind.target in ("redis", "kafka"):
-            server = stack.redis if kind.target == "redis" else stack.kafka
+        if kind.target == "stream":
+            return self._meddle(fault, now)
+        if kind.target in ("redis", "kafka", "broker"):
+            nodes = stack.kafka.nodes if stack.kafka is not None else ()
+            server = stack.redis if kind.target == "redis" else nodes[fault.broker]
             if server is None or server.pid is None:
                 return False
             self._told(fault, role, now)
@@ -241,11 +287,43 @@ class Conductor:
                 handle.terminate()
                 spec, leaving = supervisor.release(role)
                 self._ending.append(_Ending(spec, leaving, now + _ZOMBIE_S, zombie=False))
+            case "bad_notice":
+                assert self._metadata is not None
+                self._metadata.spoil(role, fault.number)
+                spec, warned = supervisor.release(role)
+                notice = self._recoveries.injected[-1]
+                self._ending.append(_Ending(spec, warned, now + _ZOMBIE_S, zombie=False, notice=notice))
             case _:
                 assert kind.cut_from is not None
-                wire = self._wires.wire(role, kind.cut_from)
-                wire.break_off(fault.cut)
-                self._held.append(_Held(role, wire.mend, now + fault.hold_s))
+                wires = self._wires.wires(role, kind.cut_from)
+                for wire in wires:
+                    wire.break_off(fault.cut)
+
+                def mend() -> None:
+                    for wire in wires:
+                        wire.mend()
+
+                self._held.append(_Held(role, mend, now + fault.hold_s))
+        return True
+
+    def _meddle(self, fault: Fault, now: float) -> bool:
+        """Put a record into a stream that nobody can learn from, or delete what is durable of it."""
+        assert self._topic is not None
+        if fault.kind.action == "truncate":
+            until = self._topic.truncate(fault.worker)
+            if until is None:
+                return False  # nothing is durable yet, or Kafka is away
+            self._told(fault, f"{fault.role} below offset {until}", now)
+            return True
+        record = poison_for(self._config)
+        assert record is not None, "the plan leaves it out"
+        self._told(fault, fault.role, now)
+        one = self._recoveries.injected[-1]
+
+        def at(offset: int) -> None:
+            self._recoveries.poisoned_at(one, fault.worker, offset)
+
+        self._topic.put(fault.worker, record, at)
         return True
 
     def _role(self, fault: Fault, supervisor: Supervisor) -> str:
@@ -281,8 +359,13 @@ class Conductor:
 
     def _see_ends(self, supervisor: Supervisor, now: float) -> None:
         for ending in list(self._ending):
+            if ending.notice is not None and self._metadata is not None and self._metadata.served(ending.role):
+                self._metadata.take(ending.role)  # whoever still asks after a bad notice will leave
             if ending.handle.poll() is not None:
                 self._ending.remove(ending)
+                if ending.notice is not None and self._metadata is not None:
+                    self._metadata.spare(ending.role)
+                    ending.notice.left = True
                 if not ending.zombie:
                     supervisor.start(ending.spec)
             elif ending.zombie and supervisor.exit_codes().get(ending.role) == 0:
@@ -291,6 +374,8 @@ class Conductor:
                 supervisor.adopt(ending.spec, ending.handle)
             elif now > ending.by_s:
                 what = "was replaced" if ending.zombie else "was told to leave"
+                if ending.notice is not None:
+                    what += " by a notice, after one that could not be read,"
                 raise DrillError(
                     f"{ending.role} (process {ending.handle.pid}) {what} and has not ended within {_ZOMBIE_S:g} s"
                 )

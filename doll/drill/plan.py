@@ -7,8 +7,10 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Target = Literal["worker", "ps", "producer", "evaluator", "redis", "kafka"]
-Action = Literal["kill", "freeze", "zombie", "preempt", "cut_kafka", "cut_redis"]
+Target = Literal["worker", "ps", "producer", "evaluator", "redis", "kafka", "broker", "stream"]
+Action = Literal[
+    "kill", "freeze", "zombie", "preempt", "cut_kafka", "cut_redis", "poison", "truncate", "bad_notice"
+]  # fmt: skip
 Cut = Literal["silent", "reset"]
 
 # A fault in so many (of 10) does not wait until the one before it is recovered from: faults meet in the real world too.
@@ -23,7 +25,9 @@ class Kind:
     Attributes:
         action: kill is SIGKILL; freeze is SIGSTOP and later SIGCONT; zombie is a freeze during which a successor
             starts; preempt is SIGTERM, and a successor when the process has gone; cut_kafka and cut_redis break this
-            process's connections to that service, and no others.
+            process's connections to that service, and no others. poison is a record that cannot be learned from, put
+            into a stream; truncate deletes what a stream holds of what is durable; bad_notice is a spot notice that
+            cannot be read, and a good one after it.
         weight: how often it is drawn, relative to the others.
         hold_s: the shortest and the longest freeze or cut.
     """
@@ -69,6 +73,12 @@ KINDS: Final = (
     Kind("producer", "cut_kafka", 2, (0.5, 3.0)),
     Kind("producer", "kill", 2),
     Kind("evaluator", "kill", 2),
+    Kind("producer", "preempt", 2),
+    Kind("broker", "kill", 6),
+    Kind("broker", "freeze", 3, (0.5, 4.0)),
+    Kind("stream", "poison", 4),
+    Kind("stream", "truncate", 3),
+    Kind("worker", "bad_notice", 3),
 )
 
 
@@ -78,11 +88,12 @@ class Fault:
 
     Attributes:
         number: 1 for the first.
-        worker: which worker, where the kind is about one.
+        worker: which worker, or stream, where the kind is about one.
         gap_s: at the earliest so long after the fault before it, or after the recovery from that one.
         hold_s: how long it is frozen or cut off.
         cut: what a cut does to connections; see `doll.drill.relay`.
         hurried: it does not wait for the recovery from the fault before it.
+        broker: which broker of several, from 0, where the kind is about one.
     """
 
     number: int
@@ -92,21 +103,37 @@ class Fault:
     hold_s: float
     hurried: bool
     cut: Cut = "silent"
+    broker: int = 0
 
     @property
     def role(self) -> str:
-        """Name of the process: `worker-3`, `ps`, `redis`."""
-        return f"worker-{self.worker}" if self.kind.target == "worker" else self.kind.target
+        """Name of the process: `worker-3`, `ps`, `redis`, `broker-2`; or of the stream: `stream-3`."""
+        match self.kind.target:
+            case "worker" | "stream":
+                return f"{self.kind.target}-{self.worker}"
+            case "broker":
+                return f"broker-{self.broker + 1}"
+            case _:
+                return self.kind.target
 
 
 def make_plan(
-    faults: int, seed: int, *, workers: int, targets: Collection[Target], standby: bool = False
+    faults: int,
+    seed: int,
+    *,
+    workers: int,
+    targets: Collection[Target],
+    standby: bool = False,
+    brokers: int = 1,
+    without: Collection[str] = (),
 ) -> tuple[Fault, ...]:
     """`faults` faults on `targets`. Every possible kind comes once before the weights decide, as far as they reach.
 
     Args:
-        targets: what may be broken; connections only to services among them.
+        targets: what may be broken; connections only to services among them. Of several brokers one at a time is
+            broken, and not Kafka as a whole.
         standby: the job has a standby for its parameter server, which is the only one to succeed it.
+        without: names of kinds that cannot be had.
 
     Raises:
         ValueError: fewer than one fault, or nothing to break.
@@ -117,6 +144,9 @@ def make_plan(
         if kind.target in targets
         and (kind.cut_from is None or kind.cut_from in targets)
         and not (standby and kind.name == "ps_zombie")
+        and not (brokers > 1 and kind.target == "kafka")
+        and not (brokers == 1 and kind.target == "broker")
+        and kind.name not in without
     ]
     if faults < 1 or not kinds:
         raise ValueError(f"expected at least one fault and one target, got {faults} and {sorted(targets)}")
@@ -134,6 +164,7 @@ def make_plan(
             hold_s=rng.uniform(*kind.hold_s),
             hurried=rng.random() < _HURRIED,
             cut=rng.choice(("silent", "reset")),
+            broker=rng.randrange(brokers),
         )
         for number, kind in enumerate(drawn, 1)
     )

@@ -21,6 +21,9 @@ class Injected:
         above_epoch: the update that ends it is of a later parameter server than this one; -1: of any.
         ps_epoch: the newest parameter server's when it happened.
         mended_s: until then a server that is cut off may still apply what it has, and tell nobody.
+        dead: partition and offset of a record that the update that ends it must count as dead; the offset is negative
+            while Kafka has not acknowledged the record.
+        left: what was told to leave has done so, or nothing was.
         recovery_s: from the fault to the first update that came after it; None while there is none.
     """
 
@@ -29,13 +32,22 @@ class Injected:
     above_epoch: int
     ps_epoch: int
     mended_s: float
+    dead: tuple[int, int] | None = None
+    left: bool = True
     recovery_s: float | None = None
 
     def is_ended_by(self, update: Update) -> bool:
         """Whether this update shows that the job goes on."""
+        if not self.left or (self.dead is not None and self.dead not in dead_offsets(update)):
+            return False
         if update.ps_epoch > self.ps_epoch:
             return update.time_s > self.time_s
         return update.ps_epoch > self.above_epoch and update.time_s > max(self.time_s, self.mended_s)
+
+
+def dead_offsets(update: Update) -> set[tuple[int, int]]:
+    """(partition, offset) of the records that an update counts as dead."""
+    return {(member.worker, offset) for member in update.members for offset in member.dead}
 
 
 class Recoveries:
@@ -46,14 +58,23 @@ class Recoveries:
         self._ps_epoch = 0
         self._open: list[Injected] = []
 
-    def inject(self, fault: Fault, time_s: float) -> None:
+    def inject(self, fault: Fault, time_s: float) -> Injected:
         """A fault happens now."""
         # A message may be on its way when its sender dies: only the successor's updates show that there is one.
         of_ps = fault.kind.target == "ps"
         above = self._ps_epoch if of_ps and fault.kind.action in ("kill", "zombie", "preempt") else -1
         mended_s = time_s + fault.hold_s if of_ps and fault.kind.cut_from is not None else time_s
-        self.injected.append(Injected(fault, time_s, above, self._ps_epoch, mended_s))
-        self._open.append(self.injected[-1])
+        one = Injected(fault, time_s, above, self._ps_epoch, mended_s)
+        if fault.kind.action == "poison":
+            one.dead = (fault.worker, -1)
+        one.left = fault.kind.action != "bad_notice"
+        self.injected.append(one)
+        self._open.append(one)
+        return one
+
+    def poisoned_at(self, one: Injected, partition: int, offset: int) -> None:
+        """Kafka has put the record of a poisoned stream there: only an update that counts it as dead ends the fault."""
+        one.dead = (partition, offset)
 
     def feed(self, record: AnyRecord) -> None:
         """A record of the `updates` topic."""

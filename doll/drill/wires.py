@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
@@ -20,39 +20,49 @@ Service = Literal["kafka", "redis"]
 class Wires:
     """A relay for each role and service. Use it as a context manager around the whole run.
 
-    A Kafka client goes where the broker tells it to: each role therefore has a listener of its own at the broker, which
-    advertises the role's relay.
+    A Kafka client goes where the brokers tell it to: each role therefore has a listener of its own at each broker,
+    which advertises the role's relay to that broker.
+
+    Args:
+        brokers: how many there are, where they are ours.
     """
 
-    def __init__(self, roles: Collection[str]) -> None:
+    def __init__(self, roles: Collection[str], brokers: int = 1) -> None:
         self._roles = tuple(roles)
+        self._brokers = brokers
         self._relays = Relays()
-        self._wires: dict[tuple[str, Service], Relay] = {}
+        self._wires: dict[tuple[str, Service], tuple[Relay, ...]] = {}
 
     @property
-    def detours(self) -> Mapping[str, int]:
-        """What a broker of ours shall tell its clients, by role; see `LocalKafka`."""
-        return {role: relay.port for (role, service), relay in self._wires.items() if service == "kafka"}
+    def detours(self) -> Sequence[Mapping[str, int]]:
+        """For each broker of ours what it shall tell its clients, by role; see `LocalKafka`."""
+        return [{role: self._wires[role, "kafka"][at].port for role in self._roles} for at in range(self._brokers)]
 
     def services(self, role: str, stack: Stack) -> Services:
         """Where `role` finds Kafka and Redis: through its relays, where they are services of ours."""
         kafka, redis = stack.services.kafka, stack.services.redis
-        if stack.kafka is not None and (wire := self._wires.get((role, "kafka"))) is not None:
-            wire.target_port = stack.kafka.detour_port(role)
-            kafka = f"127.0.0.1:{wire.port}"
-        if stack.redis is not None and (wire := self._wires.get((role, "redis"))) is not None:
+        if stack.kafka is not None and (wires := self._wires.get((role, "kafka"))) is not None:
+            for wire, node in zip(wires, stack.kafka.nodes, strict=True):
+                wire.target_port = node.detour_port(role)
+            kafka = ",".join(f"127.0.0.1:{wire.port}" for wire in wires)
+        if stack.redis is not None and (wires := self._wires.get((role, "redis"))) is not None:
+            (wire,) = wires
             wire.target_port = urlsplit(redis).port or 0
             redis = f"redis://127.0.0.1:{wire.port}/0"
         return replace(stack.services, kafka=kafka, redis=redis)
 
-    def wire(self, role: str, service: Service) -> Relay:
-        """The relay of `role` to `service`."""
+    def wires(self, role: str, service: Service) -> tuple[Relay, ...]:
+        """The relays of `role` to `service`: to Kafka, one for each broker."""
         return self._wires[role, service]
 
     def __enter__(self) -> Self:
         self._relays.__enter__()
-        services: tuple[Service, ...] = ("kafka", "redis")
-        self._wires = {(role, service): self._relays.open() for role in self._roles for service in services}
+        many: dict[Service, int] = {"kafka": self._brokers, "redis": 1}
+        self._wires = {
+            (role, service): tuple(self._relays.open() for _ in range(number))
+            for role in self._roles
+            for service, number in many.items()
+        }
         return self
 
     def __exit__(

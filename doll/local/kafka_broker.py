@@ -1,4 +1,4 @@
-"""A real Apache Kafka of our own: one KRaft node on loopback, broker and controller in one Java process."""
+"""A real Apache Kafka node of our own: broker and KRaft controller in one Java process, on loopback."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -29,15 +30,17 @@ listener.name.sasl_ssl.ssl.keystore.location={identity}
 """
 # Without the second compiler: in 160 s under load it never won back what it cost (114 ms of CPU a second against 134).
 _JVM_FLAGS: Final = (
-    "-Xmx512m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto", "-XX:-UsePerfData",
+    "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto", "-XX:-UsePerfData",
 )  # fmt: skip
+_HEAP_MB: Final = 512
+_HEAP_OF_SEVERAL_MB: Final = 256
 
 # Few threads and no idle records in the metadata log: 15 ms of CPU a second with nothing to do, not 25.
 # Sessions of 3 s: with Kafka's 9 s a killed broker needs 14 s, not 6, until it serves again.
 _PROPERTIES: Final = """\
 process.roles=broker,controller
-node.id=1
-controller.quorum.voters=1@{host}:{controller_port}
+node.id={node}
+controller.quorum.voters={voters}
 listeners={listeners}
 advertised.listeners={advertised}
 inter.broker.listener.name=PLAINTEXT
@@ -47,27 +50,51 @@ log.dirs={folder}/data
 auto.create.topics.enable=false
 delete.topic.enable=true
 num.partitions=1
-default.replication.factor=1
-min.insync.replicas=1
-offsets.topic.replication.factor=1
+default.replication.factor={replicas}
+min.insync.replicas={in_sync}
+offsets.topic.replication.factor={replicas}
 offsets.topic.num.partitions=1
-transaction.state.log.replication.factor=1
-transaction.state.log.min.isr=1
+transaction.state.log.replication.factor={replicas}
+transaction.state.log.min.isr={in_sync}
 transaction.state.log.num.partitions=1
-share.coordinator.state.topic.replication.factor=1
-share.coordinator.state.topic.min.isr=1
+share.coordinator.state.topic.replication.factor={replicas}
+share.coordinator.state.topic.min.isr={in_sync}
 group.initial.rebalance.delay.ms=0
-broker.session.timeout.ms=3000
-broker.heartbeat.interval.ms=500
+broker.session.timeout.ms={session_ms}
+broker.heartbeat.interval.ms={heartbeat_ms}
 message.max.bytes=33554432
 replica.fetch.max.bytes=33554432
 log.segment.bytes=134217728
+log.retention.check.interval.ms=30000
 log.cleaner.dedupe.buffer.size=4194304
 num.network.threads=1
 num.io.threads=2
 background.threads=2
 metadata.max.idle.interval.ms=0
 """
+# How soon a death is noticed. Writes wait until the controller has taken a dead replica out, and where it was the
+# controller itself, for an election before that: with Kafka's own 9 s and 2 s a job would stand still for 12 s.
+_OF_SEVERAL: Final = """\
+controller.quorum.fetch.timeout.ms=1000
+controller.quorum.election.timeout.ms=500
+controller.quorum.election.backoff.max.ms=300
+controller.quorum.request.timeout.ms=1000
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A node's place in a cluster.
+
+    Attributes:
+        node: 1 for the first.
+        controllers: the port of each node's controller.
+        cluster_id: what all of them are formatted with.
+    """
+
+    node: int
+    controllers: tuple[int, ...]
+    cluster_id: str
 
 
 class LocalKafka(LocalServer):
@@ -81,6 +108,7 @@ class LocalKafka(LocalServer):
             and SCRAM-SHA-512, at `secure_address`. Its users are made by an admin client at `address`.
         detours: more plain listeners by name (letters, digits, `-`), each with the loopback port that it tells its
             clients to use: whoever listens there passes on to `detour_port`.
+        seat: the place in a cluster; see `doll.local.kafka_cluster`.
     """
 
     _grace_s: ClassVar[float] = 10.0
@@ -92,6 +120,7 @@ class LocalKafka(LocalServer):
         say: Callable[[str], None] = lambda text: None,
         identity: Path | None = None,
         detours: Mapping[str, int] | None = None,
+        seat: Seat | None = None,
     ) -> None:
         self._folder = folder.resolve()
         super().__init__(self._folder / "kafka.log")
@@ -102,6 +131,30 @@ class LocalKafka(LocalServer):
         self._secure_port = 0
         self._detour_ports: dict[str, int] = {}
         self._cluster_id = ""
+        self._seat = seat
+
+    @property
+    def cluster_id(self) -> str:
+        """What its data folder is formatted with; empty before the first start."""
+        return self._cluster_id
+
+    def dead_nodes(self) -> list[int]:
+        """As of a cluster: [1] if its process has ended."""
+        return [] if self.pid is not None else [1]
+
+    def revive(self) -> None:
+        """As of a cluster: start it again if it has died, and wait until it serves, since nobody else does.
+
+        Raises:
+            ServiceUnavailableError: as `start`.
+        """
+        if self.pid is None:
+            self.start()
+
+    @property
+    def nodes(self) -> tuple[LocalKafka, ...]:
+        """As of a cluster: itself."""
+        return (self,)
 
     @property
     def address(self) -> str:
@@ -137,13 +190,27 @@ class LocalKafka(LocalServer):
             f"Kafka does not start; the end of {self.log_path}:\n{processes.tail(self.log_path)}"
         )
 
+    def begin(self) -> None:
+        """Start the process and return at once; it serves when it has joined the others of its cluster.
+
+        Raises:
+            ServiceUnavailableError: Java or the jars cannot be had, or its data folder cannot be made.
+        """
+        jars = kafka_jars.ensure(self._say)
+        if not self._port:
+            self._configure()
+            self._format(jars)
+        self._process = self._java(jars, "kafka.Kafka", [str(self._properties)])
+
     def _configure(self) -> None:
         """Choose ports and write the settings."""
         self._folder.mkdir(parents=True, exist_ok=True)
         self.log_path.unlink(missing_ok=True)
         self._port, self._secure_port = processes.free_port(), processes.free_port() if self._identity else 0
         self._detour_ports = {name: processes.free_port() for name in self._detours}
-        controller_port = processes.free_port()
+        controllers = self._seat.controllers if self._seat is not None else (processes.free_port(),)
+        node, several = (self._seat.node, True) if self._seat is not None else (1, False)
+        controller_port = controllers[node - 1]
         listeners = {"PLAINTEXT": self._port, "CONTROLLER": controller_port}  # our probe and the broker use the first
         if self._identity is not None:
             listeners["SASL_SSL"] = self._secure_port
@@ -153,10 +220,14 @@ class LocalKafka(LocalServer):
         advertised |= {named[name]: port for name, port in self._detours.items()}
         protocols = {name: "SASL_SSL" if name == "SASL_SSL" else "PLAINTEXT" for name in listeners}
         text = _PROPERTIES.format(
-            host=processes.LOOPBACK, controller_port=controller_port, folder=self._folder,
+            node=node, folder=self._folder,
+            voters=",".join(f"{number}@{processes.LOOPBACK}:{port}" for number, port in enumerate(controllers, 1)),
+            replicas=len(controllers), in_sync=max(1, len(controllers) - 1),
+            session_ms=1500 if several else 3000, heartbeat_ms=300 if several else 500,
             listeners=_endpoints(listeners), advertised=_endpoints(advertised),
             protocols=",".join(f"{name}:{protocol}" for name, protocol in protocols.items()),
         )  # fmt: skip
+        text += _OF_SEVERAL if several else ""
         # One client each: Kafka's three threads per listener would be many.
         text += "".join(f"listener.name.{name.lower()}.num.network.threads=1\n" for name in named.values())
         if self._identity is not None:
@@ -171,7 +242,7 @@ class LocalKafka(LocalServer):
                 line.split("=", 1) for line in meta.read_text(encoding="utf-8").splitlines() if "=" in line
             )["cluster.id"]
             return
-        self._cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+        self._cluster_id = self._seat.cluster_id if self._seat is not None else new_cluster_id()
         # With `=`: one id in 64 begins with a dash, and would be taken for an option.
         arguments = ["format", f"--cluster-id={self._cluster_id}", "-c", str(self._properties)]
         if self._java(jars, "kafka.tools.StorageTool", arguments).wait() != 0:
@@ -185,13 +256,15 @@ class LocalKafka(LocalServer):
         java = kafka_jars.find_java()
         assert java is not None, "kafka_jars.ensure has found it"
         quiet = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", "-Dorg.slf4j.simpleLogger.showDateTime=true"
-        return processes.spawn([java, *_JVM_FLAGS, *quiet, "-cp", f"{jars}/*", main_class, *arguments], self.log_path)
+        heap = f"-Xmx{_HEAP_MB if self._seat is None else _HEAP_OF_SEVERAL_MB}m"
+        command = [java, heap, *_JVM_FLAGS, *quiet, "-cp", f"{jars}/*", main_class, *arguments]
+        return processes.spawn(command, self.log_path)
 
     def _launch(self, jars: Path) -> bool:
         """Whether our own node serves; False where its process has ended or does not come up in time."""
         self._process = self._java(jars, "kafka.Kafka", [str(self._properties)])
         try:
-            if _Probe(self.address, self._cluster_id, lambda: self.pid is not None).run():
+            if Probe(self.address, self._cluster_id, lambda: self.pid is not None).run():
                 return True
         except BaseException:
             self.kill()
@@ -200,18 +273,24 @@ class LocalKafka(LocalServer):
         return False
 
 
+def new_cluster_id() -> str:
+    """A random one, in Kafka's writing."""
+    return base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+
+
 def _endpoints(listeners: Mapping[str, int]) -> str:
     return ",".join(f"{name}://{processes.LOOPBACK}:{port}" for name, port in listeners.items())
 
 
-class _Probe:
-    """Find out whether a node serves: an open port says little.
+class Probe:
+    """Find out whether a node, or all `brokers` of a cluster, serve: an open port says little.
 
     A record acknowledged to an idempotent producer shows that it writes and hands out producer ids; a committed offset,
     that `__consumer_offsets` is there: while it is being made, a consumer with a group may wait for minutes.
     """
 
-    def __init__(self, address: str, cluster_id: str, alive: Callable[[], bool]) -> None:
+    def __init__(self, address: str, cluster_id: str, alive: Callable[[], bool], brokers: int = 1) -> None:
+        self._brokers = brokers
         self._settings = {"bootstrap.servers": address, "log_level": 0, "reconnect.backoff.max.ms": 200}
         self._settings["error_cb"] = lambda error: None
         self._cluster_id = cluster_id
@@ -219,6 +298,7 @@ class _Probe:
         self._deadline_s = time.monotonic() + _START_S
 
     def run(self) -> bool:
+        """Whether it does, before it ends or the time is over."""
         from confluent_kafka.admin import AdminClient
 
         return (
@@ -245,11 +325,13 @@ class _Probe:
         from confluent_kafka.admin import NewTopic
 
         metadata = admin.list_topics(timeout=1.0)
-        if metadata.cluster_id != self._cluster_id or not metadata.brokers:
+        if metadata.cluster_id != self._cluster_id or len(metadata.brokers) < self._brokers:
             return False
         if READY_TOPIC in metadata.topics:
             return all(partition.leader >= 0 for partition in metadata.topics[READY_TOPIC].partitions.values())
-        topic = NewTopic(READY_TOPIC, num_partitions=1, replication_factor=1, config={"retention.ms": "3600000"})
+        topic = NewTopic(
+            READY_TOPIC, num_partitions=1, replication_factor=self._brokers, config={"retention.ms": "3600000"}
+        )
         try:
             admin.create_topics([topic], request_timeout=5.0)[READY_TOPIC].result()
         except KafkaException as exc:

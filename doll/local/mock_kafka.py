@@ -76,13 +76,13 @@ class MockKafka(LocalServer):
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def stop(self) -> None:
+    def stop(self, grace_s: float | None = None) -> None:
         """End it, and all that it holds. It may be repeated."""
         if self._process is not None:
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
                     pipe.close()
-        super().stop()
+        super().stop(grace_s)
 
 
 def main() -> int:

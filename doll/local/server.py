@@ -39,10 +39,15 @@ class LocalServer(ABC):
         """Process id while it runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
-    def stop(self) -> None:
+    def terminate(self) -> None:
+        """SIGTERM, without waiting for the end."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+    def stop(self, grace_s: float | None = None) -> None:
         """End the server in order, or by force where it does not. It may be repeated."""
         if self._process is not None:
-            processes.end(self._process, self._grace_s)
+            processes.end(self._process, self._grace_s if grace_s is None else grace_s)
 
     def kill(self) -> None:
         """SIGKILL."""

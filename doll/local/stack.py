@@ -14,6 +14,7 @@ from doll.errors import ConfigError, ServiceUnavailableError
 from doll.local import compose, kafka_jars, redis_server, shared_memory
 from doll.local.compose import Compose
 from doll.local.kafka_broker import LocalKafka
+from doll.local.kafka_cluster import KafkaCluster, nodes_with_data
 from doll.local.mock_kafka import KEPT_BYTES_PER_PARTITION, MockKafka
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
@@ -36,7 +37,7 @@ class Stack:
         kafka_kind: where Kafka comes from: the job file, $DOLL_KAFKA, a broker or container of ours, or the mock.
         redis_kind: the same for Redis.
         notes: what was chosen, why nothing better, and what that means; each has been said already.
-        kafka: the broker that runs for us, if any.
+        kafka: the broker, or the cluster of them, that runs for us, if any.
         redis: the server that runs for us, if any.
     """
 
@@ -44,13 +45,13 @@ class Stack:
     kafka_kind: KafkaKind
     redis_kind: RedisKind
     notes: list[str] = field(default_factory=list)
-    kafka: LocalKafka | None = None
+    kafka: LocalKafka | KafkaCluster | None = None
     redis: LocalRedis | None = None
 
 
 @contextlib.contextmanager
 def local_stack(
-    config: JobConfig, run_folder: Path, say: Callable[[str], None], *, detours: Mapping[str, int] | None = None
+    config: JobConfig, run_folder: Path, say: Callable[[str], None], *, detours: Sequence[Mapping[str, int]] = ({},)
 ) -> Iterator[Stack]:
     """Services for the job that answer; what is started here is ended at the exit of the context, however that comes.
 
@@ -62,7 +63,8 @@ def local_stack(
     Args:
         run_folder: data and logs of what is started go to `services/` in it.
         say: told each step, for a person.
-        detours: of a broker of ours, as in `LocalKafka`.
+        detours: of each broker of ours, as in `LocalKafka`; more than one mapping asks for a cluster, which only
+            brokers of ours can be.
 
     Raises:
         ConfigError: an address is malformed, or security is asked for without an address.
@@ -84,7 +86,8 @@ def local_stack(
 
 def has_kafka_data(run_folder: Path) -> bool:
     """Whether a local broker of an earlier run has left its data in this run folder."""
-    return (run_folder / "services" / "kafka" / "data" / "meta.properties").is_file()
+    folder = run_folder / "services" / "kafka"
+    return (folder / "data" / "meta.properties").is_file() or nodes_with_data(folder) > 0
 
 
 class _Chooser:
@@ -96,7 +99,7 @@ class _Chooser:
         folder: Path,
         say: Callable[[str], None],
         started: contextlib.ExitStack,
-        detours: Mapping[str, int] | None,
+        detours: Sequence[Mapping[str, int]],
     ) -> None:
         self._config = config
         self._folder = folder
@@ -149,9 +152,19 @@ class _Chooser:
         self._note(f"Redis: {url}, {_ORIGIN['compose']}", why_not)
         return url, "compose", None
 
-    def kafka(self) -> tuple[str, KafkaKind, LocalKafka | None]:
-        """Bootstrap servers, kind, and our own broker if one was started."""
+    def kafka(self) -> tuple[str, KafkaKind, LocalKafka | KafkaCluster | None]:
+        """Bootstrap servers, kind, and our own broker or cluster if one was started."""
         why_not: list[str] = []
+        if len(self._detours) > 1:
+            if connections.kafka_address(self._config) is not None:
+                raise ConfigError(
+                    f"{len(self._detours)} brokers are to be started, but Kafka is given: unset kafka.address and "
+                    f"{connections.KAFKA_ENV}"
+                )
+            if (obstacle := self._jars_obstacle()) is not None:
+                raise ServiceUnavailableError(f"cannot start {len(self._detours)} brokers: {obstacle}")
+            broker = self._local_broker(why_not)
+            return broker.address, "local", broker
         if not self._config.kafka.address and has_kafka_data(self._folder.parent):
             if (obstacle := self._jars_obstacle()) is not None:
                 raise ServiceUnavailableError(f"cannot serve the data in {self._folder / 'kafka'} again: {obstacle}")
@@ -179,9 +192,17 @@ class _Chooser:
         why_not.append(file)
         return self._mock(why_not), "mock", None
 
-    def _local_broker(self, why_not: Sequence[str]) -> LocalKafka:
+    def _local_broker(self, why_not: Sequence[str]) -> LocalKafka | KafkaCluster:
+        folder = self._folder / "kafka"
+        # Data of several nodes are served by as many.
+        detours = (*self._detours, *({},) * (nodes_with_data(folder) - len(self._detours)))
+        if len(detours) > 1:
+            self._say(f"Kafka: starting {len(detours)} brokers on this machine (about 15 s)")
+            cluster = self._started.enter_context(KafkaCluster(folder, detours, say=self._say))
+            self._note(f"Kafka: {cluster.address}, {len(detours)} real brokers started on this machine", why_not)
+            return cluster
         self._say("Kafka: starting a broker on this machine (about 6 s)")
-        broker = self._started.enter_context(LocalKafka(self._folder / "kafka", say=self._say, detours=self._detours))
+        broker = self._started.enter_context(LocalKafka(folder, say=self._say, detours=detours[0]))
         self._note(f"Kafka: {broker.address}, a real broker started on this machine", why_not)
         return broker
 

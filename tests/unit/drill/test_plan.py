@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from doll.drill.plan import KINDS, make_plan
+from doll.drill.plan import KINDS, Target, make_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
-ALL = {"worker", "ps", "producer", "evaluator", "redis", "kafka"}
+ALL: set[Target] = {"worker", "ps", "producer", "evaluator", "redis", "kafka", "stream", "broker"}
+OF_ONE = [kind for kind in KINDS if kind.target != "broker"]  # one broker
 
 
 @given(faults=st.integers(1, 300), seed=st.integers(0, 10_000), workers=st.integers(1, 9))
@@ -22,8 +23,8 @@ def test_a_plan_has_its_length_and_is_the_same_for_the_same_seed(faults: int, se
         assert fault.kind.hold_s[0] <= fault.hold_s <= fault.kind.hold_s[1]
         assert fault.gap_s > 0
     kinds = {fault.kind.name for fault in plan}
-    assert len(kinds) == min(faults, len(KINDS)) or faults > len(KINDS)
-    assert faults < len(KINDS) or kinds == {kind.name for kind in KINDS}
+    assert len(kinds) == min(faults, len(OF_ONE)) or faults > len(OF_ONE)
+    assert faults < len(OF_ONE) or kinds == {kind.name for kind in OF_ONE}
 
 
 def test_other_seeds_give_other_plans() -> None:
@@ -33,8 +34,8 @@ def test_other_seeds_give_other_plans() -> None:
 
 def test_weights_decide_in_the_long_run() -> None:
     counted = Counter(fault.kind.name for fault in make_plan(20_000, 1, workers=4, targets=ALL))
-    total = sum(kind.weight for kind in KINDS)
-    for kind in KINDS:
+    total = sum(kind.weight for kind in OF_ONE)
+    for kind in OF_ONE:
         assert counted[kind.name] / 20_000 == pytest.approx(kind.weight / total, rel=0.2)
 
 
@@ -52,4 +53,18 @@ def test_only_the_targets_that_are_named_are_broken() -> None:
 
 def test_where_there_is_a_standby_nothing_else_succeeds_a_frozen_server() -> None:
     kinds = {fault.kind.name for fault in make_plan(500, 3, workers=2, targets=ALL, standby=True)}
-    assert kinds == {kind.name for kind in KINDS} - {"ps_zombie"}
+    assert kinds == {kind.name for kind in OF_ONE} - {"ps_zombie"}
+
+
+def test_of_several_brokers_one_is_broken_and_not_kafka_as_a_whole() -> None:
+    plan = make_plan(500, 3, workers=2, targets=ALL, brokers=3)
+    kinds = {fault.kind.name for fault in plan}
+    assert kinds == {kind.name for kind in KINDS} - {"kafka_kill", "kafka_freeze"}
+    broken = {fault.role for fault in plan if fault.kind.target == "broker"}
+    assert broken == {"broker-1", "broker-2", "broker-3"}
+    assert {fault.role for fault in plan if fault.kind.target == "stream"} == {"stream-0", "stream-1"}
+
+
+def test_what_cannot_be_had_is_left_out() -> None:
+    plan = make_plan(300, 3, workers=2, targets=ALL, without={"stream_poison"})
+    assert {fault.kind.name for fault in plan} == {kind.name for kind in OF_ONE} - {"stream_poison"}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from doll.drill.plan import KINDS, Fault
 from doll.drill.recovery import Recoveries, table
-from doll.records import Epoch, Update
+from doll.records import Epoch, Member, Update
 
 
 def fault(kind: str, number: int = 1) -> Fault:
@@ -19,6 +20,11 @@ def update(time_s: float, ps_epoch: int = 1, version: int = 1) -> Update:
         ps_epoch=ps_epoch, version=version, members=(), n_samples=8, loss=1.0, metrics={}, samples_total=8,
         time_s=time_s,
     )  # fmt: skip
+
+
+def dead_in(time_s: float, partition: int, offset: int) -> Update:
+    member = Member(worker=partition, token=0, lo=0, hi=8, n_samples=7, base_version=0, dead=(offset,))
+    return msgspec.structs.replace(update(time_s), members=(member,))
 
 
 def epoch(ps_epoch: int) -> Epoch:
@@ -70,6 +76,39 @@ def test_a_server_that_is_cut_off_goes_on_when_it_is_mended_or_its_successor_at_
     recoveries.inject(cut, 20.0)
     recoveries.feed(update(20.3, ps_epoch=5))
     assert recoveries.report()["recovery_s"] == {"p50": 0.5, "max": 0.7}
+
+
+def test_a_poison_record_is_recovered_from_when_an_update_counts_it_as_dead() -> None:
+    recoveries = Recoveries()
+    recoveries.feed(epoch(1))
+    one = recoveries.inject(fault("stream_poison"), 10.0)
+    recoveries.feed(update(10.5))  # the job goes on, but it has not come to the record
+    recoveries.poisoned_at(one, 0, 5)
+    recoveries.feed(dead_in(11.0, 0, 4))
+    recoveries.feed(dead_in(11.1, 1, 5))
+    assert len(recoveries.open) == 1
+    recoveries.feed(dead_in(12.0, 0, 5))
+    assert recoveries.open == ()
+    assert recoveries.report()["recovery_s"] == {"p50": 2.0, "max": 2.0}
+
+
+def test_a_bad_notice_is_recovered_from_when_the_worker_has_left_on_a_good_one() -> None:
+    recoveries = Recoveries()
+    recoveries.feed(epoch(1))
+    one = recoveries.inject(fault("worker_bad_notice"), 10.0)
+    recoveries.feed(update(11.0))
+    assert len(recoveries.open) == 1
+    one.left = True
+    recoveries.feed(update(16.0))
+    assert recoveries.open == ()
+
+
+def test_deleting_what_is_durable_holds_nothing_up() -> None:
+    recoveries = Recoveries()
+    recoveries.feed(epoch(1))
+    recoveries.inject(fault("stream_truncate"), 10.0)
+    recoveries.feed(update(10.25))
+    assert recoveries.report()["recovery_s"] == {"p50": 0.25, "max": 0.25}
 
 
 def test_the_report_counts_what_was_not_recovered_from() -> None:

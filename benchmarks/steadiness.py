@@ -1,0 +1,151 @@
+"""Is a measured series flat? A robust slope after warm-up, and a verdict against a stated bound. Pure.
+
+The slope is Theil and Sen's: the median over pairs of samples. A series of a process has a new life with each process:
+pairs within one life count, where a life is long enough; else all samples are one series (workers that are replaced
+each minute are of the same age on average at any time).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+WARM_UP: Final = 0.15  # of the whole time; a life that begins later gets as long again, at most `LIFE_WARM_UP_S`
+LIFE_WARM_UP_S: Final = 300.0
+_LONG_LIFE: Final = 0.15  # of the whole time: from here on a life's own slope counts
+_POINTS: Final = 400  # pairs grow with the square
+_HOUR_S: Final = 3600.0
+
+# Flat: the growth in an hour is below this share of the level, or below the floor of the measure.
+SHARE: Final = 0.03
+FLOORS: Final[Mapping[str, float]] = {"memory MB": 6.0, "files": 2.0, "threads": 1.0, "size MB": 4.0}
+# What grows because it records each update: bytes for each, at most.
+BY_DESIGN: Final[Mapping[tuple[str, str], float]] = {
+    ("topic updates", "size MB"): 4000.0,
+    ("run folder", "size MB"): 400.0,
+    ("evaluator", "memory MB"): 300.0,
+    ("up", "memory MB"): 300.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One value. `life` tells processes of one role apart; a thing that is no process has life 0 for ever."""
+
+    time_s: float
+    life: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The verdict on one series.
+
+    Attributes:
+        level: median after warm-up, in the unit that the measure names.
+        per_hour: growth in an hour.
+        bound: the most that counts as flat.
+        bytes_per_update: where it grows by design.
+        lives: processes that were seen.
+    """
+
+    of: str
+    measure: str
+    first: float
+    level: float
+    last: float
+    per_hour: float
+    bound: float
+    lives: int
+    bytes_per_update: float | None = None
+
+    @property
+    def flat(self) -> bool:
+        return self.per_hour <= self.bound
+
+    @property
+    def verdict(self) -> str:
+        if self.flat:
+            return "flat"
+        allowed = BY_DESIGN.get((self.of, self.measure))
+        if allowed is not None and self.bytes_per_update is not None and self.bytes_per_update <= allowed:
+            return f"by design: {self.bytes_per_update:.0f} bytes per update"
+        return "GROWS"
+
+
+def slope_per_hour(points: Sequence[Point], total_s: float) -> float:
+    """Growth per hour after warm-up; NaN where too little is left."""
+    lives: dict[int, list[Point]] = defaultdict(list)
+    for point in points:
+        lives[point.life].append(point)
+    warm_s = min(WARM_UP * total_s, LIFE_WARM_UP_S)
+    slopes: list[np.ndarray] = []
+    for life in lives.values():
+        # The first life of each is as old as the run: the whole warm-up is its own.
+        kept = _after(life, max(WARM_UP * total_s, life[0].time_s + warm_s))
+        if kept and kept[-1].time_s - kept[0].time_s >= _LONG_LIFE * total_s:
+            slopes.append(_pairs(kept))
+    if not slopes:
+        slopes = [_pairs(_after(points, WARM_UP * total_s))]
+    found = np.concatenate(slopes)
+    return float(np.median(found)) * _HOUR_S if len(found) else math.nan
+
+
+def _after(points: Sequence[Point], time_s: float) -> list[Point]:
+    return [point for point in points if point.time_s >= time_s]
+
+
+def _pairs(points: Sequence[Point]) -> np.ndarray:
+    thin = points[:: max(1, math.ceil(len(points) / _POINTS))]
+    times = np.array([point.time_s for point in thin])
+    values = np.array([point.value for point in thin])
+    one, other = np.triu_indices(len(thin), 1)
+    apart = times[other] - times[one]
+    slopes: np.ndarray = (values[other] - values[one])[apart > 0] / apart[apart > 0]
+    return slopes
+
+
+def judge(series: Mapping[tuple[str, str], Sequence[Point]], total_s: float, updates_per_s: float) -> list[Row]:
+    """A verdict on each series that has samples after warm-up.
+
+    Args:
+        series: by what it is of and what is measured.
+        updates_per_s: of the run, for what grows with each update.
+    """
+    rows = []
+    for (of, measure), points in series.items():
+        kept = _after(points, WARM_UP * total_s)
+        if len(kept) < 3 or measure not in FLOORS:
+            continue
+        level = statistics.median(point.value for point in kept)
+        per_hour = slope_per_hour(points, total_s)
+        each = per_hour * 1e6 / (updates_per_s * _HOUR_S) if measure.endswith("MB") and updates_per_s > 0 else None
+        rows.append(
+            Row(
+                of, measure, points[0].value, level, points[-1].value, per_hour,
+                max(FLOORS[measure], SHARE * level), len({point.life for point in points}),
+                each if (of, measure) in BY_DESIGN else None,
+            )
+        )  # fmt: skip
+    return rows
+
+
+def markdown(rows: Iterable[Row]) -> str:
+    """The verdicts as a table for docs/results.md."""
+    lines = [
+        "| of | measure | median | last | growth in an hour | flat up to | processes | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        verdict = f"**{row.verdict}**" if row.verdict == "GROWS" else row.verdict
+        lines.append(
+            f"| {row.of} | {row.measure} | {row.level:,.1f} | {row.last:,.1f} | {row.per_hour:+,.2f} | "
+            f"{row.bound:,.1f} | {row.lives} | {verdict} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,140 @@
+"""Several real Kafka nodes of our own on loopback: every topic on all of them, and one may die without a stop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from doll.errors import ServiceUnavailableError
+from doll.local import processes
+from doll.local.kafka_broker import LocalKafka, Probe, Seat, new_cluster_id
+
+_BIND_TRIES: Final = 5
+_GRACE_S: Final = 5.0
+_STILLBORN_S: Final = 3.0  # no node serves so soon
+_MAX_STILLBORN: Final = 5
+
+
+class KafkaCluster:
+    """Nodes with replication over all of them, and writes acknowledged by all but one. Use it as a context manager.
+
+    Their data, in `folder`, and their ports outlive a death. A node with 256 MB of heap takes about 350 MB of memory.
+
+    Args:
+        detours: for each node, as of `LocalKafka`; as many nodes as there are mappings. 3 for a cluster that goes on
+            without one.
+    """
+
+    def __init__(
+        self, folder: Path, detours: Sequence[Mapping[str, int]], *, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        if len(detours) < 2:
+            raise ValueError(f"expected at least 2 nodes, got {len(detours)}")
+        self._folder = folder
+        self._detours = tuple(detours)
+        self._say = say
+        self._begun_s: dict[int, float] = {}
+        self._stillborn = 0
+        self.nodes: tuple[LocalKafka, ...] = ()
+
+    @property
+    def address(self) -> str:
+        """`127.0.0.1:port` of each node, with commas; empty before the start."""
+        return ",".join(node.address for node in self.nodes)
+
+    def start(self) -> None:
+        """Start all nodes; returns when they have acknowledged a record and committed an offset.
+
+        Raises:
+            ServiceUnavailableError: Java or the jars cannot be had, or they do not come up (the message shows a log).
+        """
+        for _ in range(_BIND_TRIES):
+            cluster_id = new_cluster_id()
+            ports = tuple(processes.free_port() for _ in self._detours)
+            self.nodes = tuple(
+                LocalKafka(node_folder(self._folder, number), say=self._say, detours=detours, seat=seat)
+                for number, detours in enumerate(self._detours, 1)
+                for seat in (Seat(number, ports, cluster_id),)
+            )
+            try:
+                for node in self.nodes:
+                    node.begin()
+                if self._probe():
+                    return
+            except BaseException:
+                self.kill()
+                raise
+            self.kill()
+            logs = [processes.tail(node.log_path, 200) for node in self.nodes]
+            if not any("Address already in use" in log for log in logs):
+                break  # else another run was faster to take a port: choose others
+        told = "\n".join(f"the end of {node.log_path}:\n{processes.tail(node.log_path)}" for node in self.nodes)
+        raise ServiceUnavailableError(f"the Kafka cluster does not start; {told}")
+
+    def _probe(self) -> bool:
+        def alive() -> bool:
+            return all(node.pid is not None for node in self.nodes)
+
+        return Probe(self.address, self.nodes[0].cluster_id, alive, len(self.nodes)).run()
+
+    def dead_nodes(self) -> list[int]:
+        """The numbers, from 1, of the nodes whose process has ended."""
+        return [number for number, node in enumerate(self.nodes, 1) if node.pid is None]
+
+    def revive(self) -> None:
+        """Start each node again that has died, without waiting for it: the others serve.
+
+        Raises:
+            ServiceUnavailableError: one dies at once, again and again; the message shows its log.
+        """
+        for number in self.dead_nodes():
+            node = self.nodes[number - 1]
+            now_s = time.monotonic()
+            # One that is killed on purpose while it starts is no failure; so several in a row are needed.
+            early = now_s - self._begun_s.get(number, float("-inf")) < _STILLBORN_S
+            self._stillborn = self._stillborn + 1 if early else 0
+            if self._stillborn >= _MAX_STILLBORN:
+                raise ServiceUnavailableError(
+                    f"Kafka's node {number} dies at once; the end of {node.log_path}:\n{processes.tail(node.log_path)}"
+                )
+            self._begun_s[number] = now_s
+            node.begin()
+
+    def kill(self) -> None:
+        """SIGKILL to all."""
+        for node in self.nodes:
+            node.kill()
+
+    def stop(self) -> None:
+        """End all in order, or by force where they do not. It may be repeated."""
+        # Together: one that is left alone waits for the others, without whom nothing can be decided.
+        for node in self.nodes:
+            node.terminate()
+        deadline_s = time.monotonic() + _GRACE_S
+        for node in self.nodes:
+            node.stop(max(0.0, deadline_s - time.monotonic()))
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+
+def node_folder(folder: Path, number: int) -> Path:
+    """Where node `number`, from 1, keeps its data."""
+    return folder / f"node-{number}"
+
+
+def nodes_with_data(folder: Path) -> int:
+    """How many nodes an earlier cluster has left in this folder."""
+    number = 0
+    while (node_folder(folder, number + 1) / "data" / "meta.properties").is_file():
+        number += 1
+    return number

@@ -1,0 +1,104 @@
+"""A cluster of three real brokers: one dies while a job runs on it, and none outlives the process that started them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+from doll.local import kafka_jars
+from doll.local.redis_server import LocalRedis
+from doll.services import Services
+from waiting import PATIENCE_S, until
+
+pytestmark = pytest.mark.integration
+
+HOLDER = """
+import json, pathlib, sys, time
+from doll.local.kafka_cluster import KafkaCluster
+
+with KafkaCluster(pathlib.Path(sys.argv[1]), ({}, {}, {})) as cluster:
+    print(json.dumps({"address": cluster.address, "pids": [node.pid for node in cluster.nodes]}), flush=True)
+    while True:
+        cluster.revive()
+        time.sleep(0.1)
+"""
+
+
+class Held(NamedTuple):
+    process: subprocess.Popen[str]
+    address: str
+    pids: list[int]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
+    """Started, and started again where a node dies, by a process of its own."""
+    if (obstacle := kafka_jars.obstacle()) is not None:
+        pytest.skip(f"no Kafka broker can be started: {obstacle}")
+    folder = tmp_path_factory.mktemp("cluster")
+    with (folder / "holder.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(folder)], stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    try:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert said, (folder / "holder.log").read_text()
+        yield Held(process, **json.loads(said))
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def services(cluster: Held, redis_server: LocalRedis) -> Services:
+    """Addresses of the cluster and the session's Redis."""
+    return Services(cluster.address, redis_server.address)
+
+
+def test_a_job_goes_on_without_one_broker_and_loses_nothing(
+    cluster: Held, make_pipeline: Callable[..., Any], tmp_path: Path
+) -> None:
+    pipeline = make_pipeline("kafka.replication_factor=3")
+    pipeline.start()
+    pipeline.send(pipeline.samples(160))
+    pipeline.until_version(5)
+    # The one that leads the partition on which all updates are written.
+    leader = cluster.pids[leader_of(pipeline) - 1]
+    os.kill(leader, signal.SIGKILL)
+    pipeline.send(pipeline.samples(320))
+    pipeline.until_version(15)  # 480 samples in groups of 2 batches of 8 are 30 updates
+    report = pipeline.assert_sound()
+    assert (report.missing, report.twice) == ((), ())
+
+
+def leader_of(pipeline: Any) -> int:
+    from confluent_kafka.admin import AdminClient
+    from doll.services import kafka_settings
+
+    topic = pipeline.config.topic("updates")
+    admin = AdminClient(kafka_settings(pipeline.config, pipeline.services))
+    return int(admin.list_topics(topic, timeout=PATIENCE_S).topics[topic].partitions[0].leader)
+
+
+def test_no_broker_outlives_the_process_that_started_them(cluster: Held) -> None:
+    holder = psutil.Process(cluster.process.pid)
+    nodes = holder.children(recursive=True)
+    assert len(nodes) >= 2  # the dead one may be on its way back
+    holder.kill()
+    until(lambda: all(gone(node) for node in nodes), "the brokers end")
+
+
+def gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
