@@ -132,8 +132,15 @@ def drill(
     config = target(job, job_option, overrides).config
     raise typer.Exit(
         run_drill(
-            config, runs_folder, faults=faults, seed=seed, standby=standby, brokers=brokers, as_json=as_json, fresh=fresh
-        )
+            config,
+            runs_folder,
+            faults=faults,
+            seed=seed,
+            standby=standby,
+            brokers=brokers,
+            as_json=as_json,
+            fresh=fresh,
+        )  # fmt: skip
     )
 
 

@@ -20,8 +20,10 @@ from doll.local.processes import LOOPBACK
 _ACTION: Final = "/latest/meta-data/spot/instance-action"
 _TOKEN: Final = "/latest/api/token"
 _NOTICE_S: Final = 20.0
-# Bytes that are no text, text that is no JSON, JSON that is no notice.
-UNREADABLE: Final = (b"\xff\xfe\x00garbage", b"{'action': terminate", b'{"time": {"time": []}}', b"7")
+# Bytes that are no text, text that is no JSON, JSON that is nested too deeply, and JSON that is no notice.
+UNREADABLE: Final = (
+    b"\xff\xfe\x00garbage", b"{'action': terminate", b"[" * 30_000 + b"]" * 30_000, b'{"time": {"time": []}}', b"7",
+)  # fmt: skip
 
 
 class Metadata:
