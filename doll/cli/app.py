@@ -140,7 +140,7 @@ def drill(
             brokers=brokers,
             as_json=as_json,
             fresh=fresh,
-        )  # fmt: skip
+        )
     )
 
 

@@ -310,6 +310,8 @@ class Conductor:
         """Put a record into a stream that nobody can learn from, or delete what is durable of it."""
         assert self._topic is not None
         if fault.kind.action == "truncate":
+            if any(held.role == "kafka" or held.role.startswith("broker-") for held in self._held):
+                return False  # to wait for a frozen broker here would keep it frozen
             until = self._topic.truncate(fault.worker)
             if until is None:
                 return False  # nothing is durable yet, or Kafka is away

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from doll.config import JobConfig
 
 _NO_CLASS: Final = 255
-_DELETE_S: Final = 10.0
+_DELETE_S: Final = 5.0
 
 
 def poison_for(config: JobConfig) -> bytes | None:
