@@ -50,7 +50,7 @@ _GAP_S: Final = 12.0  # from a recovery to the next fault
 # Small enough that topics are at their steady size within the warm-up. What is not learned yet is far less.
 _RETENTION: Final = {
     "samples": {"retention.bytes": "33554432", "segment.bytes": "4194304"},
-    **{kind: {"retention.bytes": "3145728", "segment.bytes": "1048576"} for kind in ("up", "down", "metrics")},
+    **{kind: {"retention.bytes": "1048576", "segment.bytes": "1048576"} for kind in ("up", "down", "metrics")},
 }
 # The source is stopped while a worker has more than this to read, and goes on when all have less than the other.
 _HOLD_RECORDS: Final = 1500

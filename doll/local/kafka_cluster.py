@@ -21,7 +21,7 @@ _MAX_STILLBORN: Final = 5
 class KafkaCluster:
     """Nodes with replication over all of them, and writes acknowledged by all but one. Use it as a context manager.
 
-    Their data, in `folder`, and their ports outlive a death. A node has 256 MB of heap and takes 210 MB after its start.
+    Their data, in `folder`, and their ports outlive a death. A node has 256 MB of heap and takes 210 MB at first.
 
     Args:
         detours: for each node, as of `LocalKafka`; as many nodes as there are mappings. 3 for a cluster that goes on

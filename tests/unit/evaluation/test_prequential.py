@@ -1,6 +1,7 @@
 """Prequential error: means over samples, windows, and going back."""
 
 import math
+import tracemalloc
 
 import pytest
 from doll.evaluation.prequential import Prequential
@@ -62,3 +63,32 @@ def test_a_metric_that_appears_later_is_averaged_over_its_own_window():
 def test_a_window_of_nothing_is_refused():
     with pytest.raises(ValueError, match="window of at least 1"):
         Prequential(window=0)
+
+
+def test_a_metric_that_was_taken_back_is_gone():
+    error = Prequential()
+    error.add(1, 5, 1.0)
+    error.add(2, 5, 1.0, {"auc": 0.7})
+    error.rollback(1)
+    assert error.running() == (5, 1.0, {})
+
+
+def test_a_long_job_takes_few_bytes_an_update(monkeypatch: pytest.MonkeyPatch):
+    """A soak of an hour found 400 bytes an update in each process that shows the error, 45 MB in all."""
+    monkeypatch.setattr("doll.evaluation.prequential.KEPT", 2_000)
+    error = Prequential()
+    tracemalloc.start()
+    try:
+        for version in range(1, 2_001):
+            error.add(version, 8, 1.0, {"accuracy": 0.5})
+        taken, _ = tracemalloc.get_traced_memory()
+        assert taken < 60 * 2_000
+        for version in range(2_001, 30_000):
+            error.add(version, 8, 1.0, {"accuracy": 0.5})
+        taken, _ = tracemalloc.get_traced_memory()
+        assert taken < 120 * 2_000  # bounded
+    finally:
+        tracemalloc.stop()
+    assert error.running() == (8 * 29_999, 1.0, {"accuracy": 0.5})
+    error.rollback(29_000)
+    assert error.windowed() == (8 * 50, 1.0, {"accuracy": 0.5})
