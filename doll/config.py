@@ -121,6 +121,17 @@ PolicyConfig = Annotated[
 OptimizerConfig = Annotated[Annotated[SgdConfig, Tag("sgd")] | Annotated[AdamConfig, Tag("adam")], _tag("name", "sgd")]
 
 
+class GuardConfig(Section):
+    """Samples that would break the model are dead-lettered (docs/security.md)."""
+
+    spike_factor: float = Field(
+        default=100.0,
+        ge=0,
+        description="a sample may go when its gradient is this many times as long as is usual, if its step would "
+        "break the model for ordinary samples; 0: only samples without a finite gradient go",
+    )
+
+
 class TrainingConfig(Section):
     policy: PolicyConfig = Field(default_factory=DollPolicyConfig)
     optimizer: OptimizerConfig = Field(default_factory=SgdConfig)
@@ -128,6 +139,10 @@ class TrainingConfig(Section):
         default="mean",
         description="mean: step on the mean gradient of the update's samples; sum: the paper's literal rule",
     )
+    clip_norm: PositiveFloat | None = Field(
+        default=None, description="longest gradient of an update that the optimizer sees; a longer one is scaled down"
+    )
+    guard: GuardConfig = Field(default_factory=GuardConfig)
 
 
 class StopConfig(Section):

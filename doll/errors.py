@@ -34,6 +34,12 @@ class SampleError(DollError):
     """One user record is not a sample of the task: it goes to the dead-letter topic with this message as its reason."""
 
 
+class TaskError(DollError):
+    """The task, its model or its learning rate cannot go on: starting the process again would not help."""
+
+    exit_code = 2
+
+
 class CheckpointError(DollError):
     """A checkpoint is unreadable, or belongs to another job or model."""
 

@@ -18,6 +18,7 @@ from doll.errors import ConfigError
 POINTS: Final = (
     "worker.after_dead_letter",
     "worker.after_announce",
+    "worker.after_guard",
     "worker.after_blob",
     "worker.after_push",
     "worker.after_durable",

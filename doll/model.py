@@ -7,7 +7,7 @@ times the number of samples, so that the parameter server can take the mean of b
 batch. Those are not numbers of float32: copy them, never compute with them.
 
 Frozen parameters are not in the vector: they never change, so each process has its own from `build_model`, and a
-checksum in the fingerprint says whether all have the same (ADR 0011).
+checksum in the fingerprint says whether all have the same (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class FlatModel:
         ]
 
     def take(self, weights: npt.NDArray[np.float32]) -> None:
-        """Take over `weights`, float32, shape (numel,), or (num_floats,) as versions before ADR 0011 had.
+        """Take over `weights`, float32, shape (numel,), or (num_floats,) as builds before counters were kept wrote.
 
         Raises:
             ValueError: of another shape.

@@ -45,7 +45,7 @@ def build_report(model: ProgressModel, outcome: Outcome, ledger: LedgerReport | 
     history, config = model.history, model.config
     evaluation = history.evaluations.last() or {}
     running, window = history.prequential.running(), history.prequential.windowed()
-    margin = model.margin()
+    margin, held_out = model.margin(), history.held_out_course()
     report = {
         "job": config.job,
         "doll_version": doll.__version__,
@@ -67,7 +67,12 @@ def build_report(model: ProgressModel, outcome: Outcome, ledger: LedgerReport | 
             "window_updates": history.prequential.window,
             "window_loss": window.loss,
             **{f"window_{name}": value for name, value in window.metrics.items()},
+            "best_window_loss": history.course.best,
+            "best_window_version": history.course.best_version,
         },
+        "best_loss": held_out.best,
+        "best_loss_version": held_out.best_version,
+        "loss_worsened": history.course.worsened or held_out.worsened,
         "lambda_u_measured": model.rate_measured(),
         "lambda_u_predicted": model.rate_predicted(),
         "arrival_rates_per_s": model.arrival_rates_per_s(),
@@ -125,6 +130,8 @@ def summary(report: Mapping[str, Any]) -> str:
     error = _error_line(report)
     if error:
         lines.append(f"  {error}")
+    if report["loss_worsened"]:
+        lines.append(f"  warning: {_worsened(report)}")
     measured, predicted = _number(report["lambda_u_measured"]), _number(report["lambda_u_predicted"])
     margin = _number(report["proposition_1"]["margin"])
     lines.append(f"  update rate {measured}/s, by theory Nλ/(Kb) {predicted}/s; Proposition 1 margin {margin}")
@@ -162,6 +169,23 @@ def _error_line(report: Mapping[str, Any]) -> str:
         count = min(prequential["window_updates"], report["updates"])
         parts.append(f"prequential loss {prequential['window_loss']:.4f} over the last {count} updates")
     return ", ".join(parts)
+
+
+def _worsened(report: Mapping[str, Any]) -> str:
+    prequential = report["prequential"]
+    bests = [
+        f"{name} loss {_number(best)} at version {version}"
+        for name, best, version in (
+            ("prequential", prequential["best_window_loss"], prequential["best_window_version"]),
+            ("held-out", report["best_loss"], report["best_loss_version"]),
+        )
+        if version is not None
+    ]
+    return (
+        f"the loss ended far above its best ({', '.join(bests) or 'it was never finite'}): look for bad samples "
+        "(doll dead list), a stream that has changed, or a learning rate that is too high (training.optimizer.lr, "
+        "training.clip_norm); an earlier checkpoint may be better"
+    )
 
 
 def _number(value: float | None) -> str:

@@ -200,6 +200,7 @@ class _Up:
         self._crew = crew
         self._model = ProgressModel(config, time.monotonic())
         self._restarts: Counter[str] = Counter()
+        self._failures: dict[str, tuple[int, str]] = {}  # roles that ended by themselves: how often, last words
         self._finished = False
         self._source_started = False
         self._looked_s = 0.0
@@ -356,9 +357,12 @@ class _Up:
             write_json(self._run.roles, pids)
 
     def _restarted(self, restart: Restart) -> None:
-        from doll.local.processes import exit_text
+        from doll.local.processes import exit_text, tail
 
         self._restarts[restart.name] += 1
+        if restart.exit_code > 0:  # not killed
+            count, _ = self._failures.get(restart.name, (0, ""))
+            self._failures[restart.name] = (count + 1, tail(self._run.logs / f"{restart.name}.log", 1).strip())
         text = f"{restart.name} ended with {exit_text(restart.exit_code)}: restarted after {restart.backoff_s:g} s"
         self._model.note(text, time.monotonic())
         self._view.say(text)
@@ -462,7 +466,13 @@ class _Up:
         stop = self._config.stop.model_dump(exclude_none=True)
         if outcome.reason == SOURCE_ENDED and stop:
             rules = ", ".join(f"{name} {value:g}" for name, value in stop.items())
-            outcome.error = f"the source ended before the stop rule ({rules}) was met: give it more samples"
+            failed = "; ".join(
+                f"{name} ended {count} times by itself, the last time with: {words}"
+                for name, (count, words) in sorted(self._failures.items())
+            )
+            outcome.error = (
+                f"the source ended before the stop rule ({rules}) was met: {failed or 'give it more samples'}"
+            )
             return 1
         return 0
 

@@ -6,7 +6,7 @@ A task's `decode_block` is tried first, on all records at once; only where it re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,10 +34,14 @@ class Refused:
 
 @dataclass(slots=True)
 class Decoded:
-    """The usable samples of a batch, in stream order: x of shape (n, ...), y of shape (n, ...)."""
+    """The usable samples of a batch, in stream order: x of shape (n, ...), y of shape (n, ...).
+
+    `offsets`, int64, shape (n,): the record that each sample came in.
+    """
 
     x: npt.NDArray[Any]
     y: npt.NDArray[Any]
+    offsets: npt.NDArray[np.int64]
     refused: list[Refused] = field(default_factory=list)
 
     @property
@@ -78,6 +82,23 @@ def decode_records(
     return decoded
 
 
+def refuse(decoded: Decoded, bad: Mapping[int, str]) -> list[Refused]:
+    """What it means for their records that the samples at these places of the batch are refused after all, and why.
+
+    A record of which nothing is left is refused as a whole, with the samples that decoding had refused already.
+    """
+    reasons: dict[int, list[str]] = {}
+    for at, reason in sorted(bad.items()):
+        reasons.setdefault(int(decoded.offsets[at]), []).append(reason)
+    before = {item.offset: item.samples for item in decoded.refused}
+    found = []
+    for offset, texts in sorted(reasons.items()):
+        whole = len(texts) == int((decoded.offsets == offset).sum())
+        samples = len(texts) + (before.get(offset, 0) if whole else 0)
+        found.append(Refused(offset, texts[0][:REASON_LENGTH], samples, whole))
+    return found
+
+
 def _fast(task: Task, pieces: Sequence[tuple[int, list[bytes], memoryview | None, int]]) -> Decoded | None:
     """All records in one go, if they are of one width, the task can, and every sample is good."""
     widths = {width for _, _, _, width in pieces}
@@ -91,7 +112,10 @@ def _fast(task: Task, pieces: Sequence[tuple[int, list[bytes], memoryview | None
         if pair is None:
             return None
         x, y = as_features(pair[0]), as_target(pair[1])
-        return Decoded(x, y) if _all_good(task, x, y, len(block) // width) else None
+        if not _all_good(task, x, y, len(block) // width):
+            return None
+        counts = [len(block) // width for _, _, block, _ in pieces if block is not None]
+        return Decoded(x, y, np.repeat(np.array([offset for offset, *_ in pieces], np.int64), counts))
     except Exception:  # the user's code may raise, or return, anything; record by record will tell which and why
         return None
 
@@ -129,8 +153,9 @@ def _one_by_one(
     for offset, texts in reasons.items():
         refused.append(Refused(offset, texts[0], len(texts), len(texts) == totals[offset]))
     if not rows:
-        return Decoded(np.zeros((0,), np.float32), np.zeros((0,), np.float32))
-    return Decoded(as_features(np.stack([x for _, x, _ in rows])), np.stack([y for _, _, y in rows]))
+        return Decoded(np.zeros((0,), np.float32), np.zeros((0,), np.float32), np.zeros((0,), np.int64))
+    offsets = np.array([offset for offset, _, _ in rows], np.int64)
+    return Decoded(as_features(np.stack([x for _, x, _ in rows])), np.stack([y for _, _, y in rows]), offsets)
 
 
 def _check(task: Task, sample: Sample | tuple[Any, Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:

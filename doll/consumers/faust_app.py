@@ -14,7 +14,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,14 @@ from faust.types import TP
 
 from doll.config import JobConfig
 from doll.consumers.batching import Batcher, RawBatch
-from doll.consumers.decoding import Decoded, decode_records
+from doll.consumers.decoding import Decoded, Refused, decode_records, refuse
 from doll.consumers.departure import Departure, end_within
 from doll.consumers.gradient import GradientComputer
+from doll.consumers.guarded import Guard
 from doll.consumers.link import WorkerLink
 from doll.consumers.transport import OutOfRange
 from doll.consumers.worker import Acknowledge, Action, Batch, Compute, Exit, GradientDone, Send, WorkerCore
-from doll.errors import BlobError, ConfigError, DataLossError, RecordError, ServiceUnavailableError
+from doll.errors import BlobError, ConfigError, DataLossError, RecordError, ServiceUnavailableError, TaskError
 from doll.faults import fault_point
 from doll.health import Pulse
 from doll.ps.blobs import Blobs, decode_blob, encode_blob, gradient_key
@@ -93,6 +94,7 @@ class WorkerShell:
         self._worker = welcome.worker
         self._task = task
         self._computer = computer
+        self._guard = Guard(config, task, computer)
         self._blobs = blobs
         self._link = link
         self._core = WorkerCore(
@@ -227,19 +229,24 @@ class WorkerShell:
         )
         if decoded.refused:
             values = {offset: value or b"" for offset, value in records}
-            letters = [
-                DeadLetter(
-                    worker=self._worker, partition=self._worker, offset=item.offset, reason=item.reason,
-                    payload=values[item.offset][:_DEAD_LETTER_BYTES], payload_bytes=len(values[item.offset]),
-                    samples=item.samples, whole=item.whole, time_s=time.time(), ps_epoch=self._core.ps_epoch,
-                )
-                for item in decoded.refused
-            ]  # fmt: skip
-            first = decoded.refused[0]
-            log.warning("dead_lettered", records=len(letters), first_offset=first.offset, first_reason=first.reason)
-            self._link.dead_letters(letters)
+            self._send_letters(decoded.refused, values)
             fault_point("worker.after_dead_letter")
         return decoded
+
+    def _send_letters(self, refused: Sequence[Refused], values: Mapping[int, bytes]) -> None:
+        """Tell why these records are refused; `values` are what the log holds of them."""
+        letters = [
+            DeadLetter(
+                worker=self._worker, partition=self._worker, offset=item.offset, reason=item.reason,
+                payload=values.get(item.offset, b"")[:_DEAD_LETTER_BYTES],
+                payload_bytes=len(values.get(item.offset, b"")), samples=item.samples, whole=item.whole,
+                time_s=time.time(), ps_epoch=self._core.ps_epoch,
+            )
+            for item in refused
+        ]  # fmt: skip
+        first = refused[0]
+        log.warning("dead_lettered", records=len(letters), first_offset=first.offset, first_reason=first.reason)
+        self._link.dead_letters(letters)
 
     # --- Algorithm 2 ------------------------------------------------------------------------------------------------
 
@@ -274,7 +281,10 @@ class WorkerShell:
             except ServiceUnavailableError as exc:
                 self._do([Exit(1, str(exc))])
                 return
-            except Exception as exc:  # the user's forward, loss or metrics
+            except TaskError as exc:
+                self._do([Exit(exc.exit_code, f"batch {item.batch.token}: {exc}")])
+                return
+            except Exception as exc:  # a bug, or this machine's memory or disk
                 log.error("task_failed", batch=item.batch.token, error=f"{type(exc).__name__}: {exc}", exc_info=True)
                 self._do([Exit(1, f"{self._config.task.cls} failed on batch {item.batch.token}: {exc}")])
                 return
@@ -286,7 +296,7 @@ class WorkerShell:
     def _gradient(self, grant: Grant, batch: Batch) -> GradientDone | None:
         """Runs in the torch thread. None: the weights are not in the blob store."""
         if batch.num_samples == 0:
-            return GradientDone("", 0.0, {}, 0.0, 0.0, 0.0)
+            return GradientDone("", 0.0, {}, 0.0, 0.0, 0.0, 0, batch.dead, batch.dead_samples)
         computer, job = self._computer, self._config.job
         started = time.perf_counter()
         if computer.loaded != grant.key:
@@ -300,16 +310,36 @@ class WorkerShell:
                 return None
             computer.load(grant.key, weights)
         fetched = time.perf_counter()
-        gradient = computer.compute(batch.data.x, batch.data.y)
+        gradient, bad = self._guard.compute(batch.data.x, batch.data.y)
+        counts = self._bury(batch, bad) if bad else (batch.num_samples, batch.dead, batch.dead_samples)
         computed = time.perf_counter()
+        if gradient is None:
+            return GradientDone("", 0.0, {}, computed - fetched, fetched - started, 0.0, *counts)
         key = gradient_key(job, grant.ps_epoch, grant.grant)
         parts = encode_blob(gradient.values, job=job, kind="g", version=grant.version)
         self._blobs.put(key, parts, self._config.blobs.ttl_s)
         stored = time.perf_counter()
         fault_point("worker.after_blob")
         return GradientDone(
-            key, gradient.loss_sum, gradient.metric_sums, computed - fetched, fetched - started, stored - computed
-        )
+            key, gradient.loss_sum, gradient.metric_sums, computed - fetched, fetched - started, stored - computed,
+            *counts,
+        )  # fmt: skip
+
+    def _bury(self, batch: Batch, bad: Mapping[int, str]) -> tuple[int, tuple[int, ...], int]:
+        """Dead-letter the samples that the guard refuses.
+
+        Returns:
+            How many samples are left, the batch's dead offsets, and the samples refused in records that are not dead.
+        """
+        refused = refuse(batch.data, bad)
+        offsets = [item.offset for item in refused]
+        self._send_letters(refused, self._link.read_values(self._samples_topic, self._worker, offsets))
+        fault_point("worker.after_guard")
+        partly = {item.offset: item.samples for item in batch.data.refused if not item.whole}
+        for item in refused:
+            partly[item.offset] = 0 if item.whole else partly.get(item.offset, 0) + item.samples
+        dead = {*batch.dead, *(item.offset for item in refused if item.whole)}
+        return batch.num_samples - len(bad), tuple(sorted(dead)), sum(partly.values())
 
     # --- actions and time -------------------------------------------------------------------------------------------
 

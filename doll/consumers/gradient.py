@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,11 +23,23 @@ class Gradient(NamedTuple):
             the next `compute`.
         loss_sum: sum of the sample losses at the given weights, before learning from them.
         metric_sums: sums of the task's metrics over the samples.
+        norm: of the part of the parameters; infinite where a number of it is not finite.
+        moved: norm of the change of the float buffers; infinite as above.
     """
 
     values: npt.NDArray[np.float32]
     loss_sum: float
     metric_sums: dict[str, float]
+    norm: float = 0.0
+    moved: float = 0.0
+
+    def problem(self) -> str:
+        """What is not finite; "" where all is."""
+        if not math.isfinite(self.loss_sum):
+            return f"the loss is {self.loss_sum}"
+        if not math.isfinite(self.norm):
+            return "the gradient is not finite"
+        return "" if math.isfinite(self.moved) else "the statistics of normalisation are not finite"
 
 
 class GradientComputer:
@@ -47,37 +62,98 @@ class GradientComputer:
         self.weights[:] = weights
         self.loaded = key
 
-    def compute(self, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> Gradient:
+    def compute(self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, apart: bool = False) -> Gradient:
         """Gradient of the summed loss over samples `x` of shape (n, ...), `y` of shape (n, ...), n >= 1.
 
         The replica is left as it was: a worker may compute several batches at one version.
+
+        Args:
+            apart: let batch norm use the statistics so far, so that no sample changes what another one gives.
         """
-        model = self._model
+        model, n = self._model, len(x)
         buffers = self.weights[model.num_parameters :].copy()
         try:
-            return self._compute(x, y)
+            model.grad.zero_()
+            # One sample has no variance: torch refuses, and a batch whose other records were refused would end the
+            # worker. Its normalisation takes the statistics so far and leaves them alone.
+            output, loss, target = self._forward(x, y, apart=apart or n == 1)
+            torch.autograd.backward(loss * n)  # the task's loss is a mean; the sum costs no pass over the gradient
+            with torch.no_grad():
+                metrics = self._task.metrics(output.detach(), target)
+            model.gather()
+            values, floats = model.grad.numpy(), slice(model.num_parameters, model.num_floats)
+            norm = _norm(model.grad[: model.num_parameters])
+            moved = _norm(model.flat[floats].detach() - torch.from_numpy(buffers[: model.num_buffers]))
+            np.multiply(self.weights[floats], np.float32(n), out=values[floats])
+            values[model.num_floats :] = self.weights[model.num_floats :]
+            loss_sum = float(loss.detach()) * n
+            return Gradient(values, loss_sum, {name: value * n for name, value in metrics.items()}, norm, moved)
         finally:
             model.gather()
             self.weights[model.num_parameters :] = buffers
 
-    def _compute(self, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> Gradient:
-        model, task, n = self._model, self._task, len(x)
-        model.grad.zero_()
-        module = model.module.train()
-        if n == 1:
-            # One sample has no variance: torch refuses, and a batch whose other records were refused would end the
-            # worker. Its normalisation takes the statistics so far and leaves them alone.
+    def loss(self, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> float:
+        """Mean loss over the samples, each apart from the others."""
+        buffers = self.weights[self._model.num_parameters :].copy()
+        try:
+            with torch.no_grad():
+                return float(self._forward(x, y, apart=True)[1])
+        finally:
+            self._model.gather()
+            self.weights[self._model.num_parameters :] = buffers
+
+    @contextmanager
+    def moved_by(self, gradient: Gradient, rate: float) -> Iterator[None]:
+        """Meanwhile the parameters are `rate` times `gradient` further on."""
+        parameters = slice(self._model.num_parameters)
+        before = self.weights[parameters].copy()
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):
+                self.weights[parameters] += (rate * gradient.values[parameters].astype(np.float64)).astype(np.float32)
+            yield
+        finally:
+            self.weights[parameters] = before
+
+    @property
+    def num_buffers(self) -> int:
+        """Numbers in the float buffers."""
+        return self._model.num_buffers
+
+    def buffers(self, gradient: Gradient, n: int) -> npt.NDArray[np.float64]:
+        """The float buffers after a batch of n samples, shape (num_buffers,)."""
+        return gradient.values[self._model.num_parameters : self._model.num_floats].astype(np.float64) / n
+
+    @contextmanager
+    def buffers_moved_by(self, change: npt.NDArray[np.float64]) -> Iterator[None]:
+        """Meanwhile `change`, shape (num_buffers,), is added to the float buffers."""
+        floats = slice(self._model.num_parameters, self._model.num_floats)
+        before = self.weights[floats].copy()
+        try:
+            with np.errstate(over="ignore", invalid="ignore"):
+                self.weights[floats] = (before + change).astype(np.float32)
+            yield
+        finally:
+            self.weights[floats] = before
+
+    def _forward(
+        self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, apart: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Output, mean loss and target."""
+        module = self._model.module.train()
+        if apart:
             for part in module.modules():
                 if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
                     part.eval()
         target = torch.from_numpy(np.ascontiguousarray(y))
-        output = task.forward(module, torch.from_numpy(np.ascontiguousarray(x)))
-        loss = task.loss(output, target)
-        torch.autograd.backward(loss * n)  # the task's loss is a mean; the sum costs no pass over the gradient this way
-        with torch.no_grad():
-            metrics = task.metrics(output.detach(), target)
-        model.gather()
-        values, floats = model.grad.numpy(), slice(model.num_parameters, model.num_floats)
-        np.multiply(self.weights[floats], np.float32(n), out=values[floats])
-        values[model.num_floats :] = self.weights[model.num_floats :]
-        return Gradient(values, float(loss.detach()) * n, {name: value * n for name, value in metrics.items()})
+        output = self._task.forward(module, torch.from_numpy(np.ascontiguousarray(x)))
+        return output, self._task.loss(output, target), target
+
+
+def _norm(vector: torch.Tensor) -> float:
+    """Length of a float32 vector of any size; infinite where a number of it is not finite."""
+    square = float(torch.dot(vector, vector))
+    if 1e-30 < square < math.inf:
+        return math.sqrt(square)
+    # Squares that float32 cannot hold, or what is not finite.
+    exact = float(torch.linalg.vector_norm(vector, dtype=torch.float64))
+    return exact if math.isfinite(exact) else math.inf

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from confluent_kafka import Consumer, Producer, TopicPartition
@@ -145,6 +145,18 @@ class WorkerLink:
             for _ in reader.read(topic, partition, lo, hi):
                 return True
         return False
+
+    def read_values(self, topic: str, partition: int, offsets: Collection[int]) -> dict[int, bytes]:
+        """What the log holds at these offsets; without those that it does not hold any more.
+
+        Raises:
+            ServiceUnavailableError: Kafka does not answer.
+        """
+        if not offsets:
+            return {}
+        with TopicReader(self._config, self._services) as reader:
+            found = reader.read(topic, partition, min(offsets), max(offsets) + 1)
+            return {offset: value for offset, value in found if offset in offsets and value is not None}
 
     def join(self, instance: str, should_stop: Callable[[], bool], incarnation: int = 0) -> tuple[Welcome, int] | None:
         """Ask the parameter server for a place; wait for it as long as it takes, saying so.

@@ -52,7 +52,10 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class GradientDone:
-    """The gradient of a grant is in the blob store under `key` (\"\" when the batch holds no usable sample)."""
+    """The gradient of a grant is in the blob store under `key` (\"\" when the batch holds no usable sample).
+
+    `dead`, `dead_samples` and `num_samples` are of this computation: at another version it may find otherwise.
+    """
 
     key: str
     loss_sum: float
@@ -60,6 +63,9 @@ class GradientDone:
     compute_s: float
     fetch_s: float
     store_s: float
+    num_samples: int
+    dead: tuple[int, ...] = ()
+    dead_samples: int = 0
 
 
 # --- actions --------------------------------------------------------------------------------------------------------
@@ -241,9 +247,9 @@ class WorkerCore:
         del self._grants[grant.token]
         push = Push(
             worker=self.worker, epoch=self.epoch, token=grant.token, ps_epoch=grant.ps_epoch, grant=grant.grant,
-            version=grant.version, key=done.key, n_samples=batch.num_samples, loss_sum=done.loss_sum,
-            metric_sums=done.metric_sums, dead=batch.dead, gaps=batch.gaps, lost=batch.lost,
-            dead_samples=batch.dead_samples, compute_s=done.compute_s, fetch_s=done.fetch_s, store_s=done.store_s,
+            version=grant.version, key=done.key, n_samples=done.num_samples, loss_sum=done.loss_sum,
+            metric_sums=done.metric_sums, dead=done.dead, gaps=batch.gaps, lost=batch.lost,
+            dead_samples=done.dead_samples, compute_s=done.compute_s, fetch_s=done.fetch_s, store_s=done.store_s,
             wait_s=max(0.0, granted_at_s - batch.complete_at_s), market=self.market,
         )  # fmt: skip
         return [*self._announce_new(), Send(push)]

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from doll.evaluation.course import Course
 from doll.evaluation.prequential import Prequential
 from doll.records import AnyRecord, Epoch, Finished, Update
 
@@ -106,6 +107,7 @@ class History:
         self.updates = Table(UPDATE_COLUMNS)
         self.evaluations = Table(EVALUATION_COLUMNS)
         self.prequential = Prequential(window)
+        self.course = Course(window)
         self.ps_epoch = 0
         self.version = 0
         self.samples_total = 0
@@ -149,7 +151,7 @@ class History:
 
     def _begin(self, generation: int) -> bool:
         """What came before is of another run; whether rows went with it."""
-        self.generation = generation
+        self.generation, self.course = generation, Course(self.prequential.window)
         dropped = [table.drop_below(generation) for table in (self.updates, self.evaluations)]
         self.prequential = Prequential(self._window)
         self.ps_epoch = self.restarts = self.version = self.samples_total = 0
@@ -195,10 +197,15 @@ class History:
             self.version = record.version
             self.samples_total = record.samples_total
             self.prequential.add(record.version, record.n_samples, record.loss, record.metrics)
+            self.course.add(record.version, record.n_samples, record.loss)
             if math.isnan(self.first_time_s):
                 self.first_time_s = record.time_s
             self.last_time_s = record.time_s
         return grown
+
+    def held_out_course(self) -> Course:
+        """The course of the held-out loss."""
+        return Course.of(self.evaluations.valid("version"), self.evaluations.valid("loss"))
 
     def service_s(self) -> float:
         """μ_C: mean seconds from a granted batch to its stored gradient (fetch + compute + store), over batches."""

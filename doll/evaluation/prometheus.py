@@ -18,6 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 from doll.bounded import short
+from doll.evaluation.course import Course
 from doll.evaluation.kafka_tail import Tail
 from doll.health import pulse_of
 from doll.records import AnyRecord, Epoch, Finished, Metric, Update
@@ -79,6 +80,7 @@ class Measurements(Collector):
         self._job = job
         self._by_origin: dict[str, tuple[Sample, ...]] = {"job": (Sample("doll_job_workers", (), workers),)}
         self._finished = False
+        self._course = Course()
         self._full = False
         self._ps_epoch = self._generation = 0
 
@@ -102,6 +104,12 @@ class Measurements(Collector):
                     **{f"prequential_{name}": value for name, value in record.metrics.items()},
                 }  # fmt: skip
                 self._put("update", tuple(samples_of("update", values)))
+                self._course.add(record.version, record.n_samples, record.loss)
+                course = {
+                    "window_loss": self._course.last, "best_window_loss": self._course.best,
+                    "loss_worsened": float(self._course.worsened),
+                }  # fmt: skip
+                self._put("course", tuple(samples_of("job", course)))
                 for member in record.members:
                     own = {
                         "compute_s": member.compute_s, "fetch_s": member.fetch_s, "store_s": member.store_s,
@@ -111,7 +119,7 @@ class Measurements(Collector):
             case Epoch():
                 self._finished, self._ps_epoch = False, record.ps_epoch
                 if record.generation > self._generation:
-                    self._generation = record.generation
+                    self._generation, self._course = record.generation, Course()
                     self._by_origin = {"job": self._by_origin["job"]}
             case Finished():
                 self._finished = True

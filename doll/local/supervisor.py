@@ -107,7 +107,8 @@ class Supervisor:
 
         Raises:
             RoleFailedError: a role has failed 5 times in a row, each time within 20 s of its start.
-            ConfigError: a role says (by exit code 2) that its configuration is wrong: another try would be in vain.
+            ConfigError: a role says (by exit code 2) that the job file or the task is wrong: another try would be in
+                vain.
             DataLossError: a role says (by exit code 4) that records are gone before they were learned.
         """
         for slot in self._slots.values():
@@ -132,7 +133,7 @@ class Supervisor:
         last_words = f"the end of {slot.spec.log_path}:\n{tail(slot.spec.log_path)}"
         if code == ConfigError.exit_code:
             slot.exit_code = code
-            raise ConfigError(f"{slot.spec.name} does not accept its configuration; {last_words}")
+            raise ConfigError(f"{slot.spec.name} cannot run this job as it is; {last_words}")
         if code == DataLossError.exit_code:
             slot.exit_code = code
             raise DataLossError(f"{slot.spec.name}: records are gone before they were learned; {last_words}")

@@ -124,7 +124,7 @@ def _run(
     blobs = open_blobs(config, services, give_up=give_up)
     link.open()
     start = _start(config, services, link, checkpoint, ps_epoch, ps_epoch if seen.newest_epoch else 0)
-    optimizer = Optimizer(model, config.training.optimizer)
+    optimizer = Optimizer(model, config.training.optimizer, config.training.clip_norm)
     engine = make_engine(config, start, optimizer)
     log_path = run_folder / "events" / f"ps-{ps_epoch:06d}.log"
     event_log = FileEventLog(log_path, start) if config.checkpoint.event_log else None

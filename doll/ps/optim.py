@@ -16,7 +16,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from doll.config import AdamConfig, OptimizerConfig, SgdConfig
-from doll.errors import CheckpointError, DollError
+from doll.errors import CheckpointError, TaskError
 from doll.model import FlatModel
 
 WEIGHTS = "weights"
@@ -24,7 +24,7 @@ _STATE = "optimizer."
 _ADAM_EPSILON = 1e-8
 
 
-class DivergedError(DollError):
+class DivergedError(TaskError):
     """The gradient or a weight is not finite: the model has diverged, and saving it would destroy it."""
 
 
@@ -35,13 +35,18 @@ class Optimizer:
     caller's `scale` decides.
     """
 
-    def __init__(self, model: FlatModel, config: OptimizerConfig) -> None:
+    def __init__(self, model: FlatModel, config: OptimizerConfig, clip_norm: float | None = None) -> None:
+        """
+        Args:
+            clip_norm: the longest gradient that a step is made with, after `scale`; None: any.
+        """
         self._model = model
         self._flat = model.flat
         self._num_parameters = model.num_parameters
         self._parameters = model.flat[: model.num_parameters]
         self._sum = torch.zeros_like(model.flat)
         self._config = config
+        self._clip_norm = clip_norm
         self._state: dict[str, torch.Tensor] = {}  # named as torch's optimizer classes name it
 
     @property
@@ -60,8 +65,8 @@ class Optimizer:
             num_samples: of all gradients together.
 
         Raises:
-            DivergedError: the sum is not finite, and the weights are unchanged; or a weight is not after the step, and
-                this object is of no more use.
+            DivergedError: the mean is not finite, and the weights are unchanged; or a weight, or a number of the
+                optimizer's state, is not after the step, and this object cannot be used any more.
         """
         if not gradients:
             return  # nothing but refused records: the version counts, the weights stay
@@ -70,14 +75,29 @@ class Optimizer:
         for gradient in gradients[1:]:
             total += _tensor(gradient)
         n, floats = self._num_parameters, self._model.num_floats
-        _check_finite(total[:floats], "the gradient is")
-        total[n:floats] /= max(num_samples, 1)
-        total[:n] *= scale
+        if _is_finite(total[:floats]):
+            total[n:floats] /= max(num_samples, 1)
+            total[:n] *= scale
+        else:
+            # Finite gradients may have a sum that float32 cannot hold, and a mean that it can.
+            exact = torch.stack([_tensor(gradient)[:floats].double() for gradient in gradients]).sum(dim=0)
+            total[:n] = exact[:n] * scale
+            total[n:floats] = exact[n:] / max(num_samples, 1)
+            _check_finite(total[:floats], "the gradient is")
+        self._clip(total[:n])
         total[floats:] = _tensor(gradients[-1])[floats:]
         with torch.no_grad():
             self._step(total[:n])
             self._flat[n:] = total[n:]
         _check_finite(self._flat[:floats], "after the step the weights are")
+        for state in self._state.values():
+            _check_finite(state, "after the step the optimizer's state is")
+
+    def _clip(self, gradient: torch.Tensor) -> None:
+        if self._clip_norm is not None:
+            norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+            if norm > self._clip_norm:
+                gradient *= self._clip_norm / norm
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """Copies of weights and optimizer state, by name, for a checkpoint."""
@@ -129,12 +149,16 @@ class Optimizer:
                 assert_never(config)
 
 
-def _check_finite(vector: torch.Tensor, what: str) -> None:
+def _is_finite(vector: torch.Tensor) -> bool:
     # One NaN or infinity makes the sum one. A sum of large numbers may overflow by itself: then each is looked at.
-    if not (bool(torch.isfinite(vector.sum())) or bool(torch.isfinite(vector).all())):
+    return bool(torch.isfinite(vector.sum())) or bool(torch.isfinite(vector).all())
+
+
+def _check_finite(vector: torch.Tensor, what: str) -> None:
+    if not _is_finite(vector):
         raise DivergedError(
-            f"{what} not finite (NaN or infinity): expected a model that converges; "
-            "lower training.optimizer.lr, or look for extreme values in the stream; the last checkpoint is intact"
+            f"{what} not finite (NaN or infinity): expected a model that converges; lower training.optimizer.lr, set "
+            "training.clip_norm, or look for extreme values in the stream; the last checkpoint is intact"
         )
 
 

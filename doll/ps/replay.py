@@ -42,7 +42,7 @@ def replay(
     start, entries = read_log(path)
     model = build(config, load_task(config))
     mark = fingerprint(config, model)
-    optimizer = Optimizer(model, config.training.optimizer)
+    optimizer = Optimizer(model, config.training.optimizer, config.training.clip_norm)
     engine = make_engine(config, start, optimizer)
     gradients: dict[int, npt.NDArray[np.float32]] = {}
     if on_update is not None:

@@ -162,7 +162,7 @@ def test_a_worker_takes_any_record_that_decodes() -> None:
         for action in tried(RecordError, data, core.mail, record, 1.0):
             if isinstance(action, Compute):
                 assert 0 <= action.batch.token < 3
-                done = core.gradient_done(action.grant, action.batch, GradientDone("k", 0.0, {}, 0, 0, 0), 1.0)
+                done = core.gradient_done(action.grant, action.batch, GradientDone("k", 0.0, {}, 0, 0, 0, 8), 1.0)
                 assert all(isinstance(item, Send) for item in done)
             assert not isinstance(action, Exit) or action.reason
         assert core.retained <= 3

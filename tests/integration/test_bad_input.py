@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 from doll.consumers.link import WorkerLink
-from doll.errors import ServiceUnavailableError
-from doll.local import supervisor
+from doll.errors import ConfigError, ServiceUnavailableError
+from doll.faults import ENV, MARKER_ENV
 from doll.packing import pack
 from doll.ps.kafka_link import KafkaLink
 from doll.records import (
@@ -211,12 +214,77 @@ def test_garbage_on_the_control_topics_is_counted_and_refused(points: Any) -> No
         assert job.log(f"worker-{n}").count("record_refused") == len(forged_up) - 1
 
 
-def test_a_task_that_fails_on_a_batch_is_told_and_ends_the_job_with_its_words(
-    make_pipeline: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No sample is skipped silently: the worker ends, is started again, fails again, until the supervisor gives up."""
-    monkeypatch.setattr(supervisor, "MAX_FAILURES", 2)
-    monkeypatch.setattr(supervisor, "HEALTHY_AFTER_S", 600.0)  # a busy machine takes its time to fail
+IDS = """
+import json
+import struct
+
+import torch
+from doll import Sample, Task
+
+
+class Ids(Task):
+    num_classes = 2
+
+    def build_model(self):
+        return torch.nn.ModuleDict({"table": torch.nn.Embedding(20, 4), "plane": torch.nn.Linear(4 + 2, 2)})
+
+    def decode(self, record):
+        id, a, b, y = struct.unpack("<qffi", record)
+        return Sample([id, *memoryview(struct.pack("<ff", a, b)).cast("i")], y)
+
+    def forward(self, model, x):
+        numbers = x[:, 1:].to(torch.int32).contiguous().view(torch.float32)
+        return model["plane"](torch.cat([model["table"](x[:, 0]), numbers], dim=1))
+"""
+
+
+def test_samples_that_would_break_the_model_go_and_no_others(make_pipeline: Any, tmp_path: Path) -> None:
+    """Well-formed records, of one producer among many: an id out of range, features that destroy the weights, that have
+    no gradient. The worker dies once with its letters written and its gradient not pushed."""
+    (tmp_path / "ids.py").write_text(IDS)
+
+    def sample(i: int, id: int | None = None, at: tuple[float, float] | None = None, y: int | None = None) -> bytes:
+        a, b = (math.sin(i), math.cos(3 * i)) if at is None else at
+        return struct.pack("<qffi", i % 20 if id is None else id, a, b, int(a + b > 0) if y is None else y)
+
+    # Both classes: whatever the model thinks, one of the two is wrong for it.
+    bad = {
+        21: (sample(21, id=20), "IndexError"),
+        83: (sample(83, at=(3e38, -3e38), y=0), ""),
+        84: (sample(84, at=(3e38, -3e38), y=1), ""),
+        131: (sample(131, id=-(1 << 62)), "IndexError"),
+    }
+    values = [bad.get(i, (sample(i), ""))[0] for i in range(400)]
+    job = make_pipeline("task.class=ids.py:Ids", "task.args={}", "stop.updates=50", "checkpoint.every_updates=5")
+    job.start_ps()
+    marker = tmp_path / "died"
+    fault = {ENV: "worker.after_guard@2", MARKER_ENV: str(marker)}
+    job.pids["worker-0"] = job.supervisor.start(
+        dataclasses.replace(job.spec("worker-0", "worker_role", 0), env=fault)
+    ).pid
+    job.start_worker(1)
+    job.send(values, partition=0)
+    job.send([sample(7 * i) for i in range(400)], partition=1)
+    job.until_finished()
+    assert marker.exists()
+    report = job.assert_sound()
+    dead = {offset for update in job.updates for member in update.members for offset in member.dead}
+    assert {21, 131} <= dead
+    assert len(dead & {83, 84}) >= 1
+    assert dead <= set(bad)
+    assert report.dead == len(dead)
+    letters = {letter.offset: letter for letter in job.read("dead")}
+    for offset in dead:
+        assert bad[offset][1] in letters[offset].reason
+        assert letters[offset].payload == bad[offset][0]
+    assert max(update.loss for update in job.updates) < 5
+    assert np.mean([update.loss for update in job.updates[-10:]]) < np.mean(
+        [update.loss for update in job.updates[:10]]
+    )
+
+
+def test_a_task_that_fails_on_every_sample_ends_the_job_with_its_words(make_pipeline: Any, tmp_path: Path) -> None:
+    """No sample is refused for it, and no process is started again in vain."""
     (tmp_path / "broken.py").write_text(
         TASK.replace("torch.nn.Linear(3, 2)", "torch.nn.Linear(4, 2)").replace("Points", "Broken")
     )
@@ -224,9 +292,11 @@ def test_a_task_that_fails_on_a_batch_is_told_and_ends_the_job_with_its_words(
     job.start()
     job.send([point(i) for i in range(16)])
     with pytest.raises(
-        supervisor.RoleFailedError, match=r"broken\.py:Broken failed on batch 0.*shapes cannot be multiplied"
+        ConfigError, match=r"broken\.py:Broken fails on every sample of its first batch.*shapes cannot be multiplied"
     ):
         job.until(lambda: False, "an end")
+    assert job.restarts == []
+    assert job.read("dead") == []
 
 
 def test_a_dead_letter_that_kafka_refuses_is_not_taken_for_stored(make_pipeline: Any) -> None:

@@ -101,3 +101,17 @@ def test_the_summary_says_what_people_ask(model: ProgressModel):
     assert "update rate 5/s, by theory Nλ/(Kb) 5/s; Proposition 1 margin 10" in text
     assert "audit: 700 offsets produced, 636 applied exactly once" in text
     assert "model: runs/x/model/model.safetensors" in text
+
+
+def test_a_run_that_has_lost_what_it_had_learned_says_so(model: ProgressModel) -> None:
+    report = build_report(model, Outcome("updates", 0, 1.0), None)
+    assert report["loss_worsened"] is False
+    assert "warning" not in summary(report)
+    for version in range(41, 60):
+        model.feed(
+            Update(ps_epoch=1, version=version, members=(), n_samples=16, loss=1e36, samples_total=0, time_s=200.0)
+        )
+    report = json.loads(json.dumps(build_report(model, Outcome("updates", 0, 1.0), None), allow_nan=False))
+    assert report["loss_worsened"] is True
+    assert (report["prequential"]["best_window_loss"], report["prequential"]["best_window_version"]) == (2.0, 10)
+    assert "warning: the loss ended far above its best (prequential loss 2 at version 10" in summary(report)

@@ -22,7 +22,7 @@ from doll.records import (
     Welcome,
 )
 
-DONE = GradientDone("doll:j:g:3:1", 12.0, {"accuracy": 4.0}, 0.1, 0.2, 0.3)
+DONE = GradientDone("doll:j:g:3:1", 12.0, {"accuracy": 4.0}, 0.1, 0.2, 0.3, 4, (101,), 2)
 
 
 def welcome(**changes: Any) -> Welcome:
@@ -77,7 +77,7 @@ def test_it_holds_so_many_batches_and_no_more(core: WorkerCore) -> None:
 
 def test_a_grant_is_computed_and_pushed_with_all_that_the_lineage_needs(core: WorkerCore) -> None:
     core = WorkerCore(welcome(), max_pending=4, now=0.0, market="spot")
-    held = batch(5, dead=(101,), gaps=((103, 105),), dead_samples=2, num_samples=4)
+    held = batch(5, gaps=((103, 105),), num_samples=5)
     core.batch_ready(held)
     asked = grant(5)
     assert core.mail(asked, 11.0) == [Compute(asked, held)]

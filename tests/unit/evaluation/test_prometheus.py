@@ -104,3 +104,13 @@ def test_a_new_generation_shows_nothing_of_the_run_before() -> None:
     assert key("doll_producer_sent_total") not in shown
     job.feed(ps(2))
     assert exposed(job)[key("doll_ps_version")] == 20
+
+
+def test_a_loss_far_above_its_best_is_a_number_to_be_alarmed_by() -> None:
+    job = Measurements("j", 1)
+    for version in range(1, 41):
+        job.feed(Update(ps_epoch=1, version=version, members=(), n_samples=8, loss=0.5 if version < 30 else 1e9))
+        assert exposed(job)[key("doll_job_loss_worsened")] == float(version >= 30)
+    assert exposed(job)[key("doll_job_best_window_loss")] == 0.5
+    job.feed(Epoch(ps_epoch=2, resumed_version=0, origins=(0,), records_per_batch=8, time_s=0.0, generation=2))
+    assert key("doll_job_loss_worsened") not in exposed(job)

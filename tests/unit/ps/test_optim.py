@@ -78,6 +78,43 @@ def test_a_gradient_whose_sum_overflows_and_whose_numbers_do_not_is_applied() ->
     assert np.isfinite(ours.weights).all()
 
 
+def test_finite_gradients_whose_sum_overflows_have_a_mean() -> None:
+    """Two workers may each push a finite gradient that float32 cannot add."""
+    model = flat_model(batch_norm=True)
+    ours, n = Optimizer(model, SgdConfig(lr=1e-38)), model.num_parameters
+    before = ours.weights.copy()
+    gradient = np.full(before.size, 3e38, np.float32)
+    ours.apply([gradient, gradient], 1 / 16, 16)
+    np.testing.assert_allclose(before[:n] - ours.weights[:n], 3e38 / 8 * 1e-38, rtol=1e-4)
+    np.testing.assert_allclose(ours.weights[n : model.num_floats], 6e38 / 16, rtol=1e-5)
+
+
+def test_a_gradient_longer_than_the_limit_is_scaled_down_and_no_other() -> None:
+    ours, free = (Optimizer(flat_model(), SgdConfig(lr=0.5), clip_norm=limit) for limit in (2.0, None))
+    before = ours.weights.copy()
+    (gradient,) = sums(1, before.size, 0)
+    short = gradient / np.linalg.norm(gradient)
+    ours.apply([16 * short], 1 / 16, 16)
+    free.apply([16 * short], 1 / 16, 16)
+    assert ours.weights.tobytes() == free.weights.tobytes()
+    for size in (64.0, 1e25, 3e38):
+        before = ours.weights.copy()
+        ours.apply([np.float32(size) * short, np.float32(size) * short], 1 / 16, 16)
+        assert np.linalg.norm(ours.weights - before) == pytest.approx(0.5 * 2.0, rel=1e-4)
+
+
+def test_adam_that_would_stand_still_for_good_is_no_optimizer() -> None:
+    """The square of a long gradient is infinite, and each later step is a number divided by it."""
+    large = np.full(26, 1e25, np.float32)
+    with pytest.raises(DivergedError, match=r"after the step the optimizer's state is not finite.*clip_norm"):
+        Optimizer(flat_model(), CONFIGS["adam"][0]).apply([large], 1.0, 1)
+    Optimizer(flat_model(), CONFIGS["adam"][0], clip_norm=10.0).apply([large], 1.0, 1)
+
+
+def test_divergence_ends_the_job_and_is_not_tried_again() -> None:
+    assert DivergedError.exit_code == 2
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_its_state_survives_a_checkpoint(name: str) -> None:
     config, _ = CONFIGS[name]
