@@ -1,6 +1,6 @@
 """A task of one's own in thirty lines: will the customer leave? Events are JSON lines.
 
-Run as a program it prints random events: python examples/churn.py 20000 > events.jsonl
+Run as a program it prints random events: python churn.py 20000 > events.jsonl
 """
 
 import json

@@ -13,6 +13,7 @@ from doll.cli.backtest import backtest
 from doll.cli.calibrate import calibrate
 from doll.cli.dead import dead_app
 from doll.cli.errors import DollCommand, DollGroup, usage
+from doll.cli.examples import example_app
 from doll.cli.options import (
     FreshOption,
     JobArgument,
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 _HELP = """Online learning on live Kafka streams, on machines that can vanish.
 
 \b
-  doll up examples/digits.yaml     run everything on this machine
+  doll up digits                   run everything on this machine, for an example
+  doll example list                the examples, and how to copy one
   doll config check my.yaml        is the job file right?
   doll audit my.yaml               was every sample counted exactly once?
 
@@ -62,6 +64,7 @@ app = typer.Typer(
 config_app = typer.Typer(cls=DollGroup, help="Show or check a job file.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(config_app, name="config")
 app.add_typer(dead_app, name="dead")
+app.add_typer(example_app, name="example")
 app.add_typer(provision_app, name="provision")
 
 
@@ -95,7 +98,7 @@ def up(
 
     It ends by the job's stop rule or Ctrl-C, then audits the ledger, exports the model and writes report.json.
 
-    Example: doll up examples/digits.yaml --set stop.updates=100
+    Example: doll up digits --set stop.updates=100
     """
     from doll.cli.up import run_up
 
@@ -125,7 +128,7 @@ def drill(
     The job's stop rule is set aside: it ends when all faults are recovered from. Then its ledger is audited, and a
     table says how long each kind of fault held the job up, and how many samples were lost or counted twice.
 
-    Example: doll drill examples/digits.yaml --faults 200 --seed 7
+    Example: doll drill digits --faults 200 --seed 7
     """
     from doll.cli.drill import run_drill
 

@@ -132,10 +132,10 @@ def text(found: Calibration, folder: Path) -> str:
 
 def _newest(job: Path, runs_folder: Path) -> Path:
     """The newest run of the job file."""
-    from doll.config import load
+    from doll.cli.runfolder import open_target
     from doll.errors import ConfigError
 
-    name = load(job).job
+    name = open_target(job, []).config.job
     found = [path.parent for path in runs_folder.glob(f"{name}-*/updates.csv")]
     if not found:
         raise ConfigError(f"no run of {name} in {runs_folder}: make a pilot run with: doll up {job}")

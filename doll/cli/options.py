@@ -19,7 +19,12 @@ if TYPE_CHECKING:
 JOB_ENV: Final = "DOLL_JOB"  # for containers, whose commands are all about one job
 
 JobArgument = Annotated[
-    Path | None, typer.Argument(metavar="JOB.yaml", help="The job file. The same as --job.", show_default=False)
+    Path | None,
+    typer.Argument(
+        metavar="JOB.yaml",
+        help="The job file, or the name of an example (doll example list). The same as --job.",
+        show_default=False,
+    ),
 ]
 TargetArgument = Annotated[
     Path | None,
@@ -115,7 +120,7 @@ def target(
     from_environment = os.environ.get(JOB_ENV)
     path = argument or option or (Path(from_environment) if from_environment else None)
     if path is None:
-        raise usage("expected a job file, as in: doll up examples/digits.yaml")
+        raise usage("expected a job file, or an example that ships with DOLL, as in: doll up digits")
     return open_target(path, overrides or [], run_folder)
 
 

@@ -164,7 +164,7 @@ class Target:
 
 
 def open_target(path: Path, overrides: list[str], run_folder: Path | None = None) -> Target:
-    """The job at `path`: a job file, or a run folder (or the job file in one).
+    """The job at `path`: a job file, a run folder (or the job file in one), or the name of a shipped example.
 
     Args:
         run_folder: where roles keep their files; default: the run's own folder, else `runs/<job>`.
@@ -172,12 +172,17 @@ def open_target(path: Path, overrides: list[str], run_folder: Path | None = None
     Raises:
         ConfigError: neither is there, or the job file is wrong.
     """
+    from doll.cli import examples
     from doll.config import load
 
+    if not path.is_file() and not (path / JOB).is_file() and (shipped := examples.named(path)) is not None:
+        path = shipped
     if path.is_dir():
         if not (path / JOB).is_file():
             raise ConfigError(f"{path}: expected a job file or a run folder (with a {JOB}), found neither")
         path = path / JOB
+    elif not path.exists():
+        raise ConfigError(f"cannot read job file {path}: No such file or directory{examples.hint(path)}")
     config = load(path, overrides)
     given_run = (path.parent / STACK).is_file()
     if run_folder is None:

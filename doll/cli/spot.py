@@ -87,7 +87,7 @@ def spot(
 
     --deadline is in time of this machine, --cycle in that of the market.
 
-    Example: doll spot examples/spot.yaml --seed 3
+    Example: doll spot spot --seed 3
     """
     given = {
         "fleet.trace": trace.resolve() if trace is not None else None, "fleet.pool": pool, "plan.alpha": alpha,

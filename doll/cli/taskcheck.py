@@ -26,7 +26,14 @@ def check_files(config: JobConfig) -> None:
         named.append((f"source.{key}", getattr(config.source, key, None)))
     missing = [(key, config.path(path)) for key, path in named if path is not None and not config.path(path).is_file()]
     if missing:
-        raise ConfigError("\n".join(f"{key}: expected a file, found nothing at {path}" for key, path in missing))
+        from doll.cli import examples
+
+        lines = [f"{key}: expected a file, found nothing at {path}" for key, path in missing]
+        if config.base_folder == examples.folder():
+            lines.append(
+                "DOLL does not ship this example's data: doll example copy NAME FOLDER, and set these keys in it"
+            )
+        raise ConfigError("\n".join(lines))
 
 
 def check_task(config: JobConfig) -> None:

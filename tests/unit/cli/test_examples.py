@@ -1,0 +1,162 @@
+"""The examples that ship: by name from any folder, copied with what they need, named right in every help and page."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from doll.cli import examples
+from doll.cli.app import app
+from typer.testing import CliRunner, Result
+
+ROOT = Path(__file__).parents[3]
+NAMES = ["digits", "emnist", "intrusion", "spot", "stdin"]
+
+
+@pytest.fixture(autouse=True)
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory: a folder with nothing in it."""
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def doll(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_every_example_is_listed_with_what_runs_it() -> None:
+    found = json.loads(doll("example", "list", "--json").stdout)
+    assert [one["name"] for one in found] == NAMES
+    assert [one["command"] for one in found] == [
+        "doll up digits", "doll up emnist", "doll up intrusion", "doll spot spot", "doll up stdin",
+    ]  # fmt: skip
+    text = doll("example", "list").stdout
+    assert all(f"{one['command']} " in text and one["about"] in text for one in found)
+
+
+@pytest.mark.parametrize("arguments", [["digits"], ["--job", "digits"], ["spot"], ["stdin", "--load"]])
+def test_a_name_stands_for_its_job_file_in_an_empty_folder(arguments: list[str], empty: Path) -> None:
+    result = doll("config", "check", *arguments)
+    assert (result.exit_code, list(empty.iterdir())) == (0, []), result.output
+    assert ": fine." in result.stdout
+
+
+def test_a_name_in_the_environment_does_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOLL_JOB", "digits")
+    assert doll("config", "check").stdout.startswith("digits: fine.")
+
+
+def test_what_is_there_under_the_name_counts_more_than_an_example(empty: Path) -> None:
+    (empty / "digits").write_text("job: mine\ntask: {class: 'doll.tasks.digits:Digits'}\n")
+    assert doll("config", "check", "digits").stdout.startswith("mine: fine.")
+    (empty / "spot").mkdir()
+    assert doll("config", "check", "spot").stdout.startswith("spot: fine."), "a folder that is no run"
+    (empty / "spot" / "job.yaml").write_text("job: ran\ntask: {class: 'doll.tasks.digits:Digits'}\n")
+    assert doll("config", "check", "spot").stdout.startswith("ran: fine.")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("digitz", "did you mean the example 'digits'?"),
+        ("examples/digits.yaml", "ships with DOLL: use digits in place of the path"),
+        ("digits.yaml", "ships with DOLL: use digits in place of the path"),
+        ("zzz", "doll example list names those that ship with DOLL"),
+    ],
+)
+def test_a_job_file_that_is_not_there_leads_to_the_example(name: str, says: str) -> None:
+    result = doll("up", name)
+    assert result.exit_code == 2
+    assert f"cannot read job file {name}: No such file or directory; " in result.stderr
+    assert says in result.stderr
+
+
+def test_an_example_whose_data_does_not_ship_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a wheel, beside which no data lies."""
+    at = tmp_path / "site" / "doll" / "examples"
+    shutil.copytree(ROOT / "examples", at, ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(examples, "__file__", str(at.parent / "cli" / "examples.py"))
+    lacking = {one["name"] for one in json.loads(doll("example", "list", "--json").stdout) if one["lacks_data"]}
+    assert lacking == {"emnist", "intrusion"}
+    result = doll("up", "intrusion")
+    assert result.exit_code == 2
+    assert "source.path: expected a file, found nothing at" in result.stderr
+    assert "doll example copy NAME FOLDER, and set these keys in it" in result.stderr
+
+
+def test_no_job_at_all_names_one_that_everybody_has() -> None:
+    assert "as in: doll up digits" in doll("up").stderr
+
+
+@pytest.mark.parametrize(("name", "files"), [("digits", ["digits.yaml"]), ("stdin", ["stdin.yaml", "churn.py"])])
+def test_a_copy_has_all_that_it_needs_and_overwrites_nothing(name: str, files: list[str], empty: Path) -> None:
+    result = doll("example", "copy", name, "mine/new")
+    assert result.stdout.splitlines() == [f"mine/new/{file}" for file in files]
+    assert sorted(path.name for path in (empty / "mine" / "new").iterdir()) == sorted(files)
+    assert doll("config", "check", f"mine/new/{name}.yaml", "--load").exit_code == 0
+    again = doll("example", "copy", name, "mine/new")
+    assert again.exit_code == 2
+    assert f"mine/new/{files[0]}" in again.stderr
+    assert "nothing is overwritten" in again.stderr
+    here = doll("example", "copy", name)
+    assert here.stdout.splitlines() == files
+
+
+def test_a_copy_that_cannot_be_made_says_why(empty: Path) -> None:
+    (empty / "file").write_text("")
+    for name, to, says in (
+        ("nothing", ".", "one of digits, emnist"),
+        ("digits", "file/inner", "cannot write to file/inner"),
+    ):
+        result = doll("example", "copy", name, to)
+        assert result.exit_code == 2
+        assert says in result.stderr
+
+
+# --- help and pages -------------------------------------------------------------------------------------------------
+
+_COMMAND = re.compile(r"\bdoll (?:up|drill|spot|plan|simulate|evaluate|audit|config check|config show) +([\w./-]+)")
+
+
+def test_help_and_errors_name_no_file_that_only_a_clone_has() -> None:
+    for path in sorted((ROOT / "doll").rglob("*.py")):
+        assert "examples/" not in path.read_text().replace('"examples"', ""), path
+
+
+def test_every_example_that_a_page_runs_is_there() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").iterdir())]
+    named = set()
+    for page in pages:
+        if page.is_file():
+            for word in _COMMAND.findall(page.read_text()):
+                assert not word.startswith("examples/"), f"{page}: {word}"
+                named |= {word} & set(NAMES)
+    assert named >= {"digits", "spot", "stdin"}
+
+
+def test_the_wheel_holds_the_examples_and_finds_them_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As built, without installing it: what `python -m build --wheel` runs."""
+    monkeypatch.chdir(ROOT)
+    from hatchling.builders.wheel import WheelBuilder
+
+    (built,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
+    with zipfile.ZipFile(built) as wheel:
+        names = set(wheel.namelist())
+        assert {f"doll/examples/{name}.yaml" for name in NAMES} | {"doll/examples/churn.py"} <= names
+        assert not [name for name in names if name.endswith(".pyc")]
+        wheel.extractall(tmp_path / "site")
+    monkeypatch.setattr(examples, "__file__", str(tmp_path / "site" / "doll" / "cli" / "examples.py"))
+    assert examples.folder() == tmp_path / "site" / "doll" / "examples"
+    assert [file.name for file in {one.name: one for one in examples.examples()}["stdin"].files] == [
+        "stdin.yaml",
+        "churn.py",
+    ]
+    for name in NAMES:
+        assert yaml.safe_load((tmp_path / "site" / "doll" / "examples" / f"{name}.yaml").read_text())["job"]
