@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 
+from doll import topic_settings
 from doll.acls import allow_producer
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.services import RECORD_LIMIT_BYTES, Services, kafka_settings
+from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
     from confluent_kafka import Consumer
     from confluent_kafka.admin import AdminClient
 
     from doll.config import JobConfig
+
+log = get_logger(__name__)
 
 T = TypeVar("T")
 Kind = Literal["samples", "down", "up", "updates", "metrics", "dead"]
@@ -28,6 +32,7 @@ _PASSING: Final = (3, 5, 6)
 _HOUR_MS: Final = 3_600_000
 _CONTROL_RETENTION_MS: Final = 6 * _HOUR_MS
 _KEEP_FOREVER_MS: Final = -1
+_IN_SYNC: Final = "min.insync.replicas"
 _NO_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"  # base64 of 16 bytes of zero
 _MIN_SAMPLE_LIMIT_BYTES: Final = 16 * 1024 * 1024
 
@@ -65,7 +70,10 @@ def plan(config: JobConfig) -> list[TopicPlan]:
         "max.message.bytes": sample_limit_bytes,
     }
     control = {"retention.ms": str(_CONTROL_RETENTION_MS)}
-    forever = {"retention.ms": str(_KEEP_FOREVER_MS)}
+    # By size too: a broker may have a limit of its own for topics that do not say.
+    forever = {"retention.ms": str(_KEEP_FOREVER_MS), "retention.bytes": str(_KEEP_FOREVER_MS)}
+    # What is acknowledged outlives any one broker, and the loss of one stops nobody.
+    in_sync = {"cleanup.policy": "delete", _IN_SYNC: str(max(1, config.kafka.replication_factor - 1))}
     # Kafka's own limit of 1 MB is too low for a Push or an Update that names many refused records.
     long = {"max.message.bytes": str(RECORD_LIMIT_BYTES)}
     settings: dict[Kind, dict[str, str]] = {
@@ -77,17 +85,23 @@ def plan(config: JobConfig) -> list[TopicPlan]:
         "dead": forever | {"max.message.bytes": sample_limit_bytes},
     }
     return [
-        TopicPlan(config.topic(kind), config.data.workers if kind in ("samples", "down") else 1, settings[kind])
+        TopicPlan(
+            config.topic(kind), config.data.workers if kind in ("samples", "down") else 1, settings[kind] | in_sync
+        )
         for kind in KINDS
     ]
 
 
-def ensure(config: JobConfig, services: Services) -> None:
+def ensure(config: JobConfig, services: Services) -> list[str]:
     """Create the topics that are missing, wait until they can be written, check the others, and allow the external
     producers' user to write samples. It may be repeated.
 
+    Returns:
+        What is unwise about the topics, a sentence each; it is logged too.
+
     Raises:
-        ConfigError: a topic has another number of partitions, or the replication factor is above the number of brokers;
+        ConfigError: a topic has another number of partitions, or settings that the job cannot live with; the
+            replication factor is above the number of brokers;
             `kafka.producer_user` is set and Kafka has no authorizer.
         ServiceUnavailableError: Kafka does not answer, or refuses.
     """
@@ -96,22 +110,32 @@ def ensure(config: JobConfig, services: Services) -> None:
 
     admin = _admin(config, services)
     existing = _partition_counts(admin, services)
+    _refuse_mismatch(config, existing)  # before anything is made that would have to be deleted again
     missing = [topic for topic in plan(config) if topic.name not in existing]
     if missing:
-        requests = [
-            NewTopic(
+        requests = {
+            topic.name: NewTopic(
                 topic.name,
                 num_partitions=topic.partitions,
                 replication_factor=config.kafka.replication_factor,
                 config=topic.settings,
             )
             for topic in missing
-        ]
-        for name, future in admin.create_topics(
-            requests, operation_timeout=_TIMEOUT_S, request_timeout=_TIMEOUT_S
-        ).items():
+        }
+
+        def create(wanted: list[NewTopic]) -> Any:
+            return admin.create_topics(wanted, operation_timeout=_TIMEOUT_S, request_timeout=_TIMEOUT_S)
+
+        for name, future in create(list(requests.values())).items():
             try:
-                future.result()
+                try:
+                    future.result()
+                except KafkaException as exc:
+                    if exc.args[0].code() not in (KafkaError.INVALID_CONFIG, KafkaError.POLICY_VIOLATION):
+                        raise
+                    # Some services set it themselves, and let nobody say it.
+                    del requests[name].config[_IN_SYNC]
+                    create([requests[name]])[name].result()
             except KafkaException as exc:
                 error = exc.args[0]
                 if error.code() == KafkaError.TOPIC_ALREADY_EXISTS:
@@ -128,6 +152,27 @@ def ensure(config: JobConfig, services: Services) -> None:
     _await_leaders(admin, config, services)
     check(config, services)
     allow_producer(admin, config, services.kafka)
+    return _check_settings(admin, config, services)
+
+
+def _check_settings(admin: AdminClient, config: JobConfig, services: Services) -> list[str]:
+    """What is unwise about the topics, a sentence each.
+
+    Raises:
+        ConfigError: they have settings that the job cannot live with.
+    """
+    wanted = {topic.name: (kind, topic) for kind, topic in zip(KINDS, plan(config), strict=True)}
+    there = {name: topic for name, topic in _metadata(admin, services).topics.items() if name in wanted}
+    findings = [
+        finding
+        for name, found in topic_settings.look(admin, there, _TIMEOUT_S).items()
+        for finding in topic_settings.judge(wanted[name][1], wanted[name][0], found, config.kafka.replication_factor)
+    ]
+    if fatal := [finding.text for finding in findings if finding.fatal]:
+        raise ConfigError("; and ".join(fatal))
+    for finding in findings:
+        log.warning("topic_settings", problem=finding.text)
+    return [finding.text for finding in findings]
 
 
 def check(config: JobConfig, services: Services) -> None:
@@ -139,14 +184,12 @@ def check(config: JobConfig, services: Services) -> None:
     """
     existing = _partition_counts(_admin(config, services), services)
     for topic in plan(config):
-        came = existing.get(topic.name)
-        if came is None:
+        if topic.name not in existing:
             raise ServiceUnavailableError(
                 f"topic {topic.name} does not exist on Kafka at {services.kafka}: start the job's parameter server, "
                 "which creates it, or correct `job` in the job file"
             )
-        if came != topic.partitions:
-            raise ConfigError(_mismatch(config, topic, came))
+    _refuse_mismatch(config, existing)
 
 
 def exists(config: JobConfig, services: Services, name: str) -> bool:
@@ -180,14 +223,29 @@ def topic_id(config: JobConfig, services: Services, kind: Kind) -> str:
     return "" if told == _NO_ID else told
 
 
-def _mismatch(config: JobConfig, topic: TopicPlan, came: int) -> str:
-    told = f"topic {topic.name}: expected {topic.partitions} partitions, found {came}"
-    if topic.name in (config.topic("samples"), config.topic("down")):
-        # Kafka adds partitions but never removes one, and a new number changes which samples a batch holds.
-        return (
-            f"{told} (data.workers is {config.data.workers}); set data.workers to {came}, or choose another `job` name"
+def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int]) -> None:
+    """Return if those topics of the job that exist have the right number of partitions.
+
+    Raises:
+        ConfigError: one has not; says the way out.
+    """
+    per_worker = [existing[name] for name in (config.topic("samples"), config.topic("down")) if name in existing]
+    for topic in plan(config):
+        came = existing.get(topic.name, topic.partitions)
+        if came == topic.partitions:
+            continue
+        told = f"topic {topic.name}: expected {topic.partitions} partitions, found {came}"
+        other_name = f"choose another `job` name (--set job={config.job}-2)"
+        if topic.name not in (config.topic("samples"), config.topic("down")):
+            raise ConfigError(f"{told}; delete the topic, or {other_name}")
+        told += f" (data.workers is {config.data.workers})"
+        if len(set(per_worker)) == 1:
+            raise ConfigError(f"{told}; set data.workers to {came}, or {other_name}")
+        # Kafka adds partitions but never removes one, and a number of workers that one of them fits the other refuses.
+        raise ConfigError(
+            f"{told}, and of samples and down {per_worker[0]} and {per_worker[1]}: the number of partitions was "
+            f"changed since the job began, and no data.workers fits both; {other_name}"
         )
-    return f"{told}; delete the topic, or choose another `job` name"
 
 
 def describe(config: JobConfig, services: Services) -> list[TopicInfo]:

@@ -15,6 +15,7 @@ from doll.cli.dead import dead_app
 from doll.cli.errors import DollCommand, DollGroup, usage
 from doll.cli.examples import example_app
 from doll.cli.options import (
+    FRESH_HELP,
     FreshOption,
     JobArgument,
     JobOption,
@@ -262,7 +263,7 @@ def ps(
     takeover: Annotated[
         bool, typer.Option("--takeover", help="Do not look whether another one leads: replace it if it does.")
     ] = False,
-    fresh: FreshOption = False,
+    fresh: Annotated[bool, typer.Option("--fresh", envvar="DOLL_FRESH", help=FRESH_HELP)] = False,
 ) -> None:
     """Be the parameter server: form groups, apply updates, write checkpoints.
 

@@ -46,8 +46,7 @@ def topics_of(target: Target, *, create: bool) -> Found:
     from doll import topics
 
     services = _reach(target)
-    if create:
-        topics.ensure(target.config, services)
+    warnings = topics.ensure(target.config, services) if create else []
     infos = topics.describe(target.config, services)
     if not infos:
         hint = (
@@ -61,6 +60,7 @@ def topics_of(target: Target, *, create: bool) -> Found:
         spans = ", ".join(f"{low}..{high}" for low, high in zip(info.low[:8], info.high[:8], strict=True))
         more = ", ..." if info.partitions > 8 else ""
         lines.append(f"{info.name:<{width}}  {info.partitions:>10}  {records:>10}  {spans}{more}")
+    lines += [f"warning: {warning}" for warning in warnings]
     return Found([dataclasses.asdict(info) for info in infos], "\n".join(lines))
 
 

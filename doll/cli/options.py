@@ -95,12 +95,8 @@ RunFolderOption = Annotated[
     Path | None,
     typer.Option("--run-folder", help="Where this process keeps its files [default: runs/<job>].", show_default=False),
 ]
-FreshOption = Annotated[
-    bool,
-    typer.Option(
-        "--fresh", help="Begin anew on topics that hold an earlier run of this job, from where data.start says."
-    ),
-]
+FRESH_HELP: Final = "Begin anew on topics that hold an earlier run of this job, from where data.start says."
+FreshOption = Annotated[bool, typer.Option("--fresh", help=FRESH_HELP)]
 RunsFolderOption = Annotated[Path, typer.Option("--runs-folder", help="Where the folder of this run is made.")]
 
 

@@ -225,7 +225,8 @@ class _Up:
             forks = open_.enter_context(ForkServer(run.logs / "forkserver.log"))
             detours = self._companion.detours if self._companion is not None else ({},)
             stack = open_.enter_context(local_stack(config, run.path, say, detours=detours))
-            topics.ensure(config, stack.services)
+            for warning in topics.ensure(config, stack.services):
+                say(f"warning: {warning}")
             store, place = open_store(config, run.path), checkpoint_place(config, run.path)
             seen = admit(config, stack.services, store, place, ANY_EPOCH if self._fresh else 0)
             if self._fresh and seen.newest_epoch:

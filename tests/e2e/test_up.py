@@ -62,7 +62,8 @@ class Up:
         """A model is durable."""
 
         def durable() -> bool:
-            found = any(self.runs.glob("*/checkpoints/*.doll"))
+            # Version 0 is saved before anybody learns.
+            found = any(int(path.stem[-10:]) > 0 for path in self.runs.glob("*/checkpoints/*.doll"))
             assert found or self.process.poll() is None, f"ended before the first checkpoint\n{self.said}"
             return found
 

@@ -135,7 +135,7 @@ def test_a_parameter_server_that_is_told_to_go_saves_first(make_pipeline: Any) -
     ps.terminate()
     job.until(lambda: ps.poll() is not None, "the end of the server")
     assert ps.exitcode == 0
-    assert job.store.versions() == [(1, 20)]
+    assert job.store.versions() == [(1, 0), (1, 20)]
     job.supervisor.start(job.spec("ps-again", "ps_role"))
     job.send(job.samples(400))
     job.until_finished()

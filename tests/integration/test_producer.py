@@ -178,6 +178,9 @@ def test_a_record_that_kafka_refuses_is_counted_and_told(services: Services, job
     good = [b"a", b"b", b"c"]
     (tmp_path / "lines.csv").write_bytes(b"\n".join([*good, b"x" * 17_000_000, b"d"]))
     config = _config(job_name, "{kind: csv, path: lines.csv}", tmp_path, data="workers: 1")
+    topics.ensure(config, services)  # a topic that takes 16 MB, and a job file that allows more
+    data = "workers: 1, max_record_bytes: 20000000"
+    config = _config(job_name, "{kind: csv, path: lines.csv}", tmp_path, data=data)
     said: list[str] = []
     assert run_producer(config, services, tmp_path, say=said.append) == 1
     assert _read(config, services) == [[b"a", b"b", b"c", b"d"]]
