@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from doll.drill.metadata import Metadata
 from doll.drill.plan import Fault, Target, make_plan
-from doll.drill.recovery import Injected, Recoveries
+from doll.drill.recovery import Injected, Poisoned, Recoveries
 from doll.drill.stream import SamplesTopic, poison_for
 from doll.errors import DollError
 
@@ -173,7 +173,7 @@ class Conductor:
 
     def plan_for(self, targets: Collection[Target], brokers: int) -> tuple[Fault, ...]:
         """What is injected, in order."""
-        without = {"stream_poison"} if poison_for(self._config) is None else set()
+        without = {"stream_poison"} if poison_for(self._config, 0) is None else set()
         return make_plan(
             self._number,
             self._seed,
@@ -186,8 +186,9 @@ class Conductor:
 
     @property
     def poisoned(self) -> list[tuple[int, int]]:
-        """Partition and offset of each record that must be dead when all is counted."""
-        return [one.dead for one in self._recoveries.injected if one.dead is not None]
+        """Partition and offset of each record that is dead by an update, of those that were put into the stream."""
+        found = [one.poison for one in self._recoveries.injected if one.poison is not None]
+        return [(poison.partition, offset) for poison in found for offset in sorted(poison.dead)]
 
     @property
     def is_calm(self) -> bool:
@@ -317,15 +318,12 @@ class Conductor:
                 return False  # nothing is durable yet, or Kafka is away
             self._told(fault, f"{fault.role} below offset {until}", now)
             return True
-        record = poison_for(self._config)
-        assert record is not None, "the plan leaves it out"
-        self._told(fault, fault.role, now)
+        poison = poison_for(self._config, fault.number)
+        assert poison is not None, "the plan leaves it out"
+        self._told(fault, fault.role, now, Poisoned(fault.worker, len(poison.records), poison.harmless))
         one = self._recoveries.injected[-1]
-
-        def at(offset: int) -> None:
-            self._recoveries.poisoned_at(one, fault.worker, offset)
-
-        self._topic.put(fault.worker, record, at)
+        for record in poison.records:
+            self._topic.put(fault.worker, record, lambda offset: self._recoveries.poisoned_at(one, offset))
         return True
 
     def _role(self, fault: Fault, supervisor: Supervisor) -> str:
@@ -335,8 +333,8 @@ class Conductor:
         leading = (name for name, handle in supervisor.handles().items() if handle.pid == self._leader_pid)
         return next(leading, "the leader, which is dead")
 
-    def _told(self, fault: Fault, role: str, now: float) -> None:
-        self._recoveries.inject(fault, now)
+    def _told(self, fault: Fault, role: str, now: float, poison: Poisoned | None = None) -> None:
+        self._recoveries.inject(fault, now, poison)
         self._ready_s = None
         what = f"{fault.kind.action} {role}"
         if fault.kind.cut_from is not None:

@@ -3,13 +3,49 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from doll.drill.plan import Fault
 from doll.records import AnyRecord, Epoch, Update
+
+_RECENT = 500  # updates that may come before Kafka says where a record is
+
+
+@dataclass(slots=True)
+class Poisoned:
+    """Records that were put into a stream and that nobody shall learn from.
+
+    Attributes:
+        records: how many.
+        harmless: how many of them a model may happen to get right; nothing is learned from these either.
+        offsets: where Kafka has put them, as far as it has said so.
+        dead: those that an update counts as dead.
+        learned: those that an update counts as applied.
+    """
+
+    partition: int
+    records: int
+    harmless: int = 0
+    offsets: set[int] = field(default_factory=set)
+    dead: set[int] = field(default_factory=set)
+    learned: set[int] = field(default_factory=set)
+
+    def note(self, update: Update) -> None:
+        """What an update says of them; one that comes later is right."""
+        for member in update.members:
+            if member.worker == self.partition:
+                here = {offset for offset in self.offsets if member.lo <= offset < member.hi}
+                dead = here.intersection(member.dead)
+                self.dead = self.dead - here | dead
+                self.learned = self.learned - here | (here - dead)
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether each is dead in an update, but for those that may be harmless."""
+        return len(self.dead) + len(self.learned) == self.records and len(self.learned) <= self.harmless
 
 
 @dataclass(slots=True)
@@ -21,8 +57,7 @@ class Injected:
         above_epoch: the update that ends it is of a later parameter server than this one; -1: of any.
         ps_epoch: the newest parameter server's when it happened.
         mended_s: until then a server that is cut off may still apply what it has, and tell nobody.
-        dead: partition and offset of a record that the update that ends it must count as dead; the offset is negative
-            while Kafka has not acknowledged the record.
+        poison: the records that updates must have counted before it is ended.
         left: what was told to leave has done so, or nothing was.
         recovery_s: from the fault to the first update that came after it; None while there is none.
     """
@@ -32,22 +67,17 @@ class Injected:
     above_epoch: int
     ps_epoch: int
     mended_s: float
-    dead: tuple[int, int] | None = None
+    poison: Poisoned | None = None
     left: bool = True
     recovery_s: float | None = None
 
     def is_ended_by(self, update: Update) -> bool:
         """Whether this update shows that the job goes on."""
-        if not self.left or (self.dead is not None and self.dead not in dead_offsets(update)):
+        if not self.left or (self.poison is not None and not self.poison.is_counted):
             return False
         if update.ps_epoch > self.ps_epoch:
             return update.time_s > self.time_s
         return update.ps_epoch > self.above_epoch and update.time_s > max(self.time_s, self.mended_s)
-
-
-def dead_offsets(update: Update) -> set[tuple[int, int]]:
-    """(partition, offset) of the records that an update counts as dead."""
-    return {(member.worker, offset) for member in update.members for offset in member.dead}
 
 
 class Recoveries:
@@ -57,24 +87,26 @@ class Recoveries:
         self.injected: list[Injected] = []
         self._ps_epoch = 0
         self._open: list[Injected] = []
+        self._recent: deque[Update] = deque(maxlen=_RECENT)
 
-    def inject(self, fault: Fault, time_s: float) -> Injected:
+    def inject(self, fault: Fault, time_s: float, poison: Poisoned | None = None) -> Injected:
         """A fault happens now."""
         # A message may be on its way when its sender dies: only the successor's updates show that there is one.
         of_ps = fault.kind.target == "ps"
         above = self._ps_epoch if of_ps and fault.kind.action in ("kill", "zombie", "preempt") else -1
         mended_s = time_s + fault.hold_s if of_ps and fault.kind.cut_from is not None else time_s
-        one = Injected(fault, time_s, above, self._ps_epoch, mended_s)
-        if fault.kind.action == "poison":
-            one.dead = (fault.worker, -1)
+        one = Injected(fault, time_s, above, self._ps_epoch, mended_s, poison)
         one.left = fault.kind.action != "bad_notice"
         self.injected.append(one)
         self._open.append(one)
         return one
 
-    def poisoned_at(self, one: Injected, partition: int, offset: int) -> None:
-        """Kafka has put the record of a poisoned stream there: only an update that counts it as dead ends the fault."""
-        one.dead = (partition, offset)
+    def poisoned_at(self, one: Injected, offset: int) -> None:
+        """Kafka has put one of the poison records there: updates that count it may have come already."""
+        assert one.poison is not None
+        one.poison.offsets.add(offset)
+        for update in self._recent:
+            self._take(update)
 
     def feed(self, record: AnyRecord) -> None:
         """A record of the `updates` topic."""
@@ -83,12 +115,19 @@ class Recoveries:
                 self._ps_epoch = max(self._ps_epoch, record.ps_epoch)
             case Update():
                 self._ps_epoch = max(self._ps_epoch, record.ps_epoch)
-                for one in self._open:
-                    if one.is_ended_by(record):
-                        one.recovery_s = record.time_s - one.time_s
-                self._open = [one for one in self._open if one.recovery_s is None]
+                self._recent.append(record)
+                self._take(record)
             case _:
                 pass
+
+    def _take(self, update: Update) -> None:
+        for one in self.injected:
+            if one.poison is not None:
+                one.poison.note(update)  # also after the recovery: a later update may count the batch again
+        for one in self._open:
+            if one.is_ended_by(update):
+                one.recovery_s = update.time_s - one.time_s
+        self._open = [one for one in self._open if one.recovery_s is None]
 
     @property
     def open(self) -> tuple[Injected, ...]:

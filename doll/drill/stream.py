@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from doll import packing
 from doll.config import DigitsSource, IdxSource, SyntheticSource
@@ -18,20 +18,40 @@ if TYPE_CHECKING:
     from doll.config import JobConfig
 
 _NO_CLASS: Final = 255
+_HUGE: Final = 3e38  # a float32 holds it; a sum of two, none
 _DELETE_S: Final = 5.0
 
 
-def poison_for(config: JobConfig) -> bytes | None:
-    """A record of the right form that cannot be learned from; None where the form of the job's records is not known."""
+class Poison(NamedTuple):
+    """Records of the right form that nobody can learn from.
+
+    Attributes:
+        harmless: how many of them a model may happen to get right: these are applied, and change nothing.
+    """
+
+    records: tuple[bytes, ...]
+    harmless: int = 0
+
+
+def poison_for(config: JobConfig, number: int) -> Poison | None:
+    """None where the form of the job's records is not known.
+
+    Args:
+        number: of the fault. Where both can be, those with an odd one have a class that is none, and the others have
+            features that are far too large: one record for each class, all but one of which are wrong by 1e38.
+    """
     match config.source:
         case SyntheticSource(features=features, classes=classes):
-            sample = struct.pack(f"<{features + 1}f", *[0.0] * features, float(classes))
+            values = [0.0] * features if number % 2 else [_HUGE, -_HUGE, *[_HUGE] * features][:features]
+            labels = [classes] if number % 2 else range(classes)
+            samples = [struct.pack(f"<{features + 1}f", *values, float(label)) for label in labels]
         case DigitsSource() | IdxSource():
-            sample = bytes([_NO_CLASS]) + bytes(_pixels(config))
+            samples = [bytes([_NO_CLASS]) + bytes(_pixels(config))]
         case _:
             return None
     per_record = config.data.samples_per_record
-    return sample if per_record == 1 else packing.pack([sample] * per_record)
+    records = samples if per_record == 1 else [packing.pack([sample] * per_record) for sample in samples]
+    return Poison(tuple(records), harmless=int(len(records) > 1))
 
 
 def _pixels(config: JobConfig) -> int:

@@ -61,7 +61,7 @@ def test_a_short_drill_loses_nothing(tmp_path: Path) -> None:
     audit = report["audit"]
     assert (audit["ok"], audit["missing"], audit["duplicate"], audit["complaints"]) == (True, 0, 0, [])
     assert audit["applied"] == report["samples"] > 0
-    assert audit["dead"] == len(report["poisoned"]) == 1
+    assert audit["dead"] == len(report["poisoned"]) >= 1
     assert audit["produced"] == audit["applied"] + audit["pending"] + audit["dead"]
     assert 0 < report["recovery_s"]["p50"] <= report["recovery_s"]["max"]
     assert report["ps_recovery_s"]["max"] > 0  # how long it is, docs/results.md says

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 from doll.drill.plan import KINDS, Fault
-from doll.drill.recovery import Recoveries, table
+from doll.drill.recovery import Poisoned, Recoveries, table
 from doll.records import Epoch, Member, Update
 
 
@@ -81,15 +81,37 @@ def test_a_server_that_is_cut_off_goes_on_when_it_is_mended_or_its_successor_at_
 def test_a_poison_record_is_recovered_from_when_an_update_counts_it_as_dead() -> None:
     recoveries = Recoveries()
     recoveries.feed(epoch(1))
-    one = recoveries.inject(fault("stream_poison"), 10.0)
+    one = recoveries.inject(fault("stream_poison"), 10.0, Poisoned(0, records=1))
     recoveries.feed(update(10.5))  # the job goes on, but it has not come to the record
-    recoveries.poisoned_at(one, 0, 5)
-    recoveries.feed(dead_in(11.0, 0, 4))
-    recoveries.feed(dead_in(11.1, 1, 5))
+    recoveries.poisoned_at(one, 5)
+    recoveries.feed(dead_in(11.0, 0, 4))  # learned, and another one dead
+    recoveries.feed(dead_in(11.1, 1, 5))  # of another stream
     assert len(recoveries.open) == 1
     recoveries.feed(dead_in(12.0, 0, 5))
     assert recoveries.open == ()
     assert recoveries.report()["recovery_s"] == {"p50": 2.0, "max": 2.0}
+
+
+def test_an_update_may_come_before_kafka_says_where_the_poison_is() -> None:
+    recoveries = Recoveries()
+    one = recoveries.inject(fault("stream_poison"), 10.0, Poisoned(0, records=1))
+    recoveries.feed(dead_in(10.25, 0, 5))
+    recoveries.poisoned_at(one, 5)
+    assert recoveries.open == ()
+    assert recoveries.report()["recovery_s"] == {"p50": 0.25, "max": 0.25}
+
+
+def test_one_of_several_poison_records_may_be_harmless() -> None:
+    recoveries = Recoveries()
+    poison = Poisoned(0, records=2, harmless=1)
+    one = recoveries.inject(fault("stream_poison"), 10.0, poison)
+    for offset in (3, 5):
+        recoveries.poisoned_at(one, offset)
+    recoveries.feed(dead_in(11.0, 0, 7))  # both are learned from
+    assert len(recoveries.open) == 1
+    recoveries.feed(dead_in(12.0, 0, 5))  # the batch was counted again, by a successor
+    assert recoveries.open == ()
+    assert (poison.dead, poison.learned) == ({5}, {3})
 
 
 def test_a_bad_notice_is_recovered_from_when_the_worker_has_left_on_a_good_one() -> None:
