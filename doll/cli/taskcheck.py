@@ -50,7 +50,7 @@ def check_task(config: JobConfig) -> None:
         raise ConfigError(f"task.class: expected a Python file, found nothing at {path}")
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
-    except (OSError, SyntaxError, ValueError) as exc:
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as exc:
         raise ConfigError(f"task.class: cannot read {path}: {exc}") from exc
     names = set(_names(tree.body))
     if name not in names and "*" not in names:

@@ -7,6 +7,7 @@ the topic lacks one row of the file. `updates.csv` is rebuilt from the topic by 
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -87,7 +88,8 @@ class Evaluator:
         if not path.exists():
             return
         for row in read_rows(path):
-            if {"time_s", "ps_epoch", "version", "loss"} <= row.keys():
+            whole = (row.get("ps_epoch", math.nan), row.get("version", math.nan))
+            if {"time_s", "loss"} <= row.keys() and all(map(math.isfinite, whole)):
                 self.history.evaluated(
                     time_s=row["time_s"],
                     ps_epoch=int(row["ps_epoch"]),

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from doll.errors import ConfigError
 
 _BLOCK = 1024
+_LONGEST_GAP_S = 1e9
 
 
 def poisson(rate_per_s: float, rng: np.random.Generator) -> Iterator[float]:
@@ -70,8 +71,9 @@ def parse_gaps(text: str, origin: str) -> npt.NDArray[np.float64]:
             gap_s = float(line)
         except ValueError:
             gap_s = math.nan
-        if not 0 <= gap_s < math.inf:
-            raise ConfigError(f"{origin}, line {number}: expected a gap in seconds >= 0, got {line[:60]!r}")
+        if not 0 <= gap_s <= _LONGEST_GAP_S:
+            at_most = f" (at most {_LONGEST_GAP_S:g})" if gap_s > _LONGEST_GAP_S else ""
+            raise ConfigError(f"{origin}, line {number}: expected a gap in seconds >= 0, got {line[:60]!r}{at_most}")
         gaps.append(gap_s)
     if not any(gaps):
         raise ConfigError(f"{origin}: expected at least one gap above 0 seconds, got {len(gaps)} gaps")

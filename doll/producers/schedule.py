@@ -6,6 +6,7 @@ import itertools
 import typing
 from collections.abc import Callable, Iterator, Sequence
 
+from doll.bounded import MalformedError, read_text
 from doll.config import JobConfig, StdinSource
 from doll.errors import ConfigError
 from doll.producers import arrivals, sources
@@ -13,6 +14,7 @@ from doll.producers import arrivals, sources
 Event = tuple[float, int, bytes | None]  # arrival time in seconds, stream, sample; None: nothing comes at this time
 
 _STDIN = 0
+_MOST_TRACE_BYTES = 256_000_000
 
 
 def events(
@@ -67,8 +69,8 @@ def arrival_times(config: JobConfig, starts: Sequence[int]) -> list[Iterator[flo
             assert config.arrivals.trace is not None  # checked with the job file
             path = config.path(config.arrivals.trace)
             try:
-                text = path.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as exc:
+                text = read_text(path, max_bytes=_MOST_TRACE_BYTES)
+            except (OSError, MalformedError) as exc:
                 reason = getattr(exc, "strerror", None) or exc
                 raise ConfigError(f"arrivals.trace: expected a text file of gaps at {path}: {reason}") from exc
             gaps = arrivals.parse_gaps(text, f"arrivals.trace {path}")

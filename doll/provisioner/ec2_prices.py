@@ -25,13 +25,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from doll import telemetry
-from doll.bounded import json_object, json_value, read_text
+from doll.bounded import json_object, json_value, read_text, short
 from doll.errors import ServiceUnavailableError
 from doll.provisioner.ec2_capacity import Ec2Pool
 from doll.provisioner.ec2_fleet import Ec2Fleet, aws_client, ec2_settings
 from doll.provisioner.prices import PriceFeed
 from doll.provisioner.state import Market
-from doll.provisioner.traces import Series, constant
+from doll.provisioner.traces import MAX_USD_PER_HOUR, Series, constant
 from doll.theory.cost import Prices
 
 if TYPE_CHECKING:
@@ -153,7 +153,11 @@ class SpotHistory:
             for one in page["SpotPriceHistory"]:
                 pool = Ec2Pool(one["InstanceType"], one["AvailabilityZone"])
                 if pool in asked and one["ProductDescription"].startswith(PRODUCT):
-                    self._steps.setdefault(pool, _Steps()).add(one["Timestamp"].timestamp(), float(one["SpotPrice"]))
+                    usd = _usd(one["SpotPrice"])
+                    if usd is None:
+                        log.warning("spot_price_refused", pool=str(pool), price=short(one["SpotPrice"], 60))
+                        continue
+                    self._steps.setdefault(pool, _Steps()).add(one["Timestamp"].timestamp(), usd)
         for pool in pools:
             first, last = self._known.get(pool, (since_s, until_s))
             self._known[pool] = (min(first, since_s), max(last, until_s))
@@ -361,6 +365,15 @@ def connect(config: JobConfig, fleet: Ec2Fleet, *, run_folder: Path) -> Ec2Price
         client, on_demand, instance_types=settings.instance_types, zones=fleet.zones(),
         stated_usd_per_h=config.plan.on_demand_usd_per_h, is_dry=fleet.cache.is_dry,
     )  # fmt: skip
+
+
+def _usd(text: str) -> float | None:
+    """A spot price, USD per hour; None for what is none."""
+    try:
+        usd = float(text)
+    except ValueError:
+        return None
+    return usd if 0 <= usd <= MAX_USD_PER_HOUR else None
 
 
 def _dollars(product: Mapping[str, Any]) -> Iterator[float]:

@@ -27,6 +27,7 @@ from doll.errors import CheckpointError, RecordError, ServiceUnavailableError
 from doll.evaluation.csvfile import read_rows
 from doll.evaluation.prometheus import Measurements
 from doll.health import Pulse, _serve
+from doll.producers.arrivals import parse_gaps
 from doll.producers.sources import idx, lines
 from doll.provisioner.book import FileBook
 from doll.provisioner.compose_fleet import ComposeFleet
@@ -318,6 +319,13 @@ def test_a_line_without_end_takes_no_memory(tmp_path: Path) -> None:
         file.seek(0, 2)
         file.write(b"\nlast")
     assert [len(line) for line in lines.read_file(path, max_bytes=1000)] == [5, 1001, 4]
+
+
+def test_files_of_gaps() -> None:
+    words = [b"inf", b"nan", b"1e308", b"1e400", b"-1", b"1_0", b"0x1", b"\x1c", b"\r"]
+    for data in inputs("gaps", 3_000, [b"# seconds\n0.5\n0\n1.25\n"], words):
+        gaps = tried(ConfigError, data, parse_gaps, data.decode("utf-8", "replace"), "gaps.txt")
+        assert gaps is None or (math.isfinite(gaps.sum() * 1e9) and gaps.min() >= 0 and gaps.max() > 0)
 
 
 # --- probes and scrapes ---------------------------------------------------------------------------------------------
