@@ -479,7 +479,8 @@ class ProvisionConfig(Section):
     dwell_s: float | None = Field(
         default=None,
         ge=0,
-        description="how long spot must have been available before a worker returns to it; default: 10 boots",
+        description="how long spot must have been available before a worker returns to it; "
+        "default: 2 boots, at least 5 turns",
     )
     re_estimate: bool = Field(
         default=False,

@@ -88,7 +88,6 @@ class PaperAdaptive:
             margin=0.0,
             dwell_s=0.0,
             dead_band=0,
-            max_returns=1.0,
             boot_s=0.0,
             cycle_s=CYCLE_S,
         )

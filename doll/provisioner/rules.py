@@ -7,7 +7,7 @@ move spends the rate times the boot time. Missing the deadline is spending more 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,7 +24,7 @@ class Budget:
         work: samples that remain, W.
         time_s: seconds to the deadline less its margin, T; may be negative.
         total_per_s: S, samples per second of all streams.
-        boot_lost: samples that slots which are booting on-demand will still lose.
+        boot_lost: samples that slots which are booting will still lose.
     """
 
     work: float
@@ -34,12 +34,7 @@ class Budget:
 
     @classmethod
     def of(cls, state: PlannerState, settings: PlannerSettings) -> Budget:
-        booting = ~state.on_spot & ~state.up
-        lost = 0.0
-        if booting.any():
-            # A boot that takes longer than it should is given one more period at a time.
-            left = state.moved_s[booting] + settings.boot_s - state.clock_s
-            lost = float(np.dot(state.rates_per_s[booting], np.clip(left, settings.replan_s, settings.boot_s)))
+        lost = float(np.dot(state.rates_per_s, boot_left_s(state, settings)))
         return cls(
             work=max(0.0, settings.samples - state.updates_done * settings.group_size * settings.batch_size),
             time_s=settings.deadline_s * (1 - settings.margin) - state.clock_s,
@@ -56,6 +51,16 @@ class Budget:
     def needed_per_s(self) -> float:
         """Samples per second, from now on, that just meet the deadline."""
         return self.work / self.time_s if self.time_s > 0 else np.inf
+
+
+def boot_left_s(state: PlannerState, settings: PlannerSettings) -> Floats:
+    """Seconds until each slot that boots is ready; 0 for those that work and those that have no machine, shape (N,)."""
+    booting = ~state.up & (~state.on_spot | state.spot_open)
+    # On spot a boot begins when a machine is there.
+    since_s = np.where(state.on_spot, np.maximum(state.moved_s, state.spot_changed_s), state.moved_s)
+    left_s = np.minimum(since_s + settings.boot_s - state.clock_s, settings.boot_s)
+    # A boot that takes longer than it should is given one more period at a time.
+    return np.where(booting, np.where(left_s > 0, left_s, min(settings.replan_s, settings.boot_s)), 0.0)
 
 
 def worth_spot(state: PlannerState) -> Bools:
@@ -79,21 +84,25 @@ def worth_spot(state: PlannerState) -> Bools:
 def pace(state: PlannerState, settings: PlannerSettings, budget: Budget, worth: Bools) -> Bools:
     """Wait for spot while the slack allows, cover slots that are down when it does not.
 
-    Slack is spent evenly over the job, but a part of what an even pace would still have in hand (1 - `slack_reserve`)
-    may be used early: most outages then end by themselves and cost neither money nor moves. Slots return when there is
-    again more than `return_reserve` of it, which pays for the outages to come.
+    The guard's reserve (an outage of all of spot that is seen late, and a boot) is not there to be spent on waiting, so
+    the pace is that of a deadline which is sooner by it. Slack up to that deadline is spent evenly over the job, but a
+    part of what an even pace would still have in hand (1 - `slack_reserve`) may be used early: most outages then end by
+    themselves and cost neither money nor moves. Slots return when there is again more than `return_reserve` of it,
+    which pays for the outages to come.
     """
     chosen = state.on_spot.copy()
     down = chosen & ~state.spot_open
-    span_s = settings.deadline_s * (1 - settings.margin)
-    even = max(0.0, budget.total_per_s * span_s - settings.samples) * max(0.0, budget.time_s) / span_s
-    if budget.slack < settings.slack_reserve * even and down.any():
+    reserve_s = settings.unseen + settings.boot_s if settings.guard else 0.0
+    sooner = replace(budget, time_s=budget.time_s - reserve_s)
+    span_s = settings.deadline_s * (1 - settings.margin) - reserve_s
+    even = 0.0
+    if span_s > 0:
+        even = max(0.0, budget.total_per_s * span_s - settings.samples) * max(0.0, sooner.time_s) / span_s
+    if sooner.slack < settings.slack_reserve * even or sooner.slack < 0:
         working = budget.total_per_s - float(state.rates_per_s[down].sum())
-        cover = first_by_rate(down, state.rates_per_s, budget.needed_per_s - working, fastest=True)
-        chosen &= ~cover
-    if budget.slack >= settings.return_reserve * even:
-        returns = affordable(returnable(state, settings) & worth, state, settings, budget)
-        chosen |= at_most(returns, state.rates_per_s, settings.max_returns)
+        chosen &= ~first_by_rate(down, state.rates_per_s, sooner.needed_per_s - working, fastest=True)
+    if sooner.slack >= settings.return_reserve * even:
+        chosen |= affordable(returnable(state, settings) & worth, state, settings, budget)
     return chosen
 
 
@@ -121,8 +130,7 @@ def theorem(state: PlannerState, settings: PlannerSettings, budget: Budget, wort
         moved |= first_by_rate(chosen & ~down, rates, excess - float(rates[moved].sum()), fastest=True)
         chosen &= ~moved
     elif allowed - on_spot > band:
-        returns = at_most(returnable(state, settings) & worth, rates, settings.max_returns)
-        order = np.flatnonzero(returns)
+        order = np.flatnonzero(returnable(state, settings) & worth)
         order = order[np.argsort(rates[order], kind="stable")]
         fits = np.cumsum(rates[order]) <= (allowed - on_spot) * (1 + 1e-9)
         chosen[order[fits]] = True
@@ -134,9 +142,10 @@ def guard(
 ) -> tuple[Bools, Bools]:
     """Take back from spot what the deadline cannot afford to lose.
 
-    Worst case: everything on spot goes down now, the planner sees it one period later, and all of it has to boot
-    on-demand. Each slot on spot then loses rate x (period + boot), each that moves now rate x boot. What is left of the
-    slack must cover that, so slots leave spot until it does: returns first, then slots that are down, then the fastest.
+    Worst case: everything on spot goes down now, the planner sees it `unseen` seconds later, and all of it has to boot
+    on-demand. Each slot on spot then loses rate x (unseen + boot), one that is down rate x (period + boot), each
+    that moves now rate x boot. What is left of the slack must cover that, so slots leave spot until it does: returns
+    first, then slots that are down or boot there, then the fastest; but none that would lose no less by leaving.
 
     Args:
         wanted: the markets that the rule chose.
@@ -147,18 +156,23 @@ def guard(
     """
     rates = state.rates_per_s
     chosen = wanted.copy()
-    stay, move = settings.replan_s + settings.boot_s, move_s
-    exposed = stay * float(rates[chosen].sum()) + move * float(rates[chosen != state.on_spot].sum())
+    down = state.on_spot & ~state.spot_open
+    stay_s = settings.boot_s + np.where(down, settings.replan_s, settings.unseen)
+    exposed = float(np.dot(stay_s[chosen], rates[chosen])) + move_s * float(rates[chosen != state.on_spot].sum())
     short = exposed - budget.slack
-    if short <= 0 or not chosen.any():
-        return chosen, np.zeros(len(rates), dtype=np.bool_)
-    # Not returning spares the boot too; leaving costs a boot now instead of later.
-    relief = np.where(state.on_spot, stay - move, stay + move) * rates
-    rank = np.where(~state.on_spot, 0, np.where(state.spot_open, 2, 1))
-    candidates = np.flatnonzero(chosen)
+    none = np.zeros(len(rates), dtype=np.bool_)
+    if short <= 0:
+        return chosen, none
+    # Not returning spares the boot too; leaving costs a boot now instead of later, in place of one under way on spot.
+    left_s = boot_left_s(state, settings)
+    relief = np.where(state.on_spot, stay_s - move_s + left_s, stay_s + move_s) * rates
+    candidates = np.flatnonzero(chosen & (relief > 0))
+    if not candidates.size:
+        return chosen, none
+    rank = np.where(~state.on_spot, 0, np.where(down | (left_s > 0), 1, 2))
     order = candidates[np.lexsort((-rates[candidates], rank[candidates]))]
     count = int(np.searchsorted(np.cumsum(relief[order]), short * (1 - 1e-12))) + 1
-    taken = np.zeros(len(rates), dtype=np.bool_)
+    taken = none
     taken[order[:count]] = True
     chosen &= ~taken
     return chosen, taken
@@ -180,7 +194,7 @@ def affordable(returns: Bools, state: PlannerState, settings: PlannerSettings, b
         return returns
     rates = state.rates_per_s
     order = slots[np.argsort(rates[slots], kind="stable")]
-    exposed = (settings.replan_s + settings.boot_s) * (float(rates[state.on_spot].sum()) + np.cumsum(rates[order]))
+    exposed = (settings.unseen + settings.boot_s) * (float(rates[state.on_spot].sum()) + np.cumsum(rates[order]))
     left = budget.slack - settings.boot_s * np.cumsum(rates[order])
     chosen = np.zeros(len(rates), dtype=np.bool_)
     chosen[order[left >= 1.5 * exposed]] = True
@@ -196,17 +210,6 @@ def first_by_rate(among: Bools, rates: Floats, needed_per_s: float, *, fastest: 
     order = slots[np.argsort(-rates[slots] if fastest else rates[slots], kind="stable")]
     count = int(np.searchsorted(np.cumsum(rates[order]), needed_per_s * (1 - 1e-9))) + 1
     chosen[order[:count]] = True
-    return chosen
-
-
-def at_most(among: Bools, rates: Floats, fraction: float) -> Bools:
-    """The slowest of `among`, no more than `fraction` of all slots (at least one)."""
-    limit = max(1, int(fraction * len(rates)))
-    slots = np.flatnonzero(among)
-    if slots.size <= limit:
-        return among
-    chosen = np.zeros(len(rates), dtype=np.bool_)
-    chosen[slots[np.argsort(rates[slots], kind="stable")[:limit]]] = True
     return chosen
 
 

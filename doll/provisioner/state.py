@@ -43,6 +43,7 @@ class PlannerSettings:
         deadline_s: θ on the job's clock, seconds.
         budget_usd: most that the workers may cost; None for no bound.
         replan_s: the planner is asked again at least this often; the guard relies on it.
+        unseen_s: how long a working spot machine may have been gone before the planner is asked; None: `replan_s`.
         boot_s: from a change of market to a worker that is ready.
         cycle_s: mean up + down time of a spot worker, for the spread of forecasts and for `risk`.
         rule: "pace" waits for spot while the slack allows and covers workers that are down when it does not;
@@ -54,11 +55,9 @@ class PlannerSettings:
         return_reserve: rule "pace": fraction of that slack above which workers return to spot; the distance to
             `slack_reserve` is what an outage may use up before there is another move.
         risk: rule "theorem": accepted probability of missing the deadline; None plans on the expectation.
-        dwell_s: how long spot must have been available before a worker returns to it; None: 10 boots, at least 5
+        dwell_s: how long spot must have been available before a worker returns to it; None: 2 boots, at least 5
             replanning periods.
         dead_band: rule "theorem": changes of at most this many workers are not worth their moves.
-        max_returns: at most this fraction of the workers (at least one) returns to spot in one step: the next outage
-            may come before the last has returned.
 
     Raises:
         ValueError: a number out of its range.
@@ -70,24 +69,25 @@ class PlannerSettings:
     deadline_s: float
     budget_usd: float | None = None
     replan_s: float = 60.0
+    unseen_s: float | None = None
     boot_s: float = 90.0
     cycle_s: float = 36_000.0
     rule: Rule = "pace"
     guard: bool = True
     margin: float = 0.005
-    slack_reserve: float = 0.4
-    return_reserve: float = 0.7
+    slack_reserve: float = 0.75
+    return_reserve: float = 0.75
     risk: float | None = None
     dwell_s: float | None = None
     dead_band: int = 2
-    max_returns: float = 0.05
 
     def __post_init__(self) -> None:
         checks.positive(updates=self.updates, group_size=self.group_size, batch_size=self.batch_size)
         checks.positive(deadline_s=self.deadline_s, replan_s=self.replan_s, cycle_s=self.cycle_s)
         checks.non_negative(boot_s=self.boot_s, dead_band=self.dead_band)
         checks.fraction(margin=self.margin, slack_reserve=self.slack_reserve, return_reserve=self.return_reserve)
-        checks.fraction(max_returns=self.max_returns)
+        if self.unseen_s is not None:
+            checks.non_negative(unseen_s=self.unseen_s)
         if self.dwell_s is not None:
             checks.non_negative(dwell_s=self.dwell_s)
         if self.risk is not None and not 0 < self.risk <= 0.5:
@@ -99,9 +99,14 @@ class PlannerSettings:
         return self.updates * self.group_size * self.batch_size
 
     @property
+    def unseen(self) -> float:
+        """Seconds for which the end of a spot machine may go unseen."""
+        return self.replan_s if self.unseen_s is None else self.unseen_s
+
+    @property
     def dwell(self) -> float:
         """Seconds that spot must have been available before a return."""
-        return max(10 * self.boot_s, 5 * self.replan_s) if self.dwell_s is None else self.dwell_s
+        return max(2 * self.boot_s, 5 * self.replan_s) if self.dwell_s is None else self.dwell_s
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from doll.theory.cost import Prices
 
 # Half a machine-hour up and half down before anything has been seen (Jeffreys' prior, weighed in hours).
 _PRIOR_S = 1800.0
+# Live, the planner is asked every 30 s at most: so long an outage may go unseen, however long a tick is.
+_LIVE = PlannerSettings(updates=1, group_size=1, batch_size=1, deadline_s=1.0, replan_s=30.0)
 ADAPTIVE = "adaptive"
 
 
@@ -29,13 +31,13 @@ class Adaptive:
             settings: behaviour of the planner; what the job says (work, deadline, boot, tick) is put in at the start.
         """
         self.name = name
-        self._given = settings or PlannerSettings(updates=1, group_size=1, batch_size=1, deadline_s=1.0)
+        self._given = settings or _LIVE
 
     def start(self, job: Job) -> None:
         self._job = job
         self.settings = replace(
             self._given, updates=job.samples, group_size=1, batch_size=1, deadline_s=job.deadline_s,
-            replan_s=job.tick_s, boot_s=job.boot_s,
+            replan_s=job.tick_s, unseen_s=min(job.tick_s, self._given.replan_s), boot_s=job.boot_s,
         )  # fmt: skip
         shape = (job.num_jobs, job.num_slots)
         self._rates = np.broadcast_to(job.rates_per_s, shape)
@@ -80,9 +82,8 @@ class Adaptive:
 
 def planners() -> list[Adaptive]:
     """The planner as it is used, without its guard, and under the paper's rule (Theorems 4 and 5 on what is left)."""
-    blank = PlannerSettings(updates=1, group_size=1, batch_size=1, deadline_s=1.0)
     return [
-        Adaptive(ADAPTIVE, blank),
-        Adaptive("adaptive-no-guard", replace(blank, guard=False)),
-        Adaptive("adaptive-theorem", replace(blank, rule="theorem", max_returns=1.0)),
+        Adaptive(ADAPTIVE, _LIVE),
+        Adaptive("adaptive-no-guard", replace(_LIVE, guard=False)),
+        Adaptive("adaptive-theorem", replace(_LIVE, rule="theorem")),
     ]

@@ -218,6 +218,18 @@ def test_the_planner_meets_every_deadline_and_beats_on_demand(ratio: float):
     assert rows["adaptive"].over_bound < rows["on-demand"].over_bound
 
 
+@pytest.mark.parametrize("boot_s", [60.0, 600.0])
+def test_long_boots_cost_no_more_than_the_best_rival(boot_s: float):
+    """With 600 s the planner once was 9.3 points above."""
+    settings = BacktestSettings(
+        rates_per_s=(125.0,) * 8, job_hours=12.0, deadline_ratios=(1.1,), windows=12, boot_s=boot_s
+    )
+    rows = backtest([flicker(3)], settings, lambda: [*rivals.rivals(), planners()[0]])
+    found = verdict(rows)
+    assert found.all_met
+    assert found.worst_points < 1.0
+
+
 def test_the_guard_is_what_meets_deadlines():
     """All of spot vanishes for good: without the guard the slack of boots and decisions is missing."""
     up = [[1] * 56 + [0] * 10] * 4
