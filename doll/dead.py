@@ -4,15 +4,18 @@ A record is dead only if the durable model's updates say so. Its letter alone do
 when its worker died is decoded again, perhaps by a corrected task, and what was refused before is then learned; that
 letter is superseded. A letter beyond the newest checkpoint is pending: it may still turn out either way.
 
-A record is replayed as a new record at the end of its partition, and a letter says so (`replayed as offset n`): first
-the record, acknowledged, then the letter, so a crash between the two can only replay a record once more.
+A record is replayed as a new record at the end of its partition, and a letter says so (`replayed as offset n`). Both
+are written in one transaction, so that no crash, and no second replay at the same time, replays a record twice.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import re
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 _REPLAYED: Final = re.compile(r"replayed as offset (\d+)")
 _FLUSH_S: Final = 30.0
+_TOGETHER: Final = 500  # records of one transaction
 
 
 State = Literal["dead", "replayed", "superseded", "in part", "pending"]
@@ -162,25 +166,34 @@ def replay(
         again: also those that were replayed before.
 
     Raises:
-        ServiceUnavailableError: Kafka does not answer or does not take a record. Those before it are in the stream,
-            each with its letter.
+        ServiceUnavailableError: Kafka does not answer, does not take a record, or another replay has begun since. What
+            is in the stream by then has its letter.
     """
+    if dry_run:
+        return _planned(config, services, chosen, again)
+    with _Replayer(config, services) as replayer:
+        # Again: another replay may have put some of them back since `chosen` was read.
+        with TopicReader(config, services) as reader:
+            letters = reader.records(config.topic("dead"), (DeadLetter,))
+            now = {dead.at: dead.replayed_as for dead in collect(letters, lambda partition, offset: "dead")}
+        chosen = [dataclasses.replace(dead, replayed_as=now.get(dead.at, dead.replayed_as)) for dead in chosen]
+        planned = _planned(config, services, chosen, again)
+        sending = [item for item in planned if item.value is not None]
+        sent = {
+            item.dead.at: item
+            for at in range(0, len(sending), _TOGETHER)
+            for item in replayer.send(sending[at : at + _TOGETHER])
+        }
+    return [sent.get(item.dead.at, item) for item in planned]
+
+
+def _planned(config: JobConfig, services: Services, chosen: Sequence[Dead], again: bool) -> list[Replay]:
     found = []
     with TopicReader(config, services) as reader:
         for dead in chosen:
             why_not = _obstacle(config, dead, again)
             found.append(Replay(dead, why_not=why_not) if why_not else _with_bytes(config, reader, dead))
-    if dry_run:
-        return found
-    from confluent_kafka import Producer
-
-    producer = Producer(
-        kafka_settings(
-            config, services, acks="all", enable_idempotence=True, message_timeout_ms=int(_FLUSH_S * 1000),
-            message_max_bytes=32 * 1024 * 1024,
-        )
-    )  # fmt: skip
-    return [item if item.value is None else _send(config, producer, item) for item in found]
+    return found
 
 
 def _obstacle(config: JobConfig, dead: Dead, again: bool) -> str:
@@ -219,26 +232,109 @@ def _with_bytes(config: JobConfig, reader: TopicReader, dead: Dead) -> Replay:
     )
 
 
-def _send(config: JobConfig, producer: Any, item: Replay) -> Replay:
+class _Replayer:
+    """Puts records and their letters into Kafka, in transactions: both are there, or neither is.
+
+    Of two replays of a job at a time the later one goes on, and what the earlier one had left open is taken back.
+    """
+
+    def __init__(self, config: JobConfig, services: Services) -> None:
+        from confluent_kafka import Producer
+
+        self._config, self._services = config, services
+        self._name = f"doll-{config.job}-replay"
+        self._producer = Producer(
+            kafka_settings(
+                config, services, acks="all", enable_idempotence=True, transactional_id=self._name,
+                transaction_timeout_ms=int(_FLUSH_S * 1000), message_timeout_ms=int(_FLUSH_S * 1000),
+                message_max_bytes=32 * 1024 * 1024,
+            )
+        )  # fmt: skip
+
+    def __enter__(self) -> _Replayer:
+        with self._translated("start a transaction"):
+            self._producer.init_transactions(2 * _FLUSH_S)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._producer.purge()
+
+    def send(self, items: Sequence[Replay]) -> list[Replay]:
+        """Send some records, each with its letter; when this returns, everybody can read them.
+
+        Raises:
+            ServiceUnavailableError: Kafka does not take them. None of them is in the stream then.
+        """
+        from confluent_kafka import KafkaException
+
+        samples, dead = self._config.topic("samples"), self._config.topic("dead")
+        with self._translated("take records"):
+            self._producer.begin_transaction()
+            try:
+                places = [(samples, item.dead.letter.partition, item.value or b"") for item in items]
+                done = [
+                    dataclasses.replace(item, offset=offset)
+                    for item, offset in zip(items, self._deliver(places), strict=True)
+                ]
+                (*_, last) = self._deliver([(dead, 0, encode(_told(item))) for item in done])
+                self._producer.commit_transaction(2 * _FLUSH_S)
+            except (KafkaException, ServiceUnavailableError):
+                with contextlib.suppress(KafkaException):
+                    self._producer.purge()
+                    self._producer.abort_transaction(_FLUSH_S)
+                raise
+        self._await_end(dead, last)
+        return done
+
+    def _deliver(self, records: Sequence[tuple[str, int, bytes]]) -> list[int]:
+        """The offsets of records (topic, partition, value), which Kafka has when this returns."""
+        offsets: dict[int, int] = {}
+        refused: list[str] = []
+
+        def delivered(at: int, error: Any, message: Any) -> None:
+            if error is None:
+                offsets[at] = int(message.offset())
+            else:
+                refused.append(f"Kafka does not take a record on {records[at][0]}, partition {records[at][1]}: {error}")
+
+        for at, (topic, partition, value) in enumerate(records):
+            self._producer.produce(topic, value, partition=partition, on_delivery=functools.partial(delivered, at))
+        self._producer.flush(_FLUSH_S + 5.0)
+        if refused or len(offsets) < len(records):
+            raise ServiceUnavailableError(refused[0] if refused else "Kafka does not take records: no answer")
+        return [offsets[at] for at in range(len(records))]
+
+    def _await_end(self, topic: str, offset: int) -> None:
+        """A commit is decided when it returns, and can be read a moment later."""
+        deadline_s = time.monotonic() + _FLUSH_S
+        with TopicReader(self._config, self._services) as reader:
+            while reader.bounds(topic, 0)[1] <= offset and time.monotonic() < deadline_s:
+                continue
+
+    @contextlib.contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        from confluent_kafka import KafkaException
+
+        try:
+            yield
+        except KafkaException as exc:
+            error = exc.args[0]
+            hint = (
+                "another replay of this job has begun since"
+                if error.fatal()
+                else (
+                    f"expected transactions as {self._name}: is this user allowed to write with that transactional id?"
+                )
+            )
+            raise ServiceUnavailableError(
+                f"Kafka at {self._services.kafka} does not {what}: {error.str()} ({hint})"
+            ) from exc
+
+
+def _told(item: Replay) -> DeadLetter:
     letter = item.dead.letter
-    offset = _deliver(producer, config.topic("samples"), item.value or b"", letter.partition)
-    told = DeadLetter(
-        worker=letter.worker, partition=letter.partition, offset=letter.offset, reason=f"replayed as offset {offset}",
-        payload=b"", payload_bytes=0, samples=letter.samples, whole=letter.whole, time_s=time.time(),
-        ps_epoch=letter.ps_epoch,
+    return DeadLetter(
+        worker=letter.worker, partition=letter.partition, offset=letter.offset,
+        reason=f"replayed as offset {item.offset}", payload=b"", payload_bytes=0, samples=letter.samples,
+        whole=letter.whole, time_s=time.time(), ps_epoch=letter.ps_epoch,
     )  # fmt: skip
-    _deliver(producer, config.topic("dead"), encode(told), 0)
-    return Replay(item.dead, item.source, item.value, offset)
-
-
-def _deliver(producer: Any, topic: str, value: bytes, partition: int) -> int:
-    """The offset of the record, which Kafka has when this returns."""
-    outcome: list[Any] = []
-    producer.produce(
-        topic, value, partition=partition, on_delivery=lambda error, message: outcome.append((error, message))
-    )
-    producer.flush(_FLUSH_S + 5.0)
-    error, message = outcome[0] if outcome else ("no answer", None)
-    if error is not None or message is None:
-        raise ServiceUnavailableError(f"Kafka does not take a record on {topic}, partition {partition}: {error}")
-    return int(message.offset())

@@ -66,14 +66,18 @@ class Batcher(Generic[R]):
         """
         if offset < self.next_offset:
             return
-        while offset >= self._batch.hi:
-            self._gap_to(self._batch.hi)
-            yield self._close()
-        self._gap_to(offset)
+        yield from self.skip_to(offset)
         self._batch.records.append((offset, record))
         self.next_offset = offset + 1
         if self.next_offset == self._batch.hi:
             yield self._close()
+
+    def skip_to(self, offset: int) -> Iterator[RawBatch[R]]:
+        """No record below `offset` is to come; yield every batch that is complete so."""
+        while offset >= self._batch.hi:
+            self._gap_to(self._batch.hi)
+            yield self._close()
+        self._gap_to(offset)
 
     def _gap_to(self, offset: int) -> None:
         while self.next_offset < offset:

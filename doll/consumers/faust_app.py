@@ -14,7 +14,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,7 @@ class DollApp(faust.App):  # type: ignore[misc]
     start_offsets: dict[TP, int]
     fetch_max_wait_ms: int
     on_out_of_range: OutOfRange
+    reached: dict[TP, tuple[int, int]]
 
     def on_init_dependencies(self) -> Any:
         services = super().on_init_dependencies()
@@ -145,7 +146,9 @@ class WorkerShell:
             store="memory://",
         )
         app.fixed_partitions = {self._samples_topic: [n]}
-        app.start_offsets = {TP(self._samples_topic, n): self._batcher.next_offset}
+        first = self._batcher.next_offset
+        app.start_offsets = {TP(self._samples_topic, n): first}
+        app.reached = {TP(self._samples_topic, n): (first, first)}
         app.fetch_max_wait_ms = config.worker.fetch_max_wait_ms
         app.on_out_of_range = self._out_of_range
         samples = app.topic(self._samples_topic, value_type=bytes, value_serializer="raw")
@@ -168,12 +171,21 @@ class WorkerShell:
         async for event in stream.noack().events():
             message = event.message
             self._progress_s = time.monotonic()
-            for raw in batcher.feed(message.offset, message):
-                cut.append(raw)
-                self._cut_ready.set()
+            self._cut_off(batcher.feed(message.offset, message))
             if len(cut) >= high:
                 # Not pause_partitions: that silently drops what is fetched already and not delivered.
                 self.app.consumer.on_buffer_full(samples)
+
+    def _cut_off(self, batches: Iterable[RawBatch[Any]]) -> None:
+        for raw in batches:
+            self._cut.append(raw)
+            self._cut_ready.set()
+
+    def _pass_over(self) -> None:
+        """Where all records that were handed out are fed, what lies between them and the next fetch holds none."""
+        handed, position = self.app.reached[TP(self._samples_topic, self._worker)]
+        if self._batcher.next_offset == handed < position:
+            self._cut_off(self._batcher.skip_to(position))
 
     async def _out_of_range(self, tp: TP, offset: int) -> int | None:
         """The log does not hold the next record to be read: the offset to go on from, or None where this ends."""
@@ -378,6 +390,7 @@ class WorkerShell:
             await asyncio.sleep(_TICK_S)
             self._pulse.beat("loop")
             self._link.poll()
+            self._pass_over()
             if self.departure() and self.faust_worker is not None:
                 self.faust_worker.leave()
             self._do(self._core.tick(time.monotonic()))

@@ -4,9 +4,10 @@ Worker n reads partition n, always. A consumer group would stop all workers when
 dead worker's partition away only after a session timeout; with `assign` a restart takes a second (reference
 faust-kafka 1.3, 1.4). Two processes on one partition are told apart by epochs at the parameter server.
 
-The app carries `fixed_partitions: {topic: [partition]}`, `start_offsets: {TP: offset}`, `fetch_max_wait_ms: int` and
-`on_out_of_range` (see `OutOfRange`). A fetch waits that long for `FETCH_MIN_BYTES`: one request of a slow stream brings
-many records, not one.
+The app carries `fixed_partitions: {topic: [partition]}`, `start_offsets: {TP: offset}`, `fetch_max_wait_ms: int`,
+`on_out_of_range` (see `OutOfRange`), and `reached: {TP: (handed, position)}`, which is kept here: the records below
+`handed` have been handed out, and from there to `position` are none (markers of transactions, for instance). A fetch
+waits `fetch_max_wait_ms` for `FETCH_MIN_BYTES`: one request of a slow stream brings many records, not one.
 
 Only committed records are read. A position that the log does not hold any more is never reset in silence: everything
 below it has been handed out by then, so the app knows exactly which offsets it will not get.
@@ -55,6 +56,16 @@ class AssignedThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
             for partition, offset in exc.args[0].items():
                 await self._out_of_range(TP(*partition), offset)
             return {}
+
+    async def _fetch_records(self, consumer: Any, active_partitions: Any, *args: Any, **options: Any) -> Any:
+        records = await super()._fetch_records(consumer, active_partitions, *args, **options)
+        for tp, reached in self.app.reached.items():
+            state = consumer._subscription.subscription.assignment.state_value(TopicPartition(*tp))
+            if state is not None and state.has_valid_position:
+                found = records.get(TopicPartition(*tp))
+                handed = found[-1].offset + 1 if found else min(reached[0], state.position)
+                self.app.reached[tp] = (handed, state.position)
+        return records
 
     async def _out_of_range(self, tp: TP, offset: int) -> None:
         partition = TopicPartition(*tp)

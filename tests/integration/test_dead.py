@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka import Consumer, KafkaError, TopicPartition
 from confluent_kafka.admin import AdminClient
 from doll import dead as dead_letters
 from doll.cli.app import app
@@ -144,7 +144,7 @@ def test_dead_records_are_listed_shown_replayed_once_and_then_learned(
         once_more = cli("dead", "replay", *at, *folder, "--reason", "jsondecodeerror")
         assert "not replayed: replayed before, as offset 24" in once_more
         assert "0 of 4 replayed" in once_more
-        assert ends(job.config, job.services) == [26, 25]
+        assert ends(job.config, job.services) == [27, 26]  # with the marker of a transaction
         listed = cli("dead", "list", *at, *folder, "--json")
         assert [(item["state"], item["replayed_as"]) for item in listed] == [
             ("replayed", [24]), ("dead", []), ("superseded", []), ("replayed", [25]), ("replayed", [24]), ("dead", []),
@@ -154,7 +154,7 @@ def test_dead_records_are_listed_shown_replayed_once_and_then_learned(
     job.until_version(4)
     job.until(lambda: job.checkpoint().version >= 4, "a checkpoint of the replayed")
     report = job.assert_sound()
-    assert (report.applied, report.dead, report.superseded) == (64 - 6, 6, 1)
+    assert (report.applied, report.dead, report.superseded, report.gaps) == (64 - 6 - 2, 6, 1, 2)
 
 
 def test_where_the_log_has_let_go_the_letter_serves_if_it_is_whole(make_pipeline: Callable[..., Any]) -> None:
@@ -189,22 +189,54 @@ def test_where_the_log_has_let_go_the_letter_serves_if_it_is_whole(make_pipeline
     once_more = dead_letters.replay(
         config, services, dead_letters.dead_records(config, services, job.store), again=True
     )
-    assert [item.offset for item in once_more if item.source] == [18, 19]
+    assert [item.offset for item in once_more if item.source] == [19, 20]
 
 
 def test_a_record_that_kafka_refuses_is_an_error(make_pipeline: Callable[..., Any]) -> None:
     job = make_pipeline()
-    big = b"x" * 20_000_000  # above max.message.bytes of the samples topic
-    dead = dead_letters.Dead(
-        DeadLetter(worker=0, partition=0, offset=0, reason="", payload=big, payload_bytes=len(big))
-    )
-    item = dead_letters.Replay(dead, "letter", big)
-    from confluent_kafka import Producer
 
-    producer = Producer(kafka_settings(job.config, job.services, message_max_bytes=32 * 1024 * 1024))
+    def dead(offset: int, payload: bytes) -> dead_letters.Dead:
+        letter = DeadLetter(
+            worker=0, partition=0, offset=offset, reason="", payload=payload, payload_bytes=len(payload)
+        )
+        return dead_letters.Dead(letter, fate="dead")
+
+    big = dead(1, b"x" * 20_000_000)  # above max.message.bytes of the samples topic
     with pytest.raises(ServiceUnavailableError, match=r"does not take a record on .*samples, partition 0: .*MSG_SIZE"):
-        dead_letters._send(job.config, producer, item)
+        dead_letters.replay(job.config, job.services, [dead(0, b"small"), big])
     assert dead_letters.dead_records(job.config, job.services, job.store) == []
+    # All or none: the small one was taken back, and nothing hinders the next replay.
+    (done,) = dead_letters.replay(job.config, job.services, [dead(0, b"small")])
+    assert done.offset is not None
+    assert values_at(job.config, job.services, 0, done.offset, done.offset + 1) == [b"small"]
+
+
+def test_a_replay_that_was_cut_off_or_overtaken_replays_nothing_twice(make_pipeline: Callable[..., Any]) -> None:
+    job = make_pipeline()
+    config, services = job.config, job.services
+    letter = DeadLetter(worker=0, partition=0, offset=0, reason="bad", payload=b"once", payload_bytes=4)
+    job.control("dead", letter)
+    dead = dead_letters.Dead(letter, fate="dead")
+    with dead_letters._Replayer(config, services) as first:
+        # The record is in the log, and its letter is not: the moment at which a process may die.
+        first._producer.begin_transaction()
+        first._deliver([(config.topic("samples"), 0, b"once")])
+        (done,) = dead_letters.replay(config, services, [dead])
+        assert done.offset is not None
+        overtaken = pytest.raises(ServiceUnavailableError, match="another replay of this job has begun since")
+        with overtaken, first._translated("take records"):
+            first._producer.commit_transaction(60)
+    # `dead` was read before the second replay: it is looked up again.
+    (again,) = dead_letters.replay(config, services, [dead])
+    assert again.why_not.startswith("replayed before, as offset")
+    consumer = Consumer(kafka_settings(config, services, group_id="test", enable_partition_eof=True))
+    consumer.assign([TopicPartition(config.topic("samples"), 0, 0)])
+    try:
+        messages = [consumer.poll(60), consumer.poll(60)]
+    finally:
+        consumer.close()
+    assert [(message.value(), message.offset()) for message in messages[:1]] == [(b"once", done.offset)]
+    assert messages[1].error().code() == KafkaError._PARTITION_EOF
 
 
 def test_what_is_printed_cannot_steer_a_terminal() -> None:

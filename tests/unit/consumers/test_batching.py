@@ -138,3 +138,15 @@ def test_each_offset_is_a_record_a_gap_or_lost_whenever_the_loss_is_told(
         read = {o for o, _ in batch.records}
         assert sorted([*lost, *gaps, *read]) == list(range(batch.lo, batch.hi))
         assert lost == {o for o in range(batch.lo, batch.hi) if intervals.contains(missing, o)}
+
+
+def test_a_batch_that_ends_in_a_gap_is_complete_as_soon_as_that_is_known() -> None:
+    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=4, next_token=0)
+    batcher.lose(5, 7)
+    assert feed(batcher, [0, 1, 2]) == []
+    (batch,) = batcher.skip_to(4)
+    assert (batch.gaps, batch.lost) == ([(3, 4)], [])
+    assert list(batcher.skip_to(7)) == []
+    assert list(batcher.skip_to(6)) == []
+    (batch,) = feed(batcher, [4, 6, 7])  # below 7 nothing was to come
+    assert ([offset for offset, _ in batch.records], batch.gaps, batch.lost) == ([7], [(4, 5)], [(5, 7)])

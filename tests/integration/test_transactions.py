@@ -1,0 +1,80 @@
+"""Transactions of producers: what they commit is learned, what they abort is not, what is open is waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from confluent_kafka import Producer
+from doll.services import kafka_settings
+
+pytestmark = pytest.mark.integration
+
+
+class Writer:
+    """A producer whose records go to partition 0; transactional where it has a name."""
+
+    def __init__(self, job: Any, name: str = "") -> None:
+        more = {"transactional.id": f"{job.config.job}-{name}"} if name else {}
+        self._producer = Producer(kafka_settings(job.config, job.services, **more))
+        self._topic = job.config.topic("samples")
+        self.offsets: list[int] = []
+        if name:
+            self._producer.init_transactions(60)
+            self._producer.begin_transaction()
+
+    def write(self, *values: bytes) -> None:
+        for value in values:
+            self._producer.produce(
+                self._topic, value, partition=0, on_delivery=lambda _, message: self.offsets.append(message.offset())
+            )
+        assert self._producer.flush(60) == 0
+
+    def commit(self) -> None:
+        self._producer.commit_transaction(60)
+
+    def abort(self) -> None:
+        self._producer.abort_transaction(60)
+
+
+def test_only_what_is_committed_is_learned(make_pipeline: Any) -> None:
+    job = make_pipeline()
+    plain, kept, dropped = Writer(job), Writer(job, "kept"), Writer(job, "dropped")
+    for _ in range(2):  # offsets 0 to 5, of three producers in turn
+        plain.write(*job.samples(1))
+        kept.write(*job.samples(1))
+        dropped.write(b"this would be a dead letter")
+    kept.commit()
+    dropped.abort()  # their markers come at any of the next ten offsets
+    plain.write(*job.samples(8))
+    job.send(job.samples(16), 1)
+    job.start()
+    job.until(lambda: len(job.store.versions()) > 0 and job.checkpoint().version >= 2, "two durable updates")
+    report = job.assert_sound()
+    assert (report.applied, report.gaps, report.dead, report.pending) == (2 + 2 + 8 + 16, 4, 0, 0)
+    assert dropped.offsets == [2, 5]
+    assert job.read("dead") == []
+
+    # A transaction that is left open holds back what comes behind it, and nothing else.
+    hanging = Writer(job, "hanging")
+    hanging.write(*job.samples(4))
+    plain.write(*job.samples(4))  # without the open transaction, a whole batch
+    job.send(job.samples(16), 1)
+    job.until(lambda: job.checkpoint().version >= 3, "an update of the other stream alone")
+    report = job.assert_sound()
+    assert [(line.applied_until, line.end) for line in report.partitions] == [(16, 16), (32, 32)]
+    job.until(lambda: job.metrics["ps"]["worker_0_lag_records"] == 0, "no lag: what is open is not there yet")
+    hanging.commit()  # its marker stands behind the last whole batch
+    job.send(job.samples(8), 1)
+    job.until(lambda: job.checkpoint().version >= 4, "the update of what was held back")
+    report = job.assert_sound()
+    assert (report.applied, report.gaps, report.pending, report.lost) == (12 + 8 + 40, 4, 1, 0)
+    # A batch that ends in a marker is complete without a record behind it.
+    last = Writer(job, "last")
+    last.write(*job.samples(6))
+    last.commit()
+    job.send(job.samples(8), 1)
+    job.until(lambda: job.checkpoint().version >= 5, "the update of a batch that ends in a marker")
+    report = job.assert_sound()
+    assert (report.applied, report.gaps, report.pending) == (60 + 6 + 8, 6, 0)
+    assert job.restarts == []
