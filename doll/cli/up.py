@@ -466,14 +466,7 @@ class _Up:
         """1 where the stream ended before a stop rule was met."""
         stop = self._config.stop.model_dump(exclude_none=True)
         if outcome.reason == SOURCE_ENDED and stop:
-            rules = ", ".join(f"{name} {value:g}" for name, value in stop.items())
-            failed = "; ".join(
-                f"{name} ended {count} times by itself, the last time with: {words}"
-                for name, (count, words) in sorted(self._failures.items())
-            )
-            outcome.error = (
-                f"the source ended before the stop rule ({rules}) was met: {failed or 'give it more samples'}"
-            )
+            outcome.error = ended_early(stop, self._failures)
             return 1
         return 0
 
@@ -516,6 +509,19 @@ class _Up:
                 return False
             self._follow(tail)
         return True
+
+
+def ended_early(stop: Mapping[str, float], failures: Mapping[str, tuple[int, str]]) -> str:
+    """What to tell of a source that ended before a stop rule was met.
+
+    Args:
+        failures: of roles that ended by themselves: how often, and the last words of their logs.
+    """
+    rules = ", ".join(f"{name} {value:g}" for name, value in stop.items())
+    failed = "; ".join(
+        f"{name} failed {count} times, at last with: {words}" for name, (count, words) in sorted(failures.items())
+    )
+    return f"the source ended before the stop rule ({rules}) was met: {failed or 'give it more samples'}"
 
 
 def _name(instance: Instance) -> str:

@@ -1,0 +1,194 @@
+"""The guard on healthy runs: how far their gradients stray from what is usual, what it looks into, what it refuses.
+
+`python -m benchmarks.guard` learns from the streams of the examples, without the services, with the code that workers
+and parameter server run. Nothing of a healthy stream may be refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from doll.config import JobConfig, load
+from doll.consumers.decoding import decode_records
+from doll.consumers.gradient import Gradient, GradientComputer
+from doll.consumers.guarded import Guard, Samples
+from doll.model import build
+from doll.producers.sources import open_streams
+from doll.ps.optim import Optimizer
+from doll.task import load_task
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+DATA = EXAMPLES / "../../shared/data"
+IMAGES, LABELS = (f"emnist_bymerge/{name}-ubyte.gz" for name in ("images-idx3", "labels-idx1"))
+KDD = "kdd99/kddcup.data_10_percent.csv.gz"
+RUNS: dict[str, tuple[str, int, list[str]]] = {
+    "digits": ("digits.yaml", 500, []),
+    "digits, adam": ("digits.yaml", 300, ["training.optimizer={name: adam, lr: 0.002}"]),
+    "intrusion": ("intrusion.yaml", 950, []),
+    "intrusion, families": ("intrusion.yaml", 300, ["task.args.classes=families"]),
+    "emnist": ("emnist.yaml", 120, []),
+    "churn": ("stdin.yaml", 600, []),
+    "synthetic, drift": (
+        "digits.yaml",
+        600,
+        [
+            "task={class: 'doll.tasks.synthetic:Gaussian', args: {features: 20, hidden: [16]}}",
+            "source={kind: synthetic, drift_per_sample: 0.0002}",
+        ],
+    ),
+}
+
+
+class Watched(Guard):
+    """Counts what it looks into, and how long gradients are."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.ratios: list[float] = []
+        self.looked = 0
+        self.look_s = self.check_s = 0.0
+
+    def _is_unusual(self, gradient: Gradient, count: int) -> bool:
+        started = time.perf_counter()
+        found = super()._is_unusual(gradient, count)
+        self.check_s += time.perf_counter() - started
+        if self._norms._values:
+            self.ratios.append(gradient.norm / count / max(median(self._norms._values), 1e-300))
+        return found
+
+    def _spikes(self, samples: Samples) -> dict[int, str]:
+        started = time.perf_counter()
+        found = super()._spikes(samples)
+        self.looked += 1
+        self.look_s += time.perf_counter() - started
+        return found
+
+
+def records(config: JobConfig) -> list[Iterator[bytes]]:
+    """The record values of each stream, one sample each."""
+    if config.source is not None:
+        return open_streams(config, [0] * config.data.workers)
+    return [_churn(n) for n in range(config.data.workers)]
+
+
+def _churn(seed: int) -> Iterator[bytes]:
+    rng = random.Random(seed)
+    while True:
+        yield json.dumps(sys.modules["doll_task_churn"].random_event(rng)).encode()
+
+
+def job(file: str, overrides: Sequence[str], data: Path) -> JobConfig:
+    """An example's job, with its files in `data`."""
+    paths = {
+        "emnist.yaml": [
+            *(f"source.{key}={data / path}" for key, path in (("images", IMAGES), ("labels", LABELS))),
+            *(f"task.args.{key}_path={data / path}" for key, path in (("images", IMAGES), ("labels", LABELS))),
+        ],
+        "intrusion.yaml": [f"source.path={data / KDD}"],
+    }
+    return load(EXAMPLES / file, [*overrides, *paths.get(file, [])])
+
+
+def watch(name: str, data: Path, updates: int | None = None) -> dict[str, Any]:
+    """One healthy run, in numbers."""
+    file, count, overrides = RUNS[name]
+    config = job(file, overrides, data)
+    task = load_task(config)
+    optimizer = Optimizer(build(config, task), config.training.optimizer, config.training.clip_norm)
+    computer = GradientComputer(task, build(config, task))
+    guards = [Watched(config, task, computer) for _ in range(config.data.workers)]
+    streams, refused, compute_s, batches, losses, longest = records(config), 0, 0.0, 0, list[float](), 0.0
+    turns = itertools.cycle(range(config.data.workers))
+    for version in range(updates or count):
+        computer.load(str(version), optimizer.weights)
+        gradients, samples, loss = [], 0, 0.0
+        for _ in range(config.group_size):
+            worker = next(turns)
+            values = list(enumerate(itertools.islice(streams[worker], config.data.batch_size)))
+            if len(values) < config.data.batch_size:
+                break
+            decoded = decode_records(task, values, samples_per_record=1, max_record_bytes=1 << 20)
+            if version % 25 == 0 and not gradients:
+                longest = max(longest, _longest(computer, Samples(decoded.x, decoded.y)))
+            started = time.perf_counter()
+            gradient, bad = guards[worker].compute(decoded.x, decoded.y)
+            compute_s += time.perf_counter() - started
+            refused += len(bad)
+            batches += 1
+            if gradient is not None:
+                gradients.append(gradient.values.copy())
+                samples += decoded.num_samples - len(bad)
+                loss += gradient.loss_sum
+        optimizer.apply(gradients, 1 / max(samples, 1), samples)
+        losses.append(loss / max(samples, 1))
+    ratios = [ratio for guard in guards for ratio in guard.ratios]
+    return {
+        "run": name,
+        "updates": len(losses),
+        "batches": batches,
+        "loss_first": round(losses[0], 3),
+        "loss_last": round(float(np.mean(losses[-20:])), 4),
+        "largest_batch_ratio": round(max(ratios), 2),
+        "largest_sample_ratio": round(longest, 1),
+        "looked_into": sum(guard.looked for guard in guards),
+        "refused": refused,
+        "ms_per_batch": round(1e3 * compute_s / batches, 2),
+        "looking_percent": round(100 * sum(guard.look_s for guard in guards) / compute_s, 2),
+    }
+
+
+def _longest(computer: GradientComputer, samples: Samples) -> float:
+    """The longest gradient of a sample, in terms of the median of its batch."""
+    norms = [computer.compute(*samples.of([at]), apart=True).norm for at in range(len(samples.x))]
+    return max(norms) / max(median(norms), 1e-300)
+
+
+def cost(rounds: int = 40) -> dict[str, float]:
+    """Milliseconds that the guard adds to a usual batch of 32 of the paper's network, of how many, interleaved."""
+    config = load(EXAMPLES / "emnist.yaml")  # its files are not read
+    task = load_task(config)
+    computer = GradientComputer(task, build(config, task))
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (32, *(task.input_shape or ()))).astype(np.uint8)
+    y = rng.integers(0, 47, 32)
+    guard = Guard(config, task, computer)
+    guard.compute(x, y)
+    plain, guarded = [], []
+    for _ in range(rounds):
+        for times, compute in ((plain, computer.compute), (guarded, guard.compute)):
+            started = time.perf_counter()
+            compute(x, y)
+            times.append(1e3 * (time.perf_counter() - started))
+    gradient = torch.from_numpy(computer.compute(x, y).values)
+    started = time.perf_counter()
+    for _ in range(100):
+        float(torch.dot(gradient, gradient))
+    norm_ms = 10 * (time.perf_counter() - started)
+    return {"compute_ms": min(plain), "guarded_ms": min(guarded), "norm_ms": norm_ms}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("runs", nargs="*", default=list(RUNS), help=f"of {', '.join(RUNS)}")
+    parser.add_argument("--updates", type=int)
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the data sets")
+    given = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    for name in given.runs:
+        print(json.dumps(watch(name, given.data.resolve(), given.updates)), flush=True)
+    print(json.dumps({key: round(value, 3) for key, value in cost().items()}))
+
+
+if __name__ == "__main__":
+    main()
