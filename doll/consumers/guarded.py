@@ -28,7 +28,7 @@ log = get_logger(__name__)
 
 Array = npt.NDArray[Any]
 _CANARY: Final = 16
-_LOOK: Final = 0.1  # a batch is looked into from a tenth of the factor on: its samples dilute a bad one
+_LOOK: Final = 0.3  # a batch is looked into from so much of the factor on: its other samples dilute a bad one
 _REASON: Final = 300
 
 
@@ -169,8 +169,8 @@ class Guard:
             return {}
         ordinary = samples.few() if self._canary is None else self._canary
         wrong = Samples(ordinary.x, self._wrong_targets(ordinary.y))
-        own_norms = [self._norm(ordinary.of([at])) for at in range(len(ordinary.x))]
-        usual = max(anchor(own_norms), anchor([self._norm(wrong.of([at])) for at in range(len(ordinary.x))]))
+        own_norms = self._norms_of(ordinary)
+        usual = max(anchor(own_norms), anchor(self._norms_of(wrong)))
         if not 0 < usual < math.inf:
             return {}
         limit = self._factor * usual
@@ -178,10 +178,12 @@ class Guard:
         kept = [at for at, norm in enumerate(own_norms) if norm <= limit]
         ordinary, wrong = ordinary.of(kept), wrong.of(kept)
         before, mistaken = self._computer.loss(*ordinary), self._computer.loss(*wrong)
-        found = {}
+        found, usual_with = {}, dict[bytes, float]()
         for at in suspects:
             one = samples.of([at])
-            its_usual = max(usual, self._usual_with_its_target(one, ordinary))
+            if (target := one.y.tobytes()) not in usual_with:
+                usual_with[target] = max(usual, self._usual_with_its_target(one, ordinary))
+            its_usual = usual_with[target]
             gradient, _ = self._try(one, apart=True)
             norm = math.inf if gradient is None else gradient.norm
             if norm <= self._factor * its_usual:
@@ -234,6 +236,9 @@ class Guard:
         gradient, _ = self._try(samples)
         return math.inf if gradient is None else gradient.moved
 
+    def _norms_of(self, samples: Samples) -> list[float]:
+        return [self._norm(samples.of([at])) for at in range(len(samples.x))]
+
     def _norm(self, samples: Samples) -> float:
         gradient, _ = self._try(samples, apart=True)
         return math.inf if gradient is None else gradient.norm
@@ -250,9 +255,7 @@ class Guard:
             if not float(np.abs(one.y).max(initial=0.0)) <= self._factor * largest:
                 return 0.0
         targets = np.repeat(one.y, len(ordinary.x), axis=0)
-        mixed = Samples(ordinary.x, targets)
-        norms = [self._norm(mixed.of([at])) for at in range(0, len(ordinary.x), 2)]
-        return anchor([norm for norm in norms if math.isfinite(norm)])
+        return anchor([norm for norm in self._norms_of(Samples(ordinary.x, targets)) if math.isfinite(norm)])
 
     def _loss_after(self, gradient: Gradient, usual: float, ordinary: Samples) -> float:
         """Loss of ordinary samples after the step that one sample's gradient makes by itself."""

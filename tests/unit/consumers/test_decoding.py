@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doll.consumers.decoding import REASON_LENGTH, Decoded, decode_records
+from doll.consumers.decoding import REASON_LENGTH, Decoded, Refused, decode_records, refuse
 from doll.errors import SampleError
 from doll.packing import pack
 from doll.task import Sample, Task, stack
@@ -306,3 +306,24 @@ def test_held_out_samples_keep_integers_too() -> None:
     x, y = stack([Sample([LARGE, 1], LARGE), Sample([LARGE - 1, 2], 0)])
     assert (x.tolist(), y.tolist()) == ([[LARGE, 1], [LARGE - 1, 2]], [LARGE, 0])
     assert stack([Sample([1, 2], 0), Sample([0.5, 2], 0)])[0].dtype == np.float32
+
+
+def test_each_good_sample_knows_its_record() -> None:
+    packed = [pack([point([1, k], 0) for k in range(m)]) for m in (3, 1, 2)]
+    assert decode(Points(), packed[0], b"bad", *packed[1:], m=3).offsets.tolist() == [100] * 3 + [102] + [103] * 2
+    assert decode(Points(), GOOD, b"bad", GOOD).offsets.tolist() == [100, 102]
+    rows = [struct.pack("<3f", 1.0, 2.0, 1.0)] * 4
+    fast = decode(Gaussian(2), pack(rows[:3]), pack(rows[:1]), m=3)
+    assert (fast.offsets.tolist(), fast.offsets.dtype) == ([100] * 3 + [101], np.int64)
+
+
+def test_samples_that_are_refused_later_are_refused_in_their_records() -> None:
+    """A record of which nothing is left is refused as a whole, with what was refused before."""
+    half_bad = pack([GOOD, b"bad", GOOD])
+    found = decode(Points(), half_bad, pack([GOOD] * 3), half_bad, GOOD, m=3)
+    assert found.offsets.tolist() == [100, 100, 101, 101, 101, 102, 102]
+    assert refuse(found, {1: "one", 0: "zero", 3: "three", 6: "six" * 1000}) == [
+        Refused(100, "zero", 3, True),
+        Refused(101, "three", 1, False),
+        Refused(102, ("six" * 1000)[:REASON_LENGTH], 1, False),
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -122,14 +123,6 @@ class World:
         self.version += 1
 
 
-def undisturbed(task: Task, updates: int = 40) -> list[float]:
-    world = World(task)
-    for _ in range(updates):
-        world.update()
-    assert world.bad == {}
-    return world.losses
-
-
 ADAM = "training.optimizer={name: adam, lr: 0.01}"
 
 
@@ -138,6 +131,11 @@ def run(task: Task, *overrides: str, spoil: Callable[[int, np.ndarray, np.ndarra
     for _ in range(12):
         world.update(spoil or (lambda token, x, y: None))
     return world
+
+
+@functools.cache
+def calm_run(make: Callable[[], Task], *overrides: str) -> World:
+    return run(make(), *overrides)
 
 
 def spoiling(token: int, x: Any, y: Any = None) -> Callable[[int, np.ndarray, np.ndarray], None]:
@@ -169,7 +167,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_exactly_the_bad_sample_goes_and_the_model_is_that_of_an_undisturbed_run(case: str, token: int) -> None:
     make, x, y = CASES[case]
-    calm = run(make())
+    calm = calm_run(make)
     world = run(make(), spoil=spoiling(token, x, y))
     assert calm.bad == {}
     assert {at: list(bad) for at, bad in world.bad.items()} == {token: [7]}
@@ -177,7 +175,7 @@ def test_exactly_the_bad_sample_goes_and_the_model_is_that_of_an_undisturbed_run
 
 
 def test_adam_is_guarded_from_a_gradient_that_would_stop_it_for_good() -> None:
-    calm = run(Plane(), ADAM)
+    calm = calm_run(Plane, ADAM)
     world = run(Plane(), ADAM, spoil=spoiling(LATE, (1e15, -1e15), 0))
     assert {at: list(bad) for at, bad in world.bad.items()} == {LATE: [7]}
     assert world.losses[-1] == pytest.approx(calm.losses[-1], rel=0.02)
