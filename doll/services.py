@@ -149,6 +149,7 @@ def kafka_settings(config: JobConfig, services: Services, **extra: Any) -> Setti
             "log_level": _LIBRDKAFKA_CRITICAL,
             "error_cb": _TellOnce(services.kafka),
             "reconnect.backoff.max.ms": 1000,  # librdkafka's 10 s would outlast a broker's restart
+            "retry.backoff.max.ms": 250,  # how often a new leader is asked for; 1 s would add to its election
         }
     )
     if (credentials := kafka_credentials(config)) is not None:

@@ -76,9 +76,9 @@ metadata.max.idle.interval.ms=0
 # How soon a death is noticed. Writes wait until the controller has taken a dead replica out, and where it was the
 # controller itself, for an election before that: with Kafka's own 9 s and 2 s a job would stand still for 12 s.
 _OF_SEVERAL: Final = """\
-controller.quorum.fetch.timeout.ms=1000
-controller.quorum.election.timeout.ms=500
-controller.quorum.election.backoff.max.ms=300
+controller.quorum.fetch.timeout.ms=800
+controller.quorum.election.timeout.ms=400
+controller.quorum.election.backoff.max.ms=200
 controller.quorum.request.timeout.ms=1000
 """
 
@@ -224,7 +224,7 @@ class LocalKafka(LocalServer):
             node=node, folder=self._folder,
             voters=",".join(f"{number}@{processes.LOOPBACK}:{port}" for number, port in enumerate(controllers, 1)),
             replicas=len(controllers), in_sync=max(1, len(controllers) - 1),
-            session_ms=1500 if several else 3000, heartbeat_ms=300 if several else 500,
+            session_ms=1000 if several else 3000, heartbeat_ms=200 if several else 500,
             listeners=_endpoints(listeners), advertised=_endpoints(advertised),
             protocols=",".join(f"{name}:{protocol}" for name, protocol in protocols.items()),
         )  # fmt: skip
