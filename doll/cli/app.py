@@ -49,8 +49,8 @@ _HELP = """Online learning on live Kafka streams, on machines that can vanish.
 
 \b
 Exit codes: 0 done, 1 failed, 2 wrong usage or job file, 3 infeasible plan,
-4 audit failed. Results go to standard output, progress and logs to standard
-error. DOLL_DEBUG=1 shows tracebacks.
+4 audit failed or records lost. Results go to standard output, progress and
+logs to standard error. DOLL_DEBUG=1 shows tracebacks.
 """
 
 app = typer.Typer(

@@ -112,7 +112,7 @@ def run_up(
     crew: Callable[[RunFolder, View], Crew] | None = None,
     fresh: bool = False,
 ) -> int:
-    """Run the job; the exit code: 0 done, 1 failed, 4 audit failed.
+    """Run the job; the exit code: 0 done, 1 failed, 4 audit failed or records lost.
 
     Args:
         crew: owns the workers; in place of a companion.

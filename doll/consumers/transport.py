@@ -59,8 +59,9 @@ class AssignedThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
 
     async def _fetch_records(self, consumer: Any, active_partitions: Any, *args: Any, **options: Any) -> Any:
         records = await super()._fetch_records(consumer, active_partitions, *args, **options)
-        for tp, reached in self.app.reached.items():
-            state = consumer._subscription.subscription.assignment.state_value(TopicPartition(*tp))
+        subscription = consumer._subscription.subscription
+        for tp, reached in self.app.reached.items() if subscription is not None else ():
+            state = subscription.assignment.state_value(TopicPartition(*tp))
             if state is not None and state.has_valid_position:
                 found = records.get(TopicPartition(*tp))
                 handed = found[-1].offset + 1 if found else min(reached[0], state.position)
