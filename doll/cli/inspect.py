@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from doll.services import Services
 
 
+_SILENT = {
+    "provisioner": "; its machines run on and nobody watches the budget: start it again (doll provision run), or end "
+    "them (doll provision drain)",
+    "ps": "; nothing is learned until it runs again (doll ps, doll resume)",
+}
+
+
 class Found(NamedTuple):
     """A finding in both forms: for `--json`, and for people."""
 
@@ -79,17 +86,19 @@ def status_of(target: Target) -> Found:
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise ConfigError(f"{target.run.report}: expected a report of this release ({why})") from error
-    from doll.cli.live import one_line, worker_table
+    from doll.cli.live import clock, one_line, worker_table
     from doll.cli.progress import ProgressModel
+    from doll.evaluation.heartbeat import Heartbeats
     from doll.evaluation.kafka_tail import Tail
     from doll.ledger_report import named
 
     services = _reach(target)
     config = target.config
-    model = ProgressModel(config, time.monotonic())
+    model, beats = ProgressModel(config, time.monotonic()), Heartbeats()
     with Tail(config, services, (config.topic("updates"), config.topic("metrics"))) as tail:
         for record in _of_this_run(target, [one.record for one in tail.read_history()]):
             model.feed(record)
+            beats.feed(record)
         low = [tail.partition_bounds(config.topic("samples"), n)[0] for n in range(config.data.workers)]
     for partition, first in enumerate(low):
         reached = model.reached.get(partition, first)
@@ -100,9 +109,13 @@ def status_of(target: Target) -> Found:
     content = {**dataclasses.asdict(snapshot), "prequential": snapshot.prequential._asdict()}
     content["margin"] = snapshot.margin._asdict()
     content.pop("seconds")
+    silent = {} if snapshot.finished else beats.silent(time.time())
+    content["silent_s"] = silent
     text = f"{config.job} ({state})\n{one_line(snapshot, config.stop)}\n{worker_table(snapshot)}"
     if snapshot.lost:
         text += f"\nlost: {named(snapshot.lost)}: deleted from the log before they were learned (see data.on_loss)"
+    for role, age_s in silent.items():
+        text += f"\nsilent: {role}: no sign of life for {clock(age_s)}" + _SILENT.get(role, "")
     return Found(content, text)
 
 

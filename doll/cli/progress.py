@@ -103,6 +103,8 @@ class ProgressModel:
             of = record.values.get("ps_epoch")
             if of is not None and not self.history.is_ours(int(of)):
                 return
+            if not record.values:
+                return  # a sign of life
             self._metrics[record.source] = record.values
             if record.source == "evaluator":
                 self._evaluated(record)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from doll.provisioner.controller import Controller, ControllerSettings, Decision
     from doll.provisioner.kafka_mail import Mail
     from doll.provisioner.lease import Lease
+    from doll.records import AnyRecord
 
 POLL_S = 0.2
 DRAIN_TURN_S = 2.0
@@ -208,7 +209,7 @@ def _provision(at: Target, overrides: list[str], *, dry_run: bool, once: bool = 
             seat.pulse.beat("turn")
             if (changed := source.changed()) is not None:
                 seat.retarget(changed)
-            decision = seat.turn()
+            decision = seat.turn(last=once)
             if once:
                 emit(as_json, {**decision.to_dict(), "bill": decision.bill.to_dict()}, decision_text(decision))
                 return 0
@@ -363,8 +364,8 @@ class _Seat:
             group_size=planner.group_size, every_s=planner.replan_s,
         )  # fmt: skip
 
-    def turn(self, *, draining: bool = False) -> Decision:
-        """One turn, told to everybody."""
+    def turn(self, *, draining: bool = False, last: bool = False) -> Decision:
+        """One turn, told to everybody; `last`: nobody is to miss us afterwards."""
         now_s = time.time()
         ends = self._mail.sample_ends()
         if ends is not None:
@@ -372,7 +373,7 @@ class _Seat:
         self.controller.positions = self._mail.positions
         decision = self.controller.turn(now_s, draining=draining)
         if self._voice is not None:
-            self._voice.tell(decision)
+            self._voice.tell(decision, last=last or decision.over)
         self._say(decision)
         if self._placement is not None and not draining and (scores := self._placement.news(now_s)) is not None:
             self.log.info("placement_scores", **scores)
@@ -404,6 +405,8 @@ class _Seat:
 
         start_s, urgent = time.monotonic(), False
         while not should_stop() and time.monotonic() - start_s < seconds:
+            if self._voice is not None:
+                self._voice.beat()
             for letter in self._mail.poll(min(POLL_S, seconds)):
                 self.controller.feed(letter.record, letter.at_s)
                 urgent = urgent or isinstance(letter.record, Finished | Leave | Welcome)
@@ -421,12 +424,30 @@ class _Voice:
 
         self._producer = Producer(kafka_settings(config, services, linger_ms=5, message_timeout_ms=30_000))
         self._topic = config.topic("metrics")
+        self._beat_s = time.monotonic()
 
-    def tell(self, decision: Decision) -> None:
-        from doll.records import Metric, encode
+    def tell(self, decision: Decision, *, last: bool) -> None:
+        from doll.evaluation.heartbeat import LEFT
+        from doll.records import Metric
 
-        metric = Metric(source="provisioner", values=decision.measurements(), time_s=decision.now_s)
-        for record in (decision.record(), metric):
+        # Whose machines are all handed back is not missed; SIGTERM leaves them, and then somebody should watch them.
+        values = {**decision.measurements(), **({LEFT: 1.0} if last else {})}
+        metric = Metric(source="provisioner", values=values, time_s=decision.now_s)
+        self._send(decision.record(), metric)
+
+    def beat(self) -> None:
+        """A sign of life between two turns; call it often."""
+        from doll.evaluation.heartbeat import BEAT_S
+        from doll.records import Metric
+
+        if time.monotonic() - self._beat_s >= BEAT_S:
+            self._beat_s = time.monotonic()
+            self._send(Metric(source="provisioner", values={}, time_s=time.time()))
+
+    def _send(self, *told: AnyRecord) -> None:
+        from doll.records import encode
+
+        for record in told:
             try:
                 self._producer.produce(self._topic, encode(record))
             except BufferError:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from doll import telemetry
+from doll.evaluation.heartbeat import BEAT_S
 from doll.evaluation.kafka_tail import Tail
 from doll.health import Pulse, pulse_of
 from doll.records import AnyRecord, Evaluated, Metric, encode
@@ -78,7 +79,7 @@ def _follow(
     config: JobConfig, evaluator: Evaluator, tail: Tail, producer: Any, stop: threading.Event, pulse: Pulse
 ) -> None:
     topic = config.topic("updates")
-    started_s = next_s = ask_s = time.monotonic()
+    started_s = next_s = ask_s = beat_s = time.monotonic()
     grace_s = config.ps.lease_s + RESUME_GRACE_S
     pulse.expect("loop", within_s=MEASURE_S)
     pulse.expect("kafka", within_s=MEASURE_S + 3 * ASK_KAFKA_S, vital=False)
@@ -89,6 +90,9 @@ def _follow(
             ask_s = time.monotonic() + ASK_KAFKA_S
             if tail.partition_ends(topic, 1) is not None:
                 pulse.beat("kafka")
+        if time.monotonic() >= beat_s:
+            beat_s = time.monotonic() + BEAT_S
+            _send(producer, config.topic("metrics"), Metric(source="evaluator", values={}, time_s=time.time()))
         tailed = tail.poll(POLL_S)
         evaluator.feed([one.record for one in tailed])
         producer.poll(0)

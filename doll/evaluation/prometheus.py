@@ -9,7 +9,8 @@ seconds written out as Prometheus wants them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -19,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from doll.bounded import short
 from doll.evaluation.course import Course
+from doll.evaluation.heartbeat import Heartbeats
 from doll.evaluation.kafka_tail import Tail
 from doll.health import pulse_of
 from doll.records import AnyRecord, Epoch, Finished, Metric, Update
@@ -76,8 +78,10 @@ def _plain(name: str) -> str:
 class Measurements(Collector):
     """The newest measurements of a job, folded from its records; `collect` may run in another thread."""
 
-    def __init__(self, job: str, workers: int) -> None:
+    def __init__(self, job: str, workers: int, *, clock: Callable[[], float] = time.time) -> None:
         self._job = job
+        self._clock = clock
+        self._heartbeats = Heartbeats()
         self._by_origin: dict[str, tuple[Sample, ...]] = {"job": (Sample("doll_job_workers", (), workers),)}
         self._finished = False
         self._course = Course()
@@ -86,6 +90,7 @@ class Measurements(Collector):
 
     def feed(self, record: AnyRecord) -> None:
         """Take in one record of `metrics` or `updates`; others are passed over."""
+        self._heartbeats.feed(record)
         match record:
             case Metric() if len(record.source) > _MOST_CHARS or any(len(name) > _MOST_CHARS for name in record.values):
                 log.warning("measurement_refused", source=short(record.source, 60), reason="a name is too long")
@@ -93,6 +98,8 @@ class Measurements(Collector):
                 pass  # of an earlier run
             case Epoch() | Update() | Finished() if record.ps_epoch < self._ps_epoch:
                 pass  # of a server that was fenced
+            case Metric() if not record.values:
+                pass  # a sign of life: what was measured before stands
             case Metric():
                 at = Sample("doll_measured_at_seconds", (("source", record.source),), record.time_s)
                 self._put(record.source, (*samples_of(record.source, record.values), at))
@@ -139,7 +146,11 @@ class Measurements(Collector):
         names: dict[str, tuple[str, ...]] = {}
         told: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         finished = Sample("doll_job_finished", (), float(self._finished))
-        for samples in (*self._by_origin.values(), (finished,)):
+        ages = [
+            Sample("doll_heartbeat_age_seconds", (("role", role),), age_s)
+            for role, age_s in self._heartbeats.ages_s(self._clock()).items()
+        ]
+        for samples in (*self._by_origin.values(), (finished, *ages)):
             for one in samples:
                 told[one.name, one.labels] = one.value  # of two for one name and labels a scrape may hold one only
         for (name, own), value in told.items():

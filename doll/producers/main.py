@@ -16,6 +16,7 @@ from doll import packing, topics
 from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.evaluation.finish import on_finish
+from doll.evaluation.heartbeat import LEFT
 from doll.health import Pulse, pulse_of
 from doll.producers.kafka import Counts, SampleSender
 from doll.producers.pacing import Pacer
@@ -71,11 +72,13 @@ def run_producer(
         there = _samples_there(config, services)
         feed = events(config, there, positions=positions, paused=workers.is_down if workers else _never)
         run = _Run(config, sender, stopped, pulse, workers, positions)
+        ended = False
         try:
             run.send_all(feed)
+            ended = True
         finally:
             sender.drain(run.told_to_stop, _DRAIN_S)
-            run.report(time.monotonic())
+            run.report(time.monotonic(), last=ended)
             sender.drain(run.told_to_stop, _DRAIN_S)
             counts = sender.counts
             unsent = f", {run.unsent} read from the source and not sent" if run.unsent else ""
@@ -152,8 +155,8 @@ class _Run:
                 if pack:
                     self._send_pack(stream, pack)
 
-    def report(self, now_s: float) -> None:
-        """Put the counts on the `metrics` topic."""
+    def report(self, now_s: float, *, last: bool = False) -> None:
+        """Put the counts on the `metrics` topic; `last`: this process ends by itself, and nobody needs to miss it."""
         counts = self._sender.counts
         elapsed_s = now_s - self._reported_s
         rate_per_s = (counts.sent - self._reported_sent) / elapsed_s if elapsed_s > 0 else 0.0
@@ -165,6 +168,7 @@ class _Run:
                 "failed_total": counts.failed,
                 "rate_per_s": rate_per_s,
                 "behind_s": self._behind_s,
+                **({LEFT: 1.0} if last else {}),
             },
             time.time(),
         )

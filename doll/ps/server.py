@@ -269,6 +269,8 @@ class ParameterServer:
                 f"worker_{worker}_retained_batches": slot.retained,
                 f"worker_{worker}_lag_records": slot.lag,
             }
+            if slot.up:
+                values[f"worker_{worker}_silent_s"] = max(0.0, self._clock() - slot.last_heard_s)
         return values | {f"{name}_total": count for name, count in engine.counters.items()}
 
     # --- actions ----------------------------------------------------------------------------------------------------

@@ -190,7 +190,7 @@ def test_a_sign_of_life_is_given_only_while_the_parameter_server_runs(
     assert not (account / "bucket/job/heartbeat").exists()
     assert host.run("heartbeat")[0] == 0
     assert (account / "bucket/job/heartbeat").exists()
-    (metric,) = host.calls_of("aws cloudwatch")
+    (metric,) = host.calls_of("aws cloudwatch put-metric-data --namespace DOLL --metric-name")
     assert "--metric-name WorkersRunning --unit Count --value 2 --dimensions Cluster=t" in metric
 
 
@@ -212,7 +212,8 @@ def test_what_the_provisioner_measures_is_told_to_the_dashboard(make_host: Calla
     decision = controller.turn(clock())
 
     assert host.run("heartbeat", FAKE_PYTHON=sys.executable)[0] == 0
-    workers, provisioner = host.calls_of("aws cloudwatch put-metric-data --namespace DOLL ")
+    roles, workers, provisioner = host.calls_of("aws cloudwatch put-metric-data --namespace DOLL ")
+    assert "RoleSilent" in roles
     assert "--metric-name WorkersRunning" in workers
     data = json.loads(provisioner.split(" --metric-data ")[1])
     shape = Session().get_service_model("cloudwatch").operation_model("PutMetricData").input_shape
@@ -235,7 +236,40 @@ def test_workers_are_counted_where_no_provisioner_runs(make_host: Callable[..., 
     code, told = host.run("heartbeat")
     assert code == 0, told
     assert "no provisioner has decided anything" in told
-    assert len(host.calls_of("aws cloudwatch put-metric-data")) == 1
+    assert len(host.calls_of("aws cloudwatch put-metric-data --namespace DOLL --metric-name")) == 1
+
+
+@pytest.mark.parametrize(
+    ("ill", "expected"),
+    [
+        ({}, {"ps": 0, "evaluate": 0, "provision": 0}),
+        ({"FAKE_PROVISION": "activating"}, {"ps": 0, "evaluate": 0, "provision": 1}),  # it fails and is started again
+        ({"FAKE_PROVISION": "failed"}, {"ps": 0, "evaluate": 0, "provision": 1}),
+        (
+            {"FAKE_PROVISION": "inactive"},
+            {"ps": 0, "evaluate": 0, "provision": 0},
+        ),  # the job is over, or a person did it
+        ({"FAKE_SICK": "8082"}, {"ps": 0, "evaluate": 0, "provision": 1}),
+        ({"FAKE_SICK": "8080", "FAKE_GONE": "1"}, {"ps": 1, "evaluate": 0, "provision": 0}),
+    ],
+)
+@pytest.mark.parametrize("budget", ["", "plan: {deadline_s: 60, budget_usd: 5}\n"])
+def test_a_silent_role_is_told_and_a_budget_without_a_provisioner_ends_the_workers(
+    make_host: Callable[..., Host], account: Path, ill: dict[str, str], expected: dict[str, int], budget: str
+) -> None:
+    push_job(account, {"job.yaml": f"job: t\n{budget}".encode()})
+    host = make_host()
+    assert host.run("control")[0] == 0
+    code, told = host.run("heartbeat", **ill)
+    assert code == 0, told
+    (roles,) = host.calls_of("aws cloudwatch put-metric-data --namespace DOLL --metric-data [")
+    data = json.loads(roles.split(" --metric-data ")[1])
+    shape = Session().get_service_model("cloudwatch").operation_model("PutMetricData").input_shape
+    assert not ParamValidator().validate({"Namespace": "DOLL", "MetricData": data}, shape).has_errors()
+    assert {one["Dimensions"][1]["Value"]: one["Value"] for one in data} == expected
+    assert {one["MetricName"] for one in data} == {"RoleSilent"}
+    alive = not expected["ps"] and not (expected["provision"] and budget)
+    assert (account / "bucket/job/heartbeat").exists() == alive
 
 
 def test_units_name_scripts_and_units_that_are_there() -> None:

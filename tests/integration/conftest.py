@@ -172,7 +172,7 @@ class Pipeline:
                     self.epochs.append(one.record)
                 case Finished():
                     self.finished = one.record
-                case Metric():
+                case Metric() if one.record.values:
                     self.metrics[one.record.source] = dict(one.record.values)
 
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:

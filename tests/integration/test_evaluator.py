@@ -109,7 +109,7 @@ class Rig:
             for one in self._seen.poll(0.2):
                 if isinstance(one.record, Evaluated):
                     self.evaluated[one.record.ps_epoch, one.record.version] = one.record
-                elif isinstance(one.record, Metric):
+                elif isinstance(one.record, Metric) and one.record.values:
                     self.metrics.append(one.record)
         return self.evaluated[ps_epoch, version]
 

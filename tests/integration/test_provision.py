@@ -14,14 +14,15 @@ from typing import Any
 
 import psutil
 import pytest
+from doll.cli.inspect import status_of
 from doll.cli.machines import machines_of
-from doll.cli.runfolder import RunFolder
+from doll.cli.runfolder import RunFolder, open_target
 from doll.config import dump, load
 from doll.provisioner.book import FileBook
 from doll.provisioner.fleet import LaunchError, Order
 from doll.provisioner.meter import LOCAL
 from doll.provisioner.process_fleet import ProcessFleet
-from doll.records import Leave
+from doll.records import Finished, Leave, Metric
 from doll.services import KAFKA_ENV, REDIS_ENV
 from waiting import PATIENCE_S
 
@@ -139,6 +140,24 @@ def test_drain_hands_everything_back_and_stops_the_other(provision: Provisioner)
     assert first.wait(PATIENCE_S) == 1
     assert "has taken its place" in job.log("provision-0")
     assert [one for one in said["markets"] if one] == []
+
+
+def test_status_names_a_provisioner_that_is_silent(
+    make_pipeline: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_pipeline(*PLAN)
+    monkeypatch.setenv(KAFKA_ENV, job.services.kafka)
+    monkeypatch.setenv(REDIS_ENV, job.services.redis)
+    target = open_target(job.job_path, [], job.run)
+    for ago_s, source in ((600, "provisioner"), (1, "ps"), (900, "producer")):
+        job.control("metrics", Metric(source=source, values={"turn": 1.0}, time_s=time.time() - ago_s))
+    job.control("metrics", Metric(source="producer", values={"left": 1.0}, time_s=time.time() - 800))
+    found = status_of(target)
+    assert set(found.content["silent_s"]) == {"provisioner"}
+    assert "silent: provisioner: no sign of life for 10:0" in found.text
+    assert "nobody watches the budget: start it again (doll provision run)" in found.text
+    job.control("updates", Finished(ps_epoch=1, version=0, reason="updates", time_s=0.0))
+    assert status_of(target).content["silent_s"] == {}, "a job that has finished needs none"
 
 
 def test_processes_join_the_job_and_end_with_their_owner(make_pipeline: Callable[..., Any]) -> None:

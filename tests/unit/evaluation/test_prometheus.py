@@ -114,3 +114,18 @@ def test_a_loss_far_above_its_best_is_a_number_to_be_alarmed_by() -> None:
     assert exposed(job)[key("doll_job_best_window_loss")] == 0.5
     job.feed(Epoch(ps_epoch=2, resumed_version=0, origins=(0,), records_per_batch=8, time_s=0.0, generation=2))
     assert key("doll_job_loss_worsened") not in exposed(job)
+
+
+def test_the_age_of_each_roles_last_sign_of_life_is_exposed() -> None:
+    now_s = 1000.0
+    job = Measurements("j", 1, clock=lambda: now_s)
+    job.feed(Metric(source="provisioner", values={"spent_usd": 2.0}, time_s=400.0))
+    job.feed(Metric(source="provisioner", values={}, time_s=700.0))
+    job.feed(Metric(source="ps", values={"worker_0_silent_s": 4.0}, time_s=999.0))
+    found = exposed(job)
+    assert found[key("doll_heartbeat_age_seconds", role="provisioner")] == 300.0
+    assert found[key("doll_heartbeat_age_seconds", role="ps")] == 1.0
+    assert found[key("doll_heartbeat_age_seconds", role="worker-0")] == 5.0
+    assert found[key("doll_provisioner_spent_usd")] == 2.0, "a sign of life wipes out no measurement"
+    job.feed(Metric(source="provisioner", values={"left": 1.0}, time_s=701.0))
+    assert key("doll_heartbeat_age_seconds", role="provisioner") not in exposed(job)

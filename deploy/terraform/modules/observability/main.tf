@@ -91,6 +91,30 @@ resource "aws_cloudwatch_metric_alarm" "no_workers" {
   ok_actions          = [aws_sns_topic.alarms.arn]
 }
 
+# The control host tells each minute of each role whether it is silent; 0 also where it has ended or was stopped by hand.
+# Where the host tells nothing at all, the parameter server counts as silent.
+resource "aws_cloudwatch_metric_alarm" "role_silent" {
+  for_each = {
+    ps        = "The parameter server is silent: nothing is learned. journalctl -u doll-role@ps"
+    evaluate  = "The evaluator is silent: the job goes on without held-out errors. journalctl -u doll-role@evaluate"
+    provision = "The provisioner is silent: nobody replaces workers or watches the budget. journalctl -u doll-role@provision; or end the workers: /opt/doll/drain.sh"
+  }
+
+  alarm_name          = "doll-${var.name}-${each.key}-silent"
+  alarm_description   = each.value
+  namespace           = "DOLL"
+  metric_name         = "RoleSilent"
+  dimensions          = { Cluster = var.name, Role = each.key }
+  statistic           = "Minimum"
+  period              = 60
+  evaluation_periods  = each.key == "ps" ? 10 : 5
+  threshold           = 1
+  comparison_operator = "GreaterThanOrEqualToThreshold"
+  treat_missing_data  = each.key == "ps" ? "breaching" : "notBreaching"
+  alarm_actions       = [aws_sns_topic.alarms.arn]
+  ok_actions          = [aws_sns_topic.alarms.arn]
+}
+
 resource "aws_cloudwatch_metric_alarm" "control_host" {
   alarm_name          = "doll-${var.name}-control-host"
   alarm_description   = "The control host is sick: EC2 moves it to other hardware; the job goes on from the newest checkpoint"
