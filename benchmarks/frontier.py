@@ -21,9 +21,8 @@ from pathlib import Path
 import numpy as np
 from doll.provisioner.recordings import load
 from doll.provisioner.rivals import MarketPolicy, rivals
-from doll.provisioner.state import PlannerSettings
 from doll.provisioner.traces import TraceSet
-from doll.simulation.adaptive import Adaptive
+from doll.simulation.adaptive import LIVE, Adaptive
 from doll.simulation.backtest import BacktestSettings, Row, cells, windows_of
 from doll.simulation.parallel import backtest_on
 from rich.console import Console
@@ -31,7 +30,6 @@ from rich.progress import Progress
 
 from benchmarks.paper.harness import axes_style
 
-_BLANK = PlannerSettings(updates=1, group_size=1, batch_size=1, deadline_s=1.0)
 RESERVES = ((1.0, 1.0), (0.75, 0.75), (0.5, 0.7), (0.4, 0.7), (0.3, 0.6), (0.2, 0.5), (0.0, 0.2))
 _ALL = 100.0 - 1e-9
 
@@ -42,7 +40,7 @@ def planner_name(reserves: tuple[float, float]) -> str:
 
 def policies() -> list[MarketPolicy]:
     planners = [
-        Adaptive(planner_name(pair), replace(_BLANK, slack_reserve=pair[0], return_reserve=pair[1]))
+        Adaptive(planner_name(pair), replace(LIVE, slack_reserve=pair[0], return_reserve=pair[1]))
         for pair in RESERVES
     ]
     return [*rivals(), *planners]
@@ -97,7 +95,7 @@ def draw(lines: Sequence[dict[str, float | str]], path: Path) -> None:
     figure = Figure(figsize=(12.0, 2.7 * -(-len(names) // columns)), layout="constrained", dpi=100)
     FigureCanvasAgg(figure)
     grid = figure.subplots(-(-len(names) // columns), columns, squeeze=False).ravel()
-    default = planner_name((_BLANK.slack_reserve, _BLANK.return_reserve))
+    default = planner_name((LIVE.slack_reserve, LIVE.return_reserve))
     for axes, name in zip(grid, names, strict=False):
         own = {str(line["policy"]): line for line in lines if line["trace_set"] == name}
         curve = [own[planner_name(pair)] for pair in RESERVES]

@@ -14,7 +14,7 @@ from doll.theory.cost import Prices
 # Half a machine-hour up and half down before anything has been seen (Jeffreys' prior, weighed in hours).
 _PRIOR_S = 1800.0
 # Live, the planner is asked every 30 s at most: so long an outage may go unseen, however long a tick is.
-_LIVE = PlannerSettings(updates=1, group_size=1, batch_size=1, deadline_s=1.0, replan_s=30.0)
+LIVE = PlannerSettings(updates=1, group_size=1, batch_size=1, deadline_s=1.0, replan_s=30.0)
 ADAPTIVE = "adaptive"
 
 
@@ -31,7 +31,7 @@ class Adaptive:
             settings: behaviour of the planner; what the job says (work, deadline, boot, tick) is put in at the start.
         """
         self.name = name
-        self._given = settings or _LIVE
+        self._given = settings or LIVE
 
     def start(self, job: Job) -> None:
         self._job = job
@@ -83,7 +83,7 @@ class Adaptive:
 def planners() -> list[Adaptive]:
     """The planner as it is used, without its guard, and under the paper's rule (Theorems 4 and 5 on what is left)."""
     return [
-        Adaptive(ADAPTIVE, _LIVE),
-        Adaptive("adaptive-no-guard", replace(_LIVE, guard=False)),
-        Adaptive("adaptive-theorem", replace(_LIVE, rule="theorem")),
+        Adaptive(ADAPTIVE, LIVE),
+        Adaptive("adaptive-no-guard", replace(LIVE, guard=False)),
+        Adaptive("adaptive-theorem", replace(LIVE, rule="theorem")),
     ]
