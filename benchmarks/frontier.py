@@ -40,8 +40,7 @@ def planner_name(reserves: tuple[float, float]) -> str:
 
 def policies() -> list[MarketPolicy]:
     planners = [
-        Adaptive(planner_name(pair), replace(LIVE, slack_reserve=pair[0], return_reserve=pair[1]))
-        for pair in RESERVES
+        Adaptive(planner_name(pair), replace(LIVE, slack_reserve=pair[0], return_reserve=pair[1])) for pair in RESERVES
     ]
     return [*rivals(), *planners]
 
