@@ -102,11 +102,12 @@ def test_other_policies_and_batch_norm(make_pipeline: Any, tmp_path: Path, polic
             assert all(member.base_version == update.version - 1 for member in update.members)
         else:
             assert len(update.members) == 1
-    # 4 + 4 + 8 + 2 parameters, then running mean and variance: they travel with the gradients. The features have mean
-    # 0 and variance 1 + 1 (two classes at +-1).
+    # 4 + 4 + 8 + 2 parameters, then running mean and variance, then the int64 that counts batches: they travel with the
+    # gradients. The features have mean 0 and variance 1 + 1 (two classes at +-1).
     weights = job.checkpoint().tensors["weights"]
-    assert weights.shape == (26,)
-    mean, variance = weights[18:22], weights[22:]
+    assert weights.shape == (28,)
+    mean, variance, batches = weights[18:22], weights[22:26], int(weights[26:].view(np.int64)[0])
+    assert batches == 30 if policy == "bsp" else 0 < batches <= 30
     assert np.abs(mean).max() < 0.6
     assert mean.any()
     assert 1.3 < variance.mean() < 2.8
