@@ -127,6 +127,7 @@ class Welcome(Record, frozen=True, omit_defaults=True):
     fingerprint: str  # of task, model, batch size: a worker of another job file refuses to start
     incarnation: int = 0  # as in the Join
     samples_id: str = ""  # Kafka's id of the samples topic; "": not known
+    generation: int = 0  # see `Epoch`
 
 
 class Grant(Record, frozen=True):

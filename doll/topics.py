@@ -214,7 +214,8 @@ def topic_id(config: JobConfig, services: Services, kind: Kind) -> str:
     name = config.topic(kind)
     try:
         admin = _admin(config, services)  # the answer comes only while it lives
-        found = admin.describe_topics(TopicCollection([name]), request_timeout=_TIMEOUT_S)[name].result()
+        wanted = TopicCollection([name])
+        found = patiently(lambda: admin.describe_topics(wanted, request_timeout=_TIMEOUT_S)[name].result())
         told = str(found.topic_id)
     except KafkaException as exc:
         if exc.args[0].code() == KafkaError._UNSUPPORTED_FEATURE:

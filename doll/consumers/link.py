@@ -158,12 +158,15 @@ class WorkerLink:
             found = reader.read(topic, partition, min(offsets), max(offsets) + 1)
             return {offset: value for offset, value in found if offset in offsets and value is not None}
 
-    def join(self, instance: str, should_stop: Callable[[], bool], incarnation: int = 0) -> tuple[Welcome, int] | None:
+    def join(
+        self, instance: str, should_stop: Callable[[], bool], incarnation: int = 0, *, above: int = 0
+    ) -> tuple[Welcome, int] | None:
         """Ask the parameter server for a place; wait for it as long as it takes, saying so.
 
         Args:
             instance: name of this process, as in `Join`.
             incarnation: number of its machine, as in `Join`.
+            above: servers of epochs up to this one were of earlier runs: their Stop is not this job's.
 
         Returns:
             The Welcome and the offset after it on this worker's `down` partition, where `read_mail` goes on; None if
@@ -198,7 +201,7 @@ class WorkerLink:
                 continue
             record = _readable(message.value())
             if message.offset() < at:
-                ended = record if isinstance(record, Stop) else None
+                ended = record if isinstance(record, Stop) and record.ps_epoch > above else None
                 continue
             ended = None
             match record:

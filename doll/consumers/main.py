@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from doll import topics
+from doll.admission import ABOVE_ENV
 from doll.config import JobConfig
 from doll.consumers.departure import Departure
 from doll.consumers.faust_app import WorkerShell, run_shell
@@ -80,7 +81,7 @@ def _run(
     _boot(booted_s, departure)
     pulse.waits_for("the parameter server's answer")
     try:
-        joined = link.join(process_name(), departure, incarnation())
+        joined = link.join(process_name(), departure, incarnation(), above=int(_number(ABOVE_ENV)))
     except JobEndedError as exc:
         log.info("job_ended", reason=str(exc), hint="to go on with it, start `doll ps` first")
         return 0

@@ -115,6 +115,7 @@ class WorkerCore:
         self.epoch = welcome.epoch
         self.ps_epoch = welcome.ps_epoch
         self.origin = welcome.origin
+        self.generation = welcome.generation
         self.max_pending = max_pending
         self.market = market
         self.incarnation = incarnation
@@ -201,6 +202,9 @@ class WorkerCore:
                 return [Exit(0, "fenced: a newer incarnation of this worker has been welcomed")]
             return []
         self.ps_epoch, self.epoch = record.ps_epoch, record.epoch
+        if record.generation != self.generation:
+            # The letters of what is held here are of the run before.
+            return [Exit(1, "another run of the job has begun: reading again")]
         if record.origin != self.origin:
             # The same batch number would be other offsets: what is held here must not be announced.
             return [Exit(1, f"the job now begins at offset {record.origin}, not at {self.origin}: reading again")]

@@ -330,6 +330,7 @@ class ParameterServer:
                         fingerprint=self._fingerprint,
                         incarnation=action.incarnation,
                         samples_id=self.engine.samples_id,
+                        generation=self.engine.generation,
                     ),
                 )
             case ev.SendFence():

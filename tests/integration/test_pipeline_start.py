@@ -158,6 +158,8 @@ def test_a_worker_that_starts_after_the_end_of_the_job_is_told_so(
     try:
         with pytest.raises(link.JobEndedError, match="updates: 20 reached"):
             late.join("late", lambda: False)
+        polls = iter([False] * 20)  # of a new generation: that was the end of the run before
+        assert late.join("new", lambda: next(polls, True), above=1) is None
     finally:
         late.close()
 

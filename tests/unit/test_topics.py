@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from confluent_kafka import Producer
 from confluent_kafka.admin import (
@@ -206,6 +208,14 @@ def test_a_compacted_topic_stops_the_job_and_a_short_retention_is_told(services:
     change = ConfigEntry("cleanup.policy", "delete", incremental_operation=AlterConfigOpType.SET)
     resource = ConfigResource(ResourceType.TOPIC, updates, incremental_configs=[change])
     admin.incremental_alter_configs([resource])[resource].result(PATIENCE_S)
+
+    def allowed() -> bool:  # the change is there a moment after it was accepted
+        with contextlib.suppress(ConfigError):
+            topics.ensure(config, services)
+            return True
+        return False
+
+    until(allowed, "the topic's new setting")
     (said, *rest) = [text for text in topics.ensure(config, services) if "max.message.bytes" not in text]
     assert "retention.ms is 1000" in said
     assert rest == []

@@ -272,3 +272,5 @@ def test_a_server_whose_origin_is_another_makes_it_read_again(core: WorkerCore) 
     """The same batch numbers would be other offsets: what it holds must not be announced under them."""
     (action,) = core.mail(welcome(ps_epoch=4, epoch=8, origin=140), 1.0)
     assert action == Exit(1, "the job now begins at offset 140, not at 100: reading again")
+    (action,) = core.mail(welcome(ps_epoch=4, epoch=8, generation=4), 1.0)
+    assert action == Exit(1, "another run of the job has begun: reading again")
