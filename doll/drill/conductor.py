@@ -154,9 +154,10 @@ class Conductor:
         self._topic.poll()
         self._let_go(now)
         self._see_ends(supervisor, now)
-        if late := [one for one in self._recoveries.open if now - one.time_s > _PATIENCE_S]:
+        if late := [one for one in self._recoveries.open if now - one.waiting_since_s > _PATIENCE_S]:
+            counted = " that counts its records as dead" if late[0].poison is not None else ""
             raise DrillError(
-                f"no update for {now - late[0].time_s:.0f} s after fault {late[0].fault.number} "
+                f"no update{counted} for {now - late[0].waiting_since_s:.0f} s after fault {late[0].fault.number} "
                 f"({late[0].fault.kind.name} of {late[0].fault.role}); expected one within {_PATIENCE_S:g} s"
             )
         if self._recoveries.open:

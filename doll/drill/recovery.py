@@ -24,6 +24,7 @@ class Poisoned:
         offsets: where Kafka has put them, as far as it has said so.
         dead: those that an update counts as dead.
         learned: those that an update counts as applied.
+        seen_s: when an update last had a batch of this stream that begins before them: the stream is on its way there.
     """
 
     partition: int
@@ -32,11 +33,14 @@ class Poisoned:
     offsets: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
     learned: set[int] = field(default_factory=set)
+    seen_s: float = 0.0
 
     def note(self, update: Update) -> None:
         """What an update says of them; one that comes later is right."""
         for member in update.members:
             if member.worker == self.partition:
+                if member.lo <= max(self.offsets, default=member.lo):
+                    self.seen_s = max(self.seen_s, update.time_s)
                 here = {offset for offset in self.offsets if member.lo <= offset < member.hi}
                 dead = here.intersection(member.dead)
                 self.dead = self.dead - here | dead
@@ -70,6 +74,11 @@ class Injected:
     poison: Poisoned | None = None
     left: bool = True
     recovery_s: float | None = None
+
+    @property
+    def waiting_since_s(self) -> float:
+        """Since when nothing shows that it will end. A poison record waits for its turn in a stream that is behind."""
+        return max(self.time_s, self.poison.seen_s if self.poison is not None else 0.0)
 
     def is_ended_by(self, update: Update) -> bool:
         """Whether this update shows that the job goes on."""

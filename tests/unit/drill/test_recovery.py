@@ -92,6 +92,17 @@ def test_a_poison_record_is_recovered_from_when_an_update_counts_it_as_dead() ->
     assert recoveries.report()["recovery_s"] == {"p50": 2.0, "max": 2.0}
 
 
+def test_a_stream_that_is_behind_comes_to_the_poison_in_its_turn() -> None:
+    recoveries = Recoveries()
+    one = recoveries.inject(fault("stream_poison"), 10.0, Poisoned(0, records=1))
+    recoveries.poisoned_at(one, 5)
+    recoveries.feed(dead_in(200.0, 0, 4))  # its batches begin at 0: the stream is not past the record
+    assert one.waiting_since_s == 200.0
+    late = msgspec.structs.replace(dead_in(0, 0, 9).members[0], lo=8, hi=16)
+    recoveries.feed(msgspec.structs.replace(update(300.0), members=(late,)))  # past it, and it is not counted
+    assert one.waiting_since_s == 200.0
+
+
 def test_an_update_may_come_before_kafka_says_where_the_poison_is() -> None:
     recoveries = Recoveries()
     one = recoveries.inject(fault("stream_poison"), 10.0, Poisoned(0, records=1))
