@@ -64,8 +64,8 @@ class Watched(Guard):
         started = time.perf_counter()
         found = super()._is_unusual(gradient, count)
         self.check_s += time.perf_counter() - started
-        if self._norms._values:
-            self.ratios.append(gradient.norm / count / max(median(self._norms._values), 1e-300))
+        if self._canary is not None:
+            self.ratios.append(gradient.norm / count / max(self._norms.usual, 1e-300))
         return found
 
     def _spikes(self, samples: Samples) -> dict[int, str]:

@@ -26,9 +26,14 @@ class Scale:
         """One more batch was learned."""
         self._values.append(value)
 
+    @property
+    def usual(self) -> float:
+        """The median; NaN while nothing is known."""
+        return median(self._values) if self._values else math.nan
+
     def unusual(self, value: float, factor: float) -> bool:
         """More than `factor` times the median; also while nothing is known, as in the first batch of a process."""
-        return not self._values or not value <= factor * median(self._values)
+        return not value <= factor * self.usual
 
 
 def failing(part: Sequence[int], problem_of: Callable[[Sequence[int]], str]) -> dict[int, str]:

@@ -30,6 +30,7 @@ Array = npt.NDArray[Any]
 _CANARY: Final = 16
 _LOOK: Final = 0.3  # a batch is looked into from so much of the factor on: its other samples dilute a bad one
 _REASON: Final = 300
+_TINY: Final = 1e-30
 
 
 class Samples(NamedTuple):
@@ -106,10 +107,19 @@ class Guard:
         return (None, problem) if problem else (gradient, "")
 
     def _is_unusual(self, gradient: Gradient, count: int) -> bool:
+        """Whether to look into a batch that can be computed."""
         look = self._factor * _LOOK
-        return self._factor > 0 and (
-            self._norms.unusual(gradient.norm / count, look) or self._moves.unusual(gradient.moved, look)
-        )
+        if not self._factor:
+            return False
+        if self._canary is None or self._moves.unusual(gradient.moved, look):
+            return True
+        return self._norms.unusual(gradient.norm / count, look) and self._does_harm(gradient, self._canary)
+
+    def _does_harm(self, gradient: Gradient, ordinary: Samples) -> bool:
+        """Whether the step of the whole batch would. Streams change, and late in training most hard batches would not:
+        this asks for three passes of few samples."""
+        before, wrong = self._computer.loss(*ordinary), self._computer.loss(ordinary.x, self._wrong_targets(ordinary.y))
+        return harmful(before, wrong, self._loss_after(gradient, self._norms.usual, ordinary))
 
     def _learned(self, gradient: Gradient, samples: Samples) -> None:
         self._norms.add(gradient.norm / len(samples.x))
@@ -179,6 +189,8 @@ class Guard:
         ordinary, wrong = ordinary.of(kept), wrong.of(kept)
         before, mistaken = self._computer.loss(*ordinary), self._computer.loss(*wrong)
         found, usual_with = {}, dict[bytes, float]()
+        if suspects and self._any_sample_does_harm(wrong, usual, ordinary, before, mistaken):
+            return {}
         for at in suspects:
             one = samples.of([at])
             if (target := one.y.tobytes()) not in usual_with:
@@ -196,6 +208,15 @@ class Guard:
                 )
         rest = [at for at in range(len(samples.x)) if at not in found]
         return {**found, **self._drifts(samples, rest, ordinary, mistaken)}
+
+    def _any_sample_does_harm(
+        self, wrong: Samples, usual: float, ordinary: Samples, before: float, mistaken: float
+    ) -> bool:
+        """Whether ordinary samples with wrong targets would break the model too: then the learning rate is at fault."""
+        norms = self._norms_of(wrong)
+        middle = sorted(range(len(norms)), key=lambda at: norms[at])[len(norms) // 2]
+        gradient, _ = self._try(wrong.of([middle]), apart=True)
+        return gradient is None or harmful(before, mistaken, self._loss_after(gradient, usual, ordinary))
 
     def _drifts(self, samples: Samples, rest: Sequence[int], ordinary: Samples, mistaken: float) -> dict[int, str]:
         """The samples of `rest` that would break the statistics of batch norm, whatever their gradient is."""
@@ -264,10 +285,10 @@ class Guard:
         share = 1.0 if training.reduction == "sum" else 1.0 / (self._config.data.batch_size * self._config.group_size)
         if isinstance(optimizer, AdamConfig):
             # Adam divides by the size of the gradients so far; one number stands for all of them here.
-            rate = optimizer.lr * math.sqrt(gradient.values.size) / usual
+            rate = optimizer.lr * math.sqrt(gradient.values.size) / max(usual, _TINY)
         else:
             rate = optimizer.lr / (1.0 - optimizer.momentum)
         if training.clip_norm is not None:
-            share = min(share, training.clip_norm / gradient.norm)
+            share = min(share, training.clip_norm / max(gradient.norm, _TINY))
         with self._computer.moved_by(gradient, -rate * share):
             return self._computer.loss(*ordinary)

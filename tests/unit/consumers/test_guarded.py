@@ -274,6 +274,13 @@ def test_weights_at_which_every_sample_fails_are_not_the_samples_fault() -> None
         world.compute(points(1)[0] * 100, points(1)[1])
 
 
+def test_a_learning_rate_that_is_too_high_is_not_the_samples_fault() -> None:
+    """Every step breaks the model, and no sample is refused for it."""
+    world = run(Plane(), "training.optimizer={name: sgd, lr: 1.0e+34}")
+    assert world.losses[-1] > 1e30
+    assert world.bad == {}
+
+
 def test_a_batch_of_bad_samples_only_is_empty_where_others_were_learned() -> None:
     world = World(Ids())
     world.update()
