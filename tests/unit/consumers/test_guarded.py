@@ -198,10 +198,10 @@ def test_steady_poison_does_not_become_usual() -> None:
     world, calm = World(Plane()), World(Plane())
     for each in (world, calm):
         each.optimizer.weights[:] = (-0.5, -0.5, 0.5, 0.5, 0, 0)  # what is wrong is wrong for the model too
-    for _ in range(12):
+    for _ in range(5):
         world.update(spoil)
         calm.update()
-    assert {token: set(bad) for token, bad in world.bad.items()} == {token: {3, 11} for token in range(12 * GROUP)}
+    assert {token: set(bad) for token, bad in world.bad.items()} == {token: {3, 11} for token in range(5 * GROUP)}
     assert world.losses[-1] == pytest.approx(calm.losses[-1], rel=0.15)
 
 
