@@ -83,6 +83,14 @@ controller.quorum.request.timeout.ms=1000
 """
 
 
+def numbers(brokers: int) -> dict[str, int]:
+    """The settings that depend on the number of brokers."""
+    session_ms, heartbeat_ms = (3000, 500) if brokers == 1 else (1000, 200)
+    return {
+        "replicas": brokers, "in_sync": max(1, brokers - 1), "session_ms": session_ms, "heartbeat_ms": heartbeat_ms,
+    }  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Seat:
     """A node's place in a cluster.
@@ -223,10 +231,9 @@ class LocalKafka(LocalServer):
         text = _PROPERTIES.format(
             node=node, folder=self._folder,
             voters=",".join(f"{number}@{processes.LOOPBACK}:{port}" for number, port in enumerate(controllers, 1)),
-            replicas=len(controllers), in_sync=max(1, len(controllers) - 1),
-            session_ms=1000 if several else 3000, heartbeat_ms=200 if several else 500,
             listeners=_endpoints(listeners), advertised=_endpoints(advertised),
             protocols=",".join(f"{name}:{protocol}" for name, protocol in protocols.items()),
+            **numbers(len(controllers)),
         )  # fmt: skip
         text += _OF_SEVERAL if several else ""
         # One client each: Kafka's three threads per listener would be many.
