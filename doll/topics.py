@@ -162,7 +162,10 @@ def _check_settings(admin: AdminClient, config: JobConfig, services: Services) -
         ConfigError: they have settings that the job cannot live with.
     """
     wanted = {topic.name: (kind, topic) for kind, topic in zip(KINDS, plan(config), strict=True)}
-    there = {name: topic for name, topic in _metadata(admin, services).topics.items() if name in wanted}
+    metadata = _metadata(admin, services)
+    if not _has_controller(metadata):
+        return []
+    there = {name: topic for name, topic in metadata.topics.items() if name in wanted}
     findings = [
         finding
         for name, found in topic_settings.look(admin, there, _TIMEOUT_S).items()
@@ -214,6 +217,8 @@ def topic_id(config: JobConfig, services: Services, kind: Kind) -> str:
     name = config.topic(kind)
     try:
         admin = _admin(config, services)  # the answer comes only while it lives
+        if not _has_controller(_metadata(admin, services)):
+            return ""
         wanted = TopicCollection([name])
         found = patiently(lambda: admin.describe_topics(wanted, request_timeout=_TIMEOUT_S)[name].result())
         told = str(found.topic_id)
@@ -222,6 +227,11 @@ def topic_id(config: JobConfig, services: Services, kind: Kind) -> str:
             return ""
         raise ServiceUnavailableError(f"Kafka at {services.kafka} does not describe topic {name}: {exc}") from exc
     return "" if told == _NO_ID else told
+
+
+def _has_controller(metadata: Any) -> bool:
+    """Without one (librdkafka's mock names none) nobody answers what is asked of it, and the asker waits in vain."""
+    return metadata.controller_id in metadata.brokers
 
 
 def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int]) -> None:
