@@ -5,7 +5,7 @@
 
 It is `doll up` on a job whose source sends as fast as it is learned, disturbed as on a spot market: every few seconds a
 worker is told to leave or killed and its successor starts; the parameter server and Redis die a few times. Worker 0 is
-left alone: an hour in one process. Every few seconds the resident memory (Pss), open files, threads and processor time
+left alone: an hour in one process. Every few seconds the private memory (USS), open files, threads and processor time
 of each process and the sizes of topics and folders are appended to `soak.csv`; at the end each series gets a verdict
 (`benchmarks/steadiness.py`), and the ledger is audited.
 """
@@ -197,7 +197,7 @@ class Soak(Conductor):
                 self._cpu_s[pid] = (used_s, now)
                 share = (used_s - before[0]) / max(now - before[1], 1e-9)
                 return [
-                    ("memory MB", process.memory_full_info().pss / 1e6), ("files", float(process.num_fds())),
+                    ("memory MB", process.memory_full_info().uss / 1e6), ("files", float(process.num_fds())),
                     ("threads", float(process.num_threads())), ("processor %", 100.0 * share),
                 ]  # fmt: skip
         except psutil.Error:

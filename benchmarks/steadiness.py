@@ -32,6 +32,16 @@ BY_DESIGN: Final[Mapping[tuple[str, str], float]] = {
     ("evaluator", "memory MB"): 300.0,
     ("up", "memory MB"): 300.0,
 }
+# What has a limit of its own and moves below it: Java with 512 MB of heap, and topics, whose retention cuts whole
+# segments off, each of them two or three open files.
+LIMITS: Final[Mapping[tuple[str, str], float]] = {
+    ("kafka", "memory MB"): 700.0,
+    ("kafka", "files"): 250.0,
+    ("topic samples", "size MB"): 250.0,
+    ("topic down", "size MB"): 12.0,
+    ("topic up", "size MB"): 8.0,
+    ("topic metrics", "size MB"): 4.0,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,9 @@ class Row:
     def verdict(self) -> str:
         if self.flat:
             return "flat"
+        limit = LIMITS.get((self.of, self.measure))
+        if limit is not None and max(self.level, self.last) <= limit:
+            return f"limited: below {limit:.0f}"
         allowed = BY_DESIGN.get((self.of, self.measure))
         if allowed is not None and self.bytes_per_update is not None and self.bytes_per_update <= allowed:
             return f"by design: {self.bytes_per_update:.0f} bytes per update"

@@ -44,15 +44,17 @@ def test_verdicts_name_what_is_flat_what_grows_and_what_grows_by_design() -> Non
         ("worker-0", "memory MB"): line(50.0),
         ("up", "memory MB"): line(18.0),  # 10 updates a second: 500 bytes for each
         ("topic updates", "size MB"): line(36.0, noise=0.0),
+        ("kafka", "memory MB"): line(50.0),  # its heap has a limit
         ("ps", "cpu"): line(50.0),  # is shown and not judged
     }
     rows = {row.of: row for row in judge(series, HOUR_S, 10.0)}
     assert {name: row.verdict for name, row in rows.items()} == {
-        "ps": "flat", "worker-0": "GROWS", "up": "GROWS", "topic updates": "by design: 1000 bytes per update",
+        "ps": "flat", "worker-0": "GROWS", "kafka": "limited: below 700", "up": "GROWS",
+        "topic updates": "by design: 1000 bytes per update",
     }  # fmt: skip
     text = markdown(rows.values())
     assert "**GROWS**" in text
-    assert len(text.splitlines()) == 2 + 4
+    assert len(text.splitlines()) == 2 + 5
 
 
 def test_too_little_is_no_slope() -> None:
