@@ -189,7 +189,7 @@ class ProgressModel:
 
     def rate_measured(self) -> float:
         """λ_U in the steady part of the run, updates per second."""
-        return steady_update_rate(self.history.updates.valid("time_s").tolist())
+        return steady_update_rate(self.history.updates.valid("time_s"))
 
     def margin(self) -> Margin:
         """Proposition 1 with the measured service time of a batch."""

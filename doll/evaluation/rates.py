@@ -10,6 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from doll.theory.queueing import harmonic as harmonic
 
 # Start-up that says nothing about the steady state: connections, first weights, cold caches.
@@ -44,7 +47,9 @@ def predicted_lockstep_rate(rates_per_s: Sequence[float], batch_size: int) -> fl
     return min(rates_per_s, default=0.0) / batch_size
 
 
-def steady_update_rate(times_s: Sequence[float], drop_fraction: float = DROP_FRACTION, drop_s: float = DROP_S) -> float:
+def steady_update_rate(
+    times_s: Sequence[float] | npt.NDArray[np.float64], drop_fraction: float = DROP_FRACTION, drop_s: float = DROP_S
+) -> float:
     """Updates per second over the steady part of a run; NaN with fewer than two updates there.
 
     The start is left out: the larger of `drop_fraction` of the run and `drop_s`, but never more than half of the run.
@@ -56,15 +61,16 @@ def steady_update_rate(times_s: Sequence[float], drop_fraction: float = DROP_FRA
     >>> steady_update_rate([0.0, 0.5, 1.0, 1.5, 2.0], drop_s=0.0, drop_fraction=0.0)
     2.0
     """
-    if len(times_s) < 2:
+    # As an array: this is asked for several times a second, and a long run has made 100,000 updates.
+    times = np.asarray(times_s, dtype=np.float64)
+    if len(times) < 2:
         return math.nan
-    first, last = times_s[0], times_s[-1]
-    span = last - first
-    start = first + min(max(drop_fraction * span, drop_s), 0.5 * span)
-    steady = [time for time in times_s if time >= start]
+    span = float(times[-1] - times[0])
+    start = float(times[0]) + min(max(drop_fraction * span, drop_s), 0.5 * span)
+    steady = times[times >= start]
     if len(steady) < 2 or steady[-1] <= steady[0]:
         return math.nan
-    return (len(steady) - 1) / (steady[-1] - steady[0])
+    return float((len(steady) - 1) / (steady[-1] - steady[0]))
 
 
 class Margin(NamedTuple):
