@@ -489,7 +489,7 @@ class Ec2Fleet:
         of_pools = trouble in (Trouble.CAPACITY, Trouble.REFUSED)
         text = f"{_named(order)}: {', '.join(codes)}" + (f" in {', '.join(sorted(pools))}" if of_pools else "")
         if trouble in (Trouble.REFUSED, Trouble.CONFIG):
-            text = f"{chosen.code}: {chosen.says[:_SAYS_CHARS] or 'EC2 says no more'}: {advice(chosen.code)}"
+            text = f"{chosen.code}: {chosen.says[:_SAYS_CHARS] or 'EC2 gives no message'}: {advice(chosen.code)}"
         return LaunchError(text, trouble=trouble, code=chosen.code, pools=pools if of_pools else ())
 
     def _remember(self, key: _OrderKey, choices: list[list[_Override]]) -> None:

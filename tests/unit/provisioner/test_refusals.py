@@ -79,7 +79,7 @@ def test_a_refusal_of_one_market_is_an_alarm_and_the_other_is_used(stack: Stack)
     assert decision.phase == "run"
     (said,) = [alarm for alarm in decision.alarms if SERVICE_LINKED_ROLE in alarm]
     assert "create-service-linked-role --aws-service-name spot.amazonaws.com" in said
-    assert stack.alive("on_demand") >= 1, "it is known that on-demand machines are to be had"
+    assert stack.alive("on_demand") >= 1, "on-demand machines are available"
     stack.rig.market.refusals.clear()
     for _ in range(40):
         decision = stack.turn()
