@@ -209,7 +209,7 @@ def test_instance_types_without_a_price_are_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("p3_trace.csv.gz", gzip.compress(b"0,add,n1\n" * 999, mtime=0)[:-20], "expected a whole .gz file, got one that is cut"),
+        ("p3_trace.csv.gz", gzip.compress(b"0,add,n1\n" * 999, mtime=0)[:-20], "whole .gz file, got one that is cut"),
         ("prices.csv.gz", b"no gzip", "expected a whole .gz file, got: Not a gzipped file"),
         ("prices.csv.gz", gzip.compress(b"x" * 99, mtime=0)[:20] + b"\xff" * 20, "expected a whole .gz file"),
         ("gcloud_a.txt", b"2021-12-10, 13:07:45, 8\xff\n", "expected text in UTF-8, got byte 0xff"),
