@@ -9,9 +9,11 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from doll.evaluation.history import Table
 
+_ROWS = 1_000  # written at a time
 _WHOLE = frozenset({"ps_epoch", "version", "n_samples", "samples_total", "batches", "void"})
 
 
@@ -31,17 +33,21 @@ class CsvFile:
         """
         if changed or self._written < 0:
             beside = self.path.with_suffix(".tmp")
-            beside.write_text(_text([self._table.names]) + self._rows(0), encoding="utf-8")
+            with beside.open("w", encoding="utf-8") as file:
+                file.write(_text([self._table.names]))
+                self._write(file, 0)
             os.replace(beside, self.path)
         elif len(self._table) > self._written:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(self._rows(self._written))
+                self._write(file, self._written)
         self._written = len(self._table)
 
-    def _rows(self, start: int) -> str:
+    def _write(self, file: IO[str], start: int) -> None:
+        """The rows from `start` on, a part at a time: as text all rows of a long run would take 100 MB."""
         names = self._table.names
-        rows = (self._table.row(index) for index in range(start, len(self._table)))
-        return _text([[_cell(name, row[name]) for name in names] for row in rows])
+        for lo in range(start, len(self._table), _ROWS):
+            rows = (self._table.row(index) for index in range(lo, min(lo + _ROWS, len(self._table))))
+            file.write(_text([[_cell(name, row[name]) for name in names] for row in rows]))
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
