@@ -12,11 +12,11 @@ pytestmark = pytest.mark.integration
 
 
 class Writer:
-    """A producer whose records go to partition 0; transactional where it has a name."""
+    """A producer whose records go to partition 0; transactional where it has a name. It compresses as it likes."""
 
-    def __init__(self, job: Any, name: str = "") -> None:
+    def __init__(self, job: Any, name: str = "", codec: str = "gzip") -> None:
         more = {"transactional.id": f"{job.config.job}-{name}"} if name else {}
-        self._producer = Producer(kafka_settings(job.config, job.services, **more))
+        self._producer = Producer(kafka_settings(job.config, job.services, **more, **{"compression.type": codec}))
         self._topic = job.config.topic("samples")
         self.offsets: list[int] = []
         if name:
@@ -39,7 +39,8 @@ class Writer:
 
 def test_only_what_is_committed_is_learned(make_pipeline: Any) -> None:
     job = make_pipeline()
-    plain, kept, dropped = Writer(job), Writer(job, "kept"), Writer(job, "dropped")
+    plain, kept = Writer(job, codec="lz4"), Writer(job, "kept", codec="zstd")
+    dropped = Writer(job, "dropped", codec="snappy")
     for _ in range(2):  # offsets 0 to 5, of three producers in turn
         plain.write(*job.samples(1))
         kept.write(*job.samples(1))

@@ -7,6 +7,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import aiokafka.codec
 import pytest
 import redis
 import redis.connection
@@ -25,6 +26,12 @@ LOCKED = dict(re.findall(r"^([a-z0-9.-]+)==([^ ]+)", (ROOT / "requirements.lock"
 @pytest.mark.parametrize("name", ["aiokafka", "faust-streaming", "mode-streaming"])
 def test_the_workers_shell_is_pinned_exactly(name: str) -> None:
     assert str(DECLARED[name].specifier) == f"=={LOCKED[name]}"
+
+
+def test_workers_read_every_codec_that_a_producer_may_choose() -> None:
+    """Where one is missing, a record of that codec ends its stream's worker, again and again."""
+    found = {name: getattr(aiokafka.codec, f"has_{name}")() for name in ("gzip", "lz4", "snappy", "zstd")}
+    assert all(found.values()), found
 
 
 def test_redis_is_pinned_to_the_minor_version_that_was_tested() -> None:
