@@ -227,7 +227,7 @@ def _with_bytes(config: JobConfig, reader: TopicReader, dead: Dead) -> Replay:
         return Replay(dead, "letter", letter.payload)
     return Replay(
         dead,
-        why_not=f"the samples topic holds it no more, and the letter kept only the first {len(letter.payload)} of "
+        why_not=f"the samples topic no longer holds it, and the letter kept only the first {len(letter.payload)} of "
         f"{letter.payload_bytes} bytes",
     )
 

@@ -215,14 +215,14 @@ def worker(
         bool, typer.Option("--any", help="Where no slot is named: take one that no other worker with --any holds.")
     ] = False,
     from_imds: Annotated[
-        bool, typer.Option("--from-imds", help="Take the slot from this EC2 machine's tags, and heed its spot notices.")
+        bool, typer.Option("--from-imds", help="Take the slot from this EC2 machine's tags, and leave on spot notices.")
     ] = False,
     overrides: SetOption = None,
     run_folder: RunFolderOption = None,
 ) -> None:
     """Be worker n: batch the samples of partition n and compute gradients of granted batches.
 
-    It ends with exit code 0 where the job has ended, it was told to leave or another process has taken its place.
+    It ends with exit code 0 where the job has ended, it got SIGTERM, or another process has taken its place.
 
     With --any workers can be started alike. One more than there are slots waits, and takes over when another ends.
 

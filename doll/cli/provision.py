@@ -27,7 +27,7 @@ DRAIN_TURN_S = 2.0
 DRAIN_MOST_S = 900.0
 
 provision_app = typer.Typer(
-    cls=DollGroup, help="Buy machines for the workers, in time and as cheap as can be.", rich_markup_mode=None
+    cls=DollGroup, help="Buy machines for the workers: meet the deadline at the least cost.", rich_markup_mode=None
 )
 DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Decide and say, but start and end nothing.")]
 

@@ -533,7 +533,7 @@ class SpotCrew:
                 state = "leaves" if one.notice_s is not None else one.state.value
                 state = "works" if state == "running" and one.id in self._decision.ready else state
                 words.append(f"{one.market.replace('_', '-')} #{one.epoch} {state}")
-        return f"{' + '.join(words) or 'none'}{'' if there else ' (no spot to be had)'}"
+        return f"{' + '.join(words) or 'none'}{'' if there else ' (no spot available)'}"
 
     @property
     def _ending(self) -> Any:

@@ -94,7 +94,7 @@ def _slots(axes: Any, market: SpotMarket, machines: Sequence[Machine], opened_s:
     axes.legend(
         handles=[
             Patch(color=_SPOT, label="on spot (x: killed)"), Patch(color=_ON_DEMAND, label="on-demand"),
-            Patch(color=_DRY, label="no spot to be had"),
+            Patch(color=_DRY, label="no spot available"),
         ],
         loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=3, frameon=False,
     )  # fmt: skip

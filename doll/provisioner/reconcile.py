@@ -430,7 +430,7 @@ def reconcile(view: View, memory: Memory, limits: Limits, now_s: float) -> list[
         if isinstance(wish, Wait):
             actions.append(wish)
         elif wish is not None:
-            why = view.reasons[slot] if target == market else f"{market} is not to be had: {target}"
+            why = view.reasons[slot] if target == market else f"{market} is not available: {target}"
             wishes.append((found.rank, slot, target, f"{wish}; {why}", found.falls_back(target)))
     actions += _grant(sorted(wishes), view, memory, now_s)
     return sorted(actions, key=lambda action: not isinstance(action, Terminate))
