@@ -125,10 +125,10 @@ class ValidUpdates:
         durable = self.durable
         self.finished = finished is not None and finished.version == durable.version
         if finished is not None and finished.version > durable.version:
-            self.problems.append(
-                f"the job ended at version {finished.version}, but the newest checkpoint is of version "
-                f"{durable.version}"
-            )
+            there = f"the newest checkpoint is of version {durable.version}"
+            if not durable.ps_epoch:  # servers save version 0 before anything else: these are not the job's
+                there = "no checkpoint was found: name the run's folder (doll audit RUN), or set checkpoint.folder"
+            self.problems.append(f"the job ended at version {finished.version}, but {there}")
         counted = intervals.intersect(self._versions, [(0, durable.version + 1)])
         self.updates = intervals.size(counted)
         self.unsaved = intervals.size(self._versions) - self.updates

@@ -396,6 +396,11 @@ def test_an_epoch_of_a_server_that_lost_the_race_changes_nothing() -> None:
             "the job ended at version 2, but the newest checkpoint is of version 1",
         ),
         (
+            durable(0, 0, 0, 0),
+            [epoch(1), update(1, 1, (0, 0)), Finished(ps_epoch=1, version=1, reason="", time_s=0)],
+            "the job ended at version 1, but no checkpoint was found: name the run's folder (doll audit RUN)",
+        ),
+        (
             durable(1, 1, 11, 0),
             [epoch(1), update(1, 1, *((0, j) for j in range(11)))],
             "reaches offset 109, but the log ends at 100",
