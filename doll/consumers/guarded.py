@@ -50,6 +50,14 @@ class Samples(NamedTuple):
         return Samples(np.concatenate([self.x, other.x]), np.concatenate([self.y, other.y]))
 
 
+class Ordinary(NamedTuple):
+    """Samples that are neither bad nor extreme, the same with wrong targets, and the usual norm of a gradient."""
+
+    samples: Samples
+    mistaken: Samples
+    usual: float
+
+
 class Checked(NamedTuple):
     """The gradient of the samples that are left, None where none is; and why each of the others had to go."""
 
@@ -85,7 +93,7 @@ class Guard:
                 found = self._failing(here, problem)
             elif gradient is not None and self._is_unusual(gradient, len(here.x)):
                 gradient = gradient._replace(values=gradient.values.copy())  # the probes write where it is
-                found = self._spikes(here)
+                found = self._spikes(here) if self._may_do_harm(gradient) else {}
             if not found and gradient is not None:
                 self._learned(gradient, here)
                 return Checked(gradient, bad)
@@ -107,19 +115,22 @@ class Guard:
         return (None, problem) if problem else (gradient, "")
 
     def _is_unusual(self, gradient: Gradient, count: int) -> bool:
-        """Whether to look into a batch that can be computed."""
+        """Whether a batch that can be computed is not like those before it."""
         look = self._factor * _LOOK
-        if not self._factor:
-            return False
-        if self._canary is None or self._moves.unusual(gradient.moved, look):
-            return True
-        return self._norms.unusual(gradient.norm / count, look) and self._does_harm(gradient, self._canary)
+        return bool(self._factor) and (
+            self._moves.unusual(gradient.moved, look) or self._norms.unusual(gradient.norm / count, look)
+        )
 
-    def _does_harm(self, gradient: Gradient, ordinary: Samples) -> bool:
-        """Whether the step of the whole batch would. Streams change, and late in training most hard batches would not:
-        this asks for three passes of few samples."""
-        before, wrong = self._computer.loss(*ordinary), self._computer.loss(ordinary.x, self._wrong_targets(ordinary.y))
-        return harmful(before, wrong, self._loss_after(gradient, self._norms.usual, ordinary))
+    def _may_do_harm(self, gradient: Gradient) -> bool:
+        """Whether the step of an unusual batch would. Streams change, and late in training most hard batches would not:
+        this asks for passes of a few samples, the look for passes of all."""
+        if self._canary is None or self._moves.unusual(gradient.moved, self._factor * _LOOK):
+            return True
+        ordinary = self._ordinary(self._canary)
+        if ordinary is None:
+            return True
+        before, wrong = self._computer.loss(*ordinary.samples), self._computer.loss(*ordinary.mistaken)
+        return harmful(before, wrong, self._loss_after(gradient, self._norms.usual, ordinary.samples))
 
     def _learned(self, gradient: Gradient, samples: Samples) -> None:
         self._norms.add(gradient.norm / len(samples.x))
@@ -177,16 +188,11 @@ class Guard:
     def _spikes(self, samples: Samples) -> dict[int, str]:
         if not self._factor:
             return {}
-        ordinary = samples.few() if self._canary is None else self._canary
-        wrong = Samples(ordinary.x, self._wrong_targets(ordinary.y))
-        own_norms = self._norms_of(ordinary)
-        usual = max(anchor(own_norms), anchor(self._norms_of(wrong)))
-        if not 0 < usual < math.inf:
+        found_ordinary = self._ordinary(samples.few() if self._canary is None else self._canary)
+        if found_ordinary is None:
             return {}
-        limit = self._factor * usual
-        suspects = beyond(range(len(samples.x)), limit, lambda part: self._norm(samples.of(part)))
-        kept = [at for at, norm in enumerate(own_norms) if norm <= limit]
-        ordinary, wrong = ordinary.of(kept), wrong.of(kept)
+        ordinary, wrong, usual = found_ordinary
+        suspects = beyond(range(len(samples.x)), self._factor * usual, lambda part: self._norm(samples.of(part)))
         before, mistaken = self._computer.loss(*ordinary), self._computer.loss(*wrong)
         found, usual_with = {}, dict[bytes, float]()
         if suspects and self._any_sample_does_harm(wrong, usual, ordinary, before, mistaken):
@@ -208,6 +214,21 @@ class Guard:
                 )
         rest = [at for at in range(len(samples.x)) if at not in found]
         return {**found, **self._drifts(samples, rest, ordinary, mistaken)}
+
+    def _ordinary(self, canary: Samples) -> Ordinary | None:
+        """The samples of the canary that say what is usual; None where they do not.
+
+        A bad sample may be among them: while the model happens to get it right it has no gradient, and is learned. With
+        a wrong target its gradient gives it away. It may not vote: its loss would rise with any good step.
+        """
+        mistaken = Samples(canary.x, self._wrong_targets(canary.y))
+        norms, mistaken_norms = self._norms_of(canary), self._norms_of(mistaken)
+        usual = max(anchor(norms), anchor(mistaken_norms))
+        if not 0 < usual < math.inf:
+            return None
+        both = zip(norms, mistaken_norms, strict=True)
+        kept = [at for at, pair in enumerate(both) if max(pair) <= self._factor * usual]
+        return Ordinary(canary.of(kept), mistaken.of(kept), usual) if kept else None
 
     def _any_sample_does_harm(
         self, wrong: Samples, usual: float, ordinary: Samples, before: float, mistaken: float

@@ -205,6 +205,24 @@ def test_steady_poison_does_not_become_usual() -> None:
     assert world.losses[-1] == pytest.approx(calm.losses[-1], rel=0.15)
 
 
+@pytest.mark.parametrize(("optimizer", "size"), [("{name: sgd, lr: 0.1}", 1e3), ("{name: adam, lr: 0.01}", 1e4)])
+def test_poison_that_the_model_gets_right_at_first_does_not_pass_later(optimizer: str, size: float) -> None:
+    """The first sample of a batch is among those that judge the others afterwards. While the model gets a bad one
+    right, it has no gradient and is learned; once it does not, its loss would fall with the step that ruins the model.
+    """
+
+    def spoil(token: int, x: np.ndarray, y: np.ndarray) -> None:
+        x[::16], y[::16] = (size, size), 0
+
+    world, calm = (World(Plane(), f"training.optimizer={optimizer}") for _ in range(2))
+    for _ in range(40):
+        world.update(spoil)
+        calm.update()
+    assert world.bad
+    assert {at for bad in world.bad.values() for at in bad} == {0, 16}
+    assert np.mean(world.losses[-5:]) == pytest.approx(np.mean(calm.losses[-5:]), rel=0.1)
+
+
 def test_a_hard_sample_of_a_model_that_knows_all_the_others_is_learned() -> None:
     """Its gradient is thousands of times as long as that of its batch, and does no harm."""
     world = World(Plane())
