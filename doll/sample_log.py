@@ -8,9 +8,10 @@ that is shorter than what was read of it gives it away.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from doll import topics
 from doll.errors import ConfigError
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
+# A broker that has just become the leader may not know for seconds how far its log is committed.
+_SETTLES_S: Final = 30.0
+_LOOK_AGAIN_S: Final = 0.5
 _TO_DO = (
     "what was not learned before is gone. Begin anew on this topic (doll up --fresh, or doll ps --fresh with an empty "
     "checkpoint.folder), or take another job name; the model is in the checkpoints (doll export)"
@@ -45,36 +49,35 @@ class SampleLog:
 
 
 def describe_samples(
-    config: JobConfig, services: Services, watermarks: Callable[[str, int], tuple[int, int]]
+    config: JobConfig,
+    services: Services,
+    watermarks: Callable[[str, int], tuple[int, int]],
+    counts: Counts | None = None,
 ) -> SampleLog:
     """Ask the broker.
 
     Args:
         watermarks: of a topic and a partition, (low, high).
+        counts: of the checkpoint that the topic must fit.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
+        ConfigError: the topic was deleted and created again, or cut short; says what to do.
     """
-    name = config.topic("samples")
+    name, num = config.topic("samples"), config.data.workers
     topic_id = topics.topic_id(config, services, "samples")
     if not topic_id:
         log.warning(
             "no_topic_id", topic=name, reason="this broker gives topics no id (Kafka before 2.8)",
             hint="a topic that is deleted and created again is noticed only while it is shorter than before",
         )  # fmt: skip
-    bounds = [watermarks(name, partition) for partition in range(config.data.workers)]
+    reach = [0] * num
+    if counts is not None:
+        refuse_other_topic(name, counts.samples_id, topic_id)
+        both = zip(counts.origins, counts.applied, strict=True)
+        reach = [origin + applied * counts.records_per_batch for origin, applied in both]
+    bounds = [reaching(name, partition, reach[partition], watermarks) for partition in range(num)]
     return SampleLog(name, topic_id, tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
-
-
-def refuse_other_samples(counts: Counts, samples: SampleLog) -> None:
-    """Return if the topic can be the one that `counts` is about.
-
-    Raises:
-        ConfigError: it was deleted and created again, or cut short; says what to do.
-    """
-    refuse_other_topic(samples.name, counts.samples_id, samples.topic_id)
-    for partition, (origin, applied, high) in enumerate(zip(counts.origins, counts.applied, samples.high, strict=True)):
-        refuse_beyond_end(samples.name, partition, origin + applied * counts.records_per_batch, high)
 
 
 def refuse_other_topic(name: str, expected: str, came: str) -> None:
@@ -97,14 +100,23 @@ def other_topic(name: str, expected: str, came: str) -> str:
     )
 
 
-def refuse_beyond_end(name: str, partition: int, next_offset: int, high: int) -> None:
-    """Return if the log reaches as far as what is to be read next.
+def reaching(
+    name: str, partition: int, next_offset: int, watermarks: Callable[[str, int], tuple[int, int]]
+) -> tuple[int, int]:
+    """(low, high) of a log that reaches as far as what is to be read next; a new leader is given time to know it.
 
     Raises:
-        ConfigError: it ends before.
+        ServiceUnavailableError: Kafka does not answer.
+        ConfigError: the log ends before, and stays so.
     """
-    if next_offset > high:
-        raise ConfigError(f"{beyond_end(name, partition, next_offset, high)}; {_TO_DO}")
+    deadline_s = time.monotonic() + _SETTLES_S
+    while True:
+        low, high = watermarks(name, partition)
+        if next_offset <= high:
+            return low, high
+        if time.monotonic() > deadline_s:
+            raise ConfigError(f"{beyond_end(name, partition, next_offset, high)}; {_TO_DO}")
+        time.sleep(_LOOK_AGAIN_S)
 
 
 def beyond_end(name: str, partition: int, next_offset: int, high: int) -> str:

@@ -46,6 +46,7 @@ log = get_logger(__name__)
 _TICK_S = 0.1
 _WATERMARKS_EVERY_S = 2.0
 _DEAD_LETTER_BYTES = 65_536  # a dead letter keeps so much of the record; the rest is still at its offset
+_SURE_AFTER_S = 10.0  # for the server to say that deleted records are in the durable model
 _STOP_S = 1.5  # what Faust needs to stop, taken off the time to drain
 
 
@@ -93,6 +94,7 @@ class WorkerShell:
         self._pulse = pulse or Pulse(f"worker-{welcome.worker}")
         self._config = config
         self._worker = welcome.worker
+        self._origin = welcome.origin
         self._task = task
         self._computer = computer
         self._guard = Guard(config, task, computer)
@@ -191,11 +193,15 @@ class WorkerShell:
         """The log does not hold the next record to be read: the offset to go on from, or None where this ends."""
         loop = asyncio.get_running_loop()
         try:
-            low, _ = await loop.run_in_executor(None, self._link.watermarks, self._samples_topic, self._worker)
+            low, high = await loop.run_in_executor(None, self._link.watermarks, self._samples_topic, self._worker)
         except ServiceUnavailableError:
             return offset  # Kafka is away; its client has said so
-        if offset >= low:
-            return offset  # of a log that ends before, `_watch` will tell
+        if offset > high:
+            # The leader has no such offset. One that merely does not know yet that it is committed gives no error.
+            self.exit(ConfigError.exit_code, beyond_end(self._samples_topic, self._worker, offset, high))
+            return None
+        if offset >= low or await self._has_newer_start(offset):
+            return offset
         told = lost_records(self._samples_topic, self._worker, offset, low)
         if self._config.data.on_loss == "stop":
             self._link.lost(offset, low)
@@ -204,6 +210,21 @@ class WorkerShell:
         log.error("records_lost", reason=told, action="going on without them (data.on_loss: skip)")
         self._batcher.lose(offset, low)
         return low
+
+    async def _has_newer_start(self, offset: int) -> bool:
+        """Whether the durable model holds more by now than when this process was welcomed, so that it can start behind
+        `offset`: what its predecessor had sent may have been applied since. Then this process ends, to start there.
+
+        The server is asked, and gets time to answer: whoever deletes what is durable deletes nothing that is needed.
+        """
+        self._do([Send(self._core.join())])
+        records_per_batch = self._config.data.records_per_batch
+        deadline_s = time.monotonic() + _SURE_AFTER_S
+        while not self._exiting and time.monotonic() < deadline_s:
+            if self._origin + self._core.said_durable * records_per_batch > offset:
+                self.exit(1, f"the durable model holds offset {offset} by now: reading again from where it ends")
+            await asyncio.sleep(_TICK_S)
+        return self._exiting
 
     async def _prepare(self) -> None:
         """Decode and announce batches while there is room; read on when few are left."""
@@ -399,7 +420,6 @@ class WorkerShell:
         """Lag, and the watchdog: records are there and none comes, so this process is of no use (reference 1.1)."""
         loop, stall_s = asyncio.get_running_loop(), self._config.worker.stall_s
         mail_at, mail_moved_s = self._mail_next, time.monotonic()
-        cut_short = 0  # times in a row that the log ended before what was read
         empty_until = 0  # the log holds no record from the next one up to here
         while True:
             await asyncio.sleep(_WATERMARKS_EVERY_S)
@@ -414,10 +434,6 @@ class WorkerShell:
             next_offset = self._batcher.next_offset
             unread = max(0, high - max(next_offset, empty_until))
             self._core.lag = unread + len(self._cut) * self._config.data.records_per_batch
-            # Once may be a broker that has just become the leader; a log that stays shorter is another one.
-            cut_short = cut_short + 1 if high < next_offset else 0
-            if cut_short > 1:
-                self.exit(ConfigError.exit_code, beyond_end(self._samples_topic, self._worker, next_offset, high))
             if self._mail_next != mail_at or mail_high <= self._mail_next:
                 mail_at, mail_moved_s = self._mail_next, now
             waiting = not self._core.has_room or self._core.draining

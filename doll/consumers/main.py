@@ -18,13 +18,13 @@ from doll.consumers.faust_app import WorkerShell, run_shell
 from doll.consumers.gradient import GradientComputer
 from doll.consumers.link import JobEndedError, WorkerLink
 from doll.consumers.notice import watching
-from doll.errors import ConfigError, DataLossError, FencedError
+from doll.errors import ConfigError, FencedError
 from doll.fingerprint import difference
 from doll.health import Pulse, pulse_of
 from doll.memory import keep_freed_memory
 from doll.model import build, fingerprint
 from doll.ps.stores import open_blobs
-from doll.sample_log import lost_records, refuse_beyond_end, refuse_other_topic
+from doll.sample_log import reaching, refuse_other_topic
 from doll.services import Services, require
 from doll.task import load_task
 from doll.telemetry import get_logger
@@ -33,7 +33,6 @@ log = get_logger(__name__)
 
 INSTANCE_ENV: Final = "DOLL_INSTANCE"
 INCARNATION_ENV: Final = "DOLL_INCARNATION"
-_SAY_S: Final = 5.0
 BOOT_ENV: Final = "DOLL_BOOT_S"
 
 
@@ -51,7 +50,6 @@ def run_worker(
 
     Raises:
         DollError: services are not there, the task does not load, or the parameter server runs another job file.
-        DataLossError: records that were not learned yet are gone from Kafka, and `data.on_loss` is `stop`.
     """
     departure = departure or Departure()
     with pulse_of(f"worker-{worker}", config) as pulse, watching(config, departure):
@@ -98,12 +96,7 @@ def _run(
     samples = config.topic("samples")
     if welcome.samples_id:
         refuse_other_topic(samples, welcome.samples_id, topics.topic_id(config, services, "samples"))
-    low, high = link.watermarks(samples, worker)
-    refuse_beyond_end(samples, worker, start, high)
-    if start < low and config.data.on_loss == "stop":  # else its first fetch finds it
-        link.lost(start, low)
-        link.flush(_SAY_S)
-        raise DataLossError(lost_records(samples, worker, start, low))
+    reaching(samples, worker, start, link.watermarks)  # where the log begins behind it, the first fetch finds it
     log.info("joined", worker=worker, epoch=welcome.epoch, from_offset=start)
     blobs = open_blobs(config, services, give_up=departure)
     shell = WorkerShell(

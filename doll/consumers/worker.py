@@ -137,6 +137,11 @@ class WorkerCore:
         return len(self._batches)
 
     @property
+    def said_durable(self) -> int:
+        """Batches below this one are in the durable model, as the server has said last."""
+        return self._said_durable
+
+    @property
     def next_token(self) -> int:
         """The batch that comes next out of the stream."""
         return self._durable + len(self._batches)

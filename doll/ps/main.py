@@ -26,7 +26,7 @@ from doll.ps.standby import Lookout, wait_for_lease
 from doll.ps.start import Start, make_engine
 from doll.ps.stores import checkpoint_place, open_blobs, open_store
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, decode
-from doll.sample_log import describe_samples, refuse_other_samples
+from doll.sample_log import describe_samples
 from doll.services import Services, require
 from doll.task import load_task
 from doll.telemetry import get_logger
@@ -231,9 +231,9 @@ def _start(
         ConfigError: the samples topic is not the one that the checkpoint is about.
     """
     now = time.monotonic()
-    samples = describe_samples(config, services, link.watermarks)
+    counts = None if checkpoint is None else counts_of(config, checkpoint)
+    samples = describe_samples(config, services, link.watermarks, counts)
     if checkpoint is not None:
-        refuse_other_samples(counts_of(config, checkpoint), samples)
         log.info("resumed", version=checkpoint.version, from_ps_epoch=checkpoint.ps_epoch)
         return Start.resume(ps_epoch, now, checkpoint, samples.topic_id)
     origins = samples.low if config.data.start == "earliest" else samples.high
