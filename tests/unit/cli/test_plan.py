@@ -65,11 +65,11 @@ def test_infeasible_deadline_exits_3_and_says_what_would_do() -> None:
 
 
 def test_infeasible_budget_names_a_deadline_that_would_do() -> None:
-    code, found = run_json(*PAPER, "--deadline", "6720", "--budget", "24")
+    code, found = run_json(*PAPER, "--deadline", "6720", "--budget", "22")
     assert code == 3
     assert found["binding"] == "budget"
     later = found["nearest"]["deadline_s"]  # type: ignore[index]
-    code, found = run_json(*PAPER, "--deadline", str(later), "--budget", "24")
+    code, found = run_json(*PAPER, "--deadline", str(later), "--budget", "22")
     assert code == 0
 
 
