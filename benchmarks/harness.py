@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from typing import Any
 import psutil
 from doll import config as jobfile
 from doll import packing, topics
+from doll.admission import ABOVE_ENV
+from doll.admission import read as earlier_runs
 from doll.config import JobConfig
 from doll.evaluation.kafka_tail import Tail
 from doll.local import processes
@@ -97,8 +99,9 @@ class Bench:
 
     # --- roles
 
-    def start(self, name: str, target: str, args: Sequence[Any]) -> Role:
-        log_path, env = self.folder / "logs" / f"{name}.log", {BLOBS_ENV: self.stack.services.blobs}
+    def start(self, name: str, target: str, args: Sequence[Any], env: Mapping[str, str] | None = None) -> Role:
+        log_path = self.folder / "logs" / f"{name}.log"
+        env = {BLOBS_ENV: self.stack.services.blobs, **(env or {})}
         role = self.forks.start_role(target, args, log_path=log_path, name=name, env=env)
         self._names[role.pid] = name.split("-")[0]
         return role
@@ -201,10 +204,12 @@ class Bench:
         run.mkdir()
         args = self._write_job(config, run)
         roles = []
+        fresh = {ABOVE_ENV: str(earlier_runs(config, self.stack.services).newest_epoch)}
         with Tail(config, self.stack.services, (config.topic("updates"),)) as tail:
-            roles.append(self.start("ps", "doll.cli.roles:ps_role", args))
+            roles.append(self.start("ps", "doll.cli.roles:ps_role", args, fresh))
             roles += [
-                self.start(f"worker-{n}", "doll.cli.roles:worker_role", [*args, n]) for n in range(config.data.workers)
+                self.start(f"worker-{n}", "doll.cli.roles:worker_role", [*args, n], fresh)
+                for n in range(config.data.workers)
             ]
             try:
                 if produce:
