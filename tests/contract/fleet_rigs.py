@@ -362,7 +362,9 @@ def compose() -> Iterator[Rig]:
 
 @contextmanager
 def processes() -> Iterator[Rig]:
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+    # A role that is killed with its fork server may still write a file while the folder is removed.
+    made = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with pytest.MonkeyPatch.context() as patch, made as folder:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "unit" / "local"))
         with ForkServer(Path(folder) / "forkserver.log", preload=["json"]) as forks:
             yield ProcessRig(forks, Path(folder))
