@@ -16,9 +16,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from doll.provisioner.recordings import load
-from doll.provisioner.rivals import MarketPolicy, rivals
-from doll.provisioner.traces import TraceSet
+from doll.provisioner.planning.baselines import MarketPolicy, rivals
+from doll.provisioner.traces.model import TraceSet
+from doll.provisioner.traces.recordings import load
 from doll.simulation.adaptive import ADAPTIVE, LIVE, planners
 from doll.simulation.backtest import BacktestSettings, Row, windows_of
 from doll.simulation.parallel import backtest_on

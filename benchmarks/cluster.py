@@ -22,19 +22,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from doll.cli.runfolder import RunFolder
-from doll.cli.up import run_up
 from doll.config import JobConfig
 from doll.local.kafka_cluster import KafkaCluster
 from doll.records import AnyRecord, Update
+from doll.run.folder import RunFolder
+from doll.run.job import run_up
 from doll.services import Services, kafka_settings
 
 from benchmarks.harness import job
 
 if TYPE_CHECKING:
-    from doll.cli.live import View
     from doll.local.stack import Stack
     from doll.local.supervisor import Supervisor
+    from doll.monitor.display import View
 
 BROKERS: Final = 3
 BAR_S: Final = 5.0

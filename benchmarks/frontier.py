@@ -19,9 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from doll.provisioner.recordings import load
-from doll.provisioner.rivals import MarketPolicy, rivals
-from doll.provisioner.traces import TraceSet
+from doll.provisioner.planning.baselines import MarketPolicy, rivals
+from doll.provisioner.traces.model import TraceSet
+from doll.provisioner.traces.recordings import load
 from doll.simulation.adaptive import LIVE, Adaptive
 from doll.simulation.backtest import BacktestSettings, Row, cells, windows_of
 from doll.simulation.parallel import backtest_on

@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 import torch
 from doll.config import JobConfig, load
+from doll.consumers.bisection import anchor
 from doll.consumers.decoding import decode_records
 from doll.consumers.gradient import Gradient, GradientComputer
-from doll.consumers.guard import anchor
-from doll.consumers.guarded import Guard, Samples
+from doll.consumers.guard import Guard, Samples
 from doll.model import build
 from doll.producers.sources import open_streams
-from doll.ps.optim import Optimizer
+from doll.ps.optimizer import Optimizer
 from doll.task import load_task
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

@@ -18,15 +18,16 @@ from typing import Any
 
 import psutil
 from doll import config as jobfile
-from doll import packing, topics
-from doll.admission import ABOVE_ENV
-from doll.admission import read as earlier_runs
+from doll import packing
 from doll.config import JobConfig
-from doll.evaluation.kafka_tail import Tail
+from doll.kafka import topics
+from doll.kafka.tail import Tail
+from doll.ledger.admission import ABOVE_ENV
+from doll.ledger.admission import read as earlier_runs
 from doll.local import processes
-from doll.local.roles import ForkServer, Role
+from doll.local.forks import ForkServer, Role
 from doll.local.stack import Stack, local_stack
-from doll.producers.kafka import SampleSender
+from doll.producers.sender import SampleSender
 from doll.records import Finished, Update
 from doll.services import BLOBS_ENV
 
@@ -206,15 +207,15 @@ class Bench:
         roles = []
         fresh = {ABOVE_ENV: str(earlier_runs(config, self.stack.services).newest_epoch)}
         with Tail(config, self.stack.services, (config.topic("updates"),)) as tail:
-            roles.append(self.start("ps", "doll.cli.roles:ps_role", args, fresh))
+            roles.append(self.start("ps", "doll.run.roles:ps_role", args, fresh))
             roles += [
-                self.start(f"worker-{n}", "doll.cli.roles:worker_role", [*args, n], fresh)
+                self.start(f"worker-{n}", "doll.run.roles:worker_role", [*args, n], fresh)
                 for n in range(config.data.workers)
             ]
             try:
                 if produce:
                     time.sleep(3.0)  # as `doll up`, which waits until the workers are there
-                    roles.append(self.start("producer", "doll.cli.roles:producer_role", args))
+                    roles.append(self.start("producer", "doll.run.roles:producer_role", args))
                 updates, usage = self._collect(tail, config, roles, warm_s)
                 for role in roles:
                     if role.name != "producer":
@@ -260,7 +261,7 @@ class Bench:
         out, args = self.out("intake"), self._write_job(config, run)
         specs: list[tuple[str, str, Sequence[Any]]] = [
             ("confirm", "benchmarks.intake:confirm_all", [*args[:3], out, batches]),
-            ("worker-0", "doll.cli.roles:worker_role", [*args, 0]),
+            ("worker-0", "doll.run.roles:worker_role", [*args, 0]),
         ]
         if produce:
             specs.append(("producer-0", "benchmarks.intake:produce_later", [*args, 4.0]))

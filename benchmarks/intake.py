@@ -12,10 +12,10 @@ from pathlib import Path
 
 def confirm_all(job_path: str, kafka: str, redis: str, out: str, batches: int) -> None:
     """Welcome worker 0, confirm `batches` batches, write [monotonic time, batches so far] pairs to `out`, say Stop."""
-    from doll import topics
     from doll.config import load
+    from doll.kafka import topics
     from doll.model import build, fingerprint
-    from doll.ps.kafka_link import KafkaLink
+    from doll.ps.kafka_channel import KafkaLink
     from doll.records import Announce, Durable, Join, Stop, Welcome, decode
     from doll.services import Services
     from doll.task import load_task
@@ -50,7 +50,7 @@ def confirm_all(job_path: str, kafka: str, redis: str, out: str, batches: int) -
 
 def produce_later(job_path: str, kafka: str, redis: str, run_folder: str, wait_s: float) -> int:
     """The job's own producer, once the worker had time to join."""
-    from doll.cli.roles import producer_role
+    from doll.run.roles import producer_role
 
     time.sleep(wait_s)
     return producer_role(job_path, kafka, redis, run_folder)

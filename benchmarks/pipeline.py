@@ -20,7 +20,7 @@ from typing import Any
 
 from doll.config import JobConfig
 from doll.errors import DollError
-from doll.evaluation.rates import predicted_update_rate, steady_update_rate
+from doll.monitor.rates import predicted_update_rate, steady_update_rate
 from doll.records import Update
 
 from benchmarks.harness import Bench, Learned, Usage, idle_share, image_records, job

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from doll.config import DollPolicyConfig
-from doll.simulation.preemption import Markov
+from doll.provisioner.traces.availability import Markov
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 from doll.theory.cost import Prices
@@ -100,7 +100,7 @@ def plan() -> list[dict[str, object]]:
 def backtest() -> list[dict[str, object]]:
     """On two cores: half of the processor time of both, which is the time that it takes when the machine is idle."""
     from doll.cli.backtest import policies
-    from doll.provisioner.recordings import load
+    from doll.provisioner.traces.recordings import load
     from doll.simulation.backtest import BacktestSettings
     from doll.simulation.backtest_report import verdict
     from doll.simulation.parallel import backtest_on

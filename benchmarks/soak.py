@@ -26,22 +26,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import psutil
-from doll.cli.runfolder import RunFolder
-from doll.cli.up import run_up
 from doll.config import JobConfig
 from doll.drill.conductor import Conductor
 from doll.drill.plan import KINDS, Fault, Target
-from doll.drill.wires import Wires
+from doll.drill.routes import Wires
 from doll.records import AnyRecord, Metric, Update
+from doll.run.folder import RunFolder
+from doll.run.job import run_up
 
 from benchmarks import steadiness
 from benchmarks.harness import job
 from benchmarks.steadiness import WARM_UP, Point, Row
 
 if TYPE_CHECKING:
-    from doll.cli.live import View
     from doll.local.stack import Stack
     from doll.local.supervisor import Supervisor
+    from doll.monitor.display import View
 
 WORKERS: Final = 3
 COLUMNS: Final = ("time_s", "of", "measure", "life", "value")

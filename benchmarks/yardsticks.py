@@ -119,7 +119,7 @@ def redis_worker(small: bool, redis_url: str, rank: int, group_size: int) -> Non
 
 def _task_model_pool(small: bool, rank: int, tuned: bool = True) -> tuple[Any, Any, list[Any]]:
     import torch
-    from doll.memory import keep_freed_memory
+    from doll.process.memory import keep_freed_memory
     from doll.tasks.emnist import Emnist
 
     if tuned:

@@ -182,7 +182,7 @@ class Epoch(Record, frozen=True, omit_defaults=True):
     origins: tuple[int, ...]  # per partition
     records_per_batch: int
     time_s: float
-    generation: int = 0  # ps_epoch of the generation's first server; 0: the first on these topics (`doll.lineage`)
+    generation: int = 0  # ps_epoch of the generation's first server; 0: the first (`doll.ledger.generations`)
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -267,7 +267,7 @@ class Decision(Record, frozen=True):
     time_s: float
     started_s: float  # when the job's clock began
     phase: str  # "run", "done", "drain", "budget" (spent) or "stopped"
-    binding: str  # what decides, see `doll.provisioner.planner.Plan.binding`, or "budget"
+    binding: str  # what decides, see `doll.provisioner.planning.planner.Plan.binding`, or "budget"
     feasible: bool  # the deadline can still be met
     markets: tuple[str, ...] = ()  # wanted, per slot: "spot", "on_demand" or "" for no machine
     reasons: tuple[str, ...] = ()  # each once

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 from doll import telemetry
 from doll.errors import BlobError, CheckpointError, FencedError
-from doll.ps.blobs import MAX_BLOB_BYTES, Blobs, Buffer
-from doll.ps.checkpoints import (
+from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer
+from doll.storage.checkpoints import (
     Checkpoint,
     CheckpointStore,
     DamagedError,

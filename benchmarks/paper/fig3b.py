@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.config import AdamConfig, DollPolicyConfig, OptimizerConfig, SgdConfig
-from doll.simulation.preemption import Markov
+from doll.provisioner.traces.availability import Markov
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from doll.config import DollPolicyConfig
-from doll.simulation.preemption import Markov
+from doll.provisioner.traces.availability import Markov
 from doll.simulation.report import formula_rate
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System

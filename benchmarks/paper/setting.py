@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from doll.provisioner.rivals import ON_DEMAND, SPOT, Choices, Job, Moment
-from doll.provisioner.state import PlannerSettings
+from doll.provisioner.planning.baselines import ON_DEMAND, SPOT, Choices, Job, Moment
+from doll.provisioner.planning.state import PlannerSettings
+from doll.provisioner.traces.windows import Windows
 from doll.simulation.adaptive import Adaptive
 from doll.simulation.backtest import Outcome, replay
-from doll.simulation.windows import Windows
 from doll.theory.cost import Prices, on_demand_runtime_s, work_samples
 from doll.theory.planning import best_assignment
 from doll.theory.preemption import step_probabilities

@@ -351,8 +351,8 @@ def inspect(outputs: dict[str, Any], state: Path, folder: Path) -> None:
 
     # 3. doll takes the settings, and its EC2 fleet launches from the template and hands the machine back.
     from doll.config import Ec2FleetConfig, parse
-    from doll.provisioner import ec2_fleet
-    from doll.provisioner.fleet import Order
+    from doll.provisioner.fleets.ec2 import fleet as ec2_fleet
+    from doll.provisioner.fleets.port import Order
 
     overrides = [f"{key}={value}" for key, value in outputs["settings"].items()]
     job = parse("job: local\ntask: {class: 'doll.tasks.synthetic:Gaussian'}", overrides, base_folder=folder)

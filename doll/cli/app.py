@@ -35,7 +35,7 @@ from doll.cli.simulate import simulate
 from doll.cli.spot import spot
 
 if TYPE_CHECKING:
-    from doll.cli.runfolder import Target
+    from doll.run.folder import Target
     from doll.services import Services
 
 # A paragraph that begins with \b is printed as it stands.
@@ -101,7 +101,7 @@ def up(
 
     Example: doll up digits --set stop.updates=100
     """
-    from doll.cli.up import run_up
+    from doll.run.job import run_up
 
     config = target(job, job_option, overrides).config
     raise typer.Exit(run_up(config, runs_folder, as_json=as_json, fresh=fresh))
@@ -131,7 +131,7 @@ def drill(
 
     Example: doll drill digits --faults 200 --seed 7
     """
-    from doll.cli.drill import run_drill
+    from doll.drill.main import run_drill
 
     config = target(job, job_option, overrides).config
     raise typer.Exit(
@@ -161,7 +161,7 @@ def resume(
 
     Example: doll resume runs/digits-20260101-120000 --set stop.updates=2000
     """
-    from doll.cli.resume import run_resume
+    from doll.run.resume import run_resume
 
     raise typer.Exit(run_resume(run, overrides or [], as_json=as_json))
 
@@ -235,10 +235,10 @@ def worker(
         number = slot_of_this_machine(number)
     if number is not None and number >= at.config.data.workers:
         raise usage(f"--worker: expected 0 .. {at.config.data.workers - 1} (data.workers), got {number}")
-    from doll import topics
+    from doll.kafka import topics
 
     if number is None and any_slot:
-        from doll.cli.anyslot import run_any_worker
+        from doll.consumers.any_slot import run_any_worker
 
         services = _ready(at, "worker")
         topics.check(at.config, services)
@@ -276,11 +276,11 @@ def ps(
     Example: doll ps --job my.yaml --run-folder /var/lib/doll/my
     """
     at = target(job, job_option, overrides, run_folder)
-    from doll import topics
+    from doll.kafka import topics
 
     services = _ready(at, "ps")
     topics.ensure(at.config, services)
-    from doll.admission import ANY_EPOCH
+    from doll.ledger.admission import ANY_EPOCH
     from doll.ps.standby import Lookout
 
     with Lookout(at.config, services) if not (standby or takeover) else contextlib.nullcontext() as lookout:
@@ -303,8 +303,8 @@ def evaluate(
     Example: doll evaluate --job my.yaml
     """
     at = target(job, job_option, overrides, run_folder)
-    from doll import topics
     from doll.evaluation.main import run_evaluator
+    from doll.kafka import topics
 
     services = _ready(at, "evaluator")
     topics.check(at.config, services)
@@ -383,7 +383,7 @@ def export(
     Example: doll export runs/digits-20260101-120000 --out model
     """
     at = target(job, job_option, overrides, run_folder)
-    from doll.cli.export import export_model
+    from doll.run.export import export_model
 
     folder = out or at.run.model
     about = export_model(at.config, at.run.path, folder)
@@ -427,7 +427,7 @@ def config_check(
 
     Example: doll config check my.yaml
     """
-    from doll.cli.taskcheck import check_files, check_task
+    from doll.run.preflight import check_files, check_task
 
     config = target(job, job_option, overrides).config
     check_files(config)
@@ -460,7 +460,7 @@ def slot_of_this_machine(number: int | None) -> int:
     """
     import os
 
-    from doll.consumers.notice import Imds, take_identity
+    from doll.consumers.spot_notices import Imds, take_identity
     from doll.errors import ConfigError
 
     if number is not None:

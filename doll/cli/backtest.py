@@ -15,9 +15,9 @@ from doll.cli.errors import usage
 from doll.cli.options import BootOption, JsonOption, SeedOption, WorkersOption, emit
 
 if TYPE_CHECKING:
-    from doll.provisioner.recordings import LeftOut
-    from doll.provisioner.rivals import MarketPolicy
-    from doll.provisioner.traces import TraceSet
+    from doll.provisioner.planning.baselines import MarketPolicy
+    from doll.provisioner.traces.model import TraceSet
+    from doll.provisioner.traces.recordings import LeftOut
     from doll.simulation.backtest import BacktestSettings, Row
 
 
@@ -73,8 +73,8 @@ def backtest(
 
     Example: doll backtest my-traces --out backtest
     """
-    from doll.provisioner.recordings import LeftOut, nothing_in, survey, told
-    from doll.provisioner.traces import write_folder
+    from doll.provisioner.traces.model import write_folder
+    from doll.provisioner.traces.recordings import LeftOut, nothing_in, survey, told
     from doll.simulation.backtest import BacktestSettings, too_short
 
     found = survey(folder)
@@ -143,7 +143,7 @@ def _plain(left_out: Sequence[LeftOut]) -> list[dict[str, str]]:
 
 def policies() -> list[MarketPolicy]:
     """The planner in its three forms, and everything that it is held against."""
-    from doll.provisioner.rivals import rivals
+    from doll.provisioner.planning.baselines import rivals
     from doll.simulation.adaptive import planners
 
     return [*rivals(), *planners()]

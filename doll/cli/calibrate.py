@@ -11,7 +11,7 @@ from doll.cli.options import JsonOption, emit
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
-    from doll.evaluation.calibration import Calibration, Measure
+    from doll.monitor.calibration import Calibration, Measure
 
 
 def calibrate(
@@ -58,10 +58,10 @@ def calibrate_run(folder: Path, measure: Measure | None, target_error: float | N
     """
     import numpy as np
 
-    from doll.cli.runfolder import open_target
     from doll.errors import ConfigError
-    from doll.evaluation.calibration import calibrate as estimate
-    from doll.evaluation.csvfile import read_rows
+    from doll.monitor.calibration import calibrate as estimate
+    from doll.monitor.csv_file import read_rows
+    from doll.run.folder import open_target
 
     config = open_target(folder, []).config
     try:
@@ -132,8 +132,8 @@ def text(found: Calibration, folder: Path) -> str:
 
 def _newest(job: Path, runs_folder: Path) -> Path:
     """The newest run of the job file."""
-    from doll.cli.runfolder import open_target
     from doll.errors import ConfigError
+    from doll.run.folder import open_target
 
     name = open_target(job, []).config.job
     found = [path.parent for path in runs_folder.glob(f"{name}-*/updates.csv")]

@@ -11,7 +11,7 @@ from doll.cli.errors import DollGroup, usage
 from doll.cli.options import JobOption, JsonOption, RunFolderOption, SetOption, TargetArgument, emit, target
 
 if TYPE_CHECKING:
-    from doll.dead import Dead, Replay
+    from doll.ledger.dead_letters import Dead, Replay
 
 dead_app = typer.Typer(
     cls=DollGroup, help="Look at dead letters, and replay them.", no_args_is_help=True, rich_markup_mode=None
@@ -86,9 +86,9 @@ def replay(
 
     Example: doll dead replay my.yaml --reason JSONDecodeError --dry-run
     """
-    from doll import dead as dead_letters
-    from doll.ps.stores import open_store
+    from doll.ledger import dead_letters
     from doll.services import require
+    from doll.storage.stores import open_store
 
     found_at = target(job, job_option, overrides, run_folder)
     services = found_at.services()
@@ -103,9 +103,9 @@ _NONE = "no dead records"
 
 
 def _dead(job: Any, job_option: Any, overrides: Any, run_folder: Any, reason: str, at: list[str] | None) -> list[Dead]:
-    from doll.dead import dead_records
-    from doll.ps.stores import open_store
+    from doll.ledger.dead_letters import dead_records
     from doll.services import require
+    from doll.storage.stores import open_store
 
     found = target(job, job_option, overrides, run_folder)
     services = found.services()

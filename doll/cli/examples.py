@@ -40,8 +40,8 @@ class Example(NamedTuple):
 
     def lacks_data(self) -> bool:
         """Whether it names files that do not ship with DOLL and are not there."""
-        from doll.cli.taskcheck import check_files
         from doll.config import load
+        from doll.run.preflight import check_files
 
         try:
             check_files(load(self.files[0]))

@@ -6,11 +6,11 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from doll.cli.runfolder import Target, read_json
 from doll.errors import ConfigError, ServiceUnavailableError
+from doll.run.folder import Target, read_json
 
 if TYPE_CHECKING:
-    from doll.ledger_report import LedgerReport
+    from doll.ledger.report import LedgerReport
     from doll.records import AnyRecord
     from doll.services import Services
 
@@ -36,8 +36,8 @@ def audit_target(target: Target) -> LedgerReport:
         ServiceUnavailableError: its broker is not there; for a run that has ended, the message names its report.
         CheckpointError: the checkpoint cannot be read.
     """
-    from doll.audit import audit
-    from doll.ps.stores import open_store
+    from doll.ledger.audit import audit
+    from doll.storage.stores import open_store
 
     services = _reach(target)
     return audit(target.config, services, open_store(target.config, target.run.path))
@@ -50,7 +50,7 @@ def topics_of(target: Target, *, create: bool) -> Found:
         ConfigError: a topic has another number of partitions than the job.
         ServiceUnavailableError: the broker is not there.
     """
-    from doll import topics
+    from doll.kafka import topics
 
     services = _reach(target)
     warnings = topics.ensure(target.config, services) if create else []
@@ -79,18 +79,18 @@ def status_of(target: Target) -> Found:
     """
     if target.given_run and target.run.report.exists():
         report = read_json(target.run.report)
-        from doll.cli.report import summary
+        from doll.monitor.run_report import summary
 
         try:
             return Found(report, summary(report))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise ConfigError(f"{target.run.report}: expected a report of this release ({why})") from error
-    from doll.cli.live import clock, one_line, worker_table
-    from doll.cli.progress import ProgressModel
-    from doll.evaluation.heartbeat import Heartbeats
-    from doll.evaluation.kafka_tail import Tail
-    from doll.ledger_report import named
+    from doll.kafka.tail import Tail
+    from doll.ledger.report import named
+    from doll.monitor.display import clock, one_line, worker_table
+    from doll.monitor.heartbeats import Heartbeats
+    from doll.monitor.progress import ProgressModel
 
     services = _reach(target)
     config = target.config
@@ -121,10 +121,10 @@ def status_of(target: Target) -> Found:
 
 def _of_this_run(target: Target, found: list[AnyRecord]) -> list[AnyRecord]:
     """Records of `updates` and `metrics`; of a run's folder, without those of later runs on the same topics."""
-    from doll.audit import counts_of
-    from doll.lineage import OfGeneration
-    from doll.ps.stores import open_store
+    from doll.ledger.audit import counts_of
+    from doll.ledger.generations import OfGeneration
     from doll.records import Epoch, Finished, Metric, Update
+    from doll.storage.stores import open_store
 
     checkpoint = open_store(target.config, target.run.path).load_newest(None) if target.given_run else None
     if checkpoint is None:

@@ -14,7 +14,7 @@ from doll.cli.durations import METAVAR, seconds
 from doll.cli.errors import usage
 
 if TYPE_CHECKING:
-    from doll.cli.runfolder import Target
+    from doll.run.folder import Target
 
 JOB_ENV: Final = "DOLL_JOB"  # for containers, whose commands are all about one job
 
@@ -109,7 +109,7 @@ def target(
         BadParameter: none is named, or two are.
         ConfigError: it cannot be used.
     """
-    from doll.cli.runfolder import open_target
+    from doll.run.folder import open_target
 
     if argument is not None and option is not None and argument != option:
         raise usage(f"expected one job, got {argument} and --job {option}")
@@ -138,7 +138,7 @@ def rates(given: list[str] | None) -> list[float] | None:
 def emit(as_json: bool, content: Any, text: str) -> None:
     """Print `content` as JSON, or `text`, to standard output."""
     if as_json:
-        from doll.evaluation.history import plain
+        from doll.monitor.history import plain
 
         text = json.dumps(plain(content), indent=2, ensure_ascii=False)
     sys.stdout.write(text.rstrip("\n") + "\n")

@@ -31,7 +31,7 @@ from doll.cli.options import (
 
 if TYPE_CHECKING:
     from doll.config import JobConfig, PlanConfig
-    from doll.provisioner.outlook import Outlook, Question
+    from doll.provisioner.planning.assessment import Outlook, Question
 
 HOW_TO_MEASURE = (
     "J, the number of updates that meets the error target, is not known. Measure it with a pilot run:\n"
@@ -73,7 +73,7 @@ def plan(
     --spot-price 0.158 --on-demand-price 0.286
     """
     from doll.config import PlanConfig
-    from doll.provisioner.outlook import look_ahead
+    from doll.provisioner.planning.assessment import look_ahead
 
     config = target(job, job_option, overrides).config if job is not None or job_option is not None else None
     if config is None and overrides:
@@ -101,7 +101,7 @@ def plan(
     question, notes = ask(config, section, _rates(config, workers, rates(rate)), group_size, batch_size)
     outlook = look_ahead(question)
     if plot is not None:
-        from doll.cli.planplot import draw
+        from doll.monitor.plan_plot import draw
 
         draw(outlook, plot)
         notes.append(f"plot: {plot}")
@@ -119,7 +119,7 @@ def ask(
         ConfigError: a value is missing; the message names its option and its key.
     """
     from doll.errors import ConfigError
-    from doll.provisioner.outlook import Question
+    from doll.provisioner.planning.assessment import Question
     from doll.theory.cost import Prices
 
     notes: list[str] = []
@@ -304,7 +304,7 @@ def _chance(probability: float) -> str:
 
 def _which(outlook: Outlook) -> list[str]:
     """Streams by market with the reason, as ranges."""
-    from doll.provisioner.planner import slot_ranges
+    from doll.provisioner.planning.planner import slot_ranges
 
     lines = []
     reasons = outlook.reasons()

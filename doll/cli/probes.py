@@ -25,7 +25,7 @@ def health(
     """
     import http.client
 
-    from doll.health import HOST, PORT_ENV
+    from doll.process.health import HOST, PORT_ENV
 
     given = port if port is not None else os.environ.get(PORT_ENV, "")
     if not str(given).isdecimal() or not 0 < int(given) < 65_536:
@@ -54,13 +54,14 @@ def prometheus(job: JobArgument = None, job_option: JobOption = None, overrides:
     Example: doll prometheus my.yaml
     """
     at = target(job, job_option, overrides)
-    from doll import telemetry, topics
+    from doll import telemetry
+    from doll.kafka import topics
     from doll.services import require
 
     telemetry.configure(process="prometheus")
     services = at.services()
     require(at.config, services)
     topics.check(at.config, services)
-    from doll.evaluation.prometheus import serve_metrics
+    from doll.monitor.prometheus import serve_metrics
 
     raise typer.Exit(serve_metrics(at.config, services))

@@ -13,14 +13,14 @@ from doll.cli.options import JobArgument, JobOption, JsonOption, RunFolderOption
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from doll.cli.machines import Machines
-    from doll.cli.runfolder import Target
     from doll.config import JobConfig
-    from doll.health import Pulse
+    from doll.kafka.job_records import Mail
+    from doll.process.health import Pulse
     from doll.provisioner.controller import Controller, ControllerSettings, Decision
-    from doll.provisioner.kafka_mail import Mail
     from doll.provisioner.lease import Lease
+    from doll.provisioner.machines import Machines
     from doll.records import AnyRecord
+    from doll.run.folder import Target
 
 POLL_S = 0.2
 DRAIN_TURN_S = 2.0
@@ -148,10 +148,10 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
     from doll.cli.plan import at_speed, work
     from doll.config import ProcessesFleetConfig
     from doll.errors import ConfigError
+    from doll.provisioner.billing import EC2_LINUX, LOCAL
     from doll.provisioner.controller import ControllerSettings
-    from doll.provisioner.meter import EC2_LINUX, LOCAL
+    from doll.provisioner.planning.state import PlannerSettings
     from doll.provisioner.reconcile import Limits
-    from doll.provisioner.state import PlannerSettings
 
     notes: list[str] = []
     plan, own = at_speed(config, config.plan, notes), config.provision
@@ -196,7 +196,7 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
 
 def _provision(at: Target, overrides: list[str], *, dry_run: bool, once: bool = False, as_json: bool = False) -> int:
     """Turns until it is over, somebody interrupts, or one was asked for; the exit code."""
-    from doll.cli.interrupts import Interrupts
+    from doll.run.interrupts import Interrupts
 
     settings, notes = controller_settings(at.config)
     with Interrupts() as interrupts, _Seat(at, settings, dry_run=dry_run) as seat:
@@ -226,8 +226,8 @@ def _provision(at: Target, overrides: list[str], *, dry_run: bool, once: bool = 
 
 
 def _drain(at: Target, *, as_json: bool) -> int:
-    from doll.cli.interrupts import Interrupts
     from doll.errors import ServiceUnavailableError
+    from doll.run.interrupts import Interrupts
 
     settings, _ = controller_settings(at.config)
     with Interrupts() as interrupts, _Seat(at, settings, dry_run=False) as seat:
@@ -293,13 +293,14 @@ class _Seat:
     def __enter__(self) -> _Seat:
         from contextlib import ExitStack
 
-        from doll import telemetry, topics
-        from doll.cli.machines import machines_of
-        from doll.health import pulse_of
-        from doll.provisioner.book import FileBook
+        from doll import telemetry
+        from doll.kafka import topics
+        from doll.kafka.job_records import Mail
+        from doll.process.health import pulse_of
         from doll.provisioner.controller import Controller
-        from doll.provisioner.kafka_mail import Mail
         from doll.provisioner.lease import Lease, claims_of
+        from doll.provisioner.machines import machines_of
+        from doll.provisioner.state_store import FileBook
         from doll.services import require
 
         at = self._at
@@ -427,7 +428,7 @@ class _Voice:
         self._beat_s = time.monotonic()
 
     def tell(self, decision: Decision, *, last: bool) -> None:
-        from doll.evaluation.heartbeat import LEFT
+        from doll.monitor.heartbeats import LEFT
         from doll.records import Metric
 
         # Whose machines are all handed back is not missed; SIGTERM leaves them, and then somebody should watch them.
@@ -437,7 +438,7 @@ class _Voice:
 
     def beat(self) -> None:
         """A sign of life between two turns; call it often."""
-        from doll.evaluation.heartbeat import BEAT_S
+        from doll.monitor.heartbeats import BEAT_S
         from doll.records import Metric
 
         if time.monotonic() - self._beat_s >= BEAT_S:
@@ -469,7 +470,7 @@ def last_decision(at: Target) -> dict[str, Any]:
     """
     from doll.bounded import json_object
     from doll.errors import ConfigError
-    from doll.provisioner.book import FileBook
+    from doll.provisioner.state_store import FileBook
 
     book = FileBook(at.run.path, at.config.job)
     found: dict[str, Any] | None = None

@@ -37,7 +37,7 @@ from doll.cli.options import (
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
-    from doll.simulation.preemption import Preemption
+    from doll.provisioner.traces.availability import Preemption
     from doll.simulation.report import Summary
     from doll.simulation.settings import SimulationSettings
     from doll.simulation.system import System
@@ -139,7 +139,7 @@ def simulate(
     )
     system = _system(settings, spot, preemption, deadline, replan, boot or 0.0)
     _run(system)
-    from doll.evaluation.history import plain
+    from doll.monitor.history import plain
     from doll.simulation.report import draw, summarise, write_csv
 
     summary = summarise(system, share)
@@ -189,12 +189,12 @@ def _preemption(
     """When preemptible machines are up, and for which share of the time."""
     import numpy as np
 
-    from doll.simulation.preemption import Markov, Recorded
+    from doll.provisioner.traces.availability import Markov, Recorded
 
     if traces is None:
         # A stream of its own: what arrives does not depend on how machines vanish.
         return Markov(alpha, cycle_s, np.random.default_rng((settings.seed, 1))), alpha
-    from doll.provisioner.recordings import pool_of
+    from doll.provisioner.traces.recordings import pool_of
 
     chosen = pool_of(traces, pool, "--pool")
     return Recorded.of(chosen, settings.num_workers), chosen.alpha
@@ -212,7 +212,7 @@ def _system(
         return System(settings, spot=[slot in set(slowest) for slot in range(n)], preemption=preemption, boot_s=boot_s)
     if settings.updates is None:
         raise usage("--deadline: expected --updates too, the work that is to be done by then")
-    from doll.provisioner.state import PlannerSettings
+    from doll.provisioner.planning.state import PlannerSettings
     from doll.simulation.provisioning import Planned
     from doll.simulation.report import group_size
 

@@ -6,7 +6,7 @@ controller plans anew every second until the job ends, then hands everything bac
 
 One clock for all that the provisioner sees: it stands still until the market opens, since what a laptop takes to start
 its processes is no part of the market. Times are of this machine; the market runs `fleet.speed_up` times as fast, and
-so does its meter (see `doll.provisioner.market`).
+so does its meter (see `doll.provisioner.traces.market`).
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from doll.cli.options import (
     emit,
     target,
 )
-from doll.cli.runfolder import RunFolder
 from doll.errors import ConfigError, DollError
+from doll.run.folder import RunFolder
 
 if TYPE_CHECKING:
-    from doll.cli.live import View
-    from doll.cli.progress import Snapshot
     from doll.config import JobConfig, PlanConfig, ProcessesFleetConfig
-    from doll.local.roles import ForkServer
+    from doll.kafka.job_records import Mail
+    from doll.local.forks import ForkServer
     from doll.local.stack import Stack
     from doll.local.supervisor import RoleSpec, Supervisor
+    from doll.monitor.display import View
+    from doll.monitor.progress import Snapshot
     from doll.provisioner.controller import Controller, ControllerSettings, Decision
-    from doll.provisioner.fleet import Instance
-    from doll.provisioner.kafka_mail import Mail
-    from doll.provisioner.market import SpotMarket
-    from doll.provisioner.outlook import Outlook
-    from doll.provisioner.process_fleet import Machine, ProcessFleet
-    from doll.provisioner.state import PlannerSettings
+    from doll.provisioner.fleets.port import Instance
+    from doll.provisioner.fleets.processes import Machine, ProcessFleet
+    from doll.provisioner.planning.assessment import Outlook
+    from doll.provisioner.planning.state import PlannerSettings
+    from doll.provisioner.traces.market import SpotMarket
     from doll.records import AnyRecord
     from doll.services import Services
-    from doll.simulation.spot import Prediction
+    from doll.simulation.spot_prediction import Prediction
 
 MUSTER_S = 180.0
 _PICTURE = "spot.png"
@@ -108,7 +108,7 @@ def run_spot(
         ConfigError: the job cannot be run this way.
         ServiceUnavailableError: Kafka or Redis cannot be found or started.
     """
-    from doll.cli.up import run_up
+    from doll.run.job import run_up
 
     campaign = Campaign.of(config, seed)
     if campaign.outlook.problem is not None or dry_run:
@@ -148,9 +148,9 @@ class Campaign:
         from doll.cli.plan import ask
         from doll.cli.provision import controller_settings
         from doll.config import ProcessesFleetConfig
-        from doll.provisioner.outlook import look_ahead
+        from doll.provisioner.planning.assessment import look_ahead
         from doll.simulation.adaptive import ADAPTIVE
-        from doll.simulation.spot import predict, rivals
+        from doll.simulation.spot_prediction import predict, rivals
 
         fleet, plan = config.fleet, config.plan
         if not isinstance(fleet, ProcessesFleetConfig):
@@ -236,7 +236,7 @@ def make_market(config: JobConfig, fleet: ProcessesFleetConfig, seed: int) -> tu
     Raises:
         ConfigError: the trace or the pool is not there, or prices are missing.
     """
-    from doll.provisioner.market import SpotMarket
+    from doll.provisioner.traces.market import SpotMarket
     from doll.theory.cost import Prices
 
     plan, slots = config.plan, config.data.workers
@@ -248,7 +248,7 @@ def make_market(config: JobConfig, fleet: ProcessesFleetConfig, seed: int) -> tu
             speed_up=fleet.speed_up, notice_s=fleet.notice_s, surprise=fleet.surprise, seed=seed,
         )  # fmt: skip
         return market, plan
-    from doll.provisioner.recordings import pool_of
+    from doll.provisioner.traces.recordings import pool_of
 
     chosen = pool_of(config.path(fleet.trace), fleet.pool, "fleet.pool")
     market = SpotMarket.replay(
@@ -307,8 +307,8 @@ class SpotCrew:
     standby = False
 
     def __init__(self, config: JobConfig, campaign: Campaign, run: RunFolder, view: View) -> None:
-        from doll.cli.spotstory import Story
-        from doll.provisioner.market import MarketClock
+        from doll.monitor.spot_history import Story
+        from doll.provisioner.traces.market import MarketClock
 
         self._config = config
         self._campaign = campaign
@@ -387,7 +387,7 @@ class SpotCrew:
             self._obituaries.close()
 
     def facts(self) -> dict[str, Any]:
-        from doll.cli.spotstory import facts
+        from doll.monitor.spot_history import facts
         from doll.simulation.adaptive import ADAPTIVE
 
         if self._fleet is None or self._decision is None:
@@ -399,11 +399,11 @@ class SpotCrew:
     # --- Crew
 
     def muster(self, forks: ForkServer, stack: Stack, spec: Callable[[Instance], RoleSpec]) -> None:
-        from doll.provisioner.book import FileBook
+        from doll.kafka.job_records import Mail
         from doll.provisioner.controller import Controller
-        from doll.provisioner.kafka_mail import Mail
-        from doll.provisioner.process_fleet import ProcessFleet
-        from doll.provisioner.trace_prices import TracePrices
+        from doll.provisioner.fleets.processes import ProcessFleet
+        from doll.provisioner.prices.trace import TracePrices
+        from doll.provisioner.state_store import FileBook
 
         market = self._campaign.market
         self._fleet = ProcessFleet(
@@ -454,8 +454,8 @@ class SpotCrew:
         return dataclasses.replace(snapshot, workers=workers, costs=costs)
 
     def files(self) -> dict[str, Path]:
-        from doll.cli.spotplot import draw
-        from doll.provisioner.book import FileBook
+        from doll.monitor.spot_plot import draw
+        from doll.provisioner.state_store import FileBook
 
         if self._fleet is None or self._decision is None:
             return {}
@@ -537,8 +537,8 @@ class SpotCrew:
 
     @property
     def _ending(self) -> Any:
-        from doll.cli.spotstory import Ending
-        from doll.provisioner.meter import on_demand_usd
+        from doll.monitor.spot_history import Ending
+        from doll.provisioner.billing import on_demand_usd
 
         assert self._decision is not None
         planner, market = self._campaign.planner, self._campaign.market
@@ -556,8 +556,8 @@ class SpotCrew:
 
     def _usd_until(self, end_s: float) -> float:
         """What all machines cost until the job had ended, as predictions and Eq. (16) count."""
-        from doll.provisioner.meter import LOCAL, bill
-        from doll.provisioner.trace_prices import TracePrices
+        from doll.provisioner.billing import LOCAL, bill
+        from doll.provisioner.prices.trace import TracePrices
 
         assert self._fleet is not None
         instances = [machine.instance for machine in self._fleet.machines if machine.instance.launched_s < end_s]

@@ -27,17 +27,17 @@ from doll.consumers.batching import Batcher, RawBatch
 from doll.consumers.decoding import Decoded, Refused, decode_records, refuse
 from doll.consumers.departure import Departure, end_within
 from doll.consumers.gradient import GradientComputer
-from doll.consumers.guarded import Guard
-from doll.consumers.link import WorkerLink
+from doll.consumers.guard import Guard
+from doll.consumers.kafka_channel import WorkerLink
 from doll.consumers.transport import OutOfRange
 from doll.consumers.worker import Acknowledge, Action, Batch, Compute, Exit, GradientDone, Send, WorkerCore
 from doll.errors import BlobError, ConfigError, DataLossError, RecordError, ServiceUnavailableError, TaskError
-from doll.faults import fault_point
-from doll.health import Pulse
-from doll.ps.blobs import Blobs, decode_blob, encode_blob, gradient_key
+from doll.kafka.samples_topic import beyond_end, lost_records
+from doll.process.fault_points import fault_point
+from doll.process.health import Pulse
 from doll.records import Announce, DeadLetter, Grant, Push, Welcome, decode
-from doll.sample_log import beyond_end, lost_records
 from doll.services import Services, kafka_credentials
+from doll.storage.blobs import Blobs, decode_blob, encode_blob, gradient_key
 from doll.task import Task
 from doll.telemetry import get_logger
 

@@ -1,82 +1,315 @@
-"""Finding the samples that a batch cannot be learned with, by bisection. Pure: a probe says what a part of it does.
+"""The gradient of a batch without the samples that would ruin the model: what cannot be computed, what would break it.
 
-A part that does not pass is halved until single samples are left, so that one bad sample of n costs about 2 log2(n)
-probes, half of them of few samples.
+A batch that is computed and looks as usual costs one norm. Only one that fails, or whose gradient is far longer than
+those before it, is looked into. Samples that fail by themselves go. Of a batch that is merely unusual only samples go
+whose gradient is far longer than those of ordinary samples, given wrong targets too, *and* whose step would break the
+model for ordinary samples: a hard or rare sample late in training passes (ADR 0011).
+
+Samples that were learned before, the canary, tell bad samples from a task or a model that fails on all.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
-from statistics import median
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
-# Batches whose norms make the scale: enough for a median, few enough to follow a model that learns.
-_REMEMBERED: Final = 64
+import numpy as np
+import numpy.typing as npt
 
+from doll.config import AdamConfig, JobConfig
+from doll.consumers.bisection import Scale, anchor, beyond, failing, harmful
+from doll.consumers.gradient import Gradient, GradientComputer
+from doll.errors import TaskError
+from doll.task import Task, stack
+from doll.telemetry import get_logger
 
-class Scale:
-    """What is usual lately: the median of a measure over the batches that were learned last."""
+log = get_logger(__name__)
 
-    def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=_REMEMBERED)
-
-    def add(self, value: float) -> None:
-        """One more batch was learned."""
-        self._values.append(value)
-
-    @property
-    def usual(self) -> float:
-        """The median; NaN while nothing is known."""
-        return median(self._values) if self._values else math.nan
-
-    def unusual(self, value: float, factor: float) -> bool:
-        """More than `factor` times the median; also while nothing is known, as in the first batch of a process."""
-        return not value <= factor * self.usual
+Array = npt.NDArray[Any]
+_CANARY: Final = 16
+_LOOK: Final = 0.3  # a batch is looked into from so much of the factor on: its other samples dilute a bad one
+_REASON: Final = 300
+_TINY: Final = 1e-30
 
 
-def failing(part: Sequence[int], problem_of: Callable[[Sequence[int]], str]) -> dict[int, str]:
-    """The samples of `part` that fail by themselves, with the reason of each.
+class Samples(NamedTuple):
+    """x of shape (n, ...), y of shape (n, ...)."""
 
-    Args:
-        problem_of: what is wrong with a part; "" where nothing is. A part whose halves both pass is left alone.
-    """
-    found: dict[int, str] = {}
-    waiting = [part]
-    while waiting:
-        here = waiting.pop()
-        problem = problem_of(here) if here else ""
-        if problem and len(here) == 1:
-            found[here[0]] = problem
-        elif problem:
-            middle = len(here) // 2
-            waiting += [here[middle:], here[:middle]]
-    return dict(sorted(found.items()))
+    x: Array
+    y: Array
+
+    def of(self, part: Sequence[int]) -> Samples:
+        return Samples(self.x[list(part)], self.y[list(part)])
+
+    def few(self) -> Samples:
+        """A few of them, from all over."""
+        return self.of(np.unique(np.linspace(0, len(self.x) - 1, _CANARY, dtype=int)).tolist())
+
+    def joined(self, other: Samples) -> Samples:
+        return Samples(np.concatenate([self.x, other.x]), np.concatenate([self.y, other.y]))
 
 
-def beyond(part: Sequence[int], limit: float, norm_of: Callable[[Sequence[int]], float]) -> list[int]:
-    """The samples of `part` whose own gradient is longer than `limit`.
+class Ordinary(NamedTuple):
+    """Samples that are neither bad nor extreme, the same with wrong targets, and the usual norm of a gradient."""
 
-    Args:
-        norm_of: norm of the sum of a part's gradients. A part within the limit is not looked into: long gradients that
-            cancel do no harm.
-    """
-    found = failing(part, lambda here: "" if norm_of(here) <= limit else "beyond")
-    return list(found)
+    samples: Samples
+    mistaken: Samples
+    usual: float
 
 
-def anchor(norms: Sequence[float]) -> float:
-    """A usual norm: the median, which bad samples do not move while they are the fewer. 0 of nothing."""
-    return median(norms) if norms else 0.0
+class Checked(NamedTuple):
+    """The gradient of the samples that are left, None where none is; and why each of the others had to go."""
+
+    gradient: Gradient | None
+    bad: dict[int, str]
 
 
-def harmful(before: float, wrong: float, after: float) -> bool:
-    """Whether a step has done harm to ordinary samples: their loss was `before` and is `after`.
+class Guard:
+    """Computes one worker's batches. Not thread-safe: one thread computes."""
 
-    It has where the loss doubles at least, and rises by a quarter at least of what wrong targets would cost (`wrong`).
-    The first alone is nothing where the loss is next to zero.
-    """
-    if not math.isfinite(after):
-        return True
-    return after - before > max(abs(before), 0.25 * (wrong - before))
+    def __init__(self, config: JobConfig, task: Task, computer: GradientComputer) -> None:
+        self._config = config
+        self._task = task
+        self._computer = computer
+        self._factor = config.training.guard.spike_factor
+        self._norms, self._moves = Scale(), Scale()
+        self._canary: Samples | None = None
+
+    def compute(self, x: Array, y: Array) -> Checked:
+        """The gradient of samples `x` of shape (n, ...), `y` of shape (n, ...), without the bad ones of them.
+
+        Raises:
+            TaskError: the fault is the task's, or the model's, and not the samples'.
+            MemoryError, OSError: the fault is this machine's.
+        """
+        left, bad = list(range(len(x))), dict[int, str]()
+        samples = Samples(x, y)
+        while left:
+            here = samples if not bad else samples.of(left)
+            gradient, problem = self._try(here)
+            found: dict[int, str] = {}
+            if problem:
+                found = self._failing(here, problem)
+            elif gradient is not None and self._is_unusual(gradient, len(here.x)):
+                gradient = gradient._replace(values=gradient.values.copy())  # the probes write where it is
+                found = self._spikes(here) if self._may_do_harm(gradient) else {}
+            if not found and gradient is not None:
+                self._learned(gradient, here)
+                return Checked(gradient, bad)
+            bad |= {left[at]: reason for at, reason in found.items()}
+            left = [index for index in left if index not in bad]
+        return Checked(None, bad)
+
+    def _try(self, samples: Samples, *, apart: bool = False) -> tuple[Gradient | None, str]:
+        """The gradient, or what is wrong with it."""
+        try:
+            gradient = self._computer.compute(samples.x, samples.y, apart=apart)
+        except (MemoryError, OSError):
+            raise
+        except Exception as exc:  # the user's forward, loss or metrics may raise anything
+            if "allocate memory" in str(exc):
+                raise MemoryError(str(exc)) from exc
+            return None, f"{type(exc).__name__}: {exc}"[:_REASON]
+        problem = gradient.problem()
+        return (None, problem) if problem else (gradient, "")
+
+    def _is_unusual(self, gradient: Gradient, count: int) -> bool:
+        """Whether a batch that can be computed is not like those before it."""
+        look = self._factor * _LOOK
+        return bool(self._factor) and (
+            self._moves.unusual(gradient.moved, look) or self._norms.unusual(gradient.norm / count, look)
+        )
+
+    def _may_do_harm(self, gradient: Gradient) -> bool:
+        """Whether the step of an unusual batch would. Streams change, and late in training most hard batches would not:
+        this asks for passes of a few samples, the look for passes of all."""
+        if self._canary is None or self._moves.unusual(gradient.moved, self._factor * _LOOK):
+            return True
+        ordinary = self._ordinary(self._canary)
+        if ordinary is None:
+            return True
+        before, wrong = self._computer.loss(*ordinary.samples), self._computer.loss(*ordinary.mistaken)
+        return harmful(before, wrong, self._loss_after(gradient, self._norms.usual, ordinary.samples))
+
+    def _learned(self, gradient: Gradient, samples: Samples) -> None:
+        self._norms.add(gradient.norm / len(samples.x))
+        self._moves.add(gradient.moved)
+        self._canary = samples.few()
+
+    # --- samples that cannot be computed ----------------------------------------------------------------------------
+
+    def _failing(self, samples: Samples, problem: str) -> dict[int, str]:
+        if self._canary is not None and (again := self._try(self._canary)[1]):
+            raise TaskError(
+                f"{self._config.task.cls} fails on a batch ({problem}), and at these weights also on samples that it "
+                f"has learned before ({again}): the model has diverged or the task is wrong; lower "
+                "training.optimizer.lr, set training.clip_norm, or correct the task"
+            )
+        everything = range(len(samples.x))
+        found = failing(everything, lambda part: self._try(samples.of(part), apart=True)[1])
+        if len(found) > 1:
+            found = self._failing_in_company(samples, problem, found)
+        if not found:
+            # Each can be computed, all together cannot: their sum overflows.
+            found = self._spikes(samples)
+        if not found:
+            raise TaskError(
+                f"{self._config.task.cls} fails on a batch ({problem}) and on none of its samples alone: expected a "
+                "loss that is finite for a batch whose samples it is finite for"
+            )
+        return found
+
+    def _failing_in_company(self, samples: Samples, problem: str, alone: dict[int, str]) -> dict[int, str]:
+        """The samples of `alone` that fail together with good ones too: a loss may need several samples."""
+        good = [at for at in range(len(samples.x)) if at not in alone]
+        company = self._canary or (samples.of(good).few() if good else self._held_out())
+        if company is not None and not self._try(company)[1]:
+            found = failing(list(alone), lambda part: self._try(samples.of(part).joined(company))[1])
+            return found or (alone if good else {})
+        if good:
+            return alone
+        raise TaskError(
+            f"{self._config.task.cls} fails on every sample of its first batch ({problem}): correct the task, its "
+            "model or its records"
+        )
+
+    def _held_out(self) -> Samples | None:
+        """Samples that the task itself vouches for."""
+        try:
+            x, y = stack(sample for sample, _ in zip(self._task.holdout(), range(_CANARY), strict=False))
+        except Exception as exc:  # the user's code may raise anything
+            log.warning("no_held_out_samples", error=f"{type(exc).__name__}: {exc}")
+            return None
+        return Samples(x, y) if len(x) else None
+
+    # --- samples that would break the model -------------------------------------------------------------------------
+
+    def _spikes(self, samples: Samples) -> dict[int, str]:
+        if not self._factor:
+            return {}
+        found_ordinary = self._ordinary(samples.few() if self._canary is None else self._canary)
+        if found_ordinary is None:
+            return {}
+        ordinary, wrong, usual = found_ordinary
+        suspects = beyond(range(len(samples.x)), self._factor * usual, lambda part: self._norm(samples.of(part)))
+        before, mistaken = self._computer.loss(*ordinary), self._computer.loss(*wrong)
+        found, usual_with = {}, dict[bytes, float]()
+        if suspects and self._any_sample_does_harm(wrong, usual, ordinary, before, mistaken):
+            return {}
+        for at in suspects:
+            one = samples.of([at])
+            if (target := one.y.tobytes()) not in usual_with:
+                usual_with[target] = max(usual, self._usual_with_its_target(one, ordinary))
+            its_usual = usual_with[target]
+            gradient, _ = self._try(one, apart=True)
+            norm = math.inf if gradient is None else gradient.norm
+            if norm <= self._factor * its_usual:
+                continue
+            after = math.inf if gradient is None else self._loss_after(gradient, its_usual, ordinary)
+            if harmful(before, mistaken, after):
+                found[at] = (
+                    f"its gradient is {norm / its_usual:.3g} times as long as is usual, and its step would take the "
+                    f"loss of ordinary samples from {before:.3g} to {after:.3g} (training.guard.spike_factor)"
+                )
+        rest = [at for at in range(len(samples.x)) if at not in found]
+        return {**found, **self._drifts(samples, rest, ordinary, mistaken)}
+
+    def _ordinary(self, canary: Samples) -> Ordinary | None:
+        """The samples of the canary that say what is usual; None where they do not.
+
+        A bad sample may be among them: while the model happens to get it right it has no gradient, and is learned. With
+        a wrong target its gradient gives it away. It may not vote: its loss would rise with any good step.
+        """
+        mistaken = Samples(canary.x, self._wrong_targets(canary.y))
+        norms, mistaken_norms = self._norms_of(canary), self._norms_of(mistaken)
+        usual = max(anchor(norms), anchor(mistaken_norms))
+        if not 0 < usual < math.inf:
+            return None
+        both = zip(norms, mistaken_norms, strict=True)
+        kept = [at for at, pair in enumerate(both) if max(pair) <= self._factor * usual]
+        return Ordinary(canary.of(kept), mistaken.of(kept), usual) if kept else None
+
+    def _any_sample_does_harm(
+        self, wrong: Samples, usual: float, ordinary: Samples, before: float, mistaken: float
+    ) -> bool:
+        """Whether ordinary samples with wrong targets would break the model too: then the learning rate is at fault."""
+        norms = self._norms_of(wrong)
+        middle = sorted(range(len(norms)), key=lambda at: norms[at])[len(norms) // 2]
+        gradient, _ = self._try(wrong.of([middle]), apart=True)
+        return gradient is None or harmful(before, mistaken, self._loss_after(gradient, usual, ordinary))
+
+    def _drifts(self, samples: Samples, rest: Sequence[int], ordinary: Samples, mistaken: float) -> dict[int, str]:
+        """The samples of `rest` that would break the statistics of batch norm, whatever their gradient is."""
+        if not self._computer.num_buffers:
+            return {}
+        parts = [ordinary.of(range(at, min(at + 4, len(ordinary.x)))) for at in range(0, len(ordinary.x) - 1, 4)]
+        moves = [self._moved(part) for part in parts]
+        calm = min(moves, default=math.inf)
+        if not calm < math.inf:
+            return {}
+        quiet = [part for part, move in zip(parts, moves, strict=True) if move <= self._factor * calm]
+        company = Samples(np.concatenate([part.x for part in quiet]), np.concatenate([part.y for part in quiet]))
+        usual, _ = self._try(company)
+        if usual is None:
+            return {}
+        suspects = beyond(rest, self._factor * usual.moved, lambda part: self._moved(samples.of(part).joined(company)))
+        before, statistics, found = self._computer.loss(*company), self._computer.buffers(usual, len(company.x)), {}
+        for at in suspects:
+            gradient, _ = self._try(samples.of([at]).joined(company))
+            after, extreme = math.inf, True
+            if gradient is not None:
+                # An untrained model shows no harm, and would keep such statistics for hundreds of updates.
+                extreme = gradient.moved > self._factor**2 * usual.moved
+                count = len(company.x) + 1
+                # It is one of a whole group of batches, and not of so few samples.
+                share = count / (self._config.data.batch_size * self._config.group_size)
+                change = share * (self._computer.buffers(gradient, count) - statistics)
+                with self._computer.buffers_moved_by(change):
+                    after = self._computer.loss(*company)
+            if extreme or harmful(before, mistaken, after):
+                found[at] = (
+                    "it would change the statistics of normalisation so much that the loss of ordinary samples goes "
+                    f"from {before:.3g} to {after:.3g} (training.guard.spike_factor)"
+                )
+        return found
+
+    def _moved(self, samples: Samples) -> float:
+        gradient, _ = self._try(samples)
+        return math.inf if gradient is None else gradient.moved
+
+    def _norms_of(self, samples: Samples) -> list[float]:
+        return [self._norm(samples.of([at])) for at in range(len(samples.x))]
+
+    def _norm(self, samples: Samples) -> float:
+        gradient, _ = self._try(samples, apart=True)
+        return math.inf if gradient is None else gradient.norm
+
+    def _wrong_targets(self, y: Array) -> Array:
+        if self._task.num_classes is not None and self._task.num_classes > 1:
+            return (y + 1) % self._task.num_classes
+        return np.roll(y, 1, axis=0)
+
+    def _usual_with_its_target(self, one: Samples, ordinary: Samples) -> float:
+        """A rare target makes a long gradient with ordinary features too, and is not to be blamed for it."""
+        if self._task.num_classes is None:
+            largest = max(1.0, float(np.abs(ordinary.y).max(initial=0.0)))
+            if not float(np.abs(one.y).max(initial=0.0)) <= self._factor * largest:
+                return 0.0
+        targets = np.repeat(one.y, len(ordinary.x), axis=0)
+        return anchor([norm for norm in self._norms_of(Samples(ordinary.x, targets)) if math.isfinite(norm)])
+
+    def _loss_after(self, gradient: Gradient, usual: float, ordinary: Samples) -> float:
+        """Loss of ordinary samples after the step that one sample's gradient makes by itself."""
+        training = self._config.training
+        optimizer = training.optimizer
+        share = 1.0 if training.reduction == "sum" else 1.0 / (self._config.data.batch_size * self._config.group_size)
+        if isinstance(optimizer, AdamConfig):
+            # Adam divides by the size of the gradients so far; one number stands for all of them here.
+            rate = optimizer.lr * math.sqrt(gradient.values.size) / max(usual, _TINY)
+        else:
+            rate = optimizer.lr / (1.0 - optimizer.momentum)
+        if training.clip_norm is not None:
+            share = min(share, training.clip_norm / max(gradient.norm, _TINY))
+        with self._computer.moved_by(gradient, -rate * share):
+            return self._computer.loss(*ordinary)

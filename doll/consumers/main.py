@@ -10,22 +10,22 @@ import uuid
 from pathlib import Path
 from typing import Final
 
-from doll import topics
-from doll.admission import ABOVE_ENV
 from doll.config import JobConfig
 from doll.consumers.departure import Departure
 from doll.consumers.faust_app import WorkerShell, run_shell
 from doll.consumers.gradient import GradientComputer
-from doll.consumers.link import JobEndedError, WorkerLink
-from doll.consumers.notice import watching
+from doll.consumers.kafka_channel import JobEndedError, WorkerLink
+from doll.consumers.spot_notices import watching
 from doll.errors import ConfigError, FencedError
 from doll.fingerprint import difference
-from doll.health import Pulse, pulse_of
-from doll.memory import keep_freed_memory
+from doll.kafka import topics
+from doll.kafka.samples_topic import reaching, refuse_other_topic
+from doll.ledger.admission import ABOVE_ENV
 from doll.model import build, fingerprint
-from doll.ps.stores import open_blobs
-from doll.sample_log import reaching, refuse_other_topic
+from doll.process.health import Pulse, pulse_of
+from doll.process.memory import keep_freed_memory
 from doll.services import Services, require
+from doll.storage.stores import open_blobs
 from doll.task import load_task
 from doll.telemetry import get_logger
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import redis
 
 from doll import telemetry
-from doll.health import pulse_of
+from doll.process.health import pulse_of
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from doll.drill.metadata import Metadata
+from doll.drill.metadata_service import Metadata
 from doll.drill.plan import Fault, Target, make_plan
 from doll.drill.recovery import Injected, Poisoned, Recoveries
 from doll.drill.stream import SamplesTopic, poison_for
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from doll.config import JobConfig
-    from doll.drill.wires import Wires
+    from doll.drill.routes import Wires
     from doll.local.stack import Stack
     from doll.local.supervisor import Handle, RoleSpec, Supervisor
     from doll.records import AnyRecord

@@ -109,8 +109,8 @@ class SamplesTopic:
 
     def _durable_until(self, partition: int) -> int | None:
         """The first offset that the newest checkpoint does not hold; None while there is no checkpoint."""
-        from doll.audit import counts_of
-        from doll.ps.stores import open_store
+        from doll.ledger.audit import counts_of
+        from doll.storage.stores import open_store
 
         try:
             checkpoint = open_store(self._config, self._run_folder).load_newest(None)

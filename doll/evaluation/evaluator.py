@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from doll import telemetry
 from doll.errors import BlobError, CheckpointError, ServiceUnavailableError
-from doll.evaluation.csvfile import CsvFile, read_rows
 from doll.evaluation.heldout import HeldOut, HeldOutError
-from doll.evaluation.history import History
 from doll.model import FlatModel, build
-from doll.ps.blobs import Blobs, decode_blob, decode_latest, latest_key, weights_key
+from doll.monitor.csv_file import CsvFile, read_rows
+from doll.monitor.history import History
 from doll.records import AnyRecord
+from doll.storage.blobs import Blobs, decode_blob, decode_latest, latest_key, weights_key
 from doll.task import load_task
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from doll import telemetry
-from doll.evaluation.heartbeat import BEAT_S
-from doll.evaluation.kafka_tail import Tail
-from doll.health import Pulse, pulse_of
+from doll.kafka.tail import Tail
+from doll.monitor.heartbeats import BEAT_S
+from doll.process.health import Pulse, pulse_of
+from doll.process.signals import told_to_stop
 from doll.records import AnyRecord, Evaluated, Metric, encode
 from doll.services import Services, kafka_settings
-from doll.stopping import told_to_stop
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -59,7 +59,7 @@ def _run(
     from confluent_kafka import Producer
 
     from doll.evaluation.evaluator import Evaluator
-    from doll.ps.stores import open_blobs
+    from doll.storage.stores import open_blobs
 
     torch.set_num_threads(1)
     # One failed call ends a round of evaluation, it does not hold up the updates.
@@ -143,6 +143,6 @@ def _send(producer: Any, topic: str, record: AnyRecord, key: bytes | None = None
 
 def _checkpoint_reader(config: JobConfig, run_folder: Path) -> Any:
     """Reads version and weights of the newest checkpoint of the job."""
-    from doll.evaluation.checkpointed import newest_weights
+    from doll.evaluation.stored_weights import newest_weights
 
     return lambda model: newest_weights(config, run_folder, model)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from doll import services as connections
-from doll import topics
 from doll.errors import ConfigError, ServiceUnavailableError
+from doll.kafka import topics
 from doll.local import compose, kafka_jars, redis_server, shared_memory
 from doll.local.compose import Compose
 from doll.local.kafka_broker import LocalKafka

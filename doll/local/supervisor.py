@@ -25,7 +25,7 @@ class RoleFailedError(DollError):
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """What is started under a name; see `doll.local.roles.ForkServer.start_role` for the other fields."""
+    """What is started under a name; see `doll.local.forks.ForkServer.start_role` for the other fields."""
 
     name: str
     target: str

@@ -12,19 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from doll import packing, topics
+from doll import packing
 from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
-from doll.evaluation.finish import on_finish
-from doll.evaluation.heartbeat import LEFT
-from doll.health import Pulse, pulse_of
-from doll.producers.kafka import Counts, SampleSender
+from doll.kafka import topics
+from doll.kafka.job_end import on_finish
+from doll.monitor.heartbeats import LEFT
+from doll.process.health import Pulse, pulse_of
+from doll.process.signals import told_to_stop
+from doll.producers.live_workers import Workers
 from doll.producers.pacing import Pacer
 from doll.producers.position import find_positions, headers, name_of
 from doll.producers.schedule import Event, events
-from doll.producers.workers import Workers
+from doll.producers.sender import Counts, SampleSender
 from doll.services import Services
-from doll.stopping import told_to_stop
 from doll.telemetry import get_logger
 
 _REPORT_S: Final = 1.0

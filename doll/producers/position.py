@@ -15,12 +15,12 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from doll.admission import read
 from doll.config import CsvSource, IdxSource, JsonlSource
 from doll.errors import ConfigError
+from doll.kafka.range_reader import TopicReader
+from doll.ledger.admission import read
 from doll.services import Services
 from doll.telemetry import get_logger
-from doll.topic_reader import TopicReader
 
 if TYPE_CHECKING:
     from doll.config import JobConfig, SourceConfig

@@ -19,10 +19,7 @@ import numpy as np
 
 from doll import records, telemetry
 from doll.errors import ServiceUnavailableError
-from doll.provisioner import goal, planner
-from doll.provisioner.book import Book
-from doll.provisioner.fleet import End, Fleet, Instance, InstanceState, LaunchError
-from doll.provisioner.meter import (
+from doll.provisioner.billing import (
     LOCAL,
     MARKETS,
     Bill,
@@ -33,11 +30,14 @@ from doll.provisioner.meter import (
     usd_per_1000_updates,
     usd_per_point,
 )
+from doll.provisioner.fleets.port import End, Fleet, Instance, InstanceState, LaunchError
 from doll.provisioner.observation import Observed
-from doll.provisioner.planner import slot_ranges
-from doll.provisioner.prices import PriceFeed
+from doll.provisioner.planning import planner, work_estimate
+from doll.provisioner.planning.planner import slot_ranges
+from doll.provisioner.planning.state import Alpha, Bools, Market, PlannerSettings, PlannerState
+from doll.provisioner.prices.port import PriceFeed
 from doll.provisioner.reconcile import Action, Launch, Limits, Memory, Terminate, View, Wait, reconcile
-from doll.provisioner.state import Alpha, Bools, Market, PlannerSettings, PlannerState
+from doll.provisioner.state_store import Book
 from doll.theory.checks import Floats
 from doll.theory.cost import SECONDS_PER_HOUR, Prices, unequal_cost_usd
 
@@ -598,7 +598,7 @@ class Controller:
         self._evaluations = len(updates)
         before = self._planner.updates
         rng = np.random.default_rng(len(updates))
-        self._planner = goal.re_estimate(self._planner, updates, errors, settings.target_error, rng)
+        self._planner = work_estimate.re_estimate(self._planner, updates, errors, settings.target_error, rng)
         if self._planner.updates != before:
             log.info("work_re_estimated", updates_before=before, updates=self._planner.updates)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from doll.errors import FencedError
-from doll.ps.file_store import FileStore
-from doll.ps.stores import checkpoint_place
+from doll.storage.file_store import FileStore
+from doll.storage.stores import checkpoint_place
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -60,6 +60,6 @@ def claims_of(config: JobConfig, run_folder: Path) -> Claims:
     place = checkpoint_place(config, run_folder)
     if isinstance(place, Path):
         return FileStore(place / "provision", config.job)
-    from doll.ps.s3_store import S3Store
+    from doll.storage.s3_store import S3Store
 
     return S3Store(f"{place.rstrip('/')}/provision", config.job)

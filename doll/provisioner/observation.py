@@ -15,8 +15,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from doll.provisioner.signals import Availability, Boots, Rates
-from doll.provisioner.state import Alpha, Bools
+from doll.provisioner.planning.estimators import Availability, Boots, Rates
+from doll.provisioner.planning.state import Alpha, Bools
 from doll.records import (
     Alive,
     Announce,

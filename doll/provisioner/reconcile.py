@@ -19,8 +19,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from doll.provisioner.fleet import Instance, LaunchError, Order, Trouble
-from doll.provisioner.state import Market
+from doll.provisioner.fleets.port import Instance, LaunchError, Order, Trouble
+from doll.provisioner.planning.state import Market
 
 
 @dataclass(frozen=True)

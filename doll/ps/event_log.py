@@ -15,9 +15,9 @@ import msgspec
 
 from doll.bounded import short
 from doll.errors import RecordError
-from doll.ps.blobs import Buffer
 from doll.ps.events import Event
 from doll.ps.start import Start
+from doll.storage.blobs import Buffer
 
 _LENGTH: Final = struct.Struct("<I")
 T = TypeVar("T")

@@ -179,5 +179,5 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     elapsed_s: float  # since the first update of the job
     counters: dict[str, int]
     incarnations: tuple[int, ...] = ()  # of each slot's machine, the highest seen; empty: none, or an older checkpoint
-    generation: int = 0  # see `doll.lineage`
+    generation: int = 0  # see `doll.ledger.generations`
     samples_id: str = ""  # Kafka's id of the samples topic; "": not known

@@ -7,27 +7,27 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from doll import topics
-from doll.admission import admit
-from doll.audit import counts_of
 from doll.config import JobConfig
 from doll.errors import CheckpointError, RecordError
-from doll.faults import fault_point
-from doll.health import Pulse, pulse_of
-from doll.memory import keep_freed_memory
+from doll.kafka import topics
+from doll.kafka.samples_topic import describe_samples
+from doll.ledger.admission import admit
+from doll.ledger.audit import counts_of
 from doll.model import build, fingerprint
+from doll.process.fault_points import fault_point
+from doll.process.health import Pulse, pulse_of
+from doll.process.memory import keep_freed_memory
 from doll.ps import events as ev
-from doll.ps.checkpoints import Checkpoint
 from doll.ps.event_log import FileEventLog
-from doll.ps.kafka_link import KafkaLink
-from doll.ps.optim import Optimizer
+from doll.ps.kafka_channel import KafkaLink
+from doll.ps.optimizer import Optimizer
 from doll.ps.server import ParameterServer
 from doll.ps.standby import Lookout, wait_for_lease
 from doll.ps.start import Start, make_engine
-from doll.ps.stores import checkpoint_place, open_blobs, open_store
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, decode
-from doll.sample_log import describe_samples
 from doll.services import Services, require
+from doll.storage.checkpoints import Checkpoint
+from doll.storage.stores import checkpoint_place, open_blobs, open_store
 from doll.task import load_task
 from doll.telemetry import get_logger
 

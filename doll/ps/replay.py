@@ -13,11 +13,11 @@ import numpy.typing as npt
 from doll.config import JobConfig
 from doll.model import build, fingerprint
 from doll.ps import events as ev
-from doll.ps.blobs import blob_info, decode_blob
-from doll.ps.checkpoints import Checkpoint
 from doll.ps.event_log import read_log
-from doll.ps.optim import Optimizer
+from doll.ps.optimizer import Optimizer
 from doll.ps.start import make_engine
+from doll.storage.blobs import blob_info, decode_blob
+from doll.storage.checkpoints import Checkpoint
 from doll.task import load_task
 
 

@@ -29,12 +29,10 @@ import numpy.typing as npt
 from doll.bounded import short
 from doll.config import JobConfig
 from doll.errors import BlobError, CheckpointError, FencedError
-from doll.faults import fault_point
+from doll.process.fault_points import fault_point
 from doll.ps import events as ev
-from doll.ps.blobs import Blobs, Buffer, Latest, decode_blob, encode_blob, encode_latest, latest_key, weights_key
-from doll.ps.checkpoints import Checkpoint, CheckpointStore
 from doll.ps.engine import Engine
-from doll.ps.optim import Optimizer
+from doll.ps.optimizer import Optimizer
 from doll.ps.stuck import Stuck, shortfall
 from doll.records import (
     AnyRecord,
@@ -53,6 +51,8 @@ from doll.records import (
     Update,
     Welcome,
 )
+from doll.storage.blobs import Blobs, Buffer, Latest, decode_blob, encode_blob, encode_latest, latest_key, weights_key
+from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

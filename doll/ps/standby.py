@@ -15,9 +15,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
-from doll import topics
 from doll.config import JobConfig
 from doll.errors import FencedError, RecordError, ServiceUnavailableError
+from doll.kafka import topics
 from doll.records import AnyRecord, Epoch, Finished, Metric, Update, decode
 from doll.services import Services, kafka_settings
 from doll.telemetry import get_logger

@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from doll.config import JobConfig
-from doll.ps.checkpoints import Checkpoint, decode_checkpoint, encode_checkpoint
 from doll.ps.engine import Engine, EngineSettings
-from doll.ps.optim import Optimizer
+from doll.ps.optimizer import Optimizer
 from doll.ps.policies import make_policy
 from doll.ps.server import restore
+from doll.storage.checkpoints import Checkpoint, decode_checkpoint, encode_checkpoint
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
@@ -20,7 +20,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
         now: its monotonic clock, seconds.
         origins: first offset of the job in each partition; empty where there is a checkpoint.
         checkpoint: as `encode_checkpoint` writes it, or b"" for a new job.
-        generation: of a new job, see `doll.lineage`; else the checkpoint says it.
+        generation: of a new job, see `doll.ledger.generations`; else the checkpoint says it.
         samples_id: Kafka's id of the samples topic, for a job whose checkpoint does not know it; "": not known.
     """
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from doll.provisioner.planner import plan, start
-from doll.provisioner.rivals import ON_DEMAND, SPOT, Choices, Job, Moment
-from doll.provisioner.state import Alpha, PlannerSettings, PlannerState
+from doll.provisioner.planning.baselines import ON_DEMAND, SPOT, Choices, Job, Moment
+from doll.provisioner.planning.planner import plan, start
+from doll.provisioner.planning.state import Alpha, PlannerSettings, PlannerState
 from doll.theory.cost import Prices
 
 # Half a machine-hour up and half down before anything has been seen (Jeffreys' prior, weighed in hours).
@@ -19,7 +19,7 @@ ADAPTIVE = "adaptive"
 
 
 class Adaptive:
-    """`doll.provisioner.planner`, asked at every tick for every job.
+    """`doll.provisioner.planning.planner`, asked at every tick for every job.
 
     Availability is up-time over time on spot, of all jobs at once: what `signals.Availability` finds live, without its
     interval, which no rule of the planner looks at.

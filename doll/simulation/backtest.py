@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from doll.provisioner.rivals import OFF, ON_DEMAND, SPOT, Job, MarketPolicy, Moment
-from doll.provisioner.traces import Floats, TraceSet
-from doll.simulation.windows import Windows, clairvoyant_usd, sample
+from doll.provisioner.planning.baselines import OFF, ON_DEMAND, SPOT, Job, MarketPolicy, Moment
+from doll.provisioner.traces.model import Floats, TraceSet
+from doll.provisioner.traces.windows import Windows, clairvoyant_usd, sample
 
 # A job must fit into its recording with room to begin at different times.
 _SHARE_OF_RECORDING = 0.6

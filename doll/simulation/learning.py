@@ -17,7 +17,7 @@ from doll.consumers.gradient import GradientComputer
 from doll.evaluation.heldout import HeldOut, HeldOutError
 from doll.model import FlatModel
 from doll.ps.events import ApplyUpdate, SendGrant
-from doll.ps.optim import Optimizer
+from doll.ps.optimizer import Optimizer
 from doll.task import Task
 
 # (worker, number of the batch) -> samples x of shape (b, ...), targets y of shape (b, ...)

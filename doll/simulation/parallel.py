@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 
 from doll.local.processes import die_with_parent
-from doll.provisioner.rivals import MarketPolicy
-from doll.provisioner.traces import TraceSet
+from doll.provisioner.planning.baselines import MarketPolicy
+from doll.provisioner.traces.model import TraceSet
 from doll.simulation.backtest import BacktestSettings, Row, backtest_one, cells
 
 Policies = Callable[[], Sequence[MarketPolicy]]

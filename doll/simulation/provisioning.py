@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from doll.provisioner.planner import plan, start
-from doll.provisioner.signals import Availability
-from doll.provisioner.state import PlannerSettings, PlannerState
+from doll.provisioner.planning.estimators import Availability
+from doll.provisioner.planning.planner import plan, start
+from doll.provisioner.planning.state import PlannerSettings, PlannerState
 from doll.simulation.system import System
 from doll.theory.cost import Prices
 

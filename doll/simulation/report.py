@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.config import AspPolicyConfig, BspPolicyConfig, DollPolicyConfig
-from doll.evaluation.rates import (
+from doll.monitor.rates import (
     Margin,
     predicted_lockstep_rate,
     predicted_update_rate,

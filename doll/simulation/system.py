@@ -17,6 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from doll.config import StopConfig
+from doll.provisioner.traces.availability import Preemption
 from doll.ps.engine import Engine, EngineSettings
 from doll.ps.events import (
     Action,
@@ -30,7 +31,6 @@ from doll.ps.events import (
 )
 from doll.ps.policies import make_policy
 from doll.records import Announce, Join, Leave, Push
-from doll.simulation.preemption import Preemption
 from doll.simulation.randomness import Draw, compute_time, samples_time
 from doll.simulation.settings import SimulationSettings
 

@@ -18,12 +18,12 @@ import redis
 import structlog
 from doll.errors import BlobError, ServiceUnavailableError
 from doll.local.redis_server import LocalRedis
-from doll.ps import blobs as codec
-from doll.ps import redis_blobs, shm_blobs
-from doll.ps.blobs import Blobs
-from doll.ps.redis_blobs import RedisBlobs
-from doll.ps.shm_blobs import ShmBlobs
 from doll.services import Services, connect_redis
+from doll.storage import blobs as codec
+from doll.storage import redis_blobs, shm_blobs
+from doll.storage.blobs import Blobs
+from doll.storage.redis_blobs import RedisBlobs
+from doll.storage.shm_blobs import ShmBlobs
 from doll.testing import MemoryBlobs
 from waiting import until
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import structlog
 from doll.errors import CheckpointError, FencedError
-from doll.ps.checkpoints import Checkpoint, CheckpointStore
-from doll.ps.file_store import FileStore
-from doll.ps.s3_store import S3Store
+from doll.storage.checkpoints import Checkpoint, CheckpointStore
+from doll.storage.file_store import FileStore
+from doll.storage.s3_store import S3Store
 from doll.testing import MemoryStore
 
 

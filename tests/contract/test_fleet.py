@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from doll.errors import ServiceUnavailableError
-from doll.provisioner.fleet import End, Instance, InstanceState, LaunchError, Order, Trouble
-
-sys.path.insert(0, str(Path(__file__).parent))
+from doll.provisioner.fleets.port import End, Instance, InstanceState, LaunchError, Order, Trouble
 from fleet_rigs import RIGS, Rig
 
 

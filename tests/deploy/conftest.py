@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-REPOSITORY = Path(__file__).parents[2]
-FILES = REPOSITORY / "deploy" / "terraform" / "modules" / "boot" / "files"
+FILES = ROOT / "deploy" / "terraform" / "modules" / "boot" / "files"
 PROGRAMS = Path(__file__).parent / "programs"
 SECRETS = {
     "DOLL_KAFKA_USERNAME": "doll",

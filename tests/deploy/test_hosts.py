@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 from botocore.session import Session
 from botocore.validate import ParamValidator
-from doll.evaluation.prometheus import samples_of
-from doll.provisioner.book import FileBook
+from doll.monitor.prometheus import samples_of
 from doll.provisioner.controller import Controller, ControllerSettings
-from doll.provisioner.fake_fleet import FakeFleet, VirtualClock
-from doll.provisioner.state import PlannerSettings
-from doll.provisioner.stated_prices import StatedPrices
+from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
+from doll.provisioner.planning.state import PlannerSettings
+from doll.provisioner.prices.stated import StatedPrices
+from doll.provisioner.state_store import FileBook
 
 from .conftest import FILES, IMAGE, PROGRAMS, SECRETS, SETTINGS, Host, push_job
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from doll import topics
 from doll.config import JobConfig, parse
+from doll.kafka import topics
 from doll.local import kafka_jars
 from doll.services import Services, kafka_problem, kafka_settings
 

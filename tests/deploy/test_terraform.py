@@ -15,11 +15,12 @@ from types import ModuleType
 import pytest
 from botocore import xform_name
 from botocore.session import Session
+from paths import ROOT
 
-from .conftest import FILES, PRODUCER, REPOSITORY
+from .conftest import FILES, PRODUCER
 
-TERRAFORM = REPOSITORY / "deploy" / "terraform"
-PROVISIONER = REPOSITORY / "doll" / "provisioner"
+TERRAFORM = ROOT / "deploy" / "terraform"
+PROVISIONER = ROOT / "doll" / "provisioner"
 ABSENT = (
     "ec2:StopInstances", "ec2:ModifyInstanceAttribute", "ec2:CreateLaunchTemplate", "ec2:DeleteFleets",
     "ec2:RequestSpotInstances", "ec2:RequestSpotFleet", "iam:Create", "iam:Put", "iam:Attach", "kms:*", "s3:*", "ec2:*",
@@ -61,9 +62,10 @@ def test_the_provisioner_may_do_what_it_calls_and_little_else() -> None:
     session = Session()
     needed = set()
     for source, services in (
-        ("ec2_fleet.py", ("ec2",)),
-        ("ec2_prices.py", ("ec2", "pricing")),
-        ("ec2_notices.py", ("sqs",)),
+        ("fleets/ec2/fleet.py", ("ec2",)),
+        ("fleets/ec2/placement.py", ("ec2",)),
+        ("prices/ec2.py", ("ec2", "pricing")),
+        ("fleets/ec2/notices.py", ("sqs",)),
     ):
         for service in services:
             needed |= called(session, PROVISIONER / source, service)
@@ -74,7 +76,7 @@ def test_the_provisioner_may_do_what_it_calls_and_little_else() -> None:
 
 def test_the_parameter_server_may_do_what_its_store_calls() -> None:
     model = {"put_object": "PutObject", "get_object": "GetObject", "delete_object": "DeleteObject"}
-    text = (REPOSITORY / "doll" / "ps" / "s3_store.py").read_text()
+    text = (ROOT / "doll" / "storage" / "s3_store.py").read_text()
     assert {f"s3:{action}" for call, action in model.items() if call in text} | {"s3:ListBucket"} <= granted("control")
 
 

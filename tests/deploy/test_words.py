@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import typer
+from paths import ROOT
 
-from .conftest import ENVIRONMENT, FILES, IMAGE, REPOSITORY, SECRETS, SETTINGS, Host
+from .conftest import ENVIRONMENT, FILES, IMAGE, SECRETS, SETTINGS, Host
 
-TERRAFORM = REPOSITORY / "deploy" / "terraform"
+TERRAFORM = ROOT / "deploy" / "terraform"
 MAIN = (TERRAFORM / "main.tf").read_text()
 CONTROL = (TERRAFORM / "modules" / "control" / "main.tf").read_text()
 SCRIPTS = {path.stem: path.read_text() for path in FILES.glob("*.sh")}
@@ -80,7 +81,7 @@ def test_the_control_host_starts_the_roles_that_its_script_knows() -> None:
 
 
 def test_containers_get_variables_that_the_code_reads() -> None:
-    code = "".join(path.read_text() for path in (REPOSITORY / "doll").rglob("*.py"))
+    code = "".join(path.read_text() for path in (ROOT / "doll").rglob("*.py"))
     read = set(re.findall(r'"(DOLL_[A-Z_]+)"', code))
     stack = found(r"^  environment = merge\((.*?)^  \)", MAIN)
     secrets = found(r"<<-ENV(.*?)^  ENV", (TERRAFORM / "modules" / "secrets" / "main.tf").read_text())
@@ -121,11 +122,11 @@ def test_the_settings_are_those_of_the_stack_and_doll_takes_them() -> None:
 
 
 def test_a_worker_finds_the_tags_that_the_provisioner_gives_it() -> None:
-    from doll.consumers import notice
-    from doll.provisioner import ec2_fleet
+    from doll.consumers import spot_notices
+    from doll.provisioner.fleets.ec2 import fleet as ec2_fleet
 
     given = {ec2_fleet.WORKER_TAG, ec2_fleet.EPOCH_TAG, ec2_fleet.MARKET_TAG}
-    assert set(notice._FROM_TAGS.values()) == given
+    assert set(spot_notices._FROM_TAGS.values()) == given
     # With other characters, a launch fails where instances show their tags.
     assert all(re.fullmatch(r"[A-Za-z0-9+=.,_:@-]+", tag) for tag in (*given, ec2_fleet.CLUSTER_TAG))
     template = (TERRAFORM / "modules" / "workers" / "main.tf").read_text()

@@ -24,18 +24,18 @@ from typing import Any
 
 import pytest
 import yaml
-from doll.audit import audit
 from doll.config import load
+from doll.ledger.audit import audit
 from doll.local import compose, kafka_broker
 from doll.local.kafka_broker import LocalKafka
 from doll.local.processes import exit_text, free_port, spawn, tail
 from doll.local.redis_server import LocalRedis
-from doll.ps.file_store import FileStore
 from doll.services import Services
+from doll.storage.file_store import FileStore
 from fake_engine import clean_engine
+from paths import ROOT
 from waiting import until
 
-ROOT = Path(__file__).parents[2]
 FILE = ROOT / compose.FILE_NAME
 BIN = Path(sys.executable).parent
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "doll.json"

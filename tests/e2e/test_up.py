@@ -14,11 +14,11 @@ from typing import Any
 
 import psutil
 import pytest
+from paths import EXAMPLES
 from waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("broker")]  # `broker` skips where none can be started
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 OWN_JOB = """
 job: mine

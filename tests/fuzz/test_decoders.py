@@ -24,8 +24,6 @@ from doll.consumers.decoding import decode_records
 from doll.consumers.worker import Batch, Compute, Exit, GradientDone, Send, WorkerCore
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
 from doll.packing import pack, unpack
-from doll.ps.blobs import Latest, blob_info, decode_blob, decode_latest, encode_blob, encode_latest
-from doll.ps.checkpoints import Checkpoint, DamagedError, decode_checkpoint, encode_checkpoint
 from doll.ps.engine import Engine, EngineSettings
 from doll.ps.policies import make_policy
 from doll.records import (
@@ -52,12 +50,13 @@ from doll.records import (
     decode,
     encode,
 )
+from doll.storage.blobs import Latest, blob_info, decode_blob, decode_latest, encode_blob, encode_latest
+from doll.storage.checkpoints import Checkpoint, DamagedError, decode_checkpoint, encode_checkpoint
 from doll.task import Task
 from fuzzing import LONGEST_S, inputs, tried
+from paths import EXAMPLES
 
 pytestmark = pytest.mark.fuzz
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 # --- control records ------------------------------------------------------------------------------------------------

@@ -19,29 +19,30 @@ from typing import Any
 import msgspec
 import pytest
 import structlog
-from doll.audit import Counts, counts_of
 from doll.bounded import MAX_DEPTH, MalformedError, json_value
 from doll.config import ConfigError, load, parse
-from doll.consumers.notice import Imds, NoticeWatcher
+from doll.consumers.spot_notices import Imds, NoticeWatcher
 from doll.errors import CheckpointError, RecordError, ServiceUnavailableError
-from doll.evaluation.csvfile import read_rows
-from doll.evaluation.prometheus import Measurements
-from doll.health import Pulse, _serve
+from doll.ledger.audit import Counts, counts_of
+from doll.monitor.csv_file import read_rows
+from doll.monitor.prometheus import Measurements
+from doll.process.health import Pulse, _serve
 from doll.producers.arrivals import parse_gaps
 from doll.producers.sources import idx, lines
-from doll.provisioner.book import FileBook
-from doll.provisioner.compose_fleet import ComposeFleet
-from doll.provisioner.ec2_notices import Ec2Notices
-from doll.provisioner.ec2_prices import OnDemandPrices
-from doll.provisioner.process_fleet import ProcessFleet
-from doll.provisioner.recordings import survey
-from doll.ps.checkpoints import Checkpoint, encode_checkpoint
+from doll.provisioner.fleets.compose import ComposeFleet
+from doll.provisioner.fleets.ec2.notices import Ec2Notices
+from doll.provisioner.fleets.processes import ProcessFleet
+from doll.provisioner.prices.ec2 import OnDemandPrices
+from doll.provisioner.state_store import FileBook
+from doll.provisioner.traces.recordings import survey
 from doll.ps.event_log import Entry, FileEventLog, read_log
 from doll.ps.events import EngineSnapshot
 from doll.ps.server import restore
 from doll.ps.start import Start
 from doll.records import Join, Metric, Update
+from doll.storage.checkpoints import Checkpoint, encode_checkpoint
 from fuzzing import inputs, tried
+from paths import SHARED_DATA
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -405,7 +406,6 @@ def test_sources_without_end_do_not_fill_the_memory() -> None:
 
 # --- recorded markets -----------------------------------------------------------------------------------------------
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 TRACE_WORDS = [
     b"inf", b"nan", b"1e308", b"1e400", b"-1", b"-0", b"0", b'"', b",", b"\r", b"\n", b"\n\n", b"\0", b"\xff",
     b"9" * 400, b'"' + b"x" * 140_000, b"[" * 3_000, b"add", b"remove", b"preempted", b"0001-01-01T00:00:00+14:00",
@@ -434,7 +434,7 @@ def _recorded(name: str) -> list[bytes]:
     import gzip
     import itertools
 
-    real = [path for path in SHARED.glob(f"*/{name}.gz") if path.is_file()]
+    real = [path for path in SHARED_DATA.glob(f"*/{name}.gz") if path.is_file()]
     seeds = [MADE_UP[name].encode()]
     for path in real[:3]:
         with gzip.open(path, "rb") as file:

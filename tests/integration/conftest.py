@@ -12,18 +12,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
-from doll import topics
-from doll.audit import audit
 from doll.config import JobConfig, load
-from doll.evaluation.kafka_tail import Tail
-from doll.ledger import LedgerReport
-from doll.local.roles import ForkServer, Role
+from doll.kafka import topics
+from doll.kafka.tail import Tail
+from doll.ledger.audit import audit
+from doll.ledger.balance import LedgerReport
+from doll.local.forks import ForkServer, Role
 from doll.local.supervisor import Restart, RoleSpec, Supervisor
-from doll.ps.checkpoints import Checkpoint
-from doll.ps.file_store import FileStore
 from doll.ps.server import restore
 from doll.records import AnyRecord, Epoch, Finished, Metric, Update, decode, encode
 from doll.services import BLOBS_ENV, Services, kafka_settings
+from doll.storage.checkpoints import Checkpoint
+from doll.storage.file_store import FileStore
 from waiting import PATIENCE_S
 
 FEATURES = 4
@@ -82,7 +82,7 @@ class Pipeline:
     def spec(self, name: str, role: str, *more: Any, job_path: Path | None = None) -> RoleSpec:
         arguments = [str(job_path or self.job_path), self.services.kafka, self.services.redis, str(self.run), *more]
         log = self.run / "logs" / f"{name}.log"
-        return RoleSpec(name, f"doll.cli.roles:{role}", log, arguments, {BLOBS_ENV: self.services.blobs})
+        return RoleSpec(name, f"doll.run.roles:{role}", log, arguments, {BLOBS_ENV: self.services.blobs})
 
     def start(self) -> None:
         """The parameter server and all workers."""

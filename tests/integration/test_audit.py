@@ -10,15 +10,15 @@ import msgspec
 import numpy as np
 import pytest
 from confluent_kafka import Producer
-from doll import audit as audit_module
-from doll import topics
-from doll.audit import audit
 from doll.config import JobConfig, parse
 from doll.errors import CheckpointError, ConfigError, ServiceUnavailableError
-from doll.ledger import LedgerReport, Range
-from doll.ps.checkpoints import Checkpoint
+from doll.kafka import topics
+from doll.ledger import audit as audit_module
+from doll.ledger.audit import audit
+from doll.ledger.balance import LedgerReport, Range
 from doll.records import AnyRecord, DeadLetter, Epoch, Finished, Member, Update, encode
 from doll.services import Services, kafka_settings
+from doll.storage.checkpoints import Checkpoint
 from doll.testing import MemoryStore
 
 pytestmark = pytest.mark.integration

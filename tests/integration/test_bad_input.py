@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
-from doll.consumers.link import WorkerLink
+from doll.consumers.kafka_channel import WorkerLink
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.faults import ENV, MARKER_ENV
 from doll.packing import pack
-from doll.ps.kafka_link import KafkaLink
+from doll.process.fault_points import ENV, MARKER_ENV
+from doll.ps.kafka_channel import KafkaLink
 from doll.records import (
     Alive,
     Announce,

@@ -6,7 +6,7 @@ import signal
 from typing import Any
 
 import pytest
-from doll.local.roles import Role
+from doll.local.forks import Role
 from waiting import PATIENCE_S
 
 pytestmark = pytest.mark.integration

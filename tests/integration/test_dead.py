@@ -11,12 +11,12 @@ import msgspec
 import pytest
 from confluent_kafka import Consumer, KafkaError, TopicPartition
 from confluent_kafka.admin import AdminClient
-from doll import dead as dead_letters
 from doll.cli.app import app
 from doll.cli.dead import plain
 from doll.config import JobConfig, dump
 from doll.errors import ServiceUnavailableError
-from doll.ledger import Fate
+from doll.ledger import dead_letters
+from doll.ledger.balance import Fate
 from doll.records import DeadLetter, encode
 from doll.services import kafka_settings
 from typer.testing import CliRunner

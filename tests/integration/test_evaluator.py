@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 from confluent_kafka import Producer
-from doll import topics
 from doll.config import JobConfig, load
-from doll.evaluation.csvfile import read_rows
-from doll.evaluation.kafka_tail import Tail
+from doll.kafka import topics
+from doll.kafka.tail import Tail
+from doll.local.forks import ForkServer, Role
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
-from doll.local.roles import ForkServer, Role
-from doll.ps.blobs import Latest, encode_blob, encode_latest, latest_key, weights_key
-from doll.ps.checkpoints import Checkpoint
-from doll.ps.file_store import FileStore
-from doll.ps.redis_blobs import RedisBlobs
+from doll.monitor.csv_file import read_rows
 from doll.records import AnyRecord, Epoch, Evaluated, Finished, Member, Metric, Update, encode
 from doll.services import Services, connect_redis, kafka_settings
+from doll.storage.blobs import Latest, encode_blob, encode_latest, latest_key, weights_key
+from doll.storage.checkpoints import Checkpoint
+from doll.storage.file_store import FileStore
+from doll.storage.redis_blobs import RedisBlobs
 from waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.integration
@@ -86,7 +86,7 @@ class Rig:
     def start(self) -> Role:
         arguments = [str(self._job_path), self.services.kafka, self.services.redis, str(self.run)]
         return self._forks.start_role(
-            "doll.cli.roles:evaluator_role", arguments, log_path=self.run / "evaluator.log", name="evaluator"
+            "doll.run.roles:evaluator_role", arguments, log_path=self.run / "evaluator.log", name="evaluator"
         )
 
     def say(self, *records: AnyRecord) -> None:

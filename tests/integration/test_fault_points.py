@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from doll.faults import ENV, MARKER_ENV, POINTS, fault_point
-from doll.local.roles import Role
+from doll.local.forks import Role
+from doll.process.fault_points import ENV, MARKER_ENV, POINTS, fault_point
+from paths import DOCS
 
 # The hit at which a process dies: late enough that the job is under way, and sure to come within the first ten updates,
 # of which two checkpoints at least are made.
@@ -36,7 +37,7 @@ HITS = {
 }
 # Of both classes: for whatever the model says, one of them is wrong, and its gradient far too long.
 HUGE = [np.array([3e38, 3e38, 3e38, 3e38, y], "<f4").tobytes() for y in (0, 1)]
-OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
+OPERATIONS = DOCS / "operations.md"
 
 
 def test_every_point_is_tested_and_explained() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
-from doll import topics
-from doll.admission import ABOVE_ENV, read
-from doll.audit import audit
 from doll.errors import ConfigError
-from doll.ps.file_store import FileStore
+from doll.kafka import topics
+from doll.ledger.admission import ABOVE_ENV, read
+from doll.ledger.audit import audit
 from doll.services import kafka_settings
+from doll.storage.file_store import FileStore
 from waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.integration

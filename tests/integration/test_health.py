@@ -10,9 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from doll.health import PORT_ENV
 from doll.local.kafka_broker import LocalKafka
 from doll.local.processes import free_port
+from doll.process.health import PORT_ENV
 
 pytestmark = pytest.mark.integration
 

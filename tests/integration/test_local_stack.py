@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
-from doll import topics
 from doll.config import JobConfig, parse
 from doll.errors import ConfigError, ServiceUnavailableError
+from doll.kafka import topics
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
 from doll.local.stack import local_stack
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.integration
 HOLDER = """
 import json, pathlib, sys, time
 from doll.config import parse
-from doll.local.roles import ForkServer
+from doll.local.forks import ForkServer
 from doll.local.stack import local_stack
 
 run = pathlib.Path(sys.argv[1])

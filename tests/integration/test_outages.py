@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from doll.local.forks import Role
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
-from doll.local.roles import Role
 
 pytestmark = pytest.mark.integration
 

@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 from confluent_kafka import Producer
 from doll.packing import pack
-from doll.ps.blobs import decode_blob, decode_latest, latest_key
-from doll.ps.redis_blobs import RedisBlobs
 from doll.ps.replay import replay
 from doll.services import connect_redis
+from doll.storage.blobs import decode_blob, decode_latest, latest_key
+from doll.storage.redis_blobs import RedisBlobs
+from paths import EXAMPLES
 
 pytestmark = pytest.mark.integration
 
-CHURN = Path(__file__).parents[2] / "examples" / "churn.py"
+CHURN = EXAMPLES / "churn.py"
 
 BATCH_NORM_TASK = """
 import torch

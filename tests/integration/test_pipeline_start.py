@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
-from doll.consumers import link
+from doll.consumers import kafka_channel
 from doll.local.processes import free_port
 from doll.records import Hello, Stop
 from doll.services import Services
@@ -152,11 +152,11 @@ def test_a_worker_that_starts_after_the_end_of_the_job_is_told_so(
 ) -> None:
     """Its predecessor died on the last message: without this it would wait for a server that never comes."""
     job = make_pipeline("ps.lease_s=0.1")
-    monkeypatch.setattr(link, "_ENDED_AFTER_S", 0.0)
+    monkeypatch.setattr(kafka_channel, "_ENDED_AFTER_S", 0.0)
     job.control("down", Stop(ps_epoch=1, reason="updates: 20 reached"), partition=1)
-    late = link.WorkerLink(job.config, job.services, 1)
+    late = kafka_channel.WorkerLink(job.config, job.services, 1)
     try:
-        with pytest.raises(link.JobEndedError, match="updates: 20 reached"):
+        with pytest.raises(kafka_channel.JobEndedError, match="updates: 20 reached"):
             late.join("late", lambda: False)
         polls = iter([False] * 20)  # of a new generation: that was the end of the run before
         assert late.join("new", lambda: next(polls, True), above=1) is None
@@ -166,10 +166,10 @@ def test_a_worker_that_starts_after_the_end_of_the_job_is_told_so(
 
 def test_a_job_that_ended_and_was_resumed_has_not_ended(make_pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make_pipeline("ps.lease_s=0.1")
-    monkeypatch.setattr(link, "_ENDED_AFTER_S", 0.0)
+    monkeypatch.setattr(kafka_channel, "_ENDED_AFTER_S", 0.0)
     job.control("down", Stop(ps_epoch=1, reason="updates: 20 reached"), partition=1)
     job.control("down", Hello(ps_epoch=2), partition=1)
-    worker = link.WorkerLink(job.config, job.services, 1)
+    worker = kafka_channel.WorkerLink(job.config, job.services, 1)
     polls = iter([False] * 20)
     try:
         assert worker.join("worker", lambda: next(polls, True)) is None

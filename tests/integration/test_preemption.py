@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doll.local.roles import Role
+from doll.local.forks import Role
 
 pytestmark = pytest.mark.integration
 

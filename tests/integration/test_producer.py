@@ -16,14 +16,16 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from doll import config as job_config
-from doll import packing, records, topics
+from doll import packing, records
 from doll.config import JobConfig
 from doll.errors import ConfigError
+from doll.kafka import topics
 from doll.local.kafka_broker import LocalKafka
 from doll.producers.main import run_producer
 from doll.producers.position import headers, name_of
 from doll.services import Services, kafka_settings
 from doll.task import load_task
+from paths import ROOT
 from waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.integration
@@ -306,10 +308,9 @@ def test_a_pipe_that_ends_ends_the_producer(services: Services, job_name: str, t
 def test_the_python_example_of_the_documentation_runs(
     services: Services, broker: LocalKafka, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = Path(__file__).parents[2]
-    config = job_config.load(root / "examples" / "stdin.yaml")
+    config = job_config.load(ROOT / "examples" / "stdin.yaml")
     topics.ensure(config, services)
-    text = (root / "docs" / "records.md").read_text()
+    text = (ROOT / "docs" / "records.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]
     monkeypatch.setenv("DOLL_KAFKA", broker.address)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)

@@ -15,14 +15,14 @@ from typing import Any
 import psutil
 import pytest
 from doll.cli.inspect import status_of
-from doll.cli.machines import machines_of
-from doll.cli.runfolder import RunFolder, open_target
 from doll.config import dump, load
-from doll.provisioner.book import FileBook
-from doll.provisioner.fleet import LaunchError, Order
-from doll.provisioner.meter import LOCAL
-from doll.provisioner.process_fleet import ProcessFleet
+from doll.provisioner.billing import LOCAL
+from doll.provisioner.fleets.port import LaunchError, Order
+from doll.provisioner.fleets.processes import ProcessFleet
+from doll.provisioner.machines import machines_of
+from doll.provisioner.state_store import FileBook
 from doll.records import Finished, Leave, Metric
+from doll.run.folder import RunFolder, open_target
 from doll.services import KAFKA_ENV, REDIS_ENV
 from waiting import PATIENCE_S
 

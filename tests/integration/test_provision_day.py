@@ -11,22 +11,18 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
-from doll.provisioner.book import MemoryBook
+from doll.provisioner.billing import EC2_LINUX
 from doll.provisioner.controller import Controller, Decision
-from doll.provisioner.ec2_prices import Ec2Prices, OnDemandPrice, OnDemandPrices
-from doll.provisioner.fake_fleet import FakeFleet, VirtualClock
-from doll.provisioner.fleet import End, Fleet, Instance, InstanceState
-from doll.provisioner.meter import EC2_LINUX
-from doll.provisioner.prices import PriceFeed
+from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
+from doll.provisioner.fleets.port import End, Fleet, Instance, InstanceState
+from doll.provisioner.prices.ec2 import Ec2Prices, OnDemandPrice, OnDemandPrices
+from doll.provisioner.prices.port import PriceFeed
+from doll.provisioner.prices.stated import StatedPrices
 from doll.provisioner.reconcile import Limits
-from doll.provisioner.stated_prices import StatedPrices
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "provisioner"))
+from doll.provisioner.state_store import MemoryBook
 from job_world import ON_DEMAND, SPOT, JobWorld, run, settings
 
 HOURS = float(os.environ.get("DOLL_DAY_HOURS", "2"))

@@ -14,14 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doll.provisioner.book import FileBook
-from doll.provisioner.fleet import Order
+from doll.provisioner.fleets.port import Order
+from doll.provisioner.state_store import FileBook
 from doll.records import Epoch, Finished
 from doll.services import KAFKA_ENV, REDIS_ENV
-from moto.server import ThreadedMotoServer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 from fleet_rigs import REGION, Ec2Rig
+from moto.server import ThreadedMotoServer
 from moto_overlay import moto_market
 
 pytestmark = pytest.mark.integration

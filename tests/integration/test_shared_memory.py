@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from doll.errors import ConfigError
-from doll.ps.blobs import decode_blob, decode_latest, latest_key
-from doll.ps.stores import open_blobs
+from doll.storage.blobs import decode_blob, decode_latest, latest_key
+from doll.storage.stores import open_blobs
 
 pytestmark = pytest.mark.integration
 

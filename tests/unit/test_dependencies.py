@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import tomllib
-from pathlib import Path
 
 import aiokafka.codec
 import pytest
@@ -14,8 +13,8 @@ import redis.connection
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 from packaging.version import Version
+from paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 DECLARED = {
     one.name: one
     for one in map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
@@ -46,7 +45,7 @@ def test_redis_is_pinned_to_the_minor_version_that_was_tested() -> None:
 
 
 def test_the_private_names_of_redis_that_are_used_are_known_and_there() -> None:
-    text = (ROOT / "doll/ps/redis_blobs.py").read_text()
+    text = (ROOT / "doll/storage/redis_blobs.py").read_text()
     assert set(re.findall(r"connection\.(_\w+)", text)) == {"_sock", "_parser"}
     for path in (ROOT / "doll").rglob("*.py"):
         assert not re.search(r"(?:from|import) redis(?:\.\w+)*\._", path.read_text()), path

@@ -12,18 +12,18 @@ import numpy as np
 import pytest
 import structlog
 from doll import packing
-from doll.binding import require_safe
 from doll.config import dump, parse
 from doll.consumers.decoding import decode_records
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
-from doll.ps.blobs import decode_blob, decode_latest
-from doll.ps.checkpoints import decode_checkpoint
-from doll.ps.file_store import FileStore
+from doll.process.loopback import require_safe
 from doll.records import decode
 from doll.services import Services, connect_redis, kafka_settings, redis_address, resolve
+from doll.storage.blobs import decode_blob, decode_latest
+from doll.storage.checkpoints import decode_checkpoint
+from doll.storage.file_store import FileStore
 from doll.tasks.digits import Digits
+from paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 JOB = "job: j\ntask: {class: 'a:B'}\n"
 
 # Modules whose readers run what they read, and calls that do.
@@ -189,7 +189,7 @@ def test_a_failing_redis_does_not_repeat_its_password(monkeypatch: pytest.Monkey
 
 
 def test_blobs_that_were_changed_on_the_way_are_refused() -> None:
-    from doll.ps.blobs import encode_blob
+    from doll.storage.blobs import encode_blob
 
     array = np.ones(4, np.float32)
     data = bytearray(b"".join(map(bytes, encode_blob(array, job="j", kind="w", version=1))))

@@ -16,6 +16,7 @@ import pytest
 import structlog
 from doll.cli.app import app
 from doll.config import JobConfig, load
+from paths import DOCS
 from typer.testing import CliRunner, Result
 
 COMMANDS = ["up", "produce", "worker", "ps", "evaluate", "audit", "topics", "status", "export", "config"]
@@ -77,7 +78,7 @@ def test_help_and_checks_answer_at_once(job: Path, arguments: list[str]):
 def test_no_command_line_module_loads_torch(job: Path):
     """Torch costs 5 s of processor time: neither help nor a check nor the modules behind `up` may import it."""
     code = (
-        "import sys\nimport doll.cli.app, doll.cli.up, doll.cli.inspect, doll.cli.report, doll.cli.roles\n"
+        "import sys\nimport doll.cli.app, doll.run.job, doll.cli.inspect, doll.monitor.run_report, doll.run.roles\n"
         "from typer.testing import CliRunner\n"
         f"assert CliRunner().invoke(doll.cli.app.app, ['config', 'check', {str(job)!r}]).exit_code == 0\n"
         "heavy = {'torch', 'matplotlib', 'faust', 'sklearn', 'scipy'} & sys.modules.keys()\n"
@@ -220,12 +221,12 @@ def test_up_reads_no_terminal(job: Path):
 
 
 def test_an_interrupt_is_no_traceback(job: Path, monkeypatch: pytest.MonkeyPatch):
-    from doll.cli import taskcheck
+    from doll.run import preflight
 
     def interrupted(config: JobConfig) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(taskcheck, "check_files", interrupted)
+    monkeypatch.setattr(preflight, "check_files", interrupted)
     result = doll("config", "check", job)
     assert (result.exit_code, result.stderr) == (1, "doll: interrupted\n")
 
@@ -247,14 +248,14 @@ def test_export_without_a_checkpoint_says_so(job: Path, tmp_path: Path):
 
 
 def test_the_configuration_page_is_up_to_date():
-    from doll.cli.configdoc import markdown
+    from doll.config.reference import markdown
 
-    page = Path(__file__).parents[3] / "docs" / "configuration.md"
-    assert page.read_text(encoding="utf-8") == markdown(), "run: python -m doll.cli.configdoc docs/configuration.md"
+    page = DOCS / "configuration.md"
+    assert page.read_text(encoding="utf-8") == markdown(), "run: python -m doll.config.reference docs/configuration.md"
 
 
 def test_the_configuration_page_names_every_key():
-    from doll.cli.configdoc import markdown
+    from doll.config.reference import markdown
 
     text = markdown()
     for name, field in JobConfig.model_fields.items():

@@ -12,9 +12,9 @@ import pytest
 import yaml
 from doll.cli import examples
 from doll.cli.app import app
+from paths import ROOT
 from typer.testing import CliRunner, Result
 
-ROOT = Path(__file__).parents[3]
 NAMES = ["digits", "emnist", "intrusion", "spot", "stdin"]
 
 

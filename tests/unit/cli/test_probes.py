@@ -9,8 +9,8 @@ import pytest
 from doll.cli.app import app
 from doll.cli.options import JOB_ENV
 from doll.config import parse
-from doll.health import PORT_ENV, pulse_of
 from doll.local.processes import free_port
+from doll.process.health import PORT_ENV, pulse_of
 from typer.testing import CliRunner, Result
 
 JOB = "job: j\ntask: {class: 'a:B'}\n"

@@ -12,15 +12,16 @@ import pytest
 from doll import config as job_config
 from doll.cli.app import app
 from doll.cli.spot import Campaign, StandingClock
-from doll.cli.spotstory import Ending, Move, Story, facts, lines
 from doll.errors import ConfigError
-from doll.provisioner.fake_fleet import FakeFleet, VirtualClock
-from doll.provisioner.fleet import Instance, InstanceState
-from doll.provisioner.process_fleet import Machine
-from doll.simulation.spot import Prediction, predict
+from doll.monitor.spot_history import Ending, Move, Story, facts, lines
+from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
+from doll.provisioner.fleets.port import Instance, InstanceState
+from doll.provisioner.fleets.processes import Machine
+from doll.simulation.spot_prediction import Prediction, predict
+from paths import EXAMPLES
 from typer.testing import CliRunner
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "spot.yaml"
+EXAMPLE = EXAMPLES / "spot.yaml"
 
 
 def campaign(*overrides: str, seed: int = 0) -> Campaign:
@@ -200,12 +201,12 @@ def test_facts_and_last_words_say_the_same() -> None:
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
-    from doll.cli.spotplot import draw
+    from doll.monitor.spot_plot import draw
 
     found = campaign()
     clock = VirtualClock()
     fleet = FakeFleet(clock)
-    from doll.provisioner.fleet import Order
+    from doll.provisioner.fleets.port import Order
 
     machines = [Machine(fleet.launch(Order(slot, 1, market))) for slot, market in enumerate(("spot", "on_demand"))]
     story = Story()
@@ -224,8 +225,8 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
 def test_machines_and_money_are_shown_in_both_views() -> None:
     import io
 
-    from doll.cli.live import one_line, panel
-    from doll.cli.progress import ProgressModel
+    from doll.monitor.display import one_line, panel
+    from doll.monitor.progress import ProgressModel
     from rich.console import Console
 
     config = job_config.load(EXAMPLE)

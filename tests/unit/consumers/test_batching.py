@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from doll import intervals
 from doll.consumers.batching import Batcher, RawBatch
+from doll.ledger import intervals
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -13,7 +13,7 @@ from doll.consumers.gradient import GradientComputer
 from doll.errors import ConfigError
 from doll.fingerprint import difference, fits
 from doll.model import FlatModel, build, fingerprint
-from doll.ps.optim import Optimizer
+from doll.ps.optimizer import Optimizer
 from doll.task import Sample, Task
 from doll.tasks.synthetic import Gaussian
 

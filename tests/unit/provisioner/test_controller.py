@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from any_record import ANY  # any record of any type, with any content
 from doll.errors import ConfigError, FencedError, ServiceUnavailableError
-from doll.provisioner.book import FileBook, MemoryBook
+from doll.provisioner.billing import EC2_LINUX
 from doll.provisioner.controller import Controller, ControllerSettings, Decision, slot_ranges
-from doll.provisioner.fake_fleet import FakeFleet, VirtualClock
-from doll.provisioner.fleet import End, Instance, InstanceState, Order, Trouble
+from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
+from doll.provisioner.fleets.port import End, Instance, InstanceState, Order, Trouble
 from doll.provisioner.lease import Lease
-from doll.provisioner.meter import EC2_LINUX
+from doll.provisioner.prices.stated import StatedPrices
 from doll.provisioner.reconcile import Launch, Limits
-from doll.provisioner.stated_prices import StatedPrices
-from doll.ps.file_store import FileStore
+from doll.provisioner.state_store import FileBook, MemoryBook
 from doll.records import Epoch, Evaluated, decode, encode
+from doll.storage.file_store import FileStore
 from doll.theory.cost import Prices
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from job_world import ON_DEMAND, SPOT, JobWorld, run, settings
-from test_records import ANY  # any record of any type, with any content
 
 
 class Forgetful(FakeFleet):

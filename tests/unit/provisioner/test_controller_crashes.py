@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-from doll.provisioner.book import MemoryBook
 from doll.provisioner.controller import Controller, ControllerSettings, Decision
-from doll.provisioner.fake_fleet import FakeFleet, VirtualClock
-from doll.provisioner.fleet import Instance, InstanceState, Order, Trouble
+from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
+from doll.provisioner.fleets.port import Instance, InstanceState, Order, Trouble
 from doll.provisioner.reconcile import Limits
+from doll.provisioner.state_store import MemoryBook
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
 from job_world import FlatPrices, JobWorld, settings
 
 STEP_S = 10.0

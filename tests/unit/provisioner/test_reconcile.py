@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from doll.provisioner.fleet import End, Instance, InstanceState, LaunchError, Order, Trouble
+from doll.provisioner.fleets.port import End, Instance, InstanceState, LaunchError, Order, Trouble
+from doll.provisioner.planning.state import Market
 from doll.provisioner.reconcile import Action, Launch, Limits, Memory, Terminate, View, Wait, reconcile
-from doll.provisioner.state import Market
 
 T0 = 1_700_000_000.0
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from doll.provisioner.book import MemoryBook
 from doll.provisioner.controller import Controller, Decision
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[2] / "contract"))
+from doll.provisioner.state_store import MemoryBook
 from fleet_rigs import Ec2Rig, ec2
 from job_world import FlatPrices, settings
 from moto_overlay import REGION

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from msgspec import structs
-
-sys.path.insert(0, str(Path(__file__).parent))
 from doll.ps import events as ev
 from doll.ps.engine import Engine
 from doll.ps.policies import REGISTRY
 from doll.records import Join
-from world import POLICIES, World
+from engine_world import POLICIES, World
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
 
 # Faults are rarer than work, so that runs get somewhere.
 WORK = {"produce": 60, "read": 60, "send": 100, "receive": 100, "compute": 60, "checkpoint": 20, "tick": 10}

@@ -6,25 +6,21 @@ The same random schedules are played with the real engine and worker, which bala
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from doll.config import DollPolicyConfig
 from doll.consumers.batching import Batcher
 from doll.consumers.worker import Acknowledge, Batch, Send
 from doll.errors import IllegalEventError
-from doll.ledger import DurableModel, LedgerReport, balance
+from doll.ledger.balance import DurableModel, LedgerReport, balance
 from doll.ps import events as ev
 from doll.ps.engine import Engine
 from doll.ps.policies.base import Policy, Token, View
 from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll
 from doll.records import Announce, Epoch, Join, Member, Update, Welcome
-from world import POLICIES, Process, World
+from engine_world import POLICIES, Process, World
 
 SEEDS = range(12)
 

@@ -12,14 +12,14 @@ from doll.config import JobConfig, parse
 from doll.errors import RecordError
 from doll.model import build, fingerprint
 from doll.ps import events as ev
-from doll.ps.blobs import encode_blob, gradient_key
-from doll.ps.checkpoints import Checkpoint
 from doll.ps.event_log import FileEventLog, read_log
-from doll.ps.optim import DivergedError, Optimizer
+from doll.ps.optimizer import DivergedError, Optimizer
 from doll.ps.replay import replay
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
 from doll.records import Announce, AnyRecord, Grant, Join, Metric, Push, Welcome
+from doll.storage.blobs import encode_blob, gradient_key
+from doll.storage.checkpoints import Checkpoint
 from doll.task import load_task
 from doll.testing import MemoryBlobs, MemoryStore
 

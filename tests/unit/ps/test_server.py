@@ -16,9 +16,7 @@ import structlog
 from doll.config import JobConfig, parse
 from doll.errors import CheckpointError, FencedError
 from doll.model import build, fingerprint
-from doll.ps.blobs import decode_blob, decode_latest, encode_blob, gradient_key, latest_key
-from doll.ps.checkpoints import Checkpoint
-from doll.ps.optim import DivergedError, Optimizer
+from doll.ps.optimizer import DivergedError, Optimizer
 from doll.ps.server import ParameterServer, restore
 from doll.ps.start import Start, make_engine
 from doll.records import (
@@ -38,6 +36,8 @@ from doll.records import (
     Update,
     Welcome,
 )
+from doll.storage.blobs import decode_blob, decode_latest, encode_blob, gradient_key, latest_key
+from doll.storage.checkpoints import Checkpoint
 from doll.task import load_task
 from doll.testing import MemoryBlobs, MemoryStore
 

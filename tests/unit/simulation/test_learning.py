@@ -8,10 +8,10 @@ import torch
 from doll.config import DollPolicyConfig, SgdConfig
 from doll.consumers.gradient import GradientComputer
 from doll.model import FlatModel
+from doll.provisioner.traces.availability import Markov
 from doll.ps.events import SendGrant
-from doll.ps.optim import Optimizer
+from doll.ps.optimizer import Optimizer
 from doll.simulation.learning import Learner
-from doll.simulation.preemption import Markov
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 from doll.tasks.digits import Digits

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from doll.config import DollPolicyConfig
-from doll.provisioner.state import PlannerSettings
-from doll.simulation.preemption import Markov
+from doll.provisioner.planning.state import PlannerSettings
+from doll.provisioner.traces.availability import Markov
 from doll.simulation.provisioning import Planned
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System

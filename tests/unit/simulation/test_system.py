@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from doll.config import AspPolicyConfig, BspPolicyConfig, DollPolicyConfig, PolicyConfig
 from doll.errors import ConfigError
-from doll.evaluation.rates import harmonic
-from doll.simulation.preemption import Markov
+from doll.monitor.rates import harmonic
+from doll.provisioner.traces.availability import Markov
 from doll.simulation.report import formula_rate, summarise
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System

@@ -5,15 +5,14 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from doll import config as job_config
 from doll.config import DigitsSource, JobConfig
 from doll.producers import sources
 from doll.task import as_features, load_task
+from paths import EXAMPLES
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
 
 

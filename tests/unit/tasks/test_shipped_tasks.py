@@ -21,6 +21,7 @@ from doll.tasks.digits import Digits
 from doll.tasks.emnist import Emnist
 from doll.tasks.intrusion import FAMILIES, Intrusion
 from doll.tasks.synthetic import Gaussian
+from paths import SHARED_DATA
 
 KDD_NORMAL = (
     b"0,tcp,http,SF,181,5450,0,0,0,0,0,1,0,0,0,0,0,0,0,0,0,0,8,8,0.00,0.00,0.00,0.00,1.00,0.00,0.00,"
@@ -203,7 +204,7 @@ def test_an_attack_nobody_knew_is_an_attack() -> None:
 
 
 def test_intrusion_learns_the_real_stream_as_it_comes() -> None:
-    path = Path(__file__).parents[3] / "../shared/data/kdd99/kddcup.data_10_percent.csv.gz"
+    path = SHARED_DATA / "kdd99/kddcup.data_10_percent.csv.gz"
     if not path.is_file():
         pytest.skip("needs the KDD Cup 1999 file in ../shared/data")
     task = Intrusion()

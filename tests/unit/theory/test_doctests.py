@@ -12,7 +12,7 @@ import pytest
 MODULES = sorted(f"doll.theory.{module.name}" for module in pkgutil.iter_modules(doll.theory.__path__))
 
 
-@pytest.mark.parametrize("name", [*MODULES, "doll.provisioner.signals"])
+@pytest.mark.parametrize("name", [*MODULES, "doll.provisioner.planning.estimators"])
 def test_examples(name: str) -> None:
     found = doctest.testmod(importlib.import_module(name))
     assert found.failed == 0

@@ -1,0 +1,121 @@
+"""docs/configuration.md, written from the models that check the job file: `python -m doll.config.reference FILE`."""
+
+from __future__ import annotations
+
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from doll.config import JobConfig
+
+_HEAD = """\
+# The job file
+
+One YAML file describes a whole job. `doll config check JOB.yaml` checks it, `doll config show JOB.yaml` prints it with
+all defaults. `--set key.sub=value` overrides a key on every command. Relative paths start at the job file's folder.
+
+Secrets never stand in the file. They come from the environment: `DOLL_KAFKA_USERNAME`, `DOLL_KAFKA_PASSWORD`,
+`DOLL_KAFKA_CA`, `DOLL_REDIS_USERNAME`, `DOLL_REDIS_PASSWORD`. Addresses may come from there too: `DOLL_KAFKA`,
+`DOLL_REDIS`.
+
+This page is generated from `doll/config.py` by `python -m doll.config.reference docs/configuration.md`.
+"""
+
+
+def markdown() -> str:
+    """The whole page."""
+    parts = [_HEAD, "\n## Top level\n\n" + _table(JobConfig, skip=("base_folder",))]
+    for name, field in JobConfig.model_fields.items():
+        models = list(_models(field.annotation))
+        for model in models:
+            parts.extend(_section(name, model, variants=len(models) > 1))
+    return "".join(parts)
+
+
+def _section(path: str, model: type[BaseModel], *, variants: bool) -> Iterator[str]:
+    title = f"`{path}`" + (f": {_variant(model)}" if variants else "")
+    about = (model.__doc__ or "").strip()
+    yield f"\n## {title}\n\n" + (f"{about}\n\n" if about else "") + _table(model)
+    for name, field in model.model_fields.items():
+        inner = list(_models(field.annotation))
+        for one in inner:
+            yield from _section(f"{path}.{field.alias or name}", one, variants=len(inner) > 1)
+
+
+def _variant(model: type[BaseModel]) -> str:
+    for name in ("kind", "name"):
+        if name in model.model_fields:
+            (value,) = typing.get_args(model.model_fields[name].annotation)
+            return f"`{name}: {value}`"
+    return model.__name__
+
+
+def _table(model: type[BaseModel], skip: tuple[str, ...] = ()) -> str:
+    rows = ["| key | type | default | meaning |\n", "|---|---|---|---|\n"]
+    for name, field in model.model_fields.items():
+        if name not in skip:
+            cells = (f"`{field.alias or name}`", _type(field), _default(field), field.description or "")
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n")
+    return "".join(rows)
+
+
+def _type(field: FieldInfo) -> str:
+    text = _annotation(field.annotation)
+    bounds = []
+    for rule in field.metadata:
+        for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
+            if (limit := getattr(rule, attribute, None)) is not None:
+                bounds.append(f"{sign} {limit:g}")
+    return f"{text} {', '.join(bounds)}".strip()
+
+
+def _annotation(annotation: Any) -> str:
+    if annotation is type(None):
+        return "null"
+    if typing.get_origin(annotation) is typing.Annotated:
+        base, *rules = typing.get_args(annotation)
+        positive = any(getattr(rule, "gt", None) == 0 for rule in rules)
+        return _annotation(base) + (" > 0" if positive else "")
+    if typing.get_origin(annotation) is typing.Literal:
+        return " or ".join(f"`{value}`" for value in typing.get_args(annotation))
+    if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
+        args = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
+        return "section" if list(_models(annotation)) else " or ".join(_annotation(arg) for arg in args)
+    if typing.get_origin(annotation) is list:
+        return "list of " + _annotation(typing.get_args(annotation)[0])
+    if typing.get_origin(annotation) is dict:
+        return "keys and values"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "section"
+    names = {str: "text", int: "whole number", float: "number", bool: "true or false", Path: "path"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is PydanticUndefined or isinstance(value, BaseModel) or value in (None, {}):
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    else:
+        for arg in typing.get_args(annotation):
+            yield from _models(arg)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m doll.config.reference docs/configuration.md")
+    Path(sys.argv[1]).write_text(markdown(), encoding="utf-8")

@@ -1,0 +1,50 @@
+"""`doll worker --any`: one of several processes that were all started alike."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from doll import telemetry
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.services import Services
+
+
+def run_any_worker(config: JobConfig, services: Services, run_folder: Path) -> int:
+    """Wait for a free slot, then work in it as `run_worker` does. Needs the main thread.
+
+    Returns:
+        0 at the end of the job, which a spare waits for too, or after SIGTERM; 1 where this process is of no use, or
+        where another one has taken its slot: start it again.
+
+    Raises:
+        DollError: as `run_worker`.
+    """
+    from doll.consumers.redis_slots import held_slot
+    from doll.kafka.job_end import on_finish
+    from doll.services import connect_redis
+
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # until the worker takes it over
+
+    def leave() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with on_finish(config, services, leave), held_slot(config, connect_redis(services), stop, leave) as held:
+        if held is None:
+            return 0
+        telemetry.configure(process=f"worker-{held.number}")
+        import torch  # noqa: F401  # for seconds, and 300 MB: a spare has no use for it
+
+        from doll.consumers.main import run_worker
+
+        if stop.is_set():
+            return 0
+        held.keep()
+        code = run_worker(config, services, held.number, run_folder)
+        return code or int(held.lost)

@@ -1,0 +1,82 @@
+"""Finding the samples that a batch cannot be learned with, by bisection. Pure: a probe says what a part of it does.
+
+A part that does not pass is halved until single samples are left, so that one bad sample of n costs about 2 log2(n)
+probes, half of them of few samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Final
+
+# Batches whose norms make the scale: enough for a median, few enough to follow a model that learns.
+_REMEMBERED: Final = 64
+
+
+class Scale:
+    """What is usual lately: the median of a measure over the batches that were learned last."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def add(self, value: float) -> None:
+        """One more batch was learned."""
+        self._values.append(value)
+
+    @property
+    def usual(self) -> float:
+        """The median; NaN while nothing is known."""
+        return median(self._values) if self._values else math.nan
+
+    def unusual(self, value: float, factor: float) -> bool:
+        """More than `factor` times the median; also while nothing is known, as in the first batch of a process."""
+        return not value <= factor * self.usual
+
+
+def failing(part: Sequence[int], problem_of: Callable[[Sequence[int]], str]) -> dict[int, str]:
+    """The samples of `part` that fail by themselves, with the reason of each.
+
+    Args:
+        problem_of: what is wrong with a part; "" where nothing is. A part whose halves both pass is left alone.
+    """
+    found: dict[int, str] = {}
+    waiting = [part]
+    while waiting:
+        here = waiting.pop()
+        problem = problem_of(here) if here else ""
+        if problem and len(here) == 1:
+            found[here[0]] = problem
+        elif problem:
+            middle = len(here) // 2
+            waiting += [here[middle:], here[:middle]]
+    return dict(sorted(found.items()))
+
+
+def beyond(part: Sequence[int], limit: float, norm_of: Callable[[Sequence[int]], float]) -> list[int]:
+    """The samples of `part` whose own gradient is longer than `limit`.
+
+    Args:
+        norm_of: norm of the sum of a part's gradients. A part within the limit is not looked into: long gradients that
+            cancel do no harm.
+    """
+    found = failing(part, lambda here: "" if norm_of(here) <= limit else "beyond")
+    return list(found)
+
+
+def anchor(norms: Sequence[float]) -> float:
+    """A usual norm: the median, which bad samples do not move while they are the fewer. 0 of nothing."""
+    return median(norms) if norms else 0.0
+
+
+def harmful(before: float, wrong: float, after: float) -> bool:
+    """Whether a step has done harm to ordinary samples: their loss was `before` and is `after`.
+
+    It has where the loss doubles at least, and rises by a quarter at least of what wrong targets would cost (`wrong`).
+    The first alone is nothing where the loss is next to zero.
+    """
+    if not math.isfinite(after):
+        return True
+    return after - before > max(abs(before), 0.25 * (wrong - before))

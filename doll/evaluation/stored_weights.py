@@ -1,0 +1,44 @@
+"""Weights of a job's newest checkpoint, for those who only read: the evaluator's last word, and the export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.errors import CheckpointError
+from doll.model import FlatModel, fingerprint
+from doll.ps.optimizer import WEIGHTS
+from doll.storage.stores import checkpoint_place, open_store
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+
+class StoredWeights(NamedTuple):
+    """Version and weights, float32, shape (numel,), of a checkpoint."""
+
+    version: int
+    weights: npt.NDArray[np.float32]
+    ps_epoch: int
+    fingerprint: str
+
+
+def newest_weights(config: JobConfig, run_folder: Path, model: FlatModel) -> StoredWeights | None:
+    """The newest checkpoint's weights; None where there is no checkpoint yet.
+
+    Raises:
+        CheckpointError: it belongs to another job or model, or none is whole.
+    """
+    checkpoint = open_store(config, run_folder).load_newest(fingerprint(config, model))
+    if checkpoint is None:
+        return None
+    weights = checkpoint.tensors.get(WEIGHTS)
+    if weights is None or weights.shape not in ((model.flat.numel(),), (model.num_floats,)):
+        raise CheckpointError(
+            f"{checkpoint_place(config, run_folder)}: expected {WEIGHTS!r} of shape ({model.flat.numel()},), got "
+            f"{'nothing' if weights is None else weights.shape} in version {checkpoint.version}"
+        )
+    return StoredWeights(checkpoint.version, weights, checkpoint.ps_epoch, checkpoint.fingerprint)

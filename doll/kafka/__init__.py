@@ -1,0 +1,1 @@
+"""Kafka: the one package that builds clients: topics, readers, senders."""

@@ -1,0 +1,127 @@
+"""Reading given ranges of a job's topics from outside, for those who look afterwards: the audit, the dead letters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Final
+
+from doll.errors import RecordError, ServiceUnavailableError
+from doll.kafka import topics
+from doll.records import decode
+from doll.services import Services, kafka_settings
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+STALL_S: Final = 30.0
+
+
+class TopicReader:
+    """One consumer that reads given ranges of offsets; it joins no group and commits nothing.
+
+    Attributes:
+        problems: what is no record of its topic, one sentence each.
+    """
+
+    def __init__(self, config: JobConfig, services: Services, stall_s: float = STALL_S) -> None:
+        from confluent_kafka import Consumer
+
+        self.problems: list[str] = []
+        self._services = services
+        self._stall_s = stall_s
+        settings = {
+            "group.id": f"doll.{config.job}.read",  # librdkafka asks for one, also where no group is joined
+            "enable.auto.commit": False,
+            "enable.partition.eof": True,
+            "auto.offset.reset": "earliest",  # retention may delete what was there a moment ago
+        }
+        self._consumer: Any = Consumer(kafka_settings(config, services, **settings))
+
+    def __enter__(self) -> TopicReader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._consumer.close()
+
+    def bounds(self, topic: str, partition: int) -> tuple[int, int]:
+        """First offset that is kept, and one above the last.
+
+        Raises:
+            ServiceUnavailableError: the broker does not say.
+        """
+        from confluent_kafka import KafkaException, TopicPartition
+
+        try:
+            low, high = topics.patiently(
+                lambda: self._consumer.get_watermark_offsets(TopicPartition(topic, partition), self._stall_s)
+            )
+        except KafkaException as exc:
+            raise self._refused(topic, exc) from exc
+        return low, high
+
+    def records(self, topic: str, kinds: tuple[type, ...], bounds: tuple[int, int] | None = None) -> Iterator[Any]:
+        """All control records of a topic with one partition, from its beginning to its end as it now stands.
+
+        Args:
+            bounds: as `bounds` returned them at another moment.
+        """
+        for offset, value in self.read(topic, 0, *(bounds or self.bounds(topic, 0))):
+            try:
+                record = decode(value)
+            except RecordError as exc:
+                self.problems.append(f"{topic}, offset {offset}: {exc}")
+                continue
+            if isinstance(record, kinds):
+                yield record
+            else:
+                self.problems.append(f"{topic}, offset {offset}: a {type(record).__name__} does not belong there")
+
+    def read(self, topic: str, partition: int, lo: int, hi: int) -> Iterator[tuple[int, bytes | None]]:
+        """Offset and value of each record in [lo, hi) that the log holds, in order.
+
+        Raises:
+            ServiceUnavailableError: as `messages` does.
+        """
+        for message in self.messages(topic, partition, lo, hi):
+            yield message.offset(), message.value()
+
+    def messages(self, topic: str, partition: int, lo: int, hi: int) -> Iterator[Any]:
+        """The records in [lo, hi) that the log holds, in order, with their headers.
+
+        Raises:
+            ServiceUnavailableError: the broker refuses, or sends nothing for `stall_s`.
+        """
+        from confluent_kafka import KafkaError, KafkaException, TopicPartition
+
+        if lo >= hi:
+            return
+        at, heard_s = lo, time.monotonic()
+        try:
+            self._consumer.assign([TopicPartition(topic, partition, lo)])
+            while at < hi:
+                # It returns when it has that many or the time is over, so the time must be short.
+                messages = self._consumer.consume(min(1000, hi - at), 0.1)
+                for message in messages:
+                    error = message.error()
+                    if error is not None and error.code() != KafkaError._PARTITION_EOF:
+                        raise KafkaException(error)
+                    if error is not None or message.offset() >= hi:
+                        return
+                    yield message
+                    at = message.offset() + 1
+                if messages:
+                    heard_s = time.monotonic()
+                elif time.monotonic() - heard_s > self._stall_s:
+                    raise ServiceUnavailableError(
+                        f"Kafka at {self._services.kafka} has sent nothing of {topic}, partition {partition}, for "
+                        f"{self._stall_s:g} s, but holds records from offset {at} to {hi - 1}: is the broker up?"
+                    )
+        except KafkaException as exc:
+            raise self._refused(topic, exc) from exc
+        finally:
+            self._consumer.unassign()
+
+    def _refused(self, topic: str, exc: Exception) -> ServiceUnavailableError:
+        reason = exc.args[0].str()
+        return ServiceUnavailableError(f"Kafka at {self._services.kafka} does not let {topic} be read: {reason}")

@@ -1,0 +1,137 @@
+"""Is the samples topic still the one that the model was learned from?
+
+Offsets name samples only within one topic. Where it was deleted and created again, or cut short, the same offsets are
+other records: a reader that went on at its offset would wait for ever, or drop what comes until the log is as long as
+before. Kafka gives each topic an id of its own; a checkpoint keeps it. Brokers before 2.8 have none: there only a log
+that is shorter than what was read of it gives it away.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from doll.errors import ConfigError
+from doll.kafka import topics
+from doll.services import Services
+from doll.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.ledger.audit import Counts
+
+log = get_logger(__name__)
+
+# A broker that has just become the leader may not know for seconds how far its log is committed.
+_SETTLES_S: Final = 30.0
+_LOOK_AGAIN_S: Final = 0.5
+_TO_DO = (
+    "what was not learned before is gone. Begin anew on this topic (doll up --fresh, or doll ps --fresh with an empty "
+    "checkpoint.folder), or take another job name; the model is in the checkpoints (doll export)"
+)
+
+
+@dataclass(frozen=True)
+class SampleLog:
+    """The samples topic as the broker has it.
+
+    Attributes:
+        topic_id: Kafka's own; "" where the broker does not tell.
+        low, high: per partition, the first offset that is kept and the one that the next record gets.
+    """
+
+    name: str
+    topic_id: str
+    low: tuple[int, ...]
+    high: tuple[int, ...]
+
+
+def describe_samples(
+    config: JobConfig,
+    services: Services,
+    watermarks: Callable[[str, int], tuple[int, int]],
+    counts: Counts | None = None,
+) -> SampleLog:
+    """Ask the broker.
+
+    Args:
+        watermarks: of a topic and a partition, (low, high).
+        counts: of the checkpoint that the topic must fit.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer.
+        ConfigError: the topic was deleted and created again, or cut short; says what to do.
+    """
+    name, num = config.topic("samples"), config.data.workers
+    topic_id = topics.topic_id(config, services, "samples")
+    if not topic_id:
+        log.warning(
+            "no_topic_id", topic=name, reason="this broker gives topics no id (Kafka before 2.8)",
+            hint="a topic that is deleted and created again is noticed only while it is shorter than before",
+        )  # fmt: skip
+    reach = [0] * num
+    if counts is not None:
+        refuse_other_topic(name, counts.samples_id, topic_id)
+        both = zip(counts.origins, counts.applied, strict=True)
+        reach = [origin + applied * counts.records_per_batch for origin, applied in both]
+    bounds = [reaching(name, partition, reach[partition], watermarks) for partition in range(num)]
+    return SampleLog(name, topic_id, tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
+
+
+def refuse_other_topic(name: str, expected: str, came: str) -> None:
+    """Return unless both ids are known and differ.
+
+    Raises:
+        ConfigError: they do.
+    """
+    if problem := other_topic(name, expected, came):
+        raise ConfigError(f"{problem}; {_TO_DO}")
+
+
+def other_topic(name: str, expected: str, came: str) -> str:
+    """What is wrong if both ids are known and differ, else ""."""
+    if not expected or not came or expected == came:
+        return ""
+    return (
+        f"topic {name} was deleted and created again since this job began (expected Kafka's topic id {expected}, found "
+        f"{came}): its offsets are other records now"
+    )
+
+
+def reaching(
+    name: str, partition: int, next_offset: int, watermarks: Callable[[str, int], tuple[int, int]]
+) -> tuple[int, int]:
+    """(low, high) of a log that reaches as far as what is to be read next; a new leader is given time to know it.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer.
+        ConfigError: the log ends before, and stays so.
+    """
+    deadline_s = time.monotonic() + _SETTLES_S
+    while True:
+        low, high = watermarks(name, partition)
+        if next_offset <= high:
+            return low, high
+        if time.monotonic() > deadline_s:
+            raise ConfigError(f"{beyond_end(name, partition, next_offset, high)}; {_TO_DO}")
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def beyond_end(name: str, partition: int, next_offset: int, high: int) -> str:
+    """The message for a log that ends before what was read of it."""
+    return (
+        f"{name}/{partition} ends at offset {high}, but it was read up to offset {next_offset}: the topic was cut "
+        "short, or deleted and created again"
+    )
+
+
+def lost_records(topic: str, partition: int, lo: int, hi: int) -> str:
+    """The message for records that Kafka deleted before they were learned, and what to do about it."""
+    return (
+        f"{topic}/{partition}: records {lo} to {hi - 1} were deleted, by retention or by hand, before they were "
+        "learned; expected them in the log. Keep records for longer (data.retention_hours, or retention.ms and "
+        "retention.bytes of the topic); then go on without these (--set data.on_loss=skip: they are counted, and named "
+        "by the audit), or begin a new job"
+    )

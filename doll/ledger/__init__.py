@@ -1,0 +1,1 @@
+"""The proof that every sample counts exactly once: generations, valid updates, balance, audit, dead letters."""

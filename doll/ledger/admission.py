@@ -1,0 +1,119 @@
+"""Which parameter server may serve a job: one that has the checkpoints of the run that its topics hold.
+
+A new generation may begin where `updates` is empty, or where whoever starts it knows that what is there is of earlier
+runs (`--fresh`). A server without the checkpoints would otherwise begin again at version 0 in silence, and a run would
+take the records of the one before it for its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from doll.errors import ConfigError, RecordError
+from doll.kafka import topics
+from doll.kafka.range_reader import TopicReader
+from doll.ledger.audit import counts_of
+from doll.ledger.generations import Lineage
+from doll.records import Epoch, Finished, Update, decode
+from doll.services import Services
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.storage.checkpoints import CheckpointStore
+
+ABOVE_ENV: Final = "DOLL_FRESH_ABOVE"  # epochs up to this one are of earlier runs; from `doll up` to its roles
+ANY_EPOCH: Final = 1 << 62
+_END: Final = 1000  # records: who was fenced writes a few more at most, so the newest epoch is among the last
+
+
+def read(config: JobConfig, services: Services, *, only_end: bool = False) -> Lineage:
+    """What the job's `updates` says; nothing where the topic does not exist.
+
+    Args:
+        only_end: read the last records only, which say the newest epoch; origins and generation may then be unknown.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer.
+    """
+    topic = config.topic("updates")
+    lineage = Lineage()
+    if not topics.exists(config, services, topic):
+        return lineage
+    with TopicReader(config, services) as reader:
+        low, high = reader.bounds(topic, 0)
+        for _, value in reader.read(topic, 0, max(low, high - _END) if only_end else low, high):
+            try:
+                record = decode(value)
+            except RecordError:
+                continue  # the audit tells of it
+            if isinstance(record, Epoch | Update | Finished):
+                lineage.feed(record)
+    return lineage
+
+
+def admit(config: JobConfig, services: Services, store: CheckpointStore, place: object, above: int) -> Lineage:
+    """What `updates` says, if a parameter server may serve the job from `store`; asked before anything is claimed.
+
+    Args:
+        place: of the store, for messages.
+        above: epochs up to this one are known to be of earlier runs.
+
+    Raises:
+        ConfigError: the topics hold a run whose checkpoints are not in the store; the message says what to do.
+        ServiceUnavailableError: Kafka does not answer.
+        CheckpointError: the store does not.
+    """
+    versions = store.versions()
+    if not versions:
+        seen = read(config, services)
+        refuse_earlier_run(config, services, seen, above, place)
+        return seen
+    seen = read(config, services, only_end=True)
+    if seen.newest_epoch > versions[-1][0]:
+        # Of a later run; or of a server of this one that saved nothing, or whose checkpoints a backup does not have.
+        seen = read(config, services)
+        checkpoint = store.load_newest(None)
+        if checkpoint is not None:
+            refuse_later_run(config, services, seen, counts_of(config, checkpoint).generation, place)
+    return seen
+
+
+def refuse_earlier_run(
+    config: JobConfig, services: Services, lineage: Lineage, above: int, place: object, resume: str = "RUN"
+) -> None:
+    """Return if a new generation may begin: there are no records, or only such of epochs up to `above`.
+
+    Args:
+        place: where no checkpoint is.
+        resume: the folder of that run, where it is known.
+
+    Raises:
+        ConfigError: there are others; it says the three ways to go on.
+    """
+    if lineage.newest_epoch <= above:
+        return
+    raise ConfigError(
+        f"the topics of job {config.job} on Kafka at {services.kafka} hold an earlier run ({lineage}), and there is no "
+        f"checkpoint of it in {place}. Choose one: go on with it, from its run folder (doll resume {resume}) or with "
+        "its checkpoints in checkpoint.folder; begin anew on the same topics with --fresh (from data.start: "
+        f"{config.data.start}); or take another name (--set job={config.job}-2)"
+    )
+
+
+def refuse_later_run(config: JobConfig, services: Services, lineage: Lineage, generation: int, place: object) -> None:
+    """Return if no other run has begun on these topics since the one whose checkpoints are in `place`.
+
+    Args:
+        generation: of those checkpoints.
+
+    Raises:
+        ConfigError: one has.
+    """
+    if lineage.generation <= generation:
+        return
+    raise ConfigError(
+        f"a later run has begun on these topics: job {config.job} on Kafka at {services.kafka} is at "
+        f"{lineage}, and the checkpoints in {place} are of the run before. Choose one: go on with the later run "
+        "(doll resume RUN, or its checkpoints in checkpoint.folder); begin anew with --fresh and an empty "
+        f"checkpoint.folder; or take another name (--set job={config.job}-2)"
+    )

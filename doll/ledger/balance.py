@@ -1,0 +1,315 @@
+"""The ledger: proof that every sample is in the durable model exactly once, is still to come, or is dead-lettered.
+
+At every moment each offset of each partition is in exactly one of: not yet applied, applied in exactly one update that
+the durable model contains, or dead-lettered. The ledger checks it from four things that different processes wrote: the
+update records (`doll.ledger.valid_updates` says which count), the dead letters, the checkpoint's counts of applied
+batches, and the partitions' ends.
+
+An offset is dead only if the update that counts says so. A batch that was not durable when its worker died is decoded
+again, perhaps by a corrected task, and its gradient may be computed again at another version: what an earlier process
+refused may be applied then. The letter of an offset that was applied is superseded.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from doll.ledger import intervals
+from doll.ledger.intervals import Span
+from doll.ledger.report import LedgerReport, PartitionLine, Range, named
+from doll.ledger.valid_updates import DurableModel, UpdatesRecord, ValidUpdates
+from doll.records import DeadLetter, Member, Update
+
+__all__ = ["DurableModel", "Fate", "Ledger", "LedgerReport", "PartitionLine", "Range", "balance"]
+
+Fate = Literal["pending", "applied", "partly", "dead", "absent"]
+
+
+def balance(
+    *,
+    durable: DurableModel,
+    ends: Sequence[int],
+    records: Iterable[UpdatesRecord],
+    dead_letters: Iterable[DeadLetter],
+    held: Sequence[Range] = (),
+    lows: Sequence[int] | None = None,
+    loss_allowed: bool = False,
+) -> LedgerReport:
+    """Balance the books of a job: a `Ledger` with its letters, and its report; see there."""
+    if len(ends) != len(durable.origins):
+        raise ValueError(_SHAPES.format(len(durable.origins), len(durable.applied), len(ends)))
+    ledger = Ledger(durable, records)
+    for letter in dead_letters:
+        ledger.enter_letter(letter)
+    return ledger.report(ends, held=held, lows=lows, loss_allowed=loss_allowed)
+
+
+_SHAPES = "expected {} partitions, got {} counts of applied batches and {} ends"
+
+
+class Ledger:
+    """The books of a job: one for each partition, and what does not fit.
+
+    It keeps ranges of offsets, not records: a sound history of any length takes little memory.
+    """
+
+    def __init__(self, durable: DurableModel, records: Iterable[UpdatesRecord]) -> None:
+        """Enter the updates that count.
+
+        Args:
+            durable: from the newest checkpoint.
+            records: of `updates`, in log order, read after the checkpoint, of its generation. They are iterated over
+                twice.
+
+        Raises:
+            ValueError: `durable` does not have one entry per partition.
+        """
+        num = len(durable.origins)
+        if len(durable.applied) != num:
+            raise ValueError(_SHAPES.format(num, len(durable.applied), num))
+        self._durable = durable
+        self._books = [_Book(n, durable) for n in range(num)]
+        self._partly_dead_samples = 0
+        self._valid = ValidUpdates(records, durable)
+        self._update_problems: list[str] = []
+        self._letter_problems: list[str] = []
+        for update in self._valid:
+            self._enter(update)
+        for book in self._books:
+            book.seal()
+
+    def _enter(self, update: Update) -> None:
+        books, problems, name = self._books, self._update_problems, f"update {update.version}"
+        if update.n_samples != sum(member.n_samples for member in update.members):
+            problems.append(f"{name}: its batches do not have the {update.n_samples} samples that it says")
+        for member in update.members:
+            if not 0 <= member.worker < len(books):
+                problems.append(f"{name}: expected a worker from 0 to {len(books) - 1}, got {member.worker}")
+                continue
+            if member.base_version >= update.version:
+                problems.append(
+                    f"{name}: batch {member.token} of worker {member.worker} used version {member.base_version}"
+                )
+            self._partly_dead_samples += member.dead_samples
+            books[member.worker].enter(member, name, problems)
+
+    def enter_letter(self, letter: DeadLetter) -> None:
+        """Enter one dead letter, in any order; the same may come twice, after a crash."""
+        if not 0 <= letter.partition < len(self._books):
+            self._letter_problems.append(
+                f"a dead letter names partition {letter.partition}, expected 0 to {len(self._books) - 1}"
+            )
+        else:
+            self._books[letter.partition].enter_letter(letter)
+
+    def fate(self, partition: int, offset: int) -> Fate:
+        """What became of an offset in the durable model.
+
+        Returns:
+            "pending": nothing yet; "applied"; "partly": applied, in a batch of which samples were refused inside packed
+            records; "dead": by the update that counts; "absent": the log held no record when the batch was read.
+        """
+        return self._books[partition].fate(offset) if 0 <= partition < len(self._books) else "pending"
+
+    def report(
+        self,
+        ends: Sequence[int],
+        *,
+        held: Sequence[Range] = (),
+        lows: Sequence[int] | None = None,
+        loss_allowed: bool = False,
+    ) -> LedgerReport:
+        """Balance the books. It may be repeated.
+
+        Args:
+            ends: end of each partition of the samples topic: one above its last offset.
+            held: ranges that do hold records although an update says that they hold none.
+            lows: the first offset that each partition still holds; None: nothing was deleted. What an ended job has
+                left unread may go.
+            loss_allowed: records that were deleted before they were learned are no failure.
+        """
+        problems = [*self._valid.problems, *self._update_problems, *self._letter_problems]
+        found = [[(item.lo, item.hi) for item in held if item.partition == n] for n in range(len(self._books))]
+        first = [None] * len(self._books) if lows is None else lows
+        closed = [
+            book.close(first[n], ends[n], found[n], self._valid.finished, problems)
+            for n, book in enumerate(self._books)
+        ]
+        lines = [item.line for item in closed]
+        return LedgerReport(
+            version=self._durable.version,
+            ps_epoch=self._durable.ps_epoch,
+            updates=self._valid.updates,
+            unsaved=self._valid.unsaved,
+            redone=self._valid.redone,
+            produced=sum(line.produced for line in lines),
+            applied=sum(line.applied for line in lines),
+            pending=sum(line.pending for line in lines),
+            dead=sum(line.dead for line in lines),
+            gaps=sum(line.gaps for line in lines),
+            superseded=sum(line.superseded for line in lines),
+            lost=sum(line.lost for line in lines),
+            lost_ranges=tuple(item for each in closed for item in each.lost),
+            loss_allowed=loss_allowed,
+            missing=tuple(item for each in closed for item in each.missing),
+            twice=tuple(item for each in closed for item in each.twice),
+            gap_ranges=tuple(item for each in closed for item in each.gaps),
+            partly_dead_samples=self._partly_dead_samples,
+            partitions=tuple(lines),
+            problems=tuple(problems),
+        )
+
+
+class _Closed(NamedTuple):
+    line: PartitionLine
+    missing: list[Range]
+    twice: list[Range]
+    gaps: list[Range]
+    lost: list[Range]
+
+
+class _Book:
+    """The account of one partition: what the durable model's updates and the dead letters say."""
+
+    def __init__(self, partition: int, durable: DurableModel) -> None:
+        self.partition = partition
+        self.origin = durable.origins[partition]
+        self.until = self.origin + durable.applied[partition] * durable.records_per_batch
+        self._records_per_batch = durable.records_per_batch
+        self._spans: list[Span] = []
+        self._dead = array("q")
+        self._gaps: list[Span] = []
+        self._lost: list[Span] = []
+        self._partly: list[Span] = []  # batches with records that were refused in part
+        self._whole_letters = array("q")
+        self._part_letters = array("q")
+
+    def enter(self, member: Member, name: str, problems: list[str]) -> None:
+        """Count one applied batch."""
+        lo = self.origin + member.token * self._records_per_batch
+        hi = lo + self._records_per_batch
+        if (member.lo, member.hi) != (lo, hi) or member.token < 0:
+            problems.append(
+                f"{name}: batch {member.token} of partition {self.partition} is offsets {lo}-{hi - 1}, got "
+                f"{member.lo}-{member.hi - 1}"
+            )
+        inside = [*((offset, offset + 1) for offset in member.dead), *member.gaps, *member.lost]
+        if any(not member.lo <= a < b <= member.hi for a, b in inside):
+            problems.append(f"{name}: batch {member.token} of partition {self.partition} names offsets outside itself")
+        _append(self._spans, member.lo, member.hi)
+        self._dead.extend(member.dead)
+        for gap in member.gaps:
+            _append(self._gaps, *gap)
+        for gap in member.lost:
+            _append(self._lost, *gap)
+        if member.dead_samples:
+            self._partly.append((member.lo, member.hi))
+
+    def seal(self) -> None:
+        """All updates are entered."""
+        self._covered, self._doubled = intervals.union(self._spans), intervals.overlaps(self._spans)
+        self._dead_spans, self._gap_spans = intervals.points(self._dead), intervals.union(self._gaps)
+        self._lost_spans = intervals.union(self._lost)
+        self._partly_spans = intervals.union(self._partly)
+        self._dead, self._gaps, self._lost, self._spans = array("q"), [], [], []
+
+    def enter_letter(self, letter: DeadLetter) -> None:
+        (self._whole_letters if letter.whole else self._part_letters).append(letter.offset)
+
+    def fate(self, offset: int) -> Fate:
+        if not self.origin <= offset < self.until or not intervals.contains(self._covered, offset):
+            return "pending"
+        if intervals.contains(self._dead_spans, offset):
+            return "dead"
+        if intervals.contains(self._gap_spans, offset) or intervals.contains(self._lost_spans, offset):
+            return "absent"
+        return "partly" if intervals.contains(self._partly_spans, offset) else "applied"
+
+    def close(self, low: int | None, end: int, held: Iterable[Span], finished: bool, problems: list[str]) -> _Closed:
+        """Sort every offset below the durable model's reach into exactly one of missing, twice, gap, lost, dead and
+        applied, and every one above it into lost (no longer in the log) and pending."""
+        end = max(end, self.origin)
+        if self.until > end:
+            problems.append(
+                f"partition {self.partition}: the durable model reaches offset {self.until - 1}, but the log ends at "
+                f"{end}: was the topic deleted and created again?"
+            )
+        low, known = (self.origin, False) if low is None else (low, True)
+        prefix = _span(self.origin, self.until)
+        covered, doubled = self._covered, self._doubled
+        dead, gaps, lost = self._dead_spans, self._gap_spans, self._lost_spans
+        letters, held = intervals.points(self._whole_letters), intervals.union(held)
+        unlettered, filled = intervals.subtract(dead, letters), intervals.intersect(gaps, held)
+        applied_letters = intervals.intersect(letters, intervals.intersect(prefix, covered))
+        superseded = intervals.subtract(applied_letters, intervals.union([*dead, *gaps, *lost]))
+        strays = intervals.subtract(letters, _span(self.origin, max(end, self.until)))
+        for spans, what in (
+            (intervals.subtract(covered, prefix), "applied by updates, but not counted in the checkpoint"),
+            (unlettered, "dead by their update, but there is no dead letter"),
+            (self._unlettered_parts(), "refused in part by their update, but there is no dead letter"),
+            (strays, "dead-lettered, but outside the job's part of the log"),
+            (intervals.intersect(intervals.union([*gaps, *lost]), dead), "dead and without a record at once"),
+            (
+                intervals.intersect(lost, _span(low, end)) if known else [],
+                "deleted by their update, but still in the log",
+            ),
+            (filled, "without a record by their update, but the log holds records"),
+        ):
+            if spans:
+                problems.append(f"{what}: {named(self._ranges(spans))}")
+        rest = prefix
+        sorted_out = []
+        absent = intervals.union([*intervals.subtract(prefix, covered), *unlettered, *filled])
+        for kind in (absent, doubled, lost, gaps, dead):
+            sorted_out.append(intervals.intersect(rest, kind))
+            rest = intervals.subtract(rest, kind)
+        missing, twice, lost, empty, dead = sorted_out
+        # Not in the durable model, and not in the log any more.
+        unread = [] if finished else _span(self.until, min(low, end))
+        line = PartitionLine(
+            partition=self.partition,
+            origin=self.origin,
+            applied_until=self.until,
+            end=end,
+            produced=max(end, self.until) - self.origin,
+            applied=intervals.size(rest),
+            pending=max(end - self.until, 0) - intervals.size(unread),
+            dead=intervals.size(dead),
+            gaps=intervals.size(empty),
+            missing=intervals.size(missing),
+            twice=intervals.size(twice),
+            superseded=intervals.size(superseded),
+            lost=intervals.size(lost) + intervals.size(unread),
+        )
+        return _Closed(
+            line, self._ranges(missing), self._ranges(twice), self._ranges(empty),
+            self._ranges(intervals.union([*lost, *unread])),
+        )  # fmt: skip
+
+    def _unlettered_parts(self) -> list[Span]:
+        """Batches that say that samples of theirs were refused, and have no letter at all."""
+        letters = sorted({*self._part_letters, *self._whole_letters}) if self._partly else []
+        found = []
+        for lo, hi in self._partly:
+            at = bisect_left(letters, lo)
+            if at == len(letters) or letters[at] >= hi:
+                found.append((lo, hi))
+        return intervals.union(found)
+
+    def _ranges(self, spans: Iterable[Span]) -> list[Range]:
+        return [Range(self.partition, lo, hi) for lo, hi in spans]
+
+
+def _append(spans: list[Span], lo: int, hi: int) -> None:
+    """Batches come in order, so a sound history of any length is one span."""
+    if spans and spans[-1][1] == lo < hi:
+        spans[-1] = (spans[-1][0], hi)
+    else:
+        spans.append((lo, hi))
+
+
+def _span(lo: int, hi: int) -> list[Span]:
+    return [(lo, hi)] if lo < hi else []

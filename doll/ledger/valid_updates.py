@@ -1,0 +1,158 @@
+"""Valid updates: which update records count, because no later parameter server took them back.
+
+An update is void where a later server began again from a version below it, or where its own server had been fenced
+before it was written. Both are known only after the whole topic is read, so it is read twice: first for the servers,
+then for their updates. Memory grows with the number of servers, not with the number of updates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TypeAlias
+
+from doll.ledger import intervals
+from doll.records import Epoch, Finished, Update
+
+UpdatesRecord: TypeAlias = Epoch | Update | Finished
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DurableModel:
+    """What the newest checkpoint says: `applied[n]` batches of partition n are in it, always the first ones."""
+
+    ps_epoch: int
+    version: int
+    applied: tuple[int, ...]
+    origins: tuple[int, ...]
+    records_per_batch: int
+
+
+@dataclass(slots=True)
+class ValidUpdates:
+    """The updates of one generation, in log order, against the durable model.
+
+    Iterate over it once: it yields the updates that the durable model contains, by rising version. The attributes
+    below are complete at the end of that.
+
+    Attributes:
+        records: of `updates`, of one generation. They are iterated over twice and must be the same both times.
+        updates: number of updates that were yielded.
+        unsaved: valid updates after the durable version.
+        redone: void updates.
+        finished: the job has ended, with the durable version.
+        problems: what does not fit, one sentence each.
+    """
+
+    records: Iterable[UpdatesRecord]
+    durable: DurableModel
+    updates: int = 0
+    unsaved: int = 0
+    redone: int = 0
+    finished: bool = False
+    problems: list[str] = field(default_factory=list)
+    _versions: list[intervals.Span] = field(default_factory=list)  # of the updates that stand at this moment
+
+    def __iter__(self) -> Iterator[Update]:
+        cuts = _cuts(self.records)
+        servers, newest = 0, 0
+        finished: Finished | None = None
+        above: Update | None = None
+        for record in self.records:
+            if record.ps_epoch < newest:  # written by a fenced server
+                self.redone += isinstance(record, Update)
+                continue
+            match record:
+                case Epoch():
+                    if record.ps_epoch == newest:
+                        self.problems.append(
+                            f"parameter server epoch {newest} begins twice: two servers had the same epoch"
+                        )
+                    self._check_epoch(record)
+                    newest, finished = record.ps_epoch, None
+                    servers += 1
+                    self._void_above(record.resumed_version)
+                case Update():
+                    if record.ps_epoch > newest:
+                        self.problems.append(f"no record says from which version epoch {record.ps_epoch} began")
+                        newest = record.ps_epoch
+                    if not self._stands(record.version):
+                        last = self._versions[-1][1] - 1
+                        self.problems.append(f"epoch {newest} records version {record.version} after version {last}")
+                    elif record.version <= min(cuts[servers], self.durable.version):
+                        if above is None and record.ps_epoch > self.durable.ps_epoch:
+                            above = record
+                        yield record
+                case Finished():
+                    finished = record
+        self._close(finished, above)
+
+    def _stands(self, version: int) -> bool:
+        """Add a version behind the last one; False where it is not behind it."""
+        versions = self._versions
+        if not versions or version > versions[-1][1]:
+            versions.append((version, version + 1))
+        elif version == versions[-1][1]:
+            versions[-1] = (versions[-1][0], version + 1)
+        else:
+            return False
+        return True
+
+    def _void_above(self, version: int) -> None:
+        versions = self._versions
+        while versions and versions[-1][1] > version + 1:
+            lo, hi = versions.pop()
+            if lo <= version:
+                versions.append((lo, version + 1))
+            self.redone += hi - max(lo, version + 1)
+
+    def _check_epoch(self, record: Epoch) -> None:
+        durable = self.durable
+        if record.ps_epoch > durable.ps_epoch and record.resumed_version < durable.version:
+            self.problems.append(
+                f"epoch {record.ps_epoch} began again from version {record.resumed_version}, but the newest checkpoint "
+                f"is of version {durable.version}, epoch {durable.ps_epoch}"
+            )
+        said = (record.origins, record.records_per_batch)
+        if said != (durable.origins, durable.records_per_batch):
+            self.problems.append(
+                f"epoch {record.ps_epoch} began with origins {list(said[0])} and {said[1]} records per batch, the "
+                f"checkpoint has {list(durable.origins)} and {durable.records_per_batch}"
+            )
+
+    def _close(self, finished: Finished | None, above: Update | None) -> None:
+        durable = self.durable
+        self.finished = finished is not None and finished.version == durable.version
+        if finished is not None and finished.version > durable.version:
+            there = f"the newest checkpoint is of version {durable.version}"
+            if not durable.ps_epoch:  # servers save version 0 before anything else: these are not the job's
+                there = "no checkpoint was found: name the run's folder (doll audit RUN), or set checkpoint.folder"
+            self.problems.append(f"the job ended at version {finished.version}, but {there}")
+        counted = intervals.intersect(self._versions, [(0, durable.version + 1)])
+        self.updates = intervals.size(counted)
+        self.unsaved = intervals.size(self._versions) - self.updates
+        unrecorded = intervals.subtract([(1, durable.version + 1)], counted) if durable.version else []
+        for lo, hi in unrecorded:
+            self.problems.append(
+                f"versions {lo} to {hi - 1} are in the durable model (version {durable.version}) without an update "
+                "record"
+            )
+        if above is not None:
+            self.problems.append(
+                f"version {above.version} was recorded by epoch {above.ps_epoch}, but the newest checkpoint, version "
+                f"{durable.version}, is of epoch {durable.ps_epoch}"
+            )
+
+
+def _cuts(records: Iterable[UpdatesRecord]) -> list[float]:
+    """For updates after so many servers have begun: the highest version that no later server took back."""
+    resumed: list[float] = []
+    newest = 0
+    for record in records:
+        if record.ps_epoch < newest:
+            continue
+        newest = record.ps_epoch
+        if isinstance(record, Epoch):
+            resumed.append(record.resumed_version)
+    return list(accumulate(reversed([*resumed, float("inf")]), min))[::-1]

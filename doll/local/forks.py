@@ -1,0 +1,209 @@
+"""Start DOLL's own programs (worker, parameter server, ...) as processes forked from one that has torch loaded."""
+
+from __future__ import annotations
+
+import json
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from doll.errors import ServiceUnavailableError
+from doll.local import processes
+from doll.local.supervisor import RoleSpec
+
+# Imported once, in the fork server; a role's imports of them are free. Modules of the list that fail are skipped.
+PRELOAD: Final = (
+    *("torch", "torch.optim", "numpy", "redis", "confluent_kafka", "doll.task", "doll.config", "doll.run.roles"),
+    *("doll.ps.main", "doll.consumers.main", "doll.evaluation.main", "doll.producers.main"),
+)
+# One thread each: N processes with a pool of threads per core would fight over the cores.
+_ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_START_S: Final = 120.0  # torch's import takes 7 s here, and far longer from a cold disk
+_LOST: Final = -signal.SIGKILL
+
+
+class Role:
+    """One forked process. Its exit code is negative when a signal ended it, as with `subprocess`."""
+
+    def __init__(self, server: ForkServer, pid: int, name: str, log_path: Path) -> None:
+        self._server = server
+        self.pid: Final = pid
+        self.name: Final = name
+        self.log_path: Final = log_path
+        self.exitcode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code once it has ended, else None."""
+        self._server._read(0.0)
+        return self.exitcode
+
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """Wait until it ends, at most `timeout_s`; the exit code, or None if it still runs."""
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while self.poll() is None:
+            left_s = None if deadline_s is None else deadline_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                break
+            self._server._read(left_s)
+        return self.exitcode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, as SIGSTOP or SIGCONT; nothing happens when it has ended."""
+        if self.poll() is None:
+            self._server._send({"kill": self.pid, "signal": int(number)})
+
+    def terminate(self) -> None:
+        """SIGTERM: the role finishes in order."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
+
+
+class ForkServer:
+    """Starts roles. `start` returns at once while torch loads in the background; `close` kills what still runs.
+
+    Use it from one thread, which must live as long as the roles.
+    """
+
+    def __init__(self, log_path: Path, preload: Sequence[str] = PRELOAD) -> None:
+        self._log_path = log_path
+        self._preload = tuple(preload)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._unread = b""
+        self._roles: dict[int, Role] = {}
+        self._started: list[int] = []
+        self._ended_early: dict[int, int] = {}  # exit codes of roles that ended before they were handed out
+        self.preload_s: float | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server while it runs."""
+        return self._process.pid if self._process is not None and self._process.poll() is None else None
+
+    def start(self) -> None:
+        """Begin to load the modules. It may be repeated."""
+        if self._process is not None:
+            return
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = processes.spawn(
+                [sys.executable, "-m", "doll.local.forkserver", str(theirs.fileno()), *self._preload],
+                self._log_path,
+                _ONE_THREAD,
+                pass_fds=[theirs.fileno()],
+            )
+        self._channel = ours
+
+    def start_role(
+        self, target: str, args: Sequence[Any] = (), *, log_path: Path, name: str, env: Mapping[str, str] | None = None
+    ) -> Role:
+        """Fork a process that calls `target` and ends with its result. It dies with us, also by SIGKILL.
+
+        Args:
+            target: `module:function`, imported there, not here. It returns None or an exit code; an error makes it 1.
+            args: anything JSON can carry, as a command line would: names, numbers, paths as text.
+            log_path: its standard output and error are appended there.
+            name: for messages.
+            env: additions to its environment; secrets come from ours.
+
+        Raises:
+            ServiceUnavailableError: the server has ended or does not come up; the message shows its log.
+        """
+        self.start()
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        order = {"target": target, "args": list(args), "log": str(log_path.resolve()), "env": dict(env or {})}
+        self._send({"start": order})
+        deadline_s = time.monotonic() + _START_S
+        while not self._started:
+            if self._channel is None or time.monotonic() > deadline_s:
+                self.close()  # a late answer must not be taken for the next role's
+                raise ServiceUnavailableError(
+                    f"cannot start {name}: the process that forks does not answer:\n{processes.tail(self._log_path)}"
+                )
+            self._read(1.0)
+        role = Role(self, self._started.pop(0), name, log_path)
+        role.exitcode = self._ended_early.pop(role.pid, None)
+        if role.exitcode is None:
+            self._roles[role.pid] = role
+        return role
+
+    def launch(self, spec: RoleSpec) -> Role:
+        """`start_role` for a `Supervisor`."""
+        return self.start_role(spec.target, spec.args, log_path=spec.log_path, name=spec.name, env=spec.env)
+
+    def running(self) -> list[Role]:
+        """The roles that have not ended."""
+        self._read(0.0)
+        return list(self._roles.values())
+
+    def close(self) -> None:
+        """Kill the roles that still run, and the server. It may be repeated."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            self._process.kill()  # its children are killed with it
+            self._process.wait()
+        self._lose_all()
+
+    def _send(self, request: dict[str, Any]) -> None:
+        if self._channel is not None:
+            try:
+                self._channel.sendall(json.dumps(request).encode() + b"\n")
+            except OSError:
+                self._lose_all()
+
+    def _read(self, timeout_s: float | None) -> None:
+        """Take in what the server tells; wait at most `timeout_s` for something."""
+        if self._channel is None:
+            return
+        ready, _, _ = select.select([self._channel], [], [], timeout_s)
+        if not ready:
+            return
+        try:
+            data = self._channel.recv(65_536)
+        except OSError:
+            data = b""
+        if not data:
+            self._lose_all()
+            return
+        *lines, self._unread = (self._unread + data).split(b"\n")
+        for line in lines:
+            match json.loads(line):
+                case {"ready": float() | int() as seconds}:
+                    self.preload_s = seconds
+                case {"started": int() as pid}:
+                    self._started.append(pid)
+                case {"ended": int() as pid, "code": int() as code}:
+                    if pid in self._roles:
+                        self._roles.pop(pid).exitcode = code
+                    else:
+                        self._ended_early[pid] = code
+
+    def _lose_all(self) -> None:
+        """The server is gone, and by Linux's death signal its children are too."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        for role in self._roles.values():
+            role.exitcode = _LOST
+        self._roles.clear()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,82 @@
+"""A table as a CSV file that grows with it: rows are appended, and the file is replaced when earlier rows changed."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from doll.monitor.history import Table
+
+_ROWS = 1_000  # written at a time
+_WHOLE = frozenset({"ps_epoch", "version", "n_samples", "samples_total", "batches", "void"})
+
+
+class CsvFile:
+    """`table` at `path`. Nothing is written before the first `sync`; a file of an earlier process is replaced then."""
+
+    def __init__(self, path: Path, table: Table) -> None:
+        self.path = path
+        self._table = table
+        self._written = -1  # -1: the file is not ours yet
+
+    def sync(self, *, changed: bool = False) -> None:
+        """Bring the file up to the table. `changed`: earlier rows or the columns are not what was written.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        if changed or self._written < 0:
+            beside = self.path.with_suffix(".tmp")
+            with beside.open("w", encoding="utf-8") as file:
+                file.write(_text([self._table.names]))
+                self._write(file, 0)
+            os.replace(beside, self.path)
+        elif len(self._table) > self._written:
+            with self.path.open("a", encoding="utf-8") as file:
+                self._write(file, self._written)
+        self._written = len(self._table)
+
+    def _write(self, file: IO[str], start: int) -> None:
+        """The rows from `start` on, a part at a time: as text all rows of a long run would take 100 MB."""
+        names = self._table.names
+        for lo in range(start, len(self._table), _ROWS):
+            rows = (self._table.row(index) for index in range(lo, min(lo + _ROWS, len(self._table))))
+            file.write(_text([[_cell(name, row[name]) for name in names] for row in rows]))
+
+
+def read_rows(path: Path) -> list[dict[str, float]]:
+    """The rows of a file that `CsvFile` wrote; empty cells are left out. A torn last line (a kill) is dropped.
+
+    So is any other line that is none; where a cell has no end, all that follows.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    rows = []
+    with path.open(encoding="utf-8", errors="replace", newline="") as file, contextlib.suppress(csv.Error):
+        for row in csv.DictReader(file):
+            try:
+                rows.append({name: float(cell) for name, cell in row.items() if cell})
+            except (TypeError, ValueError):
+                continue
+    return rows
+
+
+def _cell(name: str, value: float) -> str:
+    if math.isnan(value):
+        return ""
+    if name in _WHOLE:
+        return str(int(value))
+    return f"{value:.3f}" if name == "time_s" else f"{value:.6g}"
+
+
+def _text(rows: Sequence[Sequence[str]]) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(rows)
+    return out.getvalue()

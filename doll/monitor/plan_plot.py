@@ -1,0 +1,45 @@
+"""Expected cost and risk over the number of workers on spot, as a PNG."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from doll.errors import ConfigError
+from doll.provisioner.planning.assessment import Outlook, risk_curve
+
+_COST, _RISK, _CHOICE = "#4c78a8", "#e45756", "#333333"
+
+
+def draw(outlook: Outlook, path: Path) -> None:
+    """Write the picture to `path`.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    costs, misses = risk_curve(outlook.question)
+    spot = range(len(costs))
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    cost_axes = figure.add_subplot()
+    cost_axes.plot(spot, costs / outlook.on_demand_usd * 100, color=_COST, marker=".")
+    cost_axes.set(xlabel="workers on spot, slowest streams first", ylabel="expected cost, % of all on-demand")
+    cost_axes.yaxis.label.set_color(_COST)
+    cost_axes.axvline(outlook.num_spot, color=_CHOICE, linestyle="--", linewidth=1)
+    cost_axes.annotate(f" plan: {outlook.num_spot}", (outlook.num_spot, 0.02), xycoords=("data", "axes fraction"))
+    if outlook.question.deadline_s is not None:
+        risk_axes = cost_axes.twinx()
+        risk_axes.plot(spot, misses, color=_RISK)
+        risk_axes.set(ylabel="P(late), if the mix is kept", ylim=(-0.02, 1.02))
+        risk_axes.yaxis.label.set_color(_RISK)
+    question = outlook.question
+    limit = f", deadline {question.deadline_s:g} s" if question.deadline_s else ""
+    cost_axes.set_title(
+        f"{question.num_workers} workers, J = {question.updates:g}, availability {question.alpha:g}{limit}"
+    )
+    try:
+        figure.savefig(path, dpi=120, format="png")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

@@ -1,0 +1,192 @@
+"""The last word on a run: `report.json`, and the same in a few lines for people. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import doll
+from doll.monitor.display import clock, number, of
+from doll.monitor.history import plain
+
+if TYPE_CHECKING:
+    from doll.ledger.report import LedgerReport
+    from doll.monitor.progress import ProgressModel
+
+
+@dataclass
+class Outcome:
+    """How a run ended, apart from what its records say.
+
+    Attributes:
+        reason: why it ended: the stop rule, or what went wrong.
+        error: what went wrong; None for a job that ended as it should.
+        seconds: from the start of the first role to the end of learning.
+        restarts: how often each role was started again.
+        more: further entries of the report.
+    """
+
+    reason: str
+    exit_code: int
+    seconds: float
+    error: str | None = None
+    restarts: dict[str, int] = field(default_factory=dict)
+    kafka_kind: str = ""
+    redis_kind: str = ""
+    notes: tuple[str, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def build_report(model: ProgressModel, outcome: Outcome, ledger: LedgerReport | None) -> dict[str, Any]:
+    """What stands in `report.json`: numbers with units in their names; null where nothing was measured."""
+    history, config = model.history, model.config
+    evaluation = history.evaluations.last() or {}
+    running, window = history.prequential.running(), history.prequential.windowed()
+    margin, held_out = model.margin(), history.held_out_course()
+    report = {
+        "job": config.job,
+        "doll_version": doll.__version__,
+        "reason": outcome.reason,
+        "error": outcome.error,
+        "exit_code": outcome.exit_code,
+        "seconds": round(outcome.seconds, 3),
+        "training_seconds": history.last_time_s - history.first_time_s,
+        "updates": history.version,
+        "version": history.version,
+        "samples": history.samples_total,
+        "accuracy": evaluation.get("accuracy"),
+        "loss": evaluation.get("loss"),
+        "evaluated_version": None if not evaluation else int(evaluation["version"]),
+        "prequential": {
+            "samples": running.samples,
+            "loss": running.loss,
+            **running.metrics,
+            "window_updates": history.prequential.window,
+            "window_loss": window.loss,
+            **{f"window_{name}": value for name, value in window.metrics.items()},
+            "best_window_loss": history.course.best,
+            "best_window_version": history.course.best_version,
+        },
+        "best_loss": held_out.best,
+        "best_loss_version": held_out.best_version,
+        "loss_worsened": history.course.worsened or held_out.worsened,
+        "lambda_u_measured": model.rate_measured(),
+        "lambda_u_predicted": model.rate_predicted(),
+        "arrival_rates_per_s": model.arrival_rates_per_s(),
+        "arrival_rates_stated": model.rate_is_stated,
+        "proposition_1": {
+            "margin": margin.sufficient,
+            "margin_necessary": margin.necessary,
+            "batch_service_s": history.service_s(),
+        },
+        "workers": config.data.workers,
+        "batch_size": config.data.batch_size,
+        "records_per_batch": config.data.records_per_batch,
+        "group_size": config.group_size,
+        "policy": config.training.policy.name,
+        "stop": config.stop.model_dump(exclude_none=True),
+        "restarts": sum(outcome.restarts.values()),
+        "restarts_by_role": dict(sorted(outcome.restarts.items())),
+        "ps_resumes": history.restarts,
+        "events": [{"at_s": at_s, "text": text} for at_s, text in model.all_events],
+        "kafka_kind": outcome.kafka_kind,
+        "redis_kind": outcome.redis_kind,
+        "notes": list(outcome.notes),
+        "audit": None if ledger is None else audit_counts(ledger),
+        "files": outcome.files,
+        **outcome.more,
+    }
+    cleaned: dict[str, Any] = plain(report)
+    return cleaned
+
+
+def audit_counts(ledger: LedgerReport) -> dict[str, Any]:
+    """The ledger in counts of offsets, and its sentence; `complaints` name the offsets where it does not balance."""
+    return {
+        "ok": ledger.ok,
+        "produced": ledger.produced,
+        "applied": ledger.applied,
+        "pending": ledger.pending,
+        "missing": sum(item.hi - item.lo for item in ledger.missing),
+        "duplicate": sum(item.hi - item.lo for item in ledger.twice),
+        "dead": ledger.dead,
+        "gaps": ledger.gaps,
+        "lost": ledger.lost,
+        "losses": ledger.losses(),
+        "summary": ledger.summary(),
+        "complaints": ledger.complaints(),
+    }
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """A report in a few lines."""
+    lines = [
+        f"{report['job']}: {of(report['updates'], None)} updates, {of(report['samples'], None)} samples "
+        f"in {clock(report['seconds'])} ({report['reason']})"
+    ]
+    error = _error_line(report)
+    if error:
+        lines.append(f"  {error}")
+    if report["loss_worsened"]:
+        lines.append(f"  warning: {_worsened(report)}")
+    measured, predicted = _number(report["lambda_u_measured"]), _number(report["lambda_u_predicted"])
+    margin = _number(report["proposition_1"]["margin"])
+    lines.append(f"  update rate {measured}/s, by theory Nλ/(Kb) {predicted}/s; Proposition 1 margin {margin}")
+    if report["restarts"]:
+        roles = ", ".join(f"{role} {count}" for role, count in report["restarts_by_role"].items())
+        lines.append(f"  restarts: {report['restarts']} ({roles})")
+    audit = report["audit"]
+    lines.append(f"  {audit['summary']}" if audit else "  audit: not made")
+    complaints = (audit or {}).get("complaints", [])
+    lines.extend(f"  {complaint}" for complaint in complaints)
+    lines.extend(f"  {loss}" for loss in (audit or {}).get("losses", []) if loss not in complaints)
+    if report["error"]:
+        lines.append(f"  failed: {report['error']}")
+    if "cost_predicted_usd" in report:
+        from doll.monitor.spot_history import lines as spot_lines
+
+        lines.extend(spot_lines(report))
+    lines.extend(f"  note: {note}" for note in report["notes"])
+    lines.extend(f"  {name}: {path}" for name, path in report["files"].items())
+    if "recovery_s_by_kind" in report:
+        from doll.drill.recovery import table
+
+        lines.extend(table(report))
+    return "\n".join(lines)
+
+
+def _error_line(report: Mapping[str, Any]) -> str:
+    parts = []
+    if report["accuracy"] is not None:
+        parts.append(f"held-out accuracy {report['accuracy']:.4f}")
+    if report["loss"] is not None:
+        parts.append(f"held-out loss {report['loss']:.4f} at version {report['evaluated_version']}")
+    prequential = report["prequential"]
+    if prequential["window_loss"] is not None:
+        count = min(prequential["window_updates"], report["updates"])
+        parts.append(f"prequential loss {prequential['window_loss']:.4f} over the last {count} updates")
+    return ", ".join(parts)
+
+
+def _worsened(report: Mapping[str, Any]) -> str:
+    prequential = report["prequential"]
+    bests = [
+        f"{name} loss {_number(best)} at version {version}"
+        for name, best, version in (
+            ("prequential", prequential["best_window_loss"], prequential["best_window_version"]),
+            ("held-out", report["best_loss"], report["best_loss_version"]),
+        )
+        if version is not None
+    ]
+    return (
+        f"the loss ended far above its best ({', '.join(bests) or 'it was never finite'}): look for bad samples "
+        "(doll dead list), a stream that has changed, or a learning rate that is too high (training.optimizer.lr, "
+        "training.clip_norm); an earlier checkpoint may be better"
+    )
+
+
+def _number(value: float | None) -> str:
+    return number(math.nan if value is None else value)

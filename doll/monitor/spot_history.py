@@ -1,0 +1,153 @@
+"""What happened on a spot market: moves with their reasons, money and progress over time, and the last words. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from doll.monitor.display import clock
+
+if TYPE_CHECKING:
+    from doll.provisioner.controller import Decision
+    from doll.provisioner.fleets.processes import Machine
+    from doll.simulation.spot_prediction import Prediction
+
+_REASONS_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Move:
+    """A slot whose market the planner has changed; `at_s` on the job's clock."""
+
+    at_s: float
+    slot: int
+    to: str
+    reason: str
+
+    def text(self) -> str:
+        """For people."""
+        to = self.to.replace("_", "-")
+        return f"worker {self.slot} to {to}: {self.reason.removeprefix('to ').removeprefix(f'{to}: ')}"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One turn of the controller; seconds on the job's clock."""
+
+    at_s: float
+    usd: float
+    updates: float
+    num_spot: int
+    num_on_demand: int
+
+
+@dataclass
+class Story:
+    """Feed it the controller's decisions."""
+
+    moments: list[Moment] = field(default_factory=list)
+    moves: list[Move] = field(default_factory=list)
+    _markets: tuple[str | None, ...] | None = None
+
+    def feed(self, decision: Decision) -> None:
+        """One turn, while the job's clock runs."""
+        at_s = decision.clock_s
+        if decision.phase == "run":
+            if self._markets is not None:
+                for slot, (before, now) in enumerate(zip(self._markets, decision.markets, strict=True)):
+                    if now != before and now is not None:
+                        self.moves.append(Move(round(at_s, 3), slot, now, decision.reasons[slot]))
+            self._markets = decision.markets
+        alive = decision.alive
+        spot = sum(one.market == "spot" for one in alive)
+        moment = Moment(at_s, decision.bill.usd, decision.updates_done, spot, len(alive) - spot)
+        if self.moments and self.moments[-1].at_s == at_s:
+            self.moments[-1] = moment
+        else:
+            self.moments.append(moment)
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How it ended, in figures that are not in the controller's decisions.
+
+    Attributes:
+        finish_s: when the job ended, seconds on its clock.
+        reached: its stop rule was met.
+        cost_usd: until then.
+        cost_with_hand_back_usd: until the last machine was given back.
+    """
+
+    finish_s: float
+    reached: bool
+    deadline_s: float
+    cost_usd: float
+    cost_with_hand_back_usd: float
+    on_demand_usd: float
+
+
+def facts(
+    ending: Ending, predictions: Mapping[str, Prediction], planned: str, story: Story, machines: Sequence[Machine]
+) -> dict[str, Any]:
+    """What `report.json` says of the market.
+
+    Args:
+        predictions: by policy.
+        planned: the policy that ran.
+    """
+    predicted = predictions[planned]
+    preempted = [one for one in machines if one.preempted]
+    percent = 100.0 * ending.cost_usd / ending.on_demand_usd
+    predicted_percent = 100.0 * predicted.cost_usd / ending.on_demand_usd
+    return {
+        "deadline_met": ending.reached and ending.finish_s <= ending.deadline_s,
+        "deadline_s": ending.deadline_s,
+        "finish_s": round(ending.finish_s, 3),
+        "finish_predicted_s": round(predicted.finish_s, 3),
+        "cost_usd": ending.cost_usd,
+        "on_demand_usd": ending.on_demand_usd,
+        "cost_with_hand_back_usd": ending.cost_with_hand_back_usd,
+        "cost_predicted_usd": predicted.cost_usd,
+        "cost_percent": percent,
+        "cost_predicted_percent": predicted_percent,
+        "cost_off_points": percent - predicted_percent,
+        "moves": len(story.moves),
+        "moves_predicted": predicted.moves,
+        "preemptions": len(preempted),
+        "preemptions_predicted": predicted.preemptions,
+        "preemptions_killed": sum(one.exit_code == -signal.SIGKILL for one in preempted),
+        "preemptions_without_notice": sum(one.surprise for one in preempted),
+        "instances": len(machines),
+        "predictions": {name: asdict(one) for name, one in predictions.items()},
+        "moves_log": [asdict(one) for one in story.moves],
+    }
+
+
+def lines(report: Mapping[str, Any]) -> list[str]:
+    """The same for people."""
+    met = "met" if report["deadline_met"] else "MISSED"
+    others = [one for name, one in report["predictions"].items() if one["cost_usd"] != report["cost_predicted_usd"]]
+    found = [
+        f"  deadline {clock(report['deadline_s'])}: {met}, at {report['finish_s']:.1f} s of {report['deadline_s']:g} s "
+        f"(predicted {report['finish_predicted_s']:.1f} s)",
+        f"  cost {report['cost_usd']:.3f} USD, {report['cost_percent']:.1f} % of {report['on_demand_usd']:.3f} USD all "
+        f"on-demand; predicted {report['cost_predicted_usd']:.3f} USD, {report['cost_predicted_percent']:.1f} % "
+        f"({report['cost_off_points']:+.1f} points)",
+        *(
+            f"  {one['policy']} would have cost {one['cost_usd']:.3f} USD and ended at {one['finish_s']:.1f} s"
+            + ("" if one["finish_s"] <= report["deadline_s"] else ": too late")
+            for one in others
+        ),
+        f"  {report['preemptions']} preemptions (predicted {report['preemptions_predicted']}), "
+        f"{report['preemptions_without_notice']} without notice; {report['preemptions_killed']} by SIGKILL, the "
+        f"others left in time; {report['instances']} instances in all",
+        f"  {report['moves']} moves between the markets (predicted {report['moves_predicted']})",
+    ]
+    moves = report["moves_log"]
+    for move in moves[:_REASONS_SHOWN]:
+        found.append(f"    {move['at_s']:6.1f} s  {Move(**move).text()}")
+    if len(moves) > _REASONS_SHOWN:
+        found.append(f"    and {len(moves) - _REASONS_SHOWN} more: moves_log in report.json, provision-*.jsonl")
+    return found

@@ -1,0 +1,100 @@
+"""One picture of a run on a spot market: machines over time, cost against on-demand, progress against the deadline."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from doll.monitor.spot_history import Ending, Story
+from doll.simulation.spot_prediction import Prediction
+
+if TYPE_CHECKING:
+    from doll.provisioner.fleets.processes import Machine
+    from doll.provisioner.traces.market import SpotMarket
+
+_SPOT, _ON_DEMAND, _DRY, _LINE = "#4c78a8", "#f58518", "#dddddd", "#333333"
+
+
+def draw(
+    path: Path, *, story: Story, ending: Ending, predicted: Prediction, market: SpotMarket,
+    machines: Sequence[Machine], opened_s: float, updates: int, job: str,
+) -> None:  # fmt: skip
+    """Write the picture to `path`.
+
+    Args:
+        opened_s: when the market opened, on the clock of the machines' times.
+        updates: J.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 8), layout="constrained")
+    FigureCanvasAgg(figure)
+    slots, cost, progress = figure.subplots(3, 1, sharex=True, height_ratios=(1.4, 1, 1))
+    end_s = max(ending.finish_s, ending.deadline_s)
+    _slots(slots, market, machines, opened_s, min(end_s, ending.finish_s))
+    times = [one.at_s for one in story.moments]
+    cost.plot(times, [one.usd for one in story.moments], color=_SPOT, label="spent")
+    rate = ending.on_demand_usd / max(predicted_on_demand_s(ending, market), 1e-9)
+    full_s = ending.on_demand_usd / rate if rate else 0.0
+    cost.plot([0, full_s], [0, ending.on_demand_usd], color=_ON_DEMAND, label="all on-demand")
+    cost.plot([predicted.finish_s], [predicted.cost_usd], color=_LINE, marker="x", linestyle="", label="predicted")
+    cost.set(ylabel="USD")
+    cost.legend(loc="upper left", frameon=False)
+    progress.plot(times, [one.updates for one in story.moments], color=_SPOT, label="updates")
+    progress.plot([0, ending.deadline_s], [0, updates], color=_LINE, linestyle=":", label="even pace to the deadline")
+    progress.axhline(updates, color=_LINE, linewidth=0.8)
+    progress.set(xlabel="seconds", ylabel="updates", xlim=(0, end_s * 1.02))
+    progress.legend(loc="upper left", frameon=False)
+    for axes in (slots, cost, progress):
+        axes.axvline(ending.deadline_s, color="#e45756", linestyle="--", linewidth=1)
+    met = "met" if ending.reached and ending.finish_s <= ending.deadline_s else "missed"
+    slots.set_title(
+        f"{job}: deadline of {ending.deadline_s:g} s {met} at {ending.finish_s:.1f} s, "
+        f"{100 * ending.cost_usd / ending.on_demand_usd:.1f} % of the on-demand cost"
+    )
+    figure.savefig(path, dpi=120, format="png")
+
+
+def predicted_on_demand_s(ending: Ending, market: SpotMarket) -> float:
+    """Seconds that all on-demand takes for its money."""
+    return ending.on_demand_usd / (market.num_slots * market.on_demand_usd_per_h) * 3600
+
+
+def _slots(axes: Any, market: SpotMarket, machines: Sequence[Machine], opened_s: float, end_s: float) -> None:
+    from matplotlib.patches import Patch
+
+    for slot in range(market.num_slots):
+        at_s = 0.0
+        while at_s < end_s:
+            spell = market.spell(slot, at_s)
+            until_s = min(spell.end_s, end_s)
+            if not spell.up:
+                axes.broken_barh([(at_s, until_s - at_s)], (slot - 0.45, 0.9), color=_DRY)
+            at_s = until_s
+    for machine in machines:
+        one = machine.instance
+        begin_s = max(0.0, one.launched_s - opened_s)
+        until_s = min(end_s, (one.ended_s or opened_s + end_s) - opened_s)
+        if until_s <= begin_s:
+            continue
+        spot = one.market == "spot"
+        axes.broken_barh(
+            [(begin_s, until_s - begin_s)], (one.slot - 0.3 + 0.32 * (not spot), 0.28),
+            color=_SPOT if spot else _ON_DEMAND,
+        )  # fmt: skip
+        if machine.preempted and machine.exit_code == -signal.SIGKILL:
+            axes.plot([until_s], [one.slot - 0.16], marker="x", color="#e45756", markersize=5)
+    axes.set(ylabel="worker", yticks=range(market.num_slots), ylim=(market.num_slots - 0.4, -0.6))
+    axes.legend(
+        handles=[
+            Patch(color=_SPOT, label="on spot (x: killed)"), Patch(color=_ON_DEMAND, label="on-demand"),
+            Patch(color=_DRY, label="no spot available"),
+        ],
+        loc="upper center", bbox_to_anchor=(0.5, -0.02), ncols=3, frameon=False,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""What every process of DOLL has: probes, signals, memory settings, fault points."""

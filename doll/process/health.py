@@ -1,0 +1,239 @@
+"""Is this process alive, and does it do its work: heartbeats, two probes over HTTP, and an end for one that is stuck.
+
+A loop says `beat` each time it turns, whoever hears from Kafka says so too. `/healthz` answers 200 while no vital beat
+is overdue: restarting the process would help otherwise. `/readyz` answers 200 while nothing at all is overdue or waited
+for. A process whose vital beat is overdue for long ends with exit code 1: whoever runs it starts it again. Its own
+absence (SIGSTOP, a suspended machine) does not count: only time in which the watchdog itself ran.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any, Final
+
+from doll.errors import ConfigError
+from doll.process.loopback import require_safe
+from doll.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+log = get_logger(__name__)
+
+PORT_ENV: Final = "DOLL_HEALTH_PORT"
+HOST: Final = "127.0.0.1"
+LATE_S: Final = 15.0  # a beat comes several times a second; a loaded machine may hold it up for seconds
+_LOOK_S: Final = 1.0
+_REQUEST_S: Final = 5.0
+_MOST_AT_ONCE: Final = 64  # a thread each: whoever opens thousands must not end the process
+_OFFSETS: Final = {"ps": 0, "evaluator": 1, "producer": 2, "ps-standby": 3, "prometheus": 4, "provisioner": 5}
+_FIRST_WORKER: Final = 10
+
+
+@dataclass(slots=True)
+class _Beat:
+    within_s: float
+    vital: bool
+    at_s: float
+
+
+class Pulse:
+    """What a process knows of its own progress. Safe to use from any thread; costs nothing per beat.
+
+    Args:
+        process: its name, as in the logs.
+        clock: monotonic seconds.
+
+    Attributes:
+        pages: what is served beside the probes: for a path, what makes its content type and its content.
+    """
+
+    def __init__(self, process: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.process = process
+        self.pages: dict[str, Callable[[], tuple[str, bytes]]] = {}
+        self._clock = clock
+        self._beats: dict[str, _Beat] = {}
+        self._waiting = "starting"
+
+    def expect(self, name: str, *, within_s: float = LATE_S, vital: bool = True) -> None:
+        """From now on `name` beats at least once in `within_s`. `vital`: if it does not, a restart would help."""
+        self._beats = {**self._beats, name: _Beat(within_s, vital, self._clock())}
+
+    def beat(self, name: str) -> None:
+        """`name` has made progress. One that is not expected is ignored."""
+        if (found := self._beats.get(name)) is not None:
+            found.at_s = self._clock()
+
+    def waits_for(self, what: str) -> None:
+        """Not ready, in good health: what for. An empty text: ready."""
+        self._waiting = what
+
+    def overdue(self, *, vital: bool) -> dict[str, float]:
+        """Seconds since the last beat of each that is late, among the vital ones or the others."""
+        now = self._clock()
+        return {
+            name: now - found.at_s
+            for name, found in self._beats.items()
+            if found.vital == vital and now - found.at_s > found.within_s
+        }
+
+    def report(self) -> dict[str, Any]:
+        """What the probes say: healthy, ready, and the reasons where not."""
+        now = self._clock()
+        ill = [f"{name}: no progress for {age_s:.0f} s" for name, age_s in self.overdue(vital=True).items()]
+        late = [f"{name}: nothing heard for {age_s:.0f} s" for name, age_s in self.overdue(vital=False).items()]
+        reasons = [*ill, *late, *([self._waiting] if self._waiting else [])]
+        return {
+            "process": self.process,
+            "healthy": not ill,
+            "ready": not reasons,
+            "reasons": reasons,
+            "ages_s": {name: round(now - found.at_s, 3) for name, found in self._beats.items()},
+        }
+
+
+class Watchdog:
+    """Counts the seconds in which a vital beat was overdue; `look` is called about once a second."""
+
+    def __init__(self, pulse: Pulse, stuck_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pulse = pulse
+        self._stuck_s = stuck_s
+        self._clock = clock
+        self._looked_s = clock()
+        self._ill_s = 0.0
+
+    def look(self) -> str:
+        """Why this process must end, or an empty text."""
+        now = self._clock()
+        awake_s = min(now - self._looked_s, 2 * _LOOK_S)
+        self._looked_s = now
+        overdue = self._pulse.overdue(vital=True)
+        self._ill_s = self._ill_s + awake_s if overdue else 0.0
+        if self._ill_s <= self._stuck_s:
+            return ""
+        return "; ".join(f"{name}: no progress for {age_s:.0f} s" for name, age_s in overdue.items())
+
+
+def port_of(config: JobConfig, process: str) -> int | None:
+    """Where the process answers probes: $DOLL_HEALTH_PORT, else counted from `health.base_port`, else nowhere.
+
+    Raises:
+        ConfigError: the variable holds no port.
+    """
+    if given := os.environ.get(PORT_ENV):
+        if not given.isdecimal() or not 0 < int(given) < 65_536:
+            raise ConfigError(f"{PORT_ENV}: expected a port, 1 to 65535, got {given!r}")
+        return int(given)
+    if config.health.base_port is None or process == "worker":  # one that has no number yet
+        return None
+    kind, _, number = process.rpartition("-")
+    offset = _FIRST_WORKER + int(number) if kind == "worker" else _OFFSETS[process]
+    return config.health.base_port + offset
+
+
+@contextmanager
+def pulse_of(process: str, config: JobConfig, *, default_port: int | None = None) -> Iterator[Pulse]:
+    """The pulse of this process, watched, and answering probes on loopback where a port is given.
+
+    Args:
+        default_port: for a process that is of no use without one.
+
+    Raises:
+        ConfigError: the port is none.
+    """
+    pulse = Pulse(process)
+    port = port_of(config, process) or default_port
+    over = threading.Event()
+    threading.Thread(target=_watch, args=(pulse, config.health.stuck_s, over), name="watchdog", daemon=True).start()
+    server = None if port is None else _serve(pulse, port)
+    try:
+        yield pulse
+    finally:
+        over.set()
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+
+
+def _watch(pulse: Pulse, stuck_s: float, over: threading.Event) -> None:
+    dog = Watchdog(pulse, stuck_s)
+    while not over.wait(_LOOK_S):
+        if reason := dog.look():
+            log.error("stuck", reason=reason, action="ending, to be started again")
+            os._exit(1)  # what is stuck would not hear anything milder
+
+
+def _serve(pulse: Pulse, port: int) -> ThreadingHTTPServer | None:
+    try:
+        server = _Server((require_safe(HOST, authenticated=False, what="health probe"), port), pulse)
+    except OSError as exc:  # the work is more than its probe
+        log.warning("no_health_probe", port=port, reason=exc.strerror or str(exc))
+        return None
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.5}, name="health", daemon=True).start()
+    return server
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], pulse: Pulse) -> None:
+        super().__init__(address, _Handler)
+        self.pulse = pulse
+        self._free = threading.BoundedSemaphore(_MOST_AT_ONCE)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._free.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A prober that hangs up is nobody's trouble."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = _REQUEST_S
+    server_version = "doll"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        pulse = self.server.pulse
+        if (page := pulse.pages.get(path)) is not None:
+            self._answer(200, *page())
+            return
+        report = pulse.report()
+        good = {"/healthz": report["healthy"], "/readyz": report["ready"]}.get(path)
+        status, content = (
+            (404, {"expected": ["/healthz", "/readyz", *pulse.pages]})
+            if good is None
+            else (200 if good else 503, report)
+        )
+        self._answer(status, "application/json", json.dumps(content).encode() + b"\n")
+
+    def _answer(self, status: int, content_type: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", content_type)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Probes come every few seconds; their log would hide what matters."""

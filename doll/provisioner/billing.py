@@ -1,0 +1,296 @@
+"""What instances have cost: billing rules as data, the bill, and the figures that it is set against. Pure.
+
+A bill is computed from instance records and prices alone, so it comes out the same however often it is made, and after
+any crash.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from doll.provisioner.fleets.port import End, Instance
+from doll.provisioner.planning.state import Market
+from doll.provisioner.traces.model import Series
+from doll.theory import checks
+from doll.theory.checks import Floats
+from doll.theory.cost import SECONDS_PER_HOUR
+
+MARKETS: tuple[Market, ...] = ("spot", "on_demand")
+PriceOf = Callable[[str, Market, float, float], Series]
+"""`PriceFeed.series`: pool, market, start and end in Unix seconds."""
+
+
+@dataclass(frozen=True)
+class BillingRule:
+    """How the owner of the machines counts time.
+
+    Attributes:
+        step_s: a started step is a whole one; 0 counts time as it is.
+        minimum_s: least time that an instance is billed for.
+        free_if_interrupted_s: a spot instance that its owner takes back within this time costs nothing.
+        source, as_of: where the rule comes from, and when it was read.
+    """
+
+    name: str
+    step_s: float
+    minimum_s: float
+    free_if_interrupted_s: float
+    source: str
+    as_of: str
+
+    def __post_init__(self) -> None:
+        checks.non_negative(
+            step_s=self.step_s, minimum_s=self.minimum_s, free_if_interrupted_s=self.free_if_interrupted_s
+        )
+
+    def billed_s(self, seconds: float) -> float:
+        """Seconds that are billed for an instance that was there for `seconds`."""
+        if self.step_s:
+            # A hair over a step is rounding of Unix times, no started second.
+            seconds = math.ceil(seconds / self.step_s - 1e-6) * self.step_s
+        return max(seconds, self.minimum_s)
+
+    def is_free(self, instance: Instance) -> bool:
+        """Its owner took it back so soon that it costs nothing."""
+        if instance.end is not End.INTERRUPTED or instance.market != "spot" or instance.ended_s is None:
+            return False
+        return instance.ended_s - instance.launched_s < self.free_if_interrupted_s
+
+
+EC2_LINUX = BillingRule(
+    name="ec2-linux",
+    step_s=1.0,
+    minimum_s=60.0,
+    free_if_interrupted_s=3600.0,
+    source="Amazon EC2 User Guide, 'Billing for interrupted Spot Instances' (first hour, Linux); EC2 pricing page, "
+    "per-second billing with a minimum of 60 s",
+    as_of="2026-11",
+)
+LOCAL = BillingRule(
+    name="local",
+    step_s=0.0,
+    minimum_s=0.0,
+    free_if_interrupted_s=0.0,
+    source="DOLL's market on one machine: time as it is, as in Eq. (16) and (22) of the DOLL paper",
+    as_of="2026-11",
+)
+RULES: Mapping[str, BillingRule] = {rule.name: rule for rule in (EC2_LINUX, LOCAL)}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One instance on the bill.
+
+    Attributes:
+        billed_s: seconds that count.
+        usd: what it costs so far.
+        usd_without_boots: of that, the time in which its worker was the slot's: from ready until fenced or ended.
+        free: it was interrupted so soon that it costs nothing.
+    """
+
+    id: str
+    slot: int
+    epoch: int
+    market: Market
+    pool: str
+    launched_s: float
+    ended_s: float | None
+    end: str
+    billed_s: float
+    usd: float
+    usd_without_boots: float
+    free: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = msgspec.to_builtins(self)
+        return found
+
+
+@dataclass(frozen=True)
+class Bill:
+    """A sum of lines.
+
+    Attributes:
+        usd: all of it.
+        usd_by_market: USD by market.
+        usd_without_boots: as `Line`; the paper's cost (16), (22) counts no boots and no overlap.
+        hours_by_market: billed instance-hours by market.
+        instances: how many there were, the free ones included.
+        free: how many cost nothing.
+        lines: one per instance, where they are kept.
+    """
+
+    usd: float = 0.0
+    usd_by_market: Mapping[Market, float] = field(default_factory=dict)
+    usd_without_boots: float = 0.0
+    hours_by_market: Mapping[Market, float] = field(default_factory=dict)
+    instances: int = 0
+    free: int = 0
+    lines: tuple[Line, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("usd_by_market", "hours_by_market"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, {market: float(given.get(market, 0.0)) for market in MARKETS})
+
+    @classmethod
+    def of(cls, lines: Iterable[Line]) -> Bill:
+        """The sum of these lines."""
+        kept = tuple(lines)
+        usd, hours = dict.fromkeys(MARKETS, 0.0), dict.fromkeys(MARKETS, 0.0)
+        for line in kept:
+            usd[line.market] += line.usd
+            hours[line.market] += line.billed_s / SECONDS_PER_HOUR
+        return cls(
+            usd=math.fsum(line.usd for line in kept),
+            usd_by_market=usd,
+            usd_without_boots=math.fsum(line.usd_without_boots for line in kept),
+            hours_by_market=hours,
+            instances=len(kept),
+            free=sum(line.free for line in kept),
+            lines=kept,
+        )
+
+    def plus(self, other: Bill) -> Bill:
+        """Both together."""
+        return Bill(
+            usd=self.usd + other.usd,
+            usd_by_market={market: self.usd_by_market[market] + other.usd_by_market[market] for market in MARKETS},
+            usd_without_boots=self.usd_without_boots + other.usd_without_boots,
+            hours_by_market={
+                market: self.hours_by_market[market] + other.hours_by_market[market] for market in MARKETS
+            },
+            instances=self.instances + other.instances,
+            free=self.free + other.free,
+            lines=self.lines + other.lines,
+        )
+
+    def to_dict(self, *, lines: bool = False) -> dict[str, Any]:
+        """Plain values for JSON."""
+        found: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "lines"}
+        return {**found, "lines": [line.to_dict() for line in self.lines]} if lines else found
+
+
+def bill_lines(
+    instances: Iterable[Instance],
+    price_of: PriceOf,
+    rule: BillingRule,
+    now_s: float,
+    *,
+    ready_s: Mapping[str, float] | None = None,
+    fenced_s: Mapping[str, float] | None = None,
+) -> list[Line]:
+    """What each instance has cost until `now_s`, or until it ended.
+
+    Args:
+        price_of: `PriceFeed.series`.
+        ready_s: when its worker became the slot's, by id; without it nothing is in `usd_without_boots`.
+        fenced_s: when the next one took over, by id.
+
+    Raises:
+        ServiceUnavailableError: as the price feed does.
+    """
+    ready_s, fenced_s = ready_s or {}, fenced_s or {}
+    pools: dict[tuple[str, Market], list[Instance]] = {}
+    for one in instances:
+        pools.setdefault((one.pool, one.market), []).append(one)
+    lines = []
+    for (pool, market), members in pools.items():
+        start_s = np.array([one.launched_s for one in members])
+        end_s = np.maximum(start_s, [now_s if one.ended_s is None else one.ended_s for one in members])
+        # A moment's mean is its price.
+        until_s = np.maximum(end_s, start_s + 1e-3)
+        series = price_of(pool, market, float(start_s.min()), float(until_s.max()))
+        usd_per_s = (_integral(series, until_s) - _integral(series, start_s)) / (until_s - start_s) / SECONDS_PER_HOUR
+        for index, one in enumerate(members):
+            lines.append(
+                _line(
+                    one, rule, float(end_s[index]), float(usd_per_s[index]), ready_s.get(one.id), fenced_s.get(one.id)
+                )
+            )
+    return lines
+
+
+def _integral(series: Series, at_s: Floats) -> Floats:
+    """Of the step function from its first time on; its first and last values hold beyond its ends."""
+    times, values = series.times_s, series.values
+    sums = np.concatenate(([0.0], np.cumsum(values[:-1] * np.diff(times))))
+    index = np.clip(np.searchsorted(times, at_s, side="right") - 1, 0, len(times) - 1)
+    found: Floats = sums[index] + values[index] * (at_s - times[index])
+    return found
+
+
+def _line(
+    one: Instance, rule: BillingRule, end_s: float, usd_per_s: float, ready_s: float | None, fenced_s: float | None
+) -> Line:
+    free = rule.is_free(one)
+    billed_s = 0.0 if free else rule.billed_s(end_s - one.launched_s)
+    served_s = 0.0
+    if ready_s is not None:
+        until_s = end_s if fenced_s is None else min(end_s, fenced_s)
+        served_s = min(billed_s, max(0.0, until_s - max(one.launched_s, ready_s)))
+    return Line(
+        id=one.id, slot=one.slot, epoch=one.epoch, market=one.market, pool=one.pool, launched_s=one.launched_s,
+        ended_s=one.ended_s, end=one.end.value, billed_s=billed_s, usd=usd_per_s * billed_s,
+        usd_without_boots=usd_per_s * served_s, free=free,
+    )  # fmt: skip
+
+
+def bill(
+    instances: Collection[Instance],
+    price_of: PriceOf,
+    rule: BillingRule,
+    now_s: float,
+    *,
+    ready_s: Mapping[str, float] | None = None,
+    fenced_s: Mapping[str, float] | None = None,
+) -> Bill:
+    """What these instances have cost until `now_s`, each counted once by its id; arguments as of `bill_lines`.
+
+    Raises:
+        ServiceUnavailableError: as the price feed does.
+    """
+    distinct = {one.id: one for one in instances}
+    return Bill.of(bill_lines(distinct.values(), price_of, rule, now_s, ready_s=ready_s, fenced_s=fenced_s))
+
+
+def on_demand_usd(samples: float, rates_per_s: Floats, on_demand_usd_per_h: float) -> float:
+    """What the same work costs with every worker on-demand: N π_o for the time that it takes at the rate of all.
+
+    Args:
+        samples: J K b that was done, or is to be done.
+        rates_per_s: λ_n, shape (N,).
+
+    Source: the DOLL paper, Eq. (3) and (5), for unequal streams.
+
+    >>> import numpy as np
+    >>> round(on_demand_usd(10_000 * 20 * 256, np.full(64, 125.0), 0.286), 3)
+    32.54
+    """
+    rates = checks.rates(rates_per_s)
+    checks.non_negative(samples=samples, on_demand_usd_per_h=on_demand_usd_per_h)
+    return samples / float(rates.sum()) / SECONDS_PER_HOUR * len(rates) * on_demand_usd_per_h
+
+
+def usd_per_1000_updates(usd: float, updates: float) -> float:
+    """USD per thousand updates; NaN before the first."""
+    return usd / updates * 1000 if updates > 0 else math.nan
+
+
+def usd_per_point(usd: float, first_error: float, error: float) -> float:
+    """USD per percentage point by which the error has fallen; NaN where it has not.
+
+    Args:
+        first_error, error: held-out errors as fractions, at the first evaluation and now.
+
+    >>> usd_per_point(3.0, 0.9, 0.6)
+    0.1
+    """
+    points = (first_error - error) * 100
+    return round(usd / points, 12) if points > 0 else math.nan

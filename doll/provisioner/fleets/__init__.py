@@ -1,0 +1,1 @@
+"""Fleets: the port, and one adapter per owner of machines."""

@@ -1,0 +1,325 @@
+"""`Fleet` of containers: each instance is one `docker compose run` of the project's worker service.
+
+Compose gives it the service's image, network, volumes and environment, and drops its restart policy: who dies is
+replaced by the provisioner, not started again by the engine. Who it is stands in its labels and its name, so there is
+no state outside the engine: containers that have ended stay in it for an hour, then they are removed.
+
+Written for docker 27 with compose v2, and tested against a likeness of their command line only
+(tests/support/fake_docker.py): no engine was at hand. Run it where `docker compose` finds the variables that the
+compose file asks for.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
+
+from doll import telemetry
+from doll.bounded import MalformedError, json_object, json_value, short
+from doll.errors import ConfigError, ServiceUnavailableError
+from doll.provisioner.fleets.port import End, Fleet, Instance, InstanceState, LaunchError, Order, Trouble
+from doll.provisioner.planning.state import Market
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+log = telemetry.get_logger(__name__)
+
+POOL: Final = "container/engine"
+CLUSTER_LABEL, WORKER_LABEL, EPOCH_LABEL, MARKET_LABEL = ("doll.cluster", "doll.worker", "doll.epoch", "doll.market")
+ENDED_KEPT_S: Final = 3600.0
+GRACE_S: Final = 30.0
+"""From SIGTERM to SIGKILL, for a worker that does not end by itself."""
+
+_STATES: Final[Mapping[str, InstanceState]] = {
+    "created": InstanceState.PENDING,
+    "running": InstanceState.RUNNING,
+    "restarting": InstanceState.RUNNING,
+    "paused": InstanceState.RUNNING,
+    "removing": InstanceState.ENDING,
+    "exited": InstanceState.ENDED,
+    "dead": InstanceState.ENDED,
+}
+_BY_SIGNAL: Final = (137, 143)  # 128 + SIGKILL, 128 + SIGTERM
+# What docker says, in small letters, and what to do about it; the first that fits counts.
+_TROUBLES: Final = (
+    ("cannot connect to the docker daemon", Trouble.THROTTLED),
+    ("error during connect", Trouble.THROTTLED),
+    ("i/o timeout", Trouble.THROTTLED),
+    ("context deadline exceeded", Trouble.THROTTLED),
+    ("no space left on device", Trouble.CAPACITY),
+    ("cannot allocate memory", Trouble.CAPACITY),
+    ("resource temporarily unavailable", Trouble.CAPACITY),
+    ("could not find an available", Trouble.CAPACITY),  # no address left in the network
+)
+_GONE: Final = ("no such container", "no such object", "is not running", "is already in progress")
+
+
+class DockerError(Exception):
+    """A docker command failed. `says`: its standard error."""
+
+    def __init__(self, command: Sequence[str], says: str) -> None:
+        super().__init__(f"`{' '.join(command[:4])} ...` failed: {says or 'it said nothing'}")
+        self.says = says.lower()
+
+    @property
+    def trouble(self) -> Trouble:
+        """What does not fit the table will not work the next time either: a person must look."""
+        return next((trouble for words, trouble in _TROUBLES if words in self.says), Trouble.CONFIG)
+
+
+class ComposeFleet:
+    """The containers of one compose project that carry our cluster label.
+
+    Args:
+        cluster: value of the label `doll.cluster`.
+        project, file, service: which service of which compose file under which project name.
+        docker: the program.
+        timeout_s: a docker command that takes longer has failed.
+        clock: Unix seconds, as the engine's.
+        environment: of the docker commands; default: ours.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: str,
+        project: str,
+        file: Path,
+        service: str = "worker",
+        docker: str = "docker",
+        timeout_s: float = 60.0,
+        clock: Callable[[], float] = time.time,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._cluster = cluster
+        self._compose = [docker, "compose", "--project-name", project, "--file", str(file)]
+        self._service = service
+        self._docker = docker
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._environment = dict(environment) if environment is not None else None
+        self._told_s: dict[str, float] = {}  # when an instance was told to end
+
+    def launch(self, order: Order) -> Instance:
+        """As the port. Everything that keeps it from an instance is a `LaunchError`, the engine being away too."""
+        name = self._name(order)
+        if POOL in order.avoid:
+            raise LaunchError(f"{name}: the only pool is to be avoided", trouble=Trouble.CAPACITY, pools=[POOL])
+        try:
+            if (found := self._inspect([name])) and found[0].state is not InstanceState.PENDING:
+                return found[0]
+            if found:
+                self._run([self._docker, "start", name])  # whoever made it was cut off before it started it
+            else:
+                self._start(order, name)
+            (made,) = self._inspect([name])
+        except DockerError as error:
+            pools = [POOL] if error.trouble is Trouble.CAPACITY else []
+            raise LaunchError(str(error), trouble=error.trouble, code="docker", pools=pools) from error
+        except ValueError as error:
+            raise LaunchError(
+                f"{name} was started, and is not there: is somebody removing containers?", trouble=Trouble.THROTTLED
+            ) from error
+        return made
+
+    def instances(self) -> Sequence[Instance]:
+        """As the port. What should have ended by now is killed; what ended an hour ago is removed.
+
+        Raises:
+            ConfigError: docker cannot be used.
+            ServiceUnavailableError: the engine does not answer.
+        """
+        try:
+            found = self._listed()
+            now_s = self._clock()
+            late = [one.id for one in found if one.state is InstanceState.ENDING and self._is_late(one.id, now_s)]
+            old = [one.id for one in found if one.ended_s is not None and now_s - one.ended_s > ENDED_KEPT_S]
+            if late:
+                self._run_over([self._docker, "kill"], late)
+            if old:
+                self._run_over([self._docker, "rm", "--force"], old)
+        except DockerError as error:
+            raise _unusable(error) from error
+        for id_ in set(self._told_s) - {one.id for one in found} | set(old):
+            self._told_s.pop(id_, None)
+        return [one for one in found if one.id not in old]
+
+    def terminate(self, ids: Collection[str]) -> None:
+        """As the port: SIGTERM now, SIGKILL at a later `instances()` where that did not help.
+
+        Raises:
+            ConfigError: docker cannot be used.
+            ServiceUnavailableError: the engine does not answer.
+        """
+        if not ids:
+            return
+        try:
+            own = {one.id: one for one in self._listed() if one.id in ids}
+            running = [id_ for id_, one in own.items() if one.state is InstanceState.RUNNING]
+            if running:
+                self._run_over([self._docker, "kill", "--signal", "SIGTERM"], running)
+                for id_ in running:
+                    self._told_s[id_] = self._clock()
+            never_started = [id_ for id_, one in own.items() if one.state is InstanceState.PENDING]
+            if never_started:
+                self._run_over([self._docker, "rm", "--force"], never_started)
+        except DockerError as error:
+            raise _unusable(error) from error
+
+    def close(self) -> None:
+        pass
+
+    # --- docker -----------------------------------------------------------------------------------------------------
+
+    def _name(self, order: Order) -> str:
+        name = f"{self._cluster}-w{order.slot}-e{order.epoch}-{order.market}-a{order.attempt}"
+        return f"{name}-r{order.run}" if order.run else name
+
+    def _start(self, order: Order, name: str) -> None:
+        labels = {
+            CLUSTER_LABEL: self._cluster,
+            WORKER_LABEL: str(order.slot),
+            EPOCH_LABEL: str(order.epoch),
+            MARKET_LABEL: order.market,
+        }
+        environment = {
+            "DOLL_WORKER": str(order.slot),
+            "DOLL_INCARNATION": str(order.epoch),
+            "DOLL_INSTANCE": name,
+            "DOLL_MARKET": order.market,
+        }
+        try:
+            self._run([
+                *self._compose, "run", "--detach", "--no-deps", "--name", name,
+                *(word for key, value in labels.items() for word in ("--label", f"{key}={value}")),
+                *(word for key, value in environment.items() for word in ("--env", f"{key}={value}")),
+                self._service,
+            ])  # fmt: skip
+        except DockerError as error:
+            if "is already in use" not in error.says:  # the name: another call of the same order was faster
+                raise
+        log.info("launched", id=name, worker=order.slot, epoch=order.epoch, market=order.market)
+
+    def _listed(self) -> list[Instance]:
+        """All containers of the cluster, in all states."""
+        label = f"label={CLUSTER_LABEL}={self._cluster}"
+        told = self._run([self._docker, "ps", "--all", "--no-trunc", "--filter", label, "--format", "json"])
+        return self._inspect([_id_of(line) for line in told.splitlines() if line.strip()])
+
+    def _inspect(self, names: Sequence[str]) -> list[Instance]:
+        """Those of these containers that are there, and are workers of the cluster."""
+        if not names:
+            return []
+        command = [self._docker, "inspect", "--type", "container", *names]
+        told = self._call(command)
+        if told.returncode != 0 and not any(words in told.stderr.lower() for words in _GONE):
+            raise DockerError(command, told.stderr.strip())
+        try:
+            raw = json_value(told.stdout or "[]")
+            if not isinstance(raw, list):
+                raise MalformedError(f"expected a list, got {type(raw).__name__}")
+            return list(self._readable(raw))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+            why = f"{type(error).__name__}: {short(error)}"
+            raise DockerError(command, f"expected containers as JSON ({why}), got {told.stdout[:200]!r}") from error
+
+    def _readable(self, raw: Sequence[Mapping[str, Any]]) -> Iterator[Instance]:
+        now_s = self._clock()
+        for one in raw:
+            name, labels, state = one["Name"].lstrip("/"), one["Config"].get("Labels") or {}, one["State"]
+            market, worker, epoch = (labels.get(key, "") for key in (MARKET_LABEL, WORKER_LABEL, EPOCH_LABEL))
+            ours = labels.get(CLUSTER_LABEL) == self._cluster
+            if not ours or market not in get_args(Market) or not worker.isdecimal() or not epoch.isdecimal():
+                log.warning("not_a_worker", id=name, cluster=self._cluster)
+                continue
+            instance = Instance(
+                id=name, slot=int(worker), epoch=int(epoch), market=cast("Market", market), pool=POOL,
+                state=_STATES.get(state["Status"], InstanceState.ENDING), launched_s=_unix_s(one["Created"]),
+            )  # fmt: skip
+            if instance.state is InstanceState.ENDED:
+                ended_s = _unix_s(state["FinishedAt"])
+                by_us = name in self._told_s or (state["ExitCode"] in _BY_SIGNAL and not state.get("OOMKilled"))
+                instance = replace(
+                    instance, ended_s=ended_s if ended_s > 0 else now_s, end=End.TERMINATED if by_us else End.FAILED
+                )
+            elif name in self._told_s:
+                instance = replace(instance, state=InstanceState.ENDING)
+            yield instance
+
+    def _is_late(self, id_: str, now_s: float) -> bool:
+        return id_ in self._told_s and now_s - self._told_s[id_] > GRACE_S
+
+    def _run_over(self, command: Sequence[str], ids: Sequence[str]) -> None:
+        """One command on several containers, of which some may have ended meanwhile."""
+        told = self._call([*command, *ids])
+        lines = [line for line in told.stderr.lower().splitlines() if line.strip()]
+        if told.returncode != 0 and not all(any(words in line for words in _GONE) for line in lines):
+            raise DockerError(command, told.stderr.strip())
+
+    def _run(self, command: Sequence[str]) -> str:
+        told = self._call(command)
+        if told.returncode != 0:
+            raise DockerError(command, told.stderr.strip())
+        return told.stdout
+
+    def _call(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        try:
+            return subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=self._timeout_s, check=False,
+                env=self._environment,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise DockerError(command, f"context deadline exceeded: no end within {self._timeout_s:g} s") from error
+        except OSError as error:
+            raise DockerError(command, f"cannot run {command[0]}: {error}") from error
+
+
+def connect(config: JobConfig) -> ComposeFleet:
+    """The fleet that a job file describes.
+
+    Raises:
+        ConfigError: another kind of fleet, or the compose file is not there.
+    """
+    from doll.config import ComposeFleetConfig
+
+    settings = config.fleet
+    if not isinstance(settings, ComposeFleetConfig):
+        raise ConfigError(f"fleet.kind: expected compose, got {settings.kind}")
+    file = config.path(settings.file)
+    if not file.is_file():
+        raise ConfigError(f"fleet.file: expected a compose file, got {file}, which is none")
+    return ComposeFleet(
+        cluster=config.cluster, project=settings.project, file=file, service=settings.service, docker=settings.docker,
+        timeout_s=settings.timeout_s,
+    )  # fmt: skip
+
+
+def _id_of(line: str) -> str:
+    try:
+        id_ = json_object(line)["ID"]
+        if not isinstance(id_, str) or not id_.isalnum():
+            raise MalformedError(f"expected an id, got {short(id_)!r}")
+    except (ValueError, KeyError) as error:
+        raise DockerError(
+            ["docker", "ps"], f"expected containers as JSON ({short(error)}), got {line[:200]!r}"
+        ) from error
+    return id_
+
+
+def _unix_s(text: str) -> float:
+    """A time as docker writes it; "0001-01-01T00:00:00Z" (never) is far below 0."""
+    at = datetime.fromisoformat(text)
+    return at.timestamp() if at.year > 1 else float("-inf")
+
+
+def _unusable(error: DockerError) -> ConfigError | ServiceUnavailableError:
+    return (ConfigError if error.trouble is Trouble.CONFIG else ServiceUnavailableError)(str(error))
+
+
+_fleet: type[Fleet] = ComposeFleet

@@ -1,0 +1,93 @@
+"""Which pools are known to be dry, for how long: a launch that must fail is not tried. Pure: `now_s` is an argument.
+
+When several pools of a zone fail within a minute the zone is short of machines as a whole, and the rest of it is left
+alone too: asking pool by pool ended in thousands of futile requests elsewhere (karpenter #3198).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from doll.provisioner.fleets.ec2.errors import CAPACITY_HOLD_S
+from doll.provisioner.planning.state import Market
+
+
+@dataclass(frozen=True, order=True)
+class Ec2Pool:
+    """Instances of one type in one zone: what has a price, and what runs dry."""
+
+    instance_type: str
+    zone: str
+
+    @property
+    def name(self) -> str:
+        """As in `Instance.pool`: "c5.xlarge/us-east-1a"."""
+        return f"{self.instance_type}/{self.zone}"
+
+    @classmethod
+    def of(cls, name: str) -> Ec2Pool:
+        """The pool of this name.
+
+        Raises:
+            ValueError: it is none.
+        """
+        instance_type, slash, zone = name.partition("/")
+        if not (instance_type and slash and zone):
+            raise ValueError(f"expected type/zone as in c5.xlarge/us-east-1a, got {name!r}")
+        return cls(instance_type, zone)
+
+
+class CapacityCache:
+    """Dry pools by market.
+
+    Args:
+        hold_s: how long a dry pool is left alone.
+        zone_pools: so many pools of a zone that fail within `zone_window_s` stand for all of it.
+    """
+
+    def __init__(self, *, hold_s: float = CAPACITY_HOLD_S, zone_pools: int = 3, zone_window_s: float = 60.0) -> None:
+        self._hold_s = hold_s
+        self._zone_pools = zone_pools
+        self._zone_window_s = zone_window_s
+        self._pools: dict[tuple[Ec2Pool, Market], float] = {}  # -> until when
+        self._zones: dict[tuple[str, Market], float] = {}
+        self._markets: dict[Market, float] = {}
+        self._failed_s: dict[tuple[Ec2Pool, Market], float] = {}
+
+    def mark(self, pool: Ec2Pool, market: Market, now_s: float, hold_s: float | None = None) -> None:
+        """The pool had no machine at `now_s`."""
+        hold_s = self._hold_s if hold_s is None else hold_s
+        self._pools[pool, market] = max(now_s + hold_s, self._pools.get((pool, market), now_s))
+        self._failed_s = {key: at_s for key, at_s in self._failed_s.items() if now_s - at_s <= self._zone_window_s}
+        self._failed_s[pool, market] = now_s
+        together = sum(key[0].zone == pool.zone and key[1] == market for key in self._failed_s)
+        if together >= self._zone_pools:
+            self._zones[pool.zone, market] = now_s + self._hold_s
+
+    def rule_out(self, pool: Ec2Pool, market: Market, until_s: float) -> None:
+        """The pool is not to be had, for a reason that says nothing about its zone."""
+        self._pools[pool, market] = max(until_s, self._pools.get((pool, market), until_s))
+
+    def mark_market(self, market: Market, now_s: float, hold_s: float) -> None:
+        """No pool of this market is to be had: a quota is used up."""
+        self._markets[market] = now_s + hold_s
+
+    def market_until_s(self, market: Market, now_s: float) -> float | None:
+        """Until when the whole market is left alone; None where it is not."""
+        until_s = self._markets.get(market, now_s)
+        return until_s if until_s > now_s else None
+
+    def is_dry(self, pool: Ec2Pool, market: Market, now_s: float) -> bool:
+        """The pool is left alone at `now_s`: itself, its zone, or the whole market."""
+        until_s = max(
+            self._pools.get((pool, market), now_s),
+            self._zones.get((pool.zone, market), now_s),
+            self._markets.get(market, now_s),
+        )
+        return until_s > now_s
+
+    def forget(self, pool: Ec2Pool, market: Market) -> None:
+        """The pool has given a machine: what was believed of it, and of its zone, is over."""
+        self._pools.pop((pool, market), None)
+        self._zones.pop((pool.zone, market), None)
+        self._failed_s.pop((pool, market), None)

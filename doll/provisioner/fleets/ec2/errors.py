@@ -1,0 +1,182 @@
+"""What EC2's error codes ask of a launch, as data: what to do, what to leave alone and for how long. Pure.
+
+Codes come as `Errors[].ErrorCode` in a CreateFleet answer, one for each pool, or as the code of a failed call. Sources:
+AWS, "Error codes for the Amazon EC2 API" and "Fleet error codes"; read 2026-11, docs/aws.md.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from doll.provisioner.fleets.port import Trouble
+
+
+class Scope(enum.StrEnum):
+    """What an error speaks about, and so what is left alone for a while."""
+
+    POOL = "pool"  # (instance type, zone) in the market that was asked
+    PAIR = "pair"  # (instance type, zone) in both markets
+    SUBNET = "subnet"
+    MARKET = "market"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class ErrorRule:
+    """What to do about one code.
+
+    Attributes:
+        hold_s: how long what `scope` names is not asked again.
+        alarm: a person should look: it does not go away by itself.
+    """
+
+    trouble: Trouble
+    scope: Scope = Scope.NONE
+    hold_s: float = 0.0
+    alarm: bool = False
+
+
+CAPACITY_HOLD_S: Final = 180.0
+REFUSAL_HOLD_S: Final = 30.0
+QUOTA_HOLD_S: Final = 900.0
+
+_DRY = ErrorRule(Trouble.CAPACITY, Scope.POOL, CAPACITY_HOLD_S)
+_SPOT_QUOTA = ErrorRule(Trouble.SPOT_QUOTA, Scope.MARKET, QUOTA_HOLD_S, alarm=True)
+_ON_DEMAND_QUOTA = ErrorRule(Trouble.ON_DEMAND_QUOTA, Scope.MARKET, QUOTA_HOLD_S, alarm=True)
+_LATER = ErrorRule(Trouble.THROTTLED)
+_NEVER = ErrorRule(Trouble.CONFIG, alarm=True)
+# It may be of one market, type or zone only, or what was made a moment ago may not be known everywhere yet: who asks
+# decides by what others say, and by how often. See `doll.provisioner.reconcile.Memory`.
+_REFUSED = ErrorRule(Trouble.REFUSED, Scope.POOL, REFUSAL_HOLD_S, alarm=True)
+
+# A code that ends in "." stands for all that begin with it.
+RULES: Final[dict[str, ErrorRule]] = {
+    "InsufficientInstanceCapacity": _DRY,
+    "InsufficientCapacity": _DRY,
+    "InsufficientHostCapacity": _DRY,
+    "InsufficientReservedInstanceCapacity": _DRY,
+    "InsufficientVolumeCapacity": _DRY,
+    "ReservationCapacityExceeded": _DRY,
+    "UnfulfillableCapacity": _DRY,
+    "SpotMaxPriceTooLow": _DRY,  # only where the launch template sets a maximum price; DOLL sets none
+    "Unsupported": ErrorRule(Trouble.CAPACITY, Scope.PAIR, math.inf),  # no such type in that zone
+    "InsufficientFreeAddressesInSubnet": ErrorRule(Trouble.CAPACITY, Scope.SUBNET, QUOTA_HOLD_S, alarm=True),
+    "MaxSpotInstanceCountExceeded": _SPOT_QUOTA,
+    "VcpuLimitExceeded": _ON_DEMAND_QUOTA,
+    "InstanceLimitExceeded": _ON_DEMAND_QUOTA,
+    "RequestLimitExceeded": _LATER,
+    "Throttling": _LATER,
+    "ThrottlingException": _LATER,
+    "RequestThrottled": _LATER,
+    "RequestThrottledException": _LATER,
+    "InternalError": _LATER,
+    "InternalFailure": _LATER,
+    "ServerInternal": _LATER,
+    "ServiceUnavailable": _LATER,
+    "Unavailable": _LATER,
+    "RequestTimeout": _LATER,
+    "RequestResourceCountExceeded": _LATER,
+    "IdempotentParameterMismatch": ErrorRule(Trouble.TAKEN),
+    "AuthFailure.": _REFUSED,  # of the service-linked role of spot; on-demand does without
+    "Blocked": _REFUSED,
+    "InvalidBlockDeviceMapping": _REFUSED,
+    "InvalidKeyPair.": _REFUSED,
+    "InvalidSecurityGroupID.": _REFUSED,
+    "InvalidSnapshot.": _REFUSED,
+    "MaxIOPSLimitExceeded": _REFUSED,
+    "NetworkInterfaceLimitExceeded": _REFUSED,
+    "PendingVerification": _REFUSED,
+    "UnsupportedOperation": _REFUSED,
+    "VolumeLimitExceeded": _REFUSED,
+    "UnauthorizedOperation": _NEVER,
+    "AuthFailure": _NEVER,
+    "OptInRequired": _NEVER,
+    "InvalidClientTokenId": _NEVER,
+    "SignatureDoesNotMatch": _NEVER,
+    "InvalidLaunchTemplateId.": _NEVER,
+    "InvalidLaunchTemplateName.": _NEVER,
+    "InvalidLaunchTemplateVersion": _NEVER,
+    "InvalidAMIID.": _NEVER,
+    "InvalidSubnetID.": _NEVER,
+    "InvalidGroup.": _NEVER,
+    "InvalidParameter": _NEVER,
+    "InvalidParameterValue": _NEVER,
+    "InvalidParameterCombination": _NEVER,
+    "InvalidFleetConfig": _NEVER,
+    "InvalidFleetConfiguration": _NEVER,
+    "MissingParameter": _NEVER,
+}
+
+# What a launch that failed for several reasons is said to have failed for: what tells the caller most comes first.
+_RANK: Final = (
+    Trouble.SPOT_QUOTA,
+    Trouble.ON_DEMAND_QUOTA,
+    Trouble.CAPACITY,
+    Trouble.REFUSED,
+    Trouble.THROTTLED,
+    Trouble.TAKEN,
+    Trouble.CONFIG,
+)
+
+
+def rule_of_pool(code: str) -> ErrorRule:
+    """What a code in `Errors[]` asks for. One that is not in the table is no lack of capacity: it is named,
+    the pool is left alone for a while, and others are asked."""
+    return _find(code) or _REFUSED
+
+
+def rule_of_call(code: str, http_status: int = 400) -> ErrorRule:
+    """What the code of a failed call asks for. One that is not in the table: again later where AWS is at fault (5xx),
+    else never, so that nothing loops on what it does not understand."""
+    return _find(code) or (_LATER if http_status >= 500 else _NEVER)
+
+
+def worst(rules: Iterable[ErrorRule]) -> ErrorRule:
+    """The rule that names a launch's failure.
+
+    Raises:
+        ValueError: there is none.
+    """
+    return min(rules, key=lambda rule: _RANK.index(rule.trouble))
+
+
+_TEMPLATE: Final = "correct the launch template (fleet.launch_template and its version)"
+_RIGHTS: Final = "give the provisioner's role the permissions of docs/aws.md"
+_LIMIT: Final = "raise this limit of the account in Service Quotas"
+_ADVICE: Final[dict[str, str]] = {
+    "AuthFailure.ServiceLinkedRole": "create the role of spot once per account: aws iam create-service-linked-role "
+    "--aws-service-name spot.amazonaws.com",
+    "AuthFailure": "check the credentials, and that this region is enabled for the account",
+    "Blocked": "ask AWS's support why the account is blocked",
+    "InvalidBlockDeviceMapping": f"{_TEMPLATE}: device names, sizes and snapshot must fit the image",
+    "InvalidSubnetID": "correct fleet.subnets",
+    "Invalid": _TEMPLATE,
+    "MissingParameter": _TEMPLATE,
+    "MaxIOPSLimitExceeded": _LIMIT,
+    "NetworkInterfaceLimitExceeded": _LIMIT,
+    "VolumeLimitExceeded": _LIMIT,
+    "OptInRequired": "accept the image's terms, or enable the region, in the console",
+    "PendingVerification": "wait until AWS has verified the account",
+    "SignatureDoesNotMatch": "check the credentials",
+    "UnauthorizedOperation": _RIGHTS,
+    "UnsupportedOperation": f"{_TEMPLATE}, or fleet.instance_types: they do not go together",
+}
+
+
+def advice(code: str) -> str:
+    """What a person can do about a code that is not about capacity."""
+    found = next((said for start, said in _ADVICE.items() if code.startswith(start)), None)
+    return (
+        found
+        or 'look it up in AWS\'s "Error codes for the Amazon EC2 API"; launch template, image, keys or permissions'
+    )
+
+
+def _find(code: str) -> ErrorRule | None:
+    if (rule := RULES.get(code)) is not None:
+        return rule
+    return next((RULES[start] for start in RULES if start.endswith(".") and code.startswith(start)), None)

@@ -1,0 +1,81 @@
+"""EC2's spot placement scores: how likely a zone is to give all workers of a job on spot, 1 to 10. Advice for people.
+
+Nothing is decided by them: where to launch is the order of the subnets, and what is to be had is seen by asking for it.
+
+Source: Amazon EC2 User Guide, "Spot placement score". AWS limits how many different questions an account may ask in
+24 hours, so this asks the same one, at the start and hourly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from doll import telemetry
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
+
+log = telemetry.get_logger(__name__)
+
+ASK_AGAIN_S: Final = 3600.0
+
+
+class Ec2Placement:
+    """Asks in time, and is never in the way: what EC2 does not answer is logged.
+
+    Args:
+        client: boto3's EC2 client.
+        instance_types: 3 or more: fewer always score low.
+        workers: how many instances at once.
+        zones: names by zone id; zones that have no name here are told by their id.
+    """
+
+    def __init__(self, client: Any, *, instance_types: Sequence[str], workers: int, zones: Mapping[str, str]) -> None:
+        self._client = client
+        self._types = list(dict.fromkeys(instance_types))
+        self._workers = workers
+        self._zones = zones
+        self._asked_s = -math.inf
+
+    def news(self, now_s: float) -> dict[str, int] | None:
+        """The scores by zone, best first, where an hour has passed since they were asked for; else None.
+
+        AWS answers with the ten best zones of the region.
+        """
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        if now_s - self._asked_s < ASK_AGAIN_S:
+            return None
+        self._asked_s = now_s
+        try:
+            pages = self._client.get_paginator("get_spot_placement_scores").paginate(
+                InstanceTypes=self._types, TargetCapacity=self._workers, TargetCapacityUnitType="units",
+                SingleAvailabilityZone=True, RegionNames=[self._client.meta.region_name],
+            )  # fmt: skip
+            found = {one["AvailabilityZoneId"]: one["Score"] for page in pages for one in page["SpotPlacementScores"]}
+        except (BotoCoreError, ClientError) as error:
+            log.warning("no_placement_scores", reason=str(error), action="going on without")
+            return None
+        best = sorted(found.items(), key=lambda one: (-one[1], one[0]))
+        return {self._zones.get(id_, id_): score for id_, score in best}
+
+
+def connect(config: JobConfig, fleet: Ec2Fleet) -> Ec2Placement | None:
+    """As the job file asks; None where it does not.
+
+    Raises:
+        ConfigError: another kind of fleet, or boto3 lacks what it needs to make a client.
+        LaunchError: the fleet's subnets are not there, or EC2 does not answer.
+    """
+    from doll.provisioner.fleets.ec2.fleet import aws_client, ec2_settings
+
+    settings = ec2_settings(config)
+    if not settings.placement_scores:
+        return None
+    return Ec2Placement(
+        aws_client("ec2", settings.region), instance_types=settings.instance_types, workers=config.data.workers,
+        zones=fleet.zone_names(),
+    )  # fmt: skip

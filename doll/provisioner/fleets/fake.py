@@ -1,0 +1,237 @@
+"""A fleet in memory on a virtual clock: it records every call, and fails, interrupts and gives notice when told to.
+
+It passes the contract suite of the real adapters (tests/contract/test_fleet.py), so a test of a controller may trust
+it. It is the world, not a handle on it: a controller that crashes and starts again is given the same object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict, deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from doll.errors import ServiceUnavailableError
+from doll.provisioner.fleets.port import End, Fleet, Instance, InstanceState, LaunchError, Order, Trouble
+from doll.provisioner.planning.state import Market
+
+CallName = Literal["launch", "instances", "terminate"]
+DEFAULT_POOLS = ("c5.xlarge/zone-a", "m5.xlarge/zone-a", "c5.xlarge/zone-b", "m5.xlarge/zone-b")
+
+
+class VirtualClock:
+    """Seconds that pass when they are told to."""
+
+    def __init__(self, start_s: float = 1_700_000_000.0) -> None:
+        self.now_s = start_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        """Let this much time pass.
+
+        Raises:
+            ValueError: it would go back.
+        """
+        if not seconds >= 0:
+            raise ValueError(f"expected 0 seconds or more, got {seconds}")
+        self.now_s += seconds
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the port, whatever came of it.
+
+    Attributes:
+        at_s: when.
+        order: of a launch.
+        ids: of a terminate.
+    """
+
+    name: CallName
+    at_s: float
+    order: Order | None = None
+    ids: frozenset[str] = frozenset()
+
+
+class FakeFleet:
+    """`Fleet` in a dict.
+
+    Args:
+        clock: Unix seconds, e.g. a `VirtualClock`.
+        pools: in order of preference; a launch takes the first that has room and is not to be avoided.
+        boot_s: how long an instance is PENDING.
+        ending_s: how long it is ENDING after `terminate`.
+        keep_ended_s: how long an ended one is still listed.
+
+    Attributes:
+        calls: every call of the port, in order.
+        pools: their names.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        *,
+        pools: Sequence[str] = DEFAULT_POOLS,
+        boot_s: float = 0.0,
+        ending_s: float = 0.0,
+        keep_ended_s: float = 3600.0,
+    ) -> None:
+        self.calls: list[Call] = []
+        self._clock = clock
+        self.pools = tuple(pools)
+        self._boot_s = boot_s
+        self._ending_s = ending_s
+        self._keep_ended_s = keep_ended_s
+        self._machines: dict[str, Instance] = {}
+        self._orders: dict[tuple[str, int, int, Market, int], str] = {}
+        self._ending_at_s: dict[str, float] = {}
+        self._taken_at_s: dict[str, float] = {}
+        self._room: dict[tuple[str, Market], int] = {}
+        self._failures: defaultdict[CallName, deque[Exception]] = defaultdict(deque)
+        self._lose_answers = 0
+
+    # --- the port ---------------------------------------------------------------------------------------------------
+
+    def launch(self, order: Order) -> Instance:
+        self.calls.append(Call("launch", self._clock(), order=order))
+        self._fail("launch")
+        key = (order.run, order.slot, order.epoch, order.market, order.attempt)
+        if key not in self._orders:
+            self._orders[key] = self._buy(order)
+        if self._lose_answers:
+            self._lose_answers -= 1
+            raise LaunchError(
+                "the answer was lost: the same order again finds out", trouble=Trouble.THROTTLED, code="ConnectionError"
+            )
+        return self._now(self._orders[key])
+
+    def instances(self) -> Sequence[Instance]:
+        self.calls.append(Call("instances", self._clock()))
+        self._fail("instances")
+        return self.everything(ended_s=self._keep_ended_s)
+
+    def terminate(self, ids: Collection[str]) -> None:
+        self.calls.append(Call("terminate", self._clock(), ids=frozenset(ids)))
+        self._fail("terminate")
+        for id_ in ids:
+            if id_ in self._machines and self._now(id_).is_alive:
+                self._ending_at_s[id_] = self._clock() + self._ending_s
+                self._put(id_, state=InstanceState.ENDING)
+
+    def close(self) -> None:
+        pass
+
+    # --- what a test does -------------------------------------------------------------------------------------------
+
+    def everything(self, ended_s: float = float("inf")) -> list[Instance]:
+        """All instances ever, but those that ended more than `ended_s` ago; no call of the port."""
+        now_s = self._clock()
+        found = [self._now(id_) for id_ in self._machines]
+        return [one for one in found if one.ended_s is None or now_s - one.ended_s <= ended_s]
+
+    def alive(self) -> list[Instance]:
+        """What runs or boots; no call of the port."""
+        return [one for one in self.everything() if one.is_alive]
+
+    def fail_next(self, call: CallName, *errors: Exception | Trouble) -> None:
+        """The next calls of this name fail, one error each: a `Trouble` as the `LaunchError` for it."""
+        for error in errors:
+            if isinstance(error, Trouble):
+                error = LaunchError(f"told to fail: {error.value}", trouble=error, code=f"Fake.{error.value}")
+            self._failures[call].append(error)
+
+    def go_away(self, calls: int = 1) -> None:
+        """The next calls of each kind find nobody who answers."""
+        for _ in range(calls):
+            self.fail_next("launch", Trouble.THROTTLED)
+            self.fail_next("instances", ServiceUnavailableError("the fleet does not answer: told to fail"))
+            self.fail_next("terminate", ServiceUnavailableError("the fleet does not answer: told to fail"))
+
+    def lose_answer_next(self) -> None:
+        """The next launch does its work, but the caller gets an error: it cannot know."""
+        self._lose_answers += 1
+
+    def set_room(self, pool: str, market: Market, machines: int | None) -> None:
+        """How many more instances of this market the pool gives; None: as many as one likes (the default)."""
+        self._known(pool)
+        if machines is None:
+            self._room.pop((pool, market), None)
+        else:
+            self._room[pool, market] = machines
+
+    def interrupt(self, id_: str, notice_s: float = 120.0, *, announced: bool = True) -> float:
+        """The owner of the spot market gives notice, and takes the instance `notice_s` later; returns that time.
+
+        Args:
+            announced: without, it is taken all the same, and nothing tells of it before.
+
+        Raises:
+            ValueError: it is not alive, or not on spot.
+        """
+        machine = self._now(id_)
+        if not machine.is_alive or machine.market != "spot":
+            raise ValueError(f"{id_}: expected one on spot that is alive, got {machine.market} {machine.state}")
+        at_s = self._clock() + notice_s
+        self._taken_at_s[id_] = at_s
+        if announced:
+            self._put(id_, notice_s=at_s)
+        return at_s
+
+    def break_down(self, id_: str) -> None:
+        """The machine ends by itself."""
+        if self._now(id_).is_alive:
+            self._put(id_, state=InstanceState.ENDED, ended_s=self._clock(), end=End.FAILED)
+
+    # --- the machines -----------------------------------------------------------------------------------------------
+
+    def _buy(self, order: Order) -> str:
+        for pool in self.pools:
+            room = self._room.get((pool, order.market))
+            if pool in order.avoid or room == 0:
+                continue
+            if room is not None:
+                self._room[pool, order.market] = room - 1
+            id_ = f"i-{len(self._machines):017x}"
+            self._machines[id_] = Instance(
+                id=id_, slot=order.slot, epoch=order.epoch, market=order.market, pool=pool,
+                state=InstanceState.PENDING, launched_s=self._clock(),
+            )  # fmt: skip
+            return id_
+        raise LaunchError(
+            f"worker {order.slot}, epoch {order.epoch}: no pool has room on {order.market}",
+            trouble=Trouble.CAPACITY,
+            code="InsufficientInstanceCapacity",
+            pools=[pool for pool in self.pools if pool not in order.avoid],
+        )
+
+    def _now(self, id_: str) -> Instance:
+        """The machine as time has made it by now."""
+        machine = self._machines[id_]
+        now_s = self._clock()
+        taken_at_s = self._taken_at_s.get(id_, math.inf)
+        if machine.is_alive and now_s >= taken_at_s:
+            self._put(id_, state=InstanceState.ENDED, ended_s=taken_at_s, end=End.INTERRUPTED)
+        elif machine.state is InstanceState.PENDING and now_s >= machine.launched_s + self._boot_s:
+            self._put(id_, state=InstanceState.RUNNING)
+        elif machine.state is InstanceState.ENDING and now_s >= self._ending_at_s[id_]:
+            self._put(id_, state=InstanceState.ENDED, ended_s=self._ending_at_s[id_], end=End.TERMINATED)
+        return self._machines[id_]
+
+    def _put(self, id_: str, **changes: Any) -> None:
+        self._machines[id_] = dataclasses.replace(self._machines[id_], **changes)
+
+    def _known(self, pool: str) -> None:
+        if pool not in self.pools:
+            raise ValueError(f"expected one of {', '.join(self.pools)}, got {pool!r}")
+
+    def _fail(self, call: CallName) -> None:
+        if self._failures[call]:
+            raise self._failures[call].popleft()
+
+
+_fleet: type[Fleet] = FakeFleet

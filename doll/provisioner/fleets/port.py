@@ -1,0 +1,145 @@
+"""The fleet port: what the provisioner asks of whoever owns machines. One instance per slot; identity: (slot, epoch).
+
+Three adapters: local processes, docker compose, EC2. A fleet knows machines, not workers: whether the worker on an
+instance is ready, the parameter server's records say. All times are Unix seconds.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from doll.errors import DollError
+from doll.provisioner.planning.state import Market
+
+
+class InstanceState(enum.StrEnum):
+    """Where a machine is in its life."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    ENDING = "ending"
+    ENDED = "ended"
+
+
+class End(enum.StrEnum):
+    """Why a machine has ended; billing differs."""
+
+    NOT = ""
+    TERMINATED = "terminated"  # by us
+    INTERRUPTED = "interrupted"  # by the owner of the spot market
+    FAILED = "failed"  # by itself, or nobody knows
+
+
+@dataclass(frozen=True)
+class Order:
+    """One try to get an instance for a slot.
+
+    Attributes:
+        slot: worker n.
+        epoch: incarnation of the slot, 1 or more; a higher one fences the lower ones.
+        market: where to buy it.
+        attempt: 0, 1, ...; the same order launches at most once, so a new try after a failure is a new attempt.
+        avoid: pools that are known to be dry, by name.
+        run: tells the orders of one run of a job from those of others, also of an earlier run of the same job: an owner
+            may remember orders for longer than anybody remembers epochs.
+    """
+
+    slot: int
+    epoch: int
+    market: Market
+    attempt: int = 0
+    avoid: frozenset[str] = frozenset()
+    run: str = ""
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A machine that embodies a slot, as the fleet sees it.
+
+    Attributes:
+        id: the fleet's own name for it.
+        pool: instance type and zone, "c5.xlarge/us-east-1a"; prices and capacity are the pool's.
+        launched_s: when it was asked for.
+        ended_s: when it ended; None while it has not.
+        notice_s: when it will be taken, by the notice that it has; None without a notice.
+        job: whose worker it was launched for; "" where the fleet does not say.
+    """
+
+    id: str
+    slot: int
+    epoch: int
+    market: Market
+    pool: str
+    state: InstanceState
+    launched_s: float
+    ended_s: float | None = None
+    end: End = End.NOT
+    notice_s: float | None = None
+    job: str = ""
+
+    @property
+    def is_alive(self) -> bool:
+        """It runs, or will."""
+        return self.state in (InstanceState.PENDING, InstanceState.RUNNING)
+
+
+class Trouble(enum.StrEnum):
+    """Why a launch failed, by what to do about it (reference: EC2's error codes, docs/aws.md)."""
+
+    CAPACITY = "capacity"  # the pools are empty: other pools, then the other market
+    SPOT_QUOTA = "spot_quota"  # no spot for a while; a person must raise the quota
+    ON_DEMAND_QUOTA = "on_demand_quota"  # keep spot; a person must raise the quota
+    REFUSED = "refused"  # not for lack of capacity: a person must look; what is not tried again in vain stops by itself
+    THROTTLED = "throttled"  # the same order again, later
+    TAKEN = "taken"  # the order was already made in other words: look at what is there
+    CONFIG = "config"  # it will never work: stop and tell a person
+
+
+class LaunchError(DollError):
+    """An order that got no instance.
+
+    Attributes:
+        trouble: what to do about it.
+        code: the fleet's own word for it.
+        pools: which pools said no; empty where it was not about pools.
+    """
+
+    def __init__(self, message: str, *, trouble: Trouble, code: str = "", pools: Collection[str] = ()) -> None:
+        super().__init__(message)
+        self.trouble = trouble
+        self.code = code
+        self.pools = frozenset(pools)
+
+
+class Fleet(Protocol):
+    """Owner of the machines of one cluster (one job). Every call may be repeated; none waits for a machine."""
+
+    def launch(self, order: Order) -> Instance:
+        """Start an instance; the same order again gives the same instance.
+
+        Raises:
+            LaunchError: there is none to be had.
+        """
+        ...
+
+    def instances(self) -> Sequence[Instance]:
+        """All instances of the cluster that are alive, and those that ended lately (an hour at least).
+
+        What `launch` has returned is in it at once, also where the owner's own listing lags behind. A notice shows up
+        as `notice_s`, an interruption as `End.INTERRUPTED`; nobody else needs to be asked.
+
+        Raises:
+            ServiceUnavailableError: the owner does not answer now.
+        """
+        ...
+
+    def terminate(self, ids: Collection[str]) -> None:
+        """End these instances; unknown and ended ones are no error."""
+        ...
+
+    def close(self) -> None:
+        """Release what this object holds; instances live on."""
+        ...

@@ -1,0 +1,307 @@
+"""The fleet port on this machine: an instance is a worker process, forked where torch is loaded already.
+
+With a `SpotMarket` it is a spot market on a laptop: a launch on spot is refused while the slot's market has no machine;
+at the end of an up spell the process is told (SIGTERM: it drains), and killed (SIGKILL) when the notice is over,
+whether it has left or not; a surprise is SIGKILL at once. Nobody starts a process again: that is the provisioner's
+business. The processes belong to the fork server, and die with it also where its parent is killed.
+
+What was launched is kept in a small file, so that a controller that crashes and makes a new fleet of the same fork
+server finds its instances again. Time passes for the machines when `poll` or any call of the port is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from doll.bounded import json_value, read_text, short
+from doll.errors import ConfigError
+from doll.local.forks import ForkServer, Role
+from doll.local.supervisor import RoleSpec
+from doll.provisioner.fleets.port import End, Fleet, Instance, InstanceState, LaunchError, Order, Trouble
+from doll.provisioner.traces.market import MarketClock, SpotMarket
+
+SLOT_ENV: Final = "DOLL_WORKER"
+EPOCH_ENV: Final = "DOLL_INCARNATION"
+INSTANCE_ENV: Final = "DOLL_INSTANCE"
+MARKET_ENV: Final = "DOLL_MARKET"
+BOOT_ENV: Final = "DOLL_BOOT_S"
+_KEPT_S: Final = 3600.0
+_MOST_BYTES: Final = 64_000_000
+_GRACE_S: Final = 1.0  # after its time to drain
+
+
+@dataclass
+class Machine:
+    """An instance and its process.
+
+    Attributes:
+        preempted: its owner has taken it, or given notice.
+        surprise: without notice.
+        killed: SIGKILL found it alive.
+        exit_code: negative for a signal; None while it runs, or where nobody saw its end.
+        bought_s: when it was launched in wall seconds since the market's opening.
+        kill_at_s: Unix seconds; None while nobody wants its end.
+    """
+
+    instance: Instance
+    pid: int | None = None
+    preempted: bool = False
+    surprise: bool = False
+    killed: bool = False
+    exit_code: int | None = None
+    bought_s: float = 0.0
+    kill_at_s: float | None = None
+
+
+class ProcessFleet:
+    """`Fleet` of forked workers.
+
+    Args:
+        forks: starts the processes; whoever calls this fleet is its one thread.
+        spec: what to start for an instance; the identity is added to its environment, and it is named for its id.
+        folder: where `instances.json` is kept.
+        market: when spot is there; None: always.
+        market_clock: when that market has opened.
+        boot_s: from a launch to a worker that works, wall seconds. The process starts at once, gets ready within this
+            time and joins the job when it is over, so that a boot takes as long as it should on a busy machine too.
+            Nothing boots before the market has opened.
+        drain_s: from SIGTERM to SIGKILL where the provisioner ends an instance.
+        name: ids begin with it; fleets that share a fork server have different ones.
+        clock: Unix seconds.
+        job: whose workers they are, where several jobs use the folder one after the other.
+
+    Raises:
+        ConfigError: there is a file of instances that cannot be read.
+    """
+
+    def __init__(
+        self,
+        forks: ForkServer,
+        spec: Callable[[Instance], RoleSpec],
+        folder: Path,
+        *,
+        market: SpotMarket | None = None,
+        market_clock: MarketClock | None = None,
+        boot_s: float = 0.0,
+        name: str = "p",
+        drain_s: float = 8.0,
+        clock: Callable[[], float] = time.time,
+        job: str = "",
+    ) -> None:
+        self._forks = forks
+        self._spec = spec
+        self._path = folder / "instances.json"
+        self._market = market
+        self._market_clock = market_clock or MarketClock()
+        self._boot_s = boot_s
+        self._name = name
+        self._drain_s = drain_s
+        self._clock = clock
+        self._job = job
+        self._machines: dict[str, Machine] = {}
+        self._roles: dict[str, Role] = {}
+        self._changed = False
+        self._load()
+
+    # --- the port
+
+    def launch(self, order: Order) -> Instance:
+        self.poll()
+        id_ = f"{self._name}-{order.slot}-{order.epoch}-{order.market.replace('_', '-')}-{order.attempt}"
+        id_ += f"-{order.run}" if order.run else ""
+        if id_ not in self._machines:
+            self._machines[id_] = self._buy(id_, order)
+            self._changed = True
+            self._save()  # before the process: what runs is in the file
+            self.poll()
+        return self._machines[id_].instance
+
+    def instances(self) -> Sequence[Instance]:
+        self.poll()
+        now_s = self._clock()
+        found = [machine.instance for machine in self._machines.values()]
+        return [one for one in found if one.ended_s is None or now_s - one.ended_s <= _KEPT_S]
+
+    def terminate(self, ids: Collection[str]) -> None:
+        now_s = self._clock()
+        for id_ in ids:
+            machine = self._machines.get(id_)
+            if machine is None or not machine.instance.is_alive:
+                continue
+            self._put(machine, state=InstanceState.ENDING)
+            kill_at_s = now_s + self._drain_s + _GRACE_S
+            machine.kill_at_s = min(kill_at_s, machine.kill_at_s or math.inf)
+            if id_ in self._roles:
+                self._roles[id_].terminate()
+        self.poll()
+
+    def close(self) -> None:
+        self._save()
+
+    # --- what the one who runs the fleet does
+
+    def poll(self) -> None:
+        """Let everything happen that is due: boots, notices, kills, ends. Call it several times a second.
+
+        Raises:
+            ServiceUnavailableError: the fork server is gone.
+        """
+        now_s = self._clock()
+        for id_, machine in self._machines.items():
+            if machine.instance.state is not InstanceState.ENDED:
+                self._advance(id_, machine, now_s)
+        self._save()
+
+    @property
+    def machines(self) -> tuple[Machine, ...]:
+        """All that there ever were, in the order of their launches; theirs to read, not to change."""
+        return tuple(self._machines.values())
+
+    def wait_until_ended(self, timeout_s: float) -> bool:
+        """After `terminate`: whether nothing runs any more within this time."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self.poll()
+            running = [role for id_, role in self._roles.items() if role.exitcode is None]
+            if not running or time.monotonic() >= deadline_s:
+                return not running
+            running[0].wait(0.05)
+
+    # --- the life of a machine
+
+    def _buy(self, id_: str, order: Order) -> Machine:
+        now_s = self._clock()
+        # Each slot's spells are its own, so each slot is a pool of its own: one that is dry says nothing of the others.
+        pool = f"{'local' if self._market is None else self._market.name}/{order.slot}"
+        bought_s = self._market_clock.since(now_s)
+        dry = order.market == "spot" and pool in order.avoid
+        if order.market == "spot" and self._market is not None:
+            if not 0 <= order.slot < self._market.num_slots:
+                raise LaunchError(
+                    f"expected a slot of 0 to {self._market.num_slots - 1}, got {order.slot}",
+                    trouble=Trouble.CONFIG, code="NoSuchSlot",
+                )  # fmt: skip
+            dry = dry or not self._market.is_up(order.slot, bought_s)
+        if dry:
+            raise LaunchError(
+                f"worker {order.slot}, epoch {order.epoch}: pool {pool} has no machine on {order.market}",
+                trouble=Trouble.CAPACITY, code="InsufficientInstanceCapacity", pools=[pool],
+            )  # fmt: skip
+        instance = Instance(
+            id=id_, slot=order.slot, epoch=order.epoch, market=order.market, pool=pool, state=InstanceState.PENDING,
+            launched_s=now_s, job=self._job,
+        )  # fmt: skip
+        return Machine(instance, bought_s=bought_s)
+
+    def _advance(self, id_: str, machine: Machine, now_s: float) -> None:
+        opened_s = self._market_clock.opened_s
+        if opened_s is not None and machine.instance.market == "spot" and not machine.preempted:
+            self._look_at_the_market(id_, machine, opened_s, now_s)
+        instance = machine.instance
+        if id_ in self._roles:
+            self._see(id_, machine, now_s)
+        elif machine.pid is None and instance.state is InstanceState.PENDING:
+            self._start(id_, machine)
+        else:
+            self._end(machine, now_s)  # nobody saw its end
+            return
+        booted = opened_s is None or now_s >= instance.launched_s + self._boot_s
+        if booted and machine.instance.state is InstanceState.PENDING:
+            self._put(machine, state=InstanceState.RUNNING)
+
+    def _look_at_the_market(self, id_: str, machine: Machine, opened_s: float, now_s: float) -> None:
+        """Whether its owner takes it back now."""
+        if self._market is None:
+            return
+        spell = self._market.spell(machine.instance.slot, machine.bought_s)
+        if now_s < opened_s + spell.end_s:
+            return
+        machine.preempted, machine.surprise, self._changed = True, spell.surprise, True
+        machine.kill_at_s = min(opened_s + spell.taken_s, machine.kill_at_s or math.inf)
+        if not spell.surprise:
+            self._put(machine, notice_s=opened_s + spell.taken_s)
+            if id_ in self._roles:
+                self._roles[id_].terminate()
+
+    def _start(self, id_: str, machine: Machine) -> None:
+        instance = machine.instance
+        spec = self._spec(instance)
+        identity = {
+            SLOT_ENV: str(instance.slot), EPOCH_ENV: str(instance.epoch), INSTANCE_ENV: id_,
+            MARKET_ENV: instance.market, BOOT_ENV: f"{0.0 if self._market_clock.opened_s is None else self._boot_s:g}",
+        }  # fmt: skip
+        role = self._forks.launch(dataclasses.replace(spec, name=id_, env={**spec.env, **identity}))
+        self._roles[id_] = role
+        machine.pid = role.pid
+        self._changed = True
+
+    def _see(self, id_: str, machine: Machine, now_s: float) -> None:
+        role = self._roles[id_]
+        code = role.poll()
+        if code is not None:
+            machine.exit_code = code
+            self._end(machine, now_s)
+        elif machine.kill_at_s is not None and now_s >= machine.kill_at_s and not machine.killed:
+            machine.killed = True
+            role.kill()
+            self._put(machine, state=InstanceState.ENDING)
+
+    def _end(self, machine: Machine, now_s: float) -> None:
+        terminated = machine.instance.state is InstanceState.ENDING and not (machine.preempted and machine.killed)
+        end = End.TERMINATED if terminated else End.INTERRUPTED if machine.preempted else End.FAILED
+        self._put(machine, state=InstanceState.ENDED, ended_s=now_s, end=end)
+
+    def _put(self, machine: Machine, **changes: Any) -> None:
+        machine.instance = dataclasses.replace(machine.instance, **changes)
+        self._changed = True
+
+    # --- the file
+
+    def _load(self) -> None:
+        if not self._path.exists():
+            return
+        roles = {role.name: role for role in self._forks.running()}
+        try:
+            for kept in json_value(read_text(self._path, max_bytes=_MOST_BYTES)):
+                machine = _machine(kept)
+                self._machines[machine.instance.id] = machine
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as exc:
+            raise ConfigError(
+                f"{self._path}: expected the instances of this run, cannot read them ({short(repr(exc))}); remove the "
+                "file if nothing of the run is left"
+            ) from exc
+        now_s = self._clock()
+        for id_, machine in self._machines.items():
+            if id_ in roles:
+                self._roles[id_] = roles[id_]
+                machine.pid = roles[id_].pid  # it may have been started, and we ended before we noted it
+            elif machine.pid is not None and machine.instance.state is not InstanceState.ENDED:
+                self._end(machine, now_s)
+
+    def _save(self) -> None:
+        if not self._changed:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
+        content = [dataclasses.asdict(machine) for machine in self._machines.values()]
+        beside.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        os.replace(beside, self._path)
+        self._changed = False
+
+
+def _machine(kept: dict[str, Any]) -> Machine:
+    plain = dict(kept)
+    one = dict(plain.pop("instance"))
+    one["state"], one["end"] = InstanceState(one["state"]), End(one["end"])
+    return Machine(Instance(**one), **plain)
+
+
+_fleet: type[Fleet] = ProcessFleet

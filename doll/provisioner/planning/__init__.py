@@ -1,0 +1,1 @@
+"""Which markets the workers run on: rules, planner, forecast, assessment, baselines. Pure."""

@@ -1,0 +1,216 @@
+"""Other ways to choose markets, to hold the planner against. All are vectorised over W jobs and N slots.
+
+References: "Can't Be Late: Optimizing Spot Instance Savings under Deadlines", NSDI 2024 (greedy, Uniform Progress);
+the DOLL paper, Theorems 4 and 5 (static).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.errors import InfeasiblePlanError
+from doll.provisioner.traces.model import Floats
+from doll.theory.cost import Prices
+from doll.theory.planning import best_assignment
+
+Choices = npt.NDArray[np.int8]
+Bools = npt.NDArray[np.bool_]
+
+ON_DEMAND, SPOT, OFF = np.int8(0), np.int8(1), np.int8(2)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is known before the start, of W jobs that differ in their market only.
+
+    Attributes:
+        samples: J K b, the work.
+        deadline_s: θ.
+        rates_per_s: λ_n, shape (N,); shape (W, N) for jobs whose streams differ too, which the rivals do not take.
+        boot_s: a machine works so long after it has been chosen.
+        tick_s: time between two decisions.
+        on_demand: USD per hour, shape (W,).
+        pool_alpha, pool_price: means over the whole recordings, shape (W,); only static plans may look at them.
+    """
+
+    samples: float
+    deadline_s: float
+    rates_per_s: Floats
+    boot_s: float
+    tick_s: float
+    on_demand: Floats
+    pool_alpha: Floats
+    pool_price: Floats
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self.on_demand)
+
+    @property
+    def num_slots(self) -> int:
+        return int(self.rates_per_s.shape[-1])
+
+    @property
+    def on_demand_s(self) -> float:
+        """θ_0: seconds with everything on demand."""
+        return self.samples / float(self.rates_per_s.sum())
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is seen at one tick.
+
+    Attributes:
+        now_s: since the start.
+        done: samples, shape (W,); of each slot: `done_by_slot`, shape (W, N).
+        up: a spot machine for this slot is there or can be had, shape (W, N).
+        choice: what was chosen last, shape (W, N).
+        ready: the slot's machine has booted and works, shape (W, N).
+        price: spot, USD per hour, shape (W,).
+    """
+
+    now_s: float
+    done: Floats
+    done_by_slot: Floats
+    up: Bools
+    choice: Choices
+    ready: Bools
+    price: Floats
+
+
+class MarketPolicy(Protocol):
+    """Chooses a market for every slot, tick by tick. One object serves one set of jobs."""
+
+    name: str
+
+    def start(self, job: Job) -> None:
+        """Called once before the first tick."""
+        ...
+
+    def decide(self, moment: Moment) -> Choices:
+        """ON_DEMAND, SPOT (wait where there is none) or OFF for every slot; shape (W, N)."""
+        ...
+
+
+class AllOnDemand:
+    """Never takes a risk."""
+
+    name = "on-demand"
+
+    def start(self, job: Job) -> None:
+        self._choice: Choices = np.full((job.num_jobs, job.num_slots), ON_DEMAND)
+
+    def decide(self, moment: Moment) -> Choices:
+        return self._choice
+
+
+class AllSpot:
+    """Never pays on-demand prices, and is as late as the market is."""
+
+    name = "all-spot"
+
+    def start(self, job: Job) -> None:
+        self._choice: Choices = np.full((job.num_jobs, job.num_slots), SPOT)
+
+    def decide(self, moment: Moment) -> Choices:
+        return self._choice
+
+
+class Static:
+    """Theorems 4 and 5 once at the start, with the availability and price that the recording has on average."""
+
+    name = "static"
+
+    def start(self, job: Job) -> None:
+        self._choice: Choices = np.full((job.num_jobs, job.num_slots), ON_DEMAND)
+        for index in range(job.num_jobs):
+            prices = Prices(float(job.pool_price[index]), float(job.on_demand[index]))
+            try:
+                plan = best_assignment(
+                    job.samples, job.rates_per_s, float(job.pool_alpha[index]), job.deadline_s, prices
+                )
+            except InfeasiblePlanError:
+                continue
+            self._choice[index, plan.spot] = SPOT
+
+    def decide(self, moment: Moment) -> Choices:
+        return self._choice
+
+
+class Greedy:
+    """Spot while there is slack, waiting where there is none; then on-demand to the end (the NSDI paper's greedy)."""
+
+    name = "greedy"
+
+    def start(self, job: Job) -> None:
+        self._job = job
+        self._late = np.zeros(job.num_jobs, dtype=np.bool_)
+        self._committed = np.zeros((job.num_jobs, job.num_slots), dtype=np.bool_)
+
+    def decide(self, moment: Moment) -> Choices:
+        self._late |= no_slack(self._job, moment)
+        # A slot that runs on spot stays there until it is preempted; whoever is idle goes to on-demand for good.
+        self._committed |= self._late[:, None] & ~moment.up
+        return np.where(self._committed, ON_DEMAND, SPOT)
+
+
+class UniformProgress:
+    """Uniform Progress of "Can't Be Late" with the fleet as one task, whose progress is that of all slots together.
+
+    Rules: idle and behind the line of uniform progress: on-demand. On-demand: stay until ahead of the line by two
+    change-over delays. Spot: stay until preempted. Otherwise spot where it is to be had, else wait. No slack left:
+    on-demand to the end.
+    """
+
+    name = "uniform-progress"
+
+    def start(self, job: Job) -> None:
+        self._job = job
+        self._late = np.zeros(job.num_jobs, dtype=np.bool_)
+        self._committed = np.zeros((job.num_jobs, job.num_slots), dtype=np.bool_)
+
+    def decide(self, moment: Moment) -> Choices:
+        job = self._job
+        line = job.samples / job.deadline_s
+        behind = moment.done < line * moment.now_s
+        ahead = moment.done >= line * (moment.now_s + 2 * job.boot_s)
+        return self._choose(moment, behind[:, None], ahead[:, None], no_slack(job, moment)[:, None])
+
+    def _choose(self, moment: Moment, behind: Bools, ahead: Bools, late: Bools) -> Choices:
+        self._committed |= late & ~moment.up
+        on_demand = moment.choice == ON_DEMAND if moment.now_s > 0 else np.zeros_like(moment.up)
+        stay = on_demand & ~ahead
+        rescue = ~on_demand & ~moment.up & behind
+        return np.where(self._committed | stay | rescue, ON_DEMAND, SPOT)
+
+
+class UniformProgressPerSlot(UniformProgress):
+    """Uniform Progress as published, for one machine, applied by each slot to its own share of the work."""
+
+    name = "uniform-progress-per-slot"
+
+    def decide(self, moment: Moment) -> Choices:
+        job = self._job
+        share = job.samples * job.rates_per_s / job.rates_per_s.sum()
+        line = share / job.deadline_s
+        behind = moment.done_by_slot < line * moment.now_s
+        ahead = moment.done_by_slot >= line * (moment.now_s + 2 * job.boot_s)
+        left_s = (share - moment.done_by_slot) / job.rates_per_s
+        late = job.deadline_s - moment.now_s < left_s + 2 * job.boot_s + job.tick_s
+        choice = self._choose(moment, behind, ahead, late)
+        return np.where(moment.done_by_slot >= share, OFF, choice)
+
+
+def no_slack(job: Job, moment: Moment) -> Bools:
+    """The time left is that of the remaining work on demand, two change-overs and the wait for the next decision."""
+    left_s = (job.samples - moment.done) / job.rates_per_s.sum()
+    return np.asarray(job.deadline_s - moment.now_s < left_s + 2 * job.boot_s + job.tick_s)
+
+
+def rivals() -> list[MarketPolicy]:
+    """One of each, fresh."""
+    return [AllOnDemand(), AllSpot(), Static(), Greedy(), UniformProgress(), UniformProgressPerSlot()]

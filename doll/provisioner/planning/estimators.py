@@ -1,0 +1,243 @@
+"""What observations say about the future: availability of spot with an interval, the streams' rates, boots. Pure.
+
+Model: an up spell of a spot slot ends at rate q, a down spell at rate r; α = r / (q + r). With Gamma posteriors for q
+and r the quantiles of α are those of a Beta, transformed: exact, no sampling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.provisioner.planning.state import Alpha, Bools
+from doll.theory import checks
+from doll.theory.checks import Floats
+
+
+def alpha_quantile(
+    probability: float, ends_of_up: float, ends_of_down: float, up_s: float, down_s: float, prior: float = 0.5
+) -> float:
+    """Quantile of α given how many up and down spells ended, and in how many seconds.
+
+    q ~ Gamma(prior + ends_of_up, up_s), r ~ Gamma(prior + ends_of_down, down_s), so p = r·down / (r·down + q·up) is
+    Beta(prior + ends_of_down, prior + ends_of_up) and α = p·up / (p·up + (1-p)·down), which rises with p.
+
+    Args:
+        probability: in (0, 1).
+        ends_of_up: interruptions; may be a fraction after decay and division by a design effect.
+        ends_of_down: how often spot came back.
+        up_s, down_s: seconds observed up and down, above 0.
+
+    >>> round(alpha_quantile(0.5, 50, 50, 9000.0, 1000.0), 3)
+    0.9
+    """
+    from scipy.special import betaincinv
+
+    checks.positive(up_s=up_s, down_s=down_s, prior=prior)
+    checks.non_negative(ends_of_up=ends_of_up, ends_of_down=ends_of_down)
+    p = float(betaincinv(prior + ends_of_down, prior + ends_of_up, probability))
+    return p * up_s / (p * up_s + (1 - p) * down_s)
+
+
+class Availability:
+    """Estimates α and the cycle from slots that are watched while they are assigned to spot.
+
+    A slot on-demand says nothing about spot (censored). Interruptions of one pool within `cluster_s` count as one
+    cluster; the tallies are worth Σk²/Σk times less when they come together.
+
+    Args:
+        prior_alpha, prior_cycle_s: what is believed before anything is seen, worth half an observed spell each.
+        half_life_s: old observations count half after this time.
+        cluster_s: interruptions of one pool this close together are one event.
+    """
+
+    def __init__(
+        self,
+        *,
+        prior_alpha: float = 0.9,
+        prior_cycle_s: float = 36_000.0,
+        half_life_s: float = 48 * 3600.0,
+        cluster_s: float = 180.0,
+    ) -> None:
+        if not 0 < prior_alpha < 1:
+            raise ValueError(f"prior_alpha: expected a number in (0, 1), got {prior_alpha}")
+        checks.positive(prior_cycle_s=prior_cycle_s, half_life_s=half_life_s, cluster_s=cluster_s)
+        self._prior_up_s = 0.5 * prior_alpha * prior_cycle_s
+        self._prior_down_s = 0.5 * (1 - prior_alpha) * prior_cycle_s
+        self._half_life_s = half_life_s
+        self._cluster_s = cluster_s
+        self._now_s = math.nan
+        self._up = np.empty(0, dtype=np.bool_)
+        self._assigned = np.empty(0, dtype=np.bool_)
+        self._ends_of_up = self._ends_of_down = self._up_s = self._down_s = 0.0
+        self._open: dict[Hashable, tuple[float, int]] = {}  # pool -> begin and size of the cluster that may still grow
+        self._clusters: deque[tuple[float, int]] = deque(maxlen=1000)
+
+    def observe(self, now_s: float, up: Bools, assigned: Bools, pools: Sequence[Hashable] | None = None) -> None:
+        """All slots as seen at `now_s` (not earlier than before).
+
+        Args:
+            up: the slot's spot worker is ready, shape (N,).
+            assigned: the slot is on spot, so that `up` speaks about spot, shape (N,).
+            pools: pool (type and zone) of each slot; default: all in one.
+        """
+        up, assigned = np.asarray(up, dtype=np.bool_), np.asarray(assigned, dtype=np.bool_)
+        if self._up.shape == up.shape and now_s >= self._now_s:
+            span = now_s - self._now_s
+            self._fade(span)
+            # Only slots that were on spot all the while: a slot that has just been put there has no past on spot.
+            seen = self._assigned & assigned
+            self._up_s += span * int(np.count_nonzero(seen & self._up))
+            self._down_s += span * int(np.count_nonzero(seen & ~self._up))
+            fell = np.flatnonzero(seen & self._up & ~up)
+            self._ends_of_up += len(fell)
+            self._ends_of_down += int(np.count_nonzero(seen & ~self._up & up))
+            for slot in fell.tolist():
+                self._interrupted(now_s, pools[slot] if pools is not None else None)
+        self._now_s, self._up, self._assigned = now_s, up.copy(), assigned.copy()
+
+    @property
+    def design_effect(self) -> float:
+        """Σk²/Σk over the clusters of interruptions; 1 when each slot is interrupted alone."""
+        sizes = [size for _, size in self._clusters] + [size for _, size in self._open.values()]
+        total = sum(sizes)
+        return sum(size * size for size in sizes) / total if total else 1.0
+
+    def alpha(self, level: float = 0.9) -> Alpha:
+        """Median of α, and the interval that holds it with probability `level`."""
+        checks.fraction(level=level)
+        effect = self.design_effect
+        counts = (self._ends_of_up / effect, self._ends_of_down / effect)
+        times = (self._up_s / effect + self._prior_up_s, self._down_s / effect + self._prior_down_s)
+        low, point, high = (
+            min(max(alpha_quantile(p, *counts, *times), 1e-3), 1 - 1e-6)
+            for p in ((1 - level) / 2, 0.5, (1 + level) / 2)
+        )
+        return Alpha(point, low, high)
+
+    @property
+    def cycle_s(self) -> float:
+        """Mean seconds of an up and a down spell together."""
+        up = (self._up_s + self._prior_up_s) / (self._ends_of_up + 0.5)
+        down = (self._down_s + self._prior_down_s) / (self._ends_of_down + 0.5)
+        return up + down
+
+    def to_dict(self) -> dict[str, Any]:
+        """What was seen, as plain values for JSON; `restore` takes it back. Spells under way are not in it."""
+        # A cluster that may still grow is kept as one that cannot: its successor begins after a restart.
+        clusters = [*self._clusters, *self._open.values()]
+        return {
+            "tallies": [self._ends_of_up, self._ends_of_down, self._up_s, self._down_s],
+            "clusters": [[begin_s, size] for begin_s, size in clusters],
+        }
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on from what `to_dict` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not that.
+        """
+        self._ends_of_up, self._ends_of_down, self._up_s, self._down_s = (float(one) for one in kept["tallies"])
+        self._clusters.extend((float(begin_s), int(size)) for begin_s, size in kept["clusters"])
+
+    def _fade(self, span_s: float) -> None:
+        keep = 0.5 ** (span_s / self._half_life_s)
+        self._ends_of_up *= keep
+        self._ends_of_down *= keep
+        self._up_s *= keep
+        self._down_s *= keep
+
+    def _interrupted(self, now_s: float, pool: Hashable) -> None:
+        begin, size = self._open.get(pool, (now_s, 0))
+        if now_s - begin > self._cluster_s:
+            self._clusters.append((begin, size))
+            begin, size = now_s, 0
+        self._open[pool] = (begin, size + 1)
+
+
+class Rates:
+    """Arrival rates of the streams: samples over up-time, after a prior worth `prior_s` seconds.
+
+    Args:
+        prior_per_s: rates that the job file states, shape (N,).
+        prior_s: how many seconds of observation they are worth.
+        half_life_s: what was seen, and the prior, count half after so many seconds of up-time: a stream that changes in
+            the course of a day is followed, and noise of minutes is not.
+    """
+
+    def __init__(self, prior_per_s: npt.ArrayLike, prior_s: float = 60.0, half_life_s: float = 1800.0) -> None:
+        checks.positive(prior_s=prior_s, half_life_s=half_life_s)
+        self._prior = checks.rates(prior_per_s)
+        self._half_life_s = half_life_s
+        self._prior_s = np.full(len(self._prior), prior_s)
+        self._samples = np.zeros(len(self._prior))
+        self._up_s = np.zeros(len(self._prior))
+
+    def observe(self, samples: npt.ArrayLike, up_s: npt.ArrayLike) -> None:
+        """Samples that came, and seconds up in which they came, since the last call; shape (N,) each."""
+        more_s = np.asarray(up_s, dtype=np.float64)
+        keep = 0.5 ** (more_s / self._half_life_s)
+        self._samples = self._samples * keep + np.asarray(samples, dtype=np.float64)
+        self._up_s = self._up_s * keep + more_s
+        self._prior_s = self._prior_s * keep
+
+    def per_s(self) -> Floats:
+        """λ̂, samples per second of each stream while its worker is up, shape (N,)."""
+        rates: Floats = (self._samples + self._prior * self._prior_s) / (self._up_s + self._prior_s)
+        return rates
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """What was seen, as plain values for JSON; `restore` takes it back."""
+        return {"samples": self._samples.tolist(), "up_s": self._up_s.tolist(), "prior_s": self._prior_s.tolist()}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on from what `to_dict` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not that, or of another number of streams.
+        """
+        samples, up_s = np.asarray(kept["samples"], np.float64), np.asarray(kept["up_s"], np.float64)
+        prior_s = np.asarray(kept.get("prior_s", self._prior_s), np.float64)  # earlier releases had no decay
+        if not samples.shape == up_s.shape == prior_s.shape == self._prior.shape:
+            raise ValueError(f"expected {len(self._prior)} streams, got {samples.size} and {up_s.size}")
+        self._samples, self._up_s, self._prior_s = samples, up_s, prior_s
+
+
+class Boots:
+    """How long machines take from the order to a worker that has its slot; the newest `keep` count.
+
+    Args:
+        keep: of how many boots; older ones say little about the image and the market of today.
+    """
+
+    def __init__(self, keep: int = 50) -> None:
+        self._seconds: deque[float] = deque(maxlen=keep)
+
+    def observe(self, seconds: float) -> None:
+        """One boot."""
+        checks.non_negative(seconds=seconds)
+        self._seconds.append(seconds)
+
+    @property
+    def slow_s(self) -> float:
+        """p90: the smallest time that nine of ten do not exceed; 0 before the first."""
+        return float(np.quantile(list(self._seconds), 0.9, method="inverted_cdf")) if self._seconds else 0.0
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """What was seen, as plain values for JSON; `restore` takes it back."""
+        return {"seconds": list(self._seconds)}
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Go on from what `to_dict` gave.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is not that.
+        """
+        seconds = [float(one) for one in kept["seconds"]]
+        checks.non_negative(**{f"boot {number}": one for number, one in enumerate(seconds)})
+        self._seconds.extend(seconds)

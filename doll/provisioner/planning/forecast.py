@@ -1,0 +1,129 @@
+"""What a choice of markets leads to: expected cost and finish with their spread, and the chance of being late."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from doll.provisioner.planning.state import Bools, PlannerSettings, PlannerState
+from doll.theory.cost import SECONDS_PER_HOUR
+from doll.theory.normal import quantile, tail
+from doll.theory.preemption import uptime_variance_s2
+
+if TYPE_CHECKING:
+    from doll.provisioner.planning.market_rules import Budget
+
+# `Alpha.low` and `Alpha.high` bound 90 % (signals.py); half of that width in standard deviations.
+_Z_INTERVAL = quantile(0.95)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of the whole job, what is spent included. Spreads are standard deviations.
+
+    Attributes:
+        expected_cost_usd, cost_sd_usd: cost of the workers until the job ends.
+        expected_finish_s, finish_sd_s: end of the job on its clock.
+        miss_prob: probability of ending after the deadline. With the guard only the noise of arrivals is left in it.
+        over_budget: the expected cost is more than the budget.
+    """
+
+    expected_cost_usd: float
+    cost_sd_usd: float
+    expected_finish_s: float
+    finish_sd_s: float
+    miss_prob: float
+    over_budget: bool
+
+    def to_dict(self) -> dict[str, float | bool]:
+        return asdict(self)
+
+
+def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, budget: Budget) -> Forecast:
+    """Forecast for the markets `on_spot`.
+
+    Rule "theorem" keeps the mix, so the end moves with spot's luck (Theorem 4, Eq. (15)-(16), (21)-(22)). Rule "pace"
+    covers what spot does not deliver in time, so the end is the deadline at the latest and luck moves the cost.
+    """
+    if budget.work <= 0:
+        return Forecast(state.spent_usd, 0.0, state.clock_s, 0.0, 0.0, False)
+    rates, alpha, prices = state.rates_per_s, state.alpha.point, state.prices
+    num_spot = int(on_spot.sum())
+    spot_rate = float(rates[on_spot].sum())
+    sure_rate = budget.total_per_s - spot_rate
+    moving = on_spot != state.on_spot
+    work = budget.work + budget.boot_lost + settings.boot_s * float(rates[moving].sum())
+    rate = sure_rate + alpha * spot_rate
+    left_s = settings.deadline_s - state.clock_s
+    kept_s = work / rate if rate > 0 else math.inf
+    covers = settings.rule == "pace" and kept_s > budget.time_s > 0
+    end_s = max(budget.time_s, work / budget.total_per_s) if covers else kept_s
+    if math.isinf(end_s):
+        return Forecast(math.inf, 0.0, math.inf, 0.0, 1.0, settings.budget_usd is not None)
+
+    # Samples that spot's outages, and not knowing α, add to or take from the expected work by then.
+    squares = float((rates[on_spot] ** 2).sum())
+    sigma_alpha = (state.alpha.high - state.alpha.low) / (2 * _Z_INTERVAL)
+    unsure_alpha = (spot_rate * end_s * sigma_alpha) ** 2
+    outages_var = squares * uptime_variance_s2(end_s, alpha, settings.cycle_s) + unsure_alpha
+    arrivals_var = budget.total_per_s * end_s
+    on_demand_h = (len(rates) - num_spot) * end_s / SECONDS_PER_HOUR
+    cost = on_demand_h * prices.on_demand_usd_per_h
+    cost_sd = 0.0
+    if num_spot:
+        mean_spot_rate = spot_rate / num_spot
+        to_h = 1 / mean_spot_rate / SECONDS_PER_HOUR
+        dearer = prices.on_demand_usd_per_h - prices.spot_usd_per_h
+        from_spot = work - sure_rate * end_s
+        cost += from_spot * prices.spot_usd_per_h * to_h
+        if covers:
+            covered = max(0.0, from_spot - alpha * spot_rate * end_s)
+            cost += dearer * min(covered * to_h + _idle_h(num_spot, covered, spot_rate, alpha, end_s, settings),
+                                 _never_back_h(covered, spot_rate, alpha, end_s) * num_spot)  # fmt: skip
+            cost_sd = abs(dearer) * math.sqrt(outages_var) * to_h
+    if covers:
+        finish_sd = math.sqrt(arrivals_var) / budget.total_per_s
+    else:
+        finish_sd = math.sqrt(outages_var + arrivals_var) / rate
+        # While the job runs longer, on-demand workers cost more and the work on spot gets less: see docs/theory.md.
+        saved = sure_rate / (spot_rate / num_spot) * prices.spot_usd_per_h if num_spot else 0.0
+        burn = (len(rates) - num_spot) * prices.on_demand_usd_per_h - saved
+        cost_sd = abs(burn) * finish_sd / SECONDS_PER_HOUR
+
+    if left_s <= 0:
+        miss = 1.0
+    elif settings.guard or settings.rule == "pace":
+        # The guard holds (1 - margin) θ against every outage; arrivals can only eat what lies beyond.
+        spare = budget.total_per_s * left_s - budget.work - budget.boot_lost
+        miss = tail(min(spare, budget.total_per_s * left_s) / math.sqrt(budget.total_per_s * left_s))
+        if covers and spare > 0:
+            miss = tail(settings.margin * settings.deadline_s * budget.total_per_s / math.sqrt(arrivals_var))
+    else:
+        swing = squares * uptime_variance_s2(left_s, alpha, settings.cycle_s) + (spot_rate * left_s * sigma_alpha) ** 2
+        miss = tail((rate * left_s - work) / math.sqrt(swing + budget.total_per_s * left_s))
+    total = state.spent_usd + cost
+    return Forecast(
+        expected_cost_usd=total,
+        cost_sd_usd=cost_sd,
+        expected_finish_s=state.clock_s + end_s,
+        finish_sd_s=finish_sd,
+        miss_prob=miss,
+        over_budget=settings.budget_usd is not None and total > settings.budget_usd * (1 + 1e-9),
+    )
+
+
+def _idle_h(
+    num_spot: int, covered: float, spot_rate: float, alpha: float, end_s: float, settings: PlannerSettings
+) -> float:
+    """Hours that covered workers stay on-demand although spot is back: a dwell and a boot for each covered outage."""
+    lost = (1 - alpha) * spot_rate * end_s
+    share = min(1.0, covered / lost) if lost > 0 else 0.0
+    return num_spot * end_s / settings.cycle_s * share * (settings.dwell + settings.boot_s) / SECONDS_PER_HOUR
+
+
+def _never_back_h(covered: float, spot_rate: float, alpha: float, end_s: float) -> float:
+    """Hours that each spot worker, on average, gives up to on-demand in Theorem 4's mix, from which none returns."""
+    lost = (1 - alpha) * spot_rate * end_s
+    share = min(1.0, covered / lost) if lost > 0 else 0.0
+    return share * end_s / SECONDS_PER_HOUR

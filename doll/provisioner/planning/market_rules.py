@@ -1,0 +1,229 @@
+"""The rules that choose markets, on arrays, in samples and seconds.
+
+All of them reason about slack, the samples that could still be lost: S·T - W, with S the rate of all streams, T the
+time and W the work that are left. All on-demand, slack stays; a slot that is down spends its rate in every second, a
+move spends the rate times the boot time. Missing the deadline is spending more than there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from doll.provisioner.planning.state import Bools, PlannerSettings, PlannerState
+from doll.theory.checks import Floats
+from doll.theory.planning import best_assignment
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Work, time and slack that are left.
+
+    Attributes:
+        work: samples that remain, W.
+        time_s: seconds to the deadline less its margin, T; may be negative.
+        total_per_s: S, samples per second of all streams.
+        boot_lost: samples that slots which are booting will still lose.
+    """
+
+    work: float
+    time_s: float
+    total_per_s: float
+    boot_lost: float
+
+    @classmethod
+    def of(cls, state: PlannerState, settings: PlannerSettings) -> Budget:
+        lost = float(np.dot(state.rates_per_s, boot_left_s(state, settings)))
+        return cls(
+            work=max(0.0, settings.samples - state.updates_done * settings.group_size * settings.batch_size),
+            time_s=settings.deadline_s * (1 - settings.margin) - state.clock_s,
+            total_per_s=float(state.rates_per_s.sum()),
+            boot_lost=lost,
+        )
+
+    @property
+    def slack(self) -> float:
+        """Samples that could still be lost without missing the deadline; negative when it is missed."""
+        return self.total_per_s * self.time_s - self.work - self.boot_lost
+
+    @property
+    def needed_per_s(self) -> float:
+        """Samples per second, from now on, that just meet the deadline."""
+        return self.work / self.time_s if self.time_s > 0 else np.inf
+
+
+def boot_left_s(state: PlannerState, settings: PlannerSettings) -> Floats:
+    """Seconds until each slot that boots is ready; 0 for those that work and those that have no machine, shape (N,)."""
+    booting = ~state.up & (~state.on_spot | state.spot_open)
+    # On spot a boot begins when a machine is there.
+    since_s = np.where(state.on_spot, np.maximum(state.moved_s, state.spot_changed_s), state.moved_s)
+    left_s = np.minimum(since_s + settings.boot_s - state.clock_s, settings.boot_s)
+    # A boot that takes longer than it should is given one more period at a time.
+    return np.where(booting, np.where(left_s > 0, left_s, min(settings.replan_s, settings.boot_s)), 0.0)
+
+
+def worth_spot(state: PlannerState) -> Bools:
+    """Slots that cost less on spot, were there no deadline (Theorem 5 with θ = ∞); none when spot is the dearer one.
+
+    At a spot price close to on-demand's, a fast stream is worth an on-demand worker: the job ends sooner for all.
+    """
+    rates = state.rates_per_s
+    if not state.prices.spot_is_cheaper:
+        return np.zeros(len(rates), dtype=np.bool_)
+    # The cost has one local minimum (Theorem 5): if it still falls when the fastest stream goes to spot, that is all.
+    alpha, prices, count = max(state.alpha.point, 1e-3), state.prices, len(rates)
+    everyone = count * prices.spot_usd_per_h / float(rates.sum())
+    but_one = alpha * (count - 1) * prices.spot_usd_per_h + prices.on_demand_usd_per_h
+    if everyone <= but_one / (alpha * float(rates.sum()) + (1 - alpha) * float(rates.max())):
+        return np.ones(count, dtype=np.bool_)
+    # Any work and any deadline that does not bind give the same answer.
+    return best_assignment(1.0, rates, alpha, 2.0 / (alpha * float(rates.sum())), state.prices).spot
+
+
+def pace(state: PlannerState, settings: PlannerSettings, budget: Budget, worth: Bools) -> Bools:
+    """Wait for spot while the slack allows, cover slots that are down when it does not.
+
+    The guard's reserve (an outage of all of spot that is seen late, and a boot) is not there to be spent on waiting, so
+    the pace is that of a deadline which is sooner by it. Slack up to that deadline is spent evenly over the job, but a
+    part of what an even pace would still have in hand (1 - `slack_reserve`) may be used early: most outages then end by
+    themselves and cost neither money nor moves. Slots return when there is again more than `return_reserve` of it,
+    which pays for the outages to come.
+    """
+    chosen = state.on_spot.copy()
+    down = chosen & ~state.spot_open
+    reserve_s = settings.unseen + settings.boot_s if settings.guard else 0.0
+    sooner = replace(budget, time_s=budget.time_s - reserve_s)
+    span_s = settings.deadline_s * (1 - settings.margin) - reserve_s
+    even = 0.0
+    if span_s > 0:
+        even = max(0.0, budget.total_per_s * span_s - settings.samples) * max(0.0, sooner.time_s) / span_s
+    if sooner.slack < settings.slack_reserve * even or sooner.slack < 0:
+        working = budget.total_per_s - float(state.rates_per_s[down].sum())
+        chosen &= ~first_by_rate(down, state.rates_per_s, sooner.needed_per_s - working, fastest=True)
+    if sooner.slack >= settings.return_reserve * even:
+        chosen |= affordable(returnable(state, settings) & worth, state, settings, budget)
+    return chosen
+
+
+def theorem(state: PlannerState, settings: PlannerSettings, budget: Budget, worth: Bools) -> Bools:
+    """Theorem 4/5 on what is left: as much rate on spot as its expected outages leave enough for the deadline.
+
+    The condition (23) is used in its own unit, samples per second on spot, so that slots which are down may be the
+    ones that move (they lose nothing by it) instead of strictly the fastest streams.
+    """
+    chosen = state.on_spot.copy()
+    rates, alpha = state.rates_per_s, state.alpha.point
+    if settings.risk is not None:
+        allowed = _allowed_at_risk(state, settings, budget)
+    else:
+        spare = budget.total_per_s - budget.needed_per_s
+        allowed = np.inf if alpha >= 1 and spare >= 0 else spare / max(1 - alpha, 1e-9)
+    mean_rate = budget.total_per_s / len(rates)
+    band = settings.dead_band * mean_rate
+    on_spot = float(rates[chosen].sum())
+    # A hair more than allowed is rounding; a whole slot must move.
+    if on_spot > allowed + 1e-9 * budget.total_per_s:
+        excess = on_spot - max(0.0, allowed)
+        down = chosen & ~state.spot_open
+        moved = first_by_rate(down, rates, excess, fastest=True)
+        moved |= first_by_rate(chosen & ~down, rates, excess - float(rates[moved].sum()), fastest=True)
+        chosen &= ~moved
+    elif allowed - on_spot > band:
+        order = np.flatnonzero(returnable(state, settings) & worth)
+        order = order[np.argsort(rates[order], kind="stable")]
+        fits = np.cumsum(rates[order]) <= (allowed - on_spot) * (1 + 1e-9)
+        chosen[order[fits]] = True
+    return chosen
+
+
+def guard(
+    state: PlannerState, settings: PlannerSettings, budget: Budget, wanted: Bools, move_s: float
+) -> tuple[Bools, Bools]:
+    """Take back from spot what the deadline cannot afford to lose.
+
+    Worst case: everything on spot goes down now, the planner sees it `unseen` seconds later, and all of it has to boot
+    on-demand. Each slot on spot then loses rate x (unseen + boot), one that is down rate x (period + boot), each
+    that moves now rate x boot. What is left of the slack must cover that, so slots leave spot until it does: returns
+    first, then slots that are down or boot there, then the fastest; but none that would lose no less by leaving.
+
+    Args:
+        wanted: the markets that the rule chose.
+        move_s: what a move now costs: the boot time, or 0 where nothing runs yet.
+
+    Returns:
+        The markets (True: spot), and which of them the guard changed.
+    """
+    rates = state.rates_per_s
+    chosen = wanted.copy()
+    down = state.on_spot & ~state.spot_open
+    stay_s = settings.boot_s + np.where(down, settings.replan_s, settings.unseen)
+    exposed = float(np.dot(stay_s[chosen], rates[chosen])) + move_s * float(rates[chosen != state.on_spot].sum())
+    short = exposed - budget.slack
+    none = np.zeros(len(rates), dtype=np.bool_)
+    if short <= 0:
+        return chosen, none
+    # Not returning spares the boot too; leaving costs a boot now instead of later, in place of one under way on spot.
+    left_s = boot_left_s(state, settings)
+    relief = np.where(state.on_spot, stay_s - move_s + left_s, stay_s + move_s) * rates
+    candidates = np.flatnonzero(chosen & (relief > 0))
+    if not candidates.size:
+        return chosen, none
+    rank = np.where(~state.on_spot, 0, np.where(down | (left_s > 0), 1, 2))
+    order = candidates[np.lexsort((-rates[candidates], rank[candidates]))]
+    count = int(np.searchsorted(np.cumsum(relief[order]), short * (1 - 1e-12))) + 1
+    taken = none
+    taken[order[:count]] = True
+    chosen &= ~taken
+    return chosen, taken
+
+
+def returnable(state: PlannerState, settings: PlannerSettings) -> Bools:
+    """On-demand slots that may go back: up, and spot has been available to them for the dwell time."""
+    steady = state.clock_s - state.spot_changed_s >= settings.dwell
+    return ~state.on_spot & state.up & state.spot_open & steady & (state.clock_s - state.moved_s >= settings.boot_s)
+
+
+def affordable(returns: Bools, state: PlannerState, settings: PlannerSettings, budget: Budget) -> Bools:
+    """Of the slots that may return, the slowest for which the slack is half again what the guard will ask for.
+
+    At the edge of the guard a return would be taken back at the next outage: two moves for little.
+    """
+    slots = np.flatnonzero(returns)
+    if not slots.size:
+        return returns
+    rates = state.rates_per_s
+    order = slots[np.argsort(rates[slots], kind="stable")]
+    exposed = (settings.unseen + settings.boot_s) * (float(rates[state.on_spot].sum()) + np.cumsum(rates[order]))
+    left = budget.slack - settings.boot_s * np.cumsum(rates[order])
+    chosen = np.zeros(len(rates), dtype=np.bool_)
+    chosen[order[left >= 1.5 * exposed]] = True
+    return chosen
+
+
+def first_by_rate(among: Bools, rates: Floats, needed_per_s: float, *, fastest: bool) -> Bools:
+    """The fewest slots, fastest (or slowest) first, whose rates add up to `needed_per_s`; all when they do not."""
+    chosen = np.zeros(len(rates), dtype=np.bool_)
+    slots = np.flatnonzero(among)
+    if needed_per_s <= 0 or not slots.size:
+        return chosen
+    order = slots[np.argsort(-rates[slots] if fastest else rates[slots], kind="stable")]
+    count = int(np.searchsorted(np.cumsum(rates[order]), needed_per_s * (1 - 1e-9))) + 1
+    chosen[order[:count]] = True
+    return chosen
+
+
+def _allowed_at_risk(state: PlannerState, settings: PlannerSettings, budget: Budget) -> float:
+    """Rate on spot, samples per second, that keeps P(late) at most `risk`; 0 when the deadline is lost."""
+    if budget.time_s <= 0 or budget.slack < 0:
+        return 0.0
+    found = best_assignment(
+        budget.work,
+        state.rates_per_s,
+        state.alpha.point,
+        budget.time_s,
+        state.prices,
+        cycle_s=settings.cycle_s,
+        risk=settings.risk,
+    )
+    return float(state.rates_per_s[found.spot].sum())

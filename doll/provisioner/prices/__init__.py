@@ -1,0 +1,1 @@
+"""Prices: the port, and one adapter per source of prices."""

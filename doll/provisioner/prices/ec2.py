@@ -1,0 +1,394 @@
+"""`PriceFeed` of EC2: spot prices from DescribeSpotPriceHistory, on-demand prices from the price list.
+
+Spot prices are asked again after five minutes; each answer begins with the last change before its start, so the pieces
+join without a hole. On-demand prices come from the price list (`pricing:GetProducts`), else from a file that keeps what
+it said, else from the table that ships with DOLL, else from what the job file states; which, is logged.
+
+Sources: EC2 API reference, "DescribeSpotPriceHistory"; Price List API reference, "GetProducts".
+"""
+
+from __future__ import annotations
+
+import bisect
+import csv
+import importlib.resources
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from doll import telemetry
+from doll.bounded import json_object, json_value, read_text, short
+from doll.errors import ServiceUnavailableError
+from doll.provisioner.fleets.ec2.capacity import Ec2Pool
+from doll.provisioner.fleets.ec2.fleet import Ec2Fleet, aws_client, ec2_settings
+from doll.provisioner.planning.state import Market
+from doll.provisioner.prices.port import PriceFeed
+from doll.provisioner.traces.model import MAX_USD_PER_HOUR, Series, constant
+from doll.theory.cost import Prices
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+log = telemetry.get_logger(__name__)
+
+PRODUCT: Final = "Linux/UNIX"  # answers may say "Linux/UNIX (Amazon VPC)": matched by its beginning
+PRICING_REGION: Final = "us-east-1"  # the price list is served in a few regions only, for all
+ASK_AGAIN_S: Final = 300.0
+RETRY_S: Final = 60.0
+HISTORY_S: Final = 90 * 86_400.0  # EC2 keeps no more
+KEEP_ON_DEMAND_DAYS: Final = 7
+_MOST_CACHE_BYTES: Final = 16_000_000
+_TABLE: Final = "ec2_on_demand.csv"
+
+
+@dataclass(frozen=True)
+class OnDemandPrice:
+    """USD per hour, where it comes from, and of when it is."""
+
+    usd_per_h: float
+    source: str
+    as_of: str
+
+
+class _Steps:
+    """One pool's changes of price, in order."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+        self.usd_per_h: list[float] = []
+
+    def add(self, time_s: float, usd_per_h: float) -> None:
+        at = bisect.bisect_left(self.times_s, time_s)
+        if at < len(self.times_s) and self.times_s[at] == time_s:
+            self.usd_per_h[at] = usd_per_h
+        else:
+            self.times_s.insert(at, time_s)
+            self.usd_per_h.insert(at, usd_per_h)
+
+    def at(self, time_s: float) -> float | None:
+        """The price at that time; None before the first change that is known."""
+        at = bisect.bisect_right(self.times_s, time_s)
+        return self.usd_per_h[at - 1] if at else None
+
+
+class SpotHistory:
+    """Spot prices of some pools, as far as they have been asked for.
+
+    Args:
+        client: boto3's EC2 client.
+        page_size: of the listing, up to 1000.
+    """
+
+    def __init__(self, client: Any, *, page_size: int = 1000) -> None:
+        self._client = client
+        self._page_size = page_size
+        self._steps: dict[Ec2Pool, _Steps] = {}
+        self._known: dict[Ec2Pool, tuple[float, float]] = {}  # from when to when it has been asked
+        self._failed_s = -math.inf
+
+    def refresh(self, pools: Collection[Ec2Pool], start_s: float, now_s: float) -> None:
+        """Know these pools from `start_s` until about `now_s`.
+
+        Raises:
+            ServiceUnavailableError: EC2 does not answer, and some pool has never been asked for.
+        """
+        start_s = max(start_s, now_s - HISTORY_S)
+        wanted: dict[tuple[float, float], list[Ec2Pool]] = {}
+        for pool in pools:
+            first, last = self._known.get(pool, (math.inf, -math.inf))
+            if first > last:
+                wanted.setdefault((start_s, now_s), []).append(pool)
+                continue
+            if start_s < first:
+                wanted.setdefault((start_s, first), []).append(pool)
+            if now_s - last > ASK_AGAIN_S and now_s - self._failed_s > RETRY_S:
+                wanted.setdefault((last, now_s), []).append(pool)
+        for (since_s, until_s), missing in wanted.items():
+            try:
+                self._ask(missing, since_s, until_s)
+            except _aws_errors() as error:
+                self._failed_s = now_s
+                if any(pool not in self._known for pool in missing):
+                    raise ServiceUnavailableError(f"EC2, asking for spot prices: {error}") from error
+                log.warning("spot_prices_are_old", age_s=round(until_s - since_s), reason=str(error))
+
+    def at(self, pool: Ec2Pool, time_s: float) -> float | None:
+        """USD per hour at that time; before what is known, the first price that is; None where nothing is."""
+        steps = self._steps.get(pool)
+        if not steps or not steps.times_s:
+            return None
+        price = steps.at(time_s)
+        return steps.usd_per_h[0] if price is None else price
+
+    def series(self, pool: Ec2Pool, start_s: float, end_s: float) -> Series | None:
+        """The price from `start_s` to `end_s` as steps; None where nothing is known."""
+        first = self.at(pool, start_s)
+        if first is None:
+            return None
+        steps = self._steps[pool]
+        inner = [(at, usd) for at, usd in zip(steps.times_s, steps.usd_per_h, strict=True) if start_s < at < end_s]
+        times = [start_s, *(at for at, _ in inner), end_s]
+        values = [first, *(usd for _, usd in inner)]
+        return Series(np.array(times), np.array([*values, values[-1]]))
+
+    def _ask(self, pools: Sequence[Ec2Pool], since_s: float, until_s: float) -> None:
+        pages = self._client.get_paginator("describe_spot_price_history").paginate(
+            InstanceTypes=sorted({pool.instance_type for pool in pools}),
+            ProductDescriptions=[PRODUCT],
+            Filters=[{"Name": "availability-zone", "Values": sorted({pool.zone for pool in pools})}],
+            StartTime=datetime.fromtimestamp(since_s, UTC),
+            EndTime=datetime.fromtimestamp(until_s, UTC),
+            PaginationConfig={"PageSize": self._page_size},
+        )
+        asked = set(pools)
+        for page in pages:
+            for one in page["SpotPriceHistory"]:
+                pool = Ec2Pool(one["InstanceType"], one["AvailabilityZone"])
+                if pool in asked and one["ProductDescription"].startswith(PRODUCT):
+                    usd = _usd(one["SpotPrice"])
+                    if usd is None:
+                        log.warning("spot_price_refused", pool=str(pool), price=short(one["SpotPrice"], 60))
+                        continue
+                    self._steps.setdefault(pool, _Steps()).add(one["Timestamp"].timestamp(), usd)
+        for pool in pools:
+            first, last = self._known.get(pool, (since_s, until_s))
+            self._known[pool] = (min(first, since_s), max(last, until_s))
+
+
+class OnDemandPrices:
+    """Prices of a region's instance types.
+
+    Args:
+        client: boto3's client of the price list; None: only what is on disk.
+        cache: file that keeps what the price list said; None: none.
+        today: the date, as an argument for tests.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        region: str,
+        *,
+        cache: Path | None = None,
+        today: Callable[[], date] = lambda: datetime.now(UTC).date(),
+    ) -> None:
+        self._client = client
+        self._region = region
+        self._cache = cache
+        self._today = today
+        self._found: dict[str, OnDemandPrice] = {}
+
+    def of(self, instance_type: str) -> OnDemandPrice | None:
+        """The best price that is known; None: none is."""
+        if instance_type not in self._found:
+            kept = self._kept(instance_type)
+            price = kept if kept is not None and self._is_fresh(kept) else self._asked(instance_type) or kept
+            price = price or shipped_prices(self._region).get(instance_type)
+            if price is None:
+                return None
+            self._found[instance_type] = price
+            log.info("on_demand_price", instance_type=instance_type, usd_per_h=price.usd_per_h, source=price.source,
+                     as_of=price.as_of)  # fmt: skip
+        return self._found[instance_type]
+
+    def _is_fresh(self, price: OnDemandPrice) -> bool:
+        return (self._today() - date.fromisoformat(price.as_of)).days < KEEP_ON_DEMAND_DAYS
+
+    def _asked(self, instance_type: str) -> OnDemandPrice | None:
+        if self._client is None:
+            return None
+        terms = {
+            "instanceType": instance_type,
+            "regionCode": self._region,
+            "operatingSystem": "Linux",
+            "tenancy": "Shared",
+            "preInstalledSw": "NA",
+            "capacitystatus": "Used",
+        }
+        try:
+            answer = self._client.get_products(
+                ServiceCode="AmazonEC2",
+                Filters=[{"Type": "TERM_MATCH", "Field": key, "Value": value} for key, value in terms.items()],
+            )
+            prices = sorted({usd for product in answer["PriceList"] for usd in _dollars(json_object(product))})
+        except _aws_errors() + (ValueError, KeyError, TypeError, AttributeError) as error:  # noqa: RUF005 - mypy
+            log.warning("price_list_not_read", instance_type=instance_type, reason=f"{type(error).__name__}: {error}")
+            return None
+        if not prices:
+            log.warning("price_list_has_none", instance_type=instance_type, region=self._region)
+            return None
+        price = OnDemandPrice(prices[0], "price list", self._today().isoformat())
+        self._keep(instance_type, price)
+        return price
+
+    def _kept(self, instance_type: str) -> OnDemandPrice | None:
+        try:
+            row = self._read_cache()[self._region][instance_type]
+            price = OnDemandPrice(float(row["usd_per_h"]), "price list, kept", str(row["as_of"]))
+            date.fromisoformat(price.as_of)
+        except (KeyError, TypeError, ValueError, OverflowError):
+            return None
+        return price if 0 < price.usd_per_h < math.inf else None
+
+    def _read_cache(self) -> Any:
+        if self._cache is None or not self._cache.is_file():
+            return {}
+        try:
+            return json_value(read_text(self._cache, max_bytes=_MOST_CACHE_BYTES))
+        except (OSError, ValueError) as error:
+            log.warning("price_file_not_read", file=str(self._cache), reason=str(error))
+            return {}
+
+    def _keep(self, instance_type: str, price: OnDemandPrice) -> None:
+        if self._cache is None:
+            return
+        whole = self._read_cache()
+        whole = whole if isinstance(whole, dict) else {}
+        region = whole.setdefault(self._region, {})
+        if not isinstance(region, dict):
+            region = whole[self._region] = {}
+        region[instance_type] = {"usd_per_h": price.usd_per_h, "as_of": price.as_of}
+        beside = self._cache.with_name(self._cache.name + ".new")
+        try:
+            self._cache.parent.mkdir(parents=True, exist_ok=True)
+            beside.write_text(json.dumps(whole, indent=1, sort_keys=True), encoding="utf-8")
+            os.replace(beside, self._cache)
+        except OSError as error:
+            log.warning("price_file_not_written", file=str(self._cache), reason=str(error))
+
+
+class Ec2Prices:
+    """Prices of the pools that a fleet may use.
+
+    Args:
+        client: boto3's EC2 client.
+        on_demand: prices of the types in this region.
+        instance_types, zones: the pools are all pairs of them.
+        stated_usd_per_h: on-demand price that the job file states, for types that nobody knows.
+        is_dry: whether a pool is known to have no machines; its price is of no use then.
+        clock: Unix seconds; no price later than that can be asked for.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        on_demand: OnDemandPrices,
+        *,
+        instance_types: Sequence[str],
+        zones: Sequence[str],
+        stated_usd_per_h: float | None = None,
+        is_dry: Callable[[Ec2Pool, Market, float], bool] = lambda pool, market, now_s: False,
+        clock: Callable[[], float] = time.time,
+        page_size: int = 1000,
+    ) -> None:
+        self._client = client
+        self._spot = SpotHistory(client, page_size=page_size)
+        self._on_demand = on_demand
+        self._pools = [Ec2Pool(type_, zone) for zone in zones for type_ in instance_types]
+        self._types = list(dict.fromkeys(instance_types))
+        self._stated = stated_usd_per_h
+        self._is_dry = is_dry
+        self._clock = clock
+
+    def current(self, now_s: float) -> Prices:
+        """As the port. Where all pools are dry, the cheapest of them counts: it is what one waits for."""
+        self._spot.refresh(self._pools, now_s, now_s)
+        known = {pool: usd for pool in self._pools if (usd := self._spot.at(pool, now_s)) is not None}
+        if not known:
+            raise ServiceUnavailableError(
+                f"EC2 knows no spot price of {', '.join(self._types)} in {', '.join(self._zones())}: are they offered?"
+            )
+        usable = [usd for pool, usd in known.items() if not self._is_dry(pool, "spot", now_s)]
+        return Prices(min(usable or known.values()), min(self._on_demand_usd(type_) for type_ in self._types))
+
+    def series(self, pool: str, market: Market, start_s: float, end_s: float) -> Series:
+        """As the port."""
+        at = Ec2Pool.of(pool)
+        if market == "on_demand":
+            return constant(self._on_demand_usd(at.instance_type), start_s, end_s)
+        self._spot.refresh([at], start_s, max(start_s, min(end_s, self._clock())))
+        found = self._spot.series(at, start_s, end_s)
+        if found is None:
+            raise ServiceUnavailableError(f"EC2 knows no spot price of {pool}")
+        return found
+
+    def _zones(self) -> list[str]:
+        return list(dict.fromkeys(pool.zone for pool in self._pools))
+
+    def _on_demand_usd(self, instance_type: str) -> float:
+        price = self._on_demand.of(instance_type)
+        if price is not None:
+            return price.usd_per_h
+        if self._stated is not None:
+            return self._stated
+        raise ServiceUnavailableError(
+            f"no on-demand price of {instance_type} is known: allow pricing:GetProducts (docs/aws.md), or state "
+            "plan.on_demand_usd_per_h"
+        )
+
+
+def shipped_prices(region: str) -> dict[str, OnDemandPrice]:
+    """The prices of a region in the table that ships with DOLL, with its source and date; empty for most regions."""
+    with importlib.resources.files("doll.provisioner.prices").joinpath(_TABLE).open(encoding="utf-8") as file:
+        lines = list(file)
+    facts = dict(line[1:].strip().split(": ", 1) for line in lines if line.startswith("#") and ": " in line)
+    rows = csv.DictReader(line for line in lines if not line.startswith("#"))
+    return {
+        row["instance_type"]: OnDemandPrice(
+            float(row["usd_per_hour"]), f"shipped table: {facts['source']}", facts["as_of"]
+        )
+        for row in rows
+        if row["region"] == region
+    }
+
+
+def connect(config: JobConfig, fleet: Ec2Fleet, *, run_folder: Path) -> Ec2Prices:
+    """The prices of the fleet that a job file describes.
+
+    Raises:
+        ConfigError: another kind of fleet, or boto3 lacks what it needs to make a client.
+        LaunchError: the fleet's subnets are not there, or EC2 does not answer.
+    """
+    settings = ec2_settings(config)
+    client = aws_client("ec2", settings.region)
+    cache = config.path(settings.price_cache) if settings.price_cache is not None else run_folder / "prices.json"
+    on_demand = OnDemandPrices(aws_client("pricing", PRICING_REGION), client.meta.region_name, cache=cache)
+    return Ec2Prices(
+        client, on_demand, instance_types=settings.instance_types, zones=fleet.zones(),
+        stated_usd_per_h=config.plan.on_demand_usd_per_h, is_dry=fleet.cache.is_dry,
+    )  # fmt: skip
+
+
+def _usd(text: str) -> float | None:
+    """A spot price, USD per hour; None for what is none."""
+    try:
+        usd = float(text)
+    except ValueError:
+        return None
+    return usd if 0 <= usd <= MAX_USD_PER_HOUR else None
+
+
+def _dollars(product: Mapping[str, Any]) -> Iterator[float]:
+    """The hourly prices above 0 in one product of the price list."""
+    for offer in product["terms"]["OnDemand"].values():
+        for dimension in offer["priceDimensions"].values():
+            usd = float(dimension["pricePerUnit"].get("USD", "nan"))
+            if 0 < usd < math.inf and dimension.get("unit", "Hrs") == "Hrs":
+                yield usd
+
+
+def _aws_errors() -> tuple[type[Exception], ...]:
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    return (BotoCoreError, ClientError)
+
+
+_feed: type[PriceFeed] = Ec2Prices

@@ -1,0 +1,1 @@
+"""Recorded markets: prices and availability of spot over time, and the market that replays them."""

@@ -1,0 +1,82 @@
+"""When preemptible machines are up: two-state Markov chains as in the paper, or a recorded number of machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, Self
+
+import numpy as np
+
+from doll.errors import ConfigError
+from doll.provisioner.traces.model import Pool
+
+
+class Preemption(Protocol):
+    """Up and down times of one preemptible slot."""
+
+    def spans(self, slot: int) -> Iterator[tuple[bool, float]]:
+        """(up, seconds) spans of this slot from time 0 on, without end; two spans of the same kind may follow."""
+        ...
+
+
+class Markov:
+    """Independent two-state chains: up a share alpha of the time, one cycle of up and down in `cycle_s` on average.
+
+    The paper samples its chain every 2 s; this is its limit in continuous time.
+    """
+
+    def __init__(self, alpha: float, cycle_s: float, rng: np.random.Generator) -> None:
+        """Raises:
+        ConfigError: alpha is not in (0, 1] or the cycle is not above 0.
+        """
+        if not 0 < alpha <= 1 or cycle_s <= 0:
+            raise ConfigError(
+                f"expected an availability alpha in (0, 1] and a cycle above 0 s, got {alpha} and {cycle_s}"
+            )
+        self.alpha, self.cycle_s = alpha, cycle_s
+        self._rng = rng
+
+    def spans(self, slot: int) -> Iterator[tuple[bool, float]]:
+        if self.alpha == 1.0:
+            while True:
+                yield True, float("inf")
+        mean_s = {True: self.alpha * self.cycle_s, False: (1.0 - self.alpha) * self.cycle_s}
+        up = bool(self._rng.random() < self.alpha)  # stationary from the start
+        while True:
+            yield up, float(self._rng.exponential(mean_s[up]))
+            up = not up
+
+
+class Recorded:
+    """Slots follow a recorded number of machines up: the slot of rank r is up while more than r of the pool's are.
+
+    A pool that was recorded with fewer machines than there are slots stands for several slots with each machine (a
+    recording of one machine moves all slots together). The recording repeats when it ends.
+    """
+
+    def __init__(self, times_s: Sequence[float], num_up: Sequence[float], pool_size: int, num_slots: int) -> None:
+        """
+        Args:
+            times_s: ascending; the count holds from its time to the next. The last time ends the recording.
+            num_up: machines up from each time on, same length.
+            pool_size: machines that were wanted.
+        """
+        if len(times_s) != len(num_up) or len(times_s) < 2 or pool_size < 1:
+            raise ConfigError(f"expected two or more times with counts and a pool, got {len(times_s)} and {pool_size}")
+        self._spans_s = np.diff(np.asarray(times_s, float)).tolist()
+        self._num_up = list(num_up)
+        self._share = pool_size / max(num_slots, 1)
+
+    @classmethod
+    def of(cls, pool: Pool, num_slots: int) -> Self:
+        """The recorded availability of a pool, from where its recordings begin."""
+        inside = (pool.num_up.times_s >= pool.start_s) & (pool.num_up.times_s <= pool.end_s)
+        times_s = pool.num_up.times_s[inside] - pool.start_s
+        return cls(times_s.tolist(), pool.num_up.values[inside].tolist(), pool.num_machines, num_slots)
+
+    def spans(self, slot: int) -> Iterator[tuple[bool, float]]:
+        rank = int(slot * self._share) if self._share < 1 else slot
+        while True:
+            for seconds, up in zip(self._spans_s, self._num_up, strict=False):
+                if seconds > 0:
+                    yield up > rank, seconds

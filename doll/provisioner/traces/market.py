@@ -1,0 +1,252 @@
+"""A spot market in a box: when each slot's spot machine can be had, when it is taken back, what machines cost. Pure.
+
+It replays a recorded pool (docs/traces.md) or the paper's two-state chain, `speed_up` times as fast as the wall clock.
+Everything is asked and answered in wall seconds since the market opened; prices are in USD per hour of the *wall*, the
+market's price times the speed-up. So a bill over wall time is the bill of the market time that went by: at speed-up
+20, a machine of 0.158 USD/h that runs for 3 minutes has run for one hour of the market and costs 0.158 USD.
+
+At the end of an up spell the owner gives notice and takes the machine `notice_s` later; a share of the spells ends
+without notice, as EC2's warning is a best effort too.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from doll.errors import ConfigError
+from doll.provisioner.planning.state import Bools
+from doll.provisioner.traces.model import Floats, Pool, Series, constant
+from doll.theory.cost import Prices
+
+_MARKOV = "chain"
+
+
+@dataclass(frozen=True)
+class Spell:
+    """A time in which a slot's spot machine is there, or is not.
+
+    Attributes:
+        number: 0, 1, ... of this slot; of both kinds.
+        start_s, end_s: wall seconds since the opening; `end_s` is infinite where it never ends.
+        taken_s: for an up spell when the machine goes: `end_s` and the notice; `end_s` where there is none.
+    """
+
+    number: int
+    up: bool
+    start_s: float
+    end_s: float
+    taken_s: float
+
+    @property
+    def surprise(self) -> bool:
+        """It ends without notice."""
+        return self.taken_s == self.end_s
+
+
+class SpotMarket:
+    """N slots, each with its own spells, in one market with one price.
+
+    Attributes:
+        name: of the pool, or of the chain.
+        speed_up: market seconds per wall second.
+        notice_s: wall seconds between the end of an up spell and that of its machine.
+        alpha: share of the time for which a slot's machine is there, as far as the source says.
+    """
+
+    def __init__(
+        self,
+        spans: Sequence[Iterator[tuple[bool, float]]],
+        prices: Series,
+        on_demand_usd_per_h: float,
+        *,
+        name: str,
+        alpha: float,
+        speed_up: float = 1.0,
+        notice_s: float = 2.0,
+        surprise: float = 0.0,
+        seed: int = 0,
+        offset_s: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            spans: of each slot, (up, market seconds) from the opening on, without end; see `simulation.preemption`.
+            prices: spot, USD per market hour over market seconds; repeated when it ends.
+            on_demand_usd_per_h: per market hour.
+            notice_s: wall seconds between notice and end; a worker cannot leave the faster for a faster market.
+            surprise: share of the up spells that end without notice.
+            offset_s: where in `prices` the market opens, market seconds after its first time.
+
+        Raises:
+            ConfigError: a number out of its range.
+        """
+        if not 0 < speed_up < math.inf or not 0 <= notice_s < math.inf or not 0 <= surprise <= 1:
+            raise ConfigError(
+                f"expected a speed-up above 0, a notice of 0 s or more and a share of surprises in [0, 1], got "
+                f"{speed_up}, {notice_s} and {surprise}"
+            )
+        self.name, self.alpha, self.speed_up = name, alpha, speed_up
+        self.notice_s = notice_s
+        self._spans = list(spans)
+        self._spells: list[list[Spell]] = [[] for _ in spans]
+        self._starts: list[list[float]] = [[] for _ in spans]
+        self._held: list[tuple[bool, float] | None] = [None] * len(self._spans)
+        self._prices, self._on_demand, self._offset_s = prices, on_demand_usd_per_h, offset_s
+        self._surprise, self._seed = surprise, seed
+
+    @classmethod
+    def chain(
+        cls, num_slots: int, prices: Prices, *, alpha: float, cycle_s: float, speed_up: float = 1.0,
+        notice_s: float = 2.0, surprise: float = 0.0, seed: int = 0,
+    ) -> Self:  # fmt: skip
+        """The paper's model: each slot up a share `alpha` of the time, up and down once in `cycle_s` market seconds.
+
+        Raises:
+            ConfigError: a number out of its range.
+        """
+        from doll.provisioner.traces.availability import Markov
+
+        # A generator for each slot: what one meets does not depend on when the others are asked for.
+        spans = [Markov(alpha, cycle_s, np.random.default_rng((seed, 1, n))).spans(n) for n in range(num_slots)]
+        return cls(
+            spans, constant(prices.spot_usd_per_h, 0.0, 1.0), prices.on_demand_usd_per_h, name=_MARKOV, alpha=alpha,
+            speed_up=speed_up, notice_s=notice_s, surprise=surprise, seed=seed,
+        )  # fmt: skip
+
+    @classmethod
+    def replay(
+        cls, pool: Pool, num_slots: int, *, length_s: float, speed_up: float = 1.0, notice_s: float = 2.0,
+        surprise: float = 0.0, seed: int = 0,
+    ) -> Self:  # fmt: skip
+        """A recorded pool from a random time on, its end followed by its beginning.
+
+        The share of its machines that are up is the share of slots that are, drawn as in a backtest.
+
+        Args:
+            length_s: wall seconds that shall fit between the opening and the recording's end, where it is long enough.
+
+        Raises:
+            ConfigError: a number out of its range.
+        """
+        from doll.provisioner.traces.windows import slots_up
+
+        rng = np.random.default_rng((seed, 2))
+        latest = max(pool.start_s, pool.end_s - length_s * speed_up)
+        start_s = float(rng.uniform(pool.start_s, latest)) if latest > pool.start_s else pool.start_s
+        inside = pool.num_up.times_s[(pool.num_up.times_s > pool.start_s) & (pool.num_up.times_s < pool.end_s)]
+        edges = np.unique(np.concatenate(([pool.start_s, start_s], inside, [pool.end_s])))
+        turned = np.roll(np.arange(len(edges) - 1), -int(np.searchsorted(edges, start_s)))
+        up = slots_up(pool, edges[turned], num_slots, rng)
+        seconds = np.diff(edges)[turned]
+        within = (pool.price.times_s > pool.start_s) & (pool.price.times_s < pool.end_s)
+        times_s = np.concatenate(([pool.start_s], pool.price.times_s[within], [pool.end_s]))
+        return cls(
+            [_again_and_again(up[:, n], seconds) for n in range(num_slots)],
+            Series(times_s, pool.price.at(times_s)), pool.on_demand_usd_per_hour, name=pool.name, alpha=pool.alpha,
+            speed_up=speed_up, notice_s=notice_s, surprise=surprise, seed=seed, offset_s=start_s - pool.start_s,
+        )  # fmt: skip
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._spans)
+
+    # --- machines
+
+    def spell(self, slot: int, at_s: float) -> Spell:
+        """The spell that holds at this time, 0 or later; a spell holds from its start to just before its end."""
+        spells, starts = self._spells[slot], self._starts[slot]
+        while not spells or spells[-1].end_s <= at_s:
+            spells.append(self._next(slot))
+            starts.append(spells[-1].start_s)
+        return spells[max(0, bisect_right(starts, at_s) - 1)]
+
+    def is_up(self, slot: int, at_s: float) -> bool:
+        """A spot machine can be had for this slot, or runs and has no notice."""
+        return self.spell(slot, at_s).up
+
+    def _next(self, slot: int) -> Spell:
+        spells = self._spells[slot]
+        start_s = spells[-1].end_s if spells else 0.0
+        up, seconds = self._held[slot] or next(self._spans[slot])
+        self._held[slot] = None
+        # Two spans of one kind are one spell; what does not end within a hundred thousand spans does not end.
+        for _ in range(100_000):
+            if math.isinf(seconds):
+                break
+            also_up, more_s = next(self._spans[slot])
+            if also_up != up:
+                self._held[slot] = also_up, more_s
+                break
+            seconds += more_s
+        else:
+            seconds = math.inf
+        number, end_s = len(spells), start_s + seconds / self.speed_up
+        taken_s = end_s
+        if up and np.random.default_rng((self._seed, 3, slot, number)).random() >= self._surprise:
+            taken_s += self.notice_s
+        return Spell(number, up, start_s, end_s, taken_s)
+
+    # --- prices, USD per wall hour
+
+    @property
+    def on_demand_usd_per_h(self) -> float:
+        return self._on_demand * self.speed_up
+
+    def spot_usd_per_h(self, at_s: float) -> float:
+        return float(self._prices.at(np.array([self._place(at_s)]))[0]) * self.speed_up
+
+    def prices(self, at_s: float) -> Prices:
+        return Prices(self.spot_usd_per_h(at_s), self.on_demand_usd_per_h)
+
+    def spot_changes_s(self, start_s: float, end_s: float) -> list[float]:
+        """When the spot price changes between these times, ascending."""
+        first, period = float(self._prices.times_s[0]), self._period_s
+        laps = range(int(self._lap(start_s)), int(self._lap(end_s)) + 1)
+        # The recording's last time is its end: the next lap's first price holds from there.
+        times = [(first_s - first + lap * period - self._offset_s) / self.speed_up
+                 for lap in laps for first_s in self._prices.times_s[:-1].tolist()]  # fmt: skip
+        return [time_s for time_s in times if start_s < time_s < end_s]
+
+    @property
+    def _period_s(self) -> float:
+        return float(self._prices.times_s[-1] - self._prices.times_s[0])
+
+    def _lap(self, at_s: float) -> float:
+        return (self._offset_s + at_s * self.speed_up) // self._period_s
+
+    def _place(self, at_s: float) -> float:
+        return float(self._prices.times_s[0]) + (self._offset_s + at_s * self.speed_up) % self._period_s
+
+
+class MarketClock:
+    """From Unix seconds to a market's own time, which stands still at 0 until the market is opened.
+
+    A job's own start (importing torch, joining) is no part of what is replayed: nobody is preempted or billed in it.
+    """
+
+    def __init__(self) -> None:
+        self.opened_s: float | None = None
+
+    def open(self, now_s: float) -> None:
+        """The market opens now; it may be repeated, and only the first time counts."""
+        if self.opened_s is None:
+            self.opened_s = now_s
+
+    def since(self, now_s: float) -> float:
+        """Wall seconds since the opening, 0 before."""
+        return 0.0 if self.opened_s is None else max(0.0, now_s - self.opened_s)
+
+
+def _again_and_again(up: Bools, seconds: Floats) -> Iterator[tuple[bool, float]]:
+    if up.all() or not up.any():
+        yield bool(up[0]), math.inf
+    changes = np.flatnonzero(np.diff(up.astype(np.int8))) + 1
+    merged = list(zip(up[np.concatenate(([0], changes))].tolist(),
+                      np.add.reduceat(seconds, np.concatenate(([0], changes))).tolist(), strict=True))  # fmt: skip
+    while True:
+        yield from merged

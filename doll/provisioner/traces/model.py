@@ -1,0 +1,277 @@
+"""Recorded prices and availability in one normal form: a folder of CSV files that anybody can write (docs/traces.md).
+
+    pools.csv         trace_set,pool,num_machines,on_demand_usd_per_hour[,spot_usd_per_hour]
+    prices.csv        pool,seconds,usd_per_hour      (a row holds until the pool's next row)
+    availability.csv  pool,seconds,num_up            (likewise; 0 .. num_machines)
+
+`read_folder` reads such a folder; `doll.provisioner.traces.recordings` finds it,
+and public data sets in their own formats.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.errors import ConfigError
+from doll.provisioner.traces.tables import MAX_NUMBER, number, rows
+
+Floats = npt.NDArray[np.float64]
+
+POOLS, PRICES, AVAILABILITY = "pools.csv", "prices.csv", "availability.csv"
+# Above all that a market has: what is beyond is damage, and would drown the sums.
+MAX_MACHINES, MAX_USD_PER_HOUR = 10_000_000, 1e6
+_POOL_COLUMNS = ("trace_set", "pool", "num_machines", "on_demand_usd_per_hour")
+
+
+@dataclass(frozen=True)
+class Series:
+    """A step function of time: `values[i]` holds from `times_s[i]` to `times_s[i + 1]`; the last time is its end."""
+
+    times_s: Floats
+    values: Floats
+
+    def __post_init__(self) -> None:
+        if len(self.times_s) < 2 or len(self.times_s) != len(self.values):
+            raise ConfigError(
+                f"expected two or more times with a value each, got {len(self.times_s)} and {len(self.values)}"
+            )
+        if not all((np.abs(numbers) <= MAX_NUMBER).all() for numbers in (self.times_s, self.values)):
+            raise ConfigError(f"expected times and values up to {MAX_NUMBER:g}, got NaN, infinite or larger ones")
+        if (np.diff(self.times_s) < 0).any():
+            raise ConfigError("expected times in ascending order")
+
+    def at(self, times_s: Floats) -> Floats:
+        """Values at these times; before the first time the first value, after the end the last."""
+        index = np.searchsorted(self.times_s, times_s, side="right") - 1
+        return np.asarray(self.values[np.clip(index, 0, len(self.values) - 1)], dtype=np.float64)
+
+    def mean(self, start_s: float, end_s: float) -> float:
+        """Mean over time."""
+        inner = self.times_s[(self.times_s > start_s) & (self.times_s < end_s)]
+        edges = np.concatenate([[start_s], inner, [end_s]])
+        return float(np.average(self.at(edges[:-1]), weights=np.diff(edges)))
+
+
+@dataclass(frozen=True)
+class Pool:
+    """One spot capacity pool (an instance type in a zone) over its recording.
+
+    Attributes:
+        name: of the pool, e.g. "us-east-1a c3.xlarge".
+        num_machines: how many were asked for while `num_up` was recorded.
+        on_demand_usd_per_hour: price of a machine that stays.
+        price: spot price, USD per machine and hour.
+        num_up: machines up or obtainable, 0 .. num_machines.
+    """
+
+    name: str
+    num_machines: int
+    on_demand_usd_per_hour: float
+    price: Series
+    num_up: Series
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_machines <= MAX_MACHINES or not 0 < self.on_demand_usd_per_hour <= MAX_USD_PER_HOUR:
+            raise ConfigError(
+                f"pool {self.name}: expected num_machines >= 1 and an on-demand price above 0, at most {MAX_MACHINES} "
+                f"and {MAX_USD_PER_HOUR:g}, got {self.num_machines:g} and {self.on_demand_usd_per_hour:g}"
+            )
+        if not 0 <= self.price.values.min() <= self.price.values.max() <= MAX_USD_PER_HOUR:
+            raise ConfigError(
+                f"pool {self.name}: expected prices of 0 or more, up to {MAX_USD_PER_HOUR:g}, got "
+                f"{self.price.values.min():g} .. {self.price.values.max():g}"
+            )
+        if self.num_up.values.min() < 0 or self.num_up.values.max() > self.num_machines:
+            raise ConfigError(
+                f"pool {self.name}: expected num_up of 0 .. {self.num_machines} (num_machines), got "
+                f"{self.num_up.values.min():g} .. {self.num_up.values.max():g}"
+            )
+        if self.length_s <= 0:
+            raise ConfigError(f"pool {self.name}: expected prices and availability that overlap in time")
+
+    @property
+    def start_s(self) -> float:
+        """When both recordings have begun."""
+        return float(max(self.price.times_s[0], self.num_up.times_s[0]))
+
+    @property
+    def end_s(self) -> float:
+        """When the first of them ends."""
+        return float(min(self.price.times_s[-1], self.num_up.times_s[-1]))
+
+    @property
+    def length_s(self) -> float:
+        return self.end_s - self.start_s
+
+    @property
+    def alpha(self) -> float:
+        """Share of the machines asked for that were up, over the whole recording."""
+        return self.num_up.mean(self.start_s, self.end_s) / self.num_machines
+
+    @property
+    def cycle_s(self) -> float:
+        """Mean up and down time of a machine together; the recording's length for each where none was taken away."""
+        inside = (self.num_up.times_s >= self.start_s) & (self.num_up.times_s <= self.end_s)
+        taken = -np.minimum(np.diff(self.num_up.values[inside]), 0.0).sum()
+        return self.length_s * self.num_machines / max(float(taken), 1.0)
+
+
+@dataclass(frozen=True)
+class TraceSet:
+    """Pools that belong together; results are given per set."""
+
+    name: str
+    pools: tuple[Pool, ...]
+
+
+def constant(value: float, start_s: float, end_s: float) -> Series:
+    """One value over the whole time."""
+    return Series(np.array([start_s, end_s], float), np.array([value, value], float))
+
+
+def up_at_bid(price: Series, num_machines: int, bid_usd_per_hour: float) -> Series:
+    """Auction rules (EC2 until 2017): machines are there while the price is at or below the bid."""
+    return Series(price.times_s, np.where(price.values <= bid_usd_per_hour, float(num_machines), 0.0))
+
+
+def read_folder(folder: Path) -> tuple[list[TraceSet], list[tuple[str, str]]]:
+    """The trace sets of a folder in normal form, and what was left out of it: (set, why).
+
+    A set with a pool that cannot be used is left out whole: without the pool it would be another market.
+
+    Raises:
+        ConfigError: a file or column is missing or damaged, or no set can be used.
+    """
+    pools_path = _named(folder, POOLS)
+    if pools_path is None:
+        raise ConfigError(f"{folder}: expected {POOLS}, see docs/traces.md")
+    prices = _read_series(_named(folder, PRICES), "usd_per_hour")
+    ups = _read_series(_named(folder, AVAILABILITY), "num_up")
+    sets: dict[str, list[Pool]] = {}
+    wrong: dict[str, str] = {}
+    names: set[str] = set()
+    for line, row in rows(pools_path, _POOL_COLUMNS):
+        name, group = row["pool"], row["trace_set"] or folder.name
+        sets.setdefault(group, [])
+        try:
+            where = f"{pools_path}: line {line}"
+            if name in names:
+                raise ConfigError(f"{where}: pool {name!r} is there twice")
+            names.add(name)
+            sets[group].append(_pool(name, row, prices, ups, where))
+        except ConfigError as error:
+            wrong.setdefault(group, str(error))
+    left_out = [(f"trace set {group!r}", why) for group, why in wrong.items()]
+    for path, series in ((PRICES, prices), (AVAILABILITY, ups)):
+        left_out += [
+            (f"pool {name!r}", f"it has rows in {path}, and is not in {POOLS}") for name in sorted(set(series) - names)
+        ]
+    if not sets:
+        raise ConfigError(f"{pools_path}: expected one pool per line, got none")
+    found = [TraceSet(name, tuple(pools)) for name, pools in sets.items() if name not in wrong]
+    if not found:
+        raise ConfigError("; ".join(wrong.values()))
+    return found, left_out
+
+
+def _pool(
+    name: str, row: Mapping[str, str], prices: Mapping[str, Recorded], ups: Mapping[str, Recorded], where: str
+) -> Pool:
+    num_machines = number(row, "num_machines", where)
+    on_demand = number(row, "on_demand_usd_per_hour", where)
+    price, num_up = _usable(prices.get(name)), _usable(ups.get(name))
+    if price is None and num_up is None:
+        raise ConfigError(f"{where}: pool {name!r} has rows neither in {PRICES} nor in {AVAILABILITY}")
+    if price is None:
+        assert num_up is not None
+        if not (row.get("spot_usd_per_hour") or "").strip():
+            raise ConfigError(f"{where}: pool {name!r} has no rows in {PRICES}: expected spot_usd_per_hour here")
+        spot = number(row, "spot_usd_per_hour", where)
+        price = constant(spot, float(num_up.times_s[0]), float(num_up.times_s[-1]))
+    if num_machines != int(num_machines):
+        raise ConfigError(f"{where}: expected a whole number of machines, got {num_machines}")
+    if num_up is None:
+        num_up = up_at_bid(price, int(num_machines), on_demand)
+    try:
+        return Pool(name, int(num_machines), on_demand, price, num_up)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+Recorded = Series | ConfigError
+"""The rows of one pool, or what is wrong with them."""
+
+
+def _usable(found: Recorded | None) -> Series | None:
+    if isinstance(found, ConfigError):
+        raise found
+    return found
+
+
+def write_folder(sets: Iterable[TraceSet], folder: Path) -> None:
+    """Write trace sets in normal form; `read_folder` gives the same back. Pools of one name get their set's name too.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    pools = [(trace_set.name, pool) for trace_set in sets for pool in trace_set.pools]
+    count = Counter(pool.name for _, pool in pools)  # a name may be there once in the file
+    pools = [
+        (name, pool if count[pool.name] == 1 else replace(pool, name=f"{pool.name} ({name})")) for name, pool in pools
+    ]
+    _write(
+        folder / POOLS,
+        _POOL_COLUMNS,
+        ((name, pool.name, pool.num_machines, repr(pool.on_demand_usd_per_hour)) for name, pool in pools),
+    )
+    _write(folder / PRICES, ("pool", "seconds", "usd_per_hour"), _steps((pool.name, pool.price) for _, pool in pools))
+    _write(folder / AVAILABILITY, ("pool", "seconds", "num_up"), _steps((pool.name, pool.num_up) for _, pool in pools))
+
+
+def _steps(named: Iterable[tuple[str, Series]]) -> Iterator[tuple[object, ...]]:
+    for name, series in named:
+        for time_s, value in zip(series.times_s.tolist(), series.values.tolist(), strict=True):
+            yield name, f"{time_s:.12g}", f"{value:.12g}"
+
+
+def _write(path: Path, header: Sequence[str], lines: Iterable[Sequence[object]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(header)
+        writer.writerows(lines)
+
+
+def _named(folder: Path, name: str) -> Path | None:
+    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+
+
+def _read_series(path: Path | None, column: str) -> dict[str, Recorded]:
+    if path is None:
+        return {}
+    times: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
+    found: dict[str, Recorded] = {}
+    for line, row in rows(path, ("pool", "seconds", column)):
+        where, name = f"{path}: line {line}", row["pool"]
+        try:
+            time_s, value = number(row, "seconds", where), number(row, column, where)
+        except ConfigError as error:
+            found.setdefault(name, error)
+            continue
+        times.setdefault(name, []).append(time_s)
+        values.setdefault(name, []).append(value)
+    for name, pool_times in times.items():
+        if name not in found:
+            try:
+                found[name] = Series(np.array(pool_times), np.array(values[name]))
+            except ConfigError as error:
+                found[name] = ConfigError(f"{path}: pool {name!r}: {error}")
+    return found

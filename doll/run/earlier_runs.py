@@ -1,0 +1,86 @@
+"""What `doll up` asks a broker that is not its own before it starts anything: is the job's name free there?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from doll.errors import ConfigError, FencedError
+from doll.run.folder import STACK, read_json
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+_REACHABLE_S: Final = 5.0
+
+
+def check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:
+    """Return if a new run of the job may begin on the broker that the job file or the environment names, if any.
+
+    Raises:
+        ConfigError: it holds an earlier run; with `fresh`: that run is still going, or its checkpoints are in the way.
+        CheckpointError: the checkpoint store cannot be read.
+        ServiceUnavailableError: Kafka does not answer any more.
+    """
+    from doll.ledger.admission import admit, read, refuse_earlier_run
+    from doll.ps.standby import Lookout
+    from doll.services import Services, kafka_address, kafka_problem
+    from doll.storage.stores import checkpoint_place, open_store
+
+    address = kafka_address(config)
+    services = Services(address or "", "")
+    if address is None or kafka_problem(config, services, _REACHABLE_S) is not None:
+        return  # the search for services says so, or takes another broker
+    given = config.checkpoint.folder is not None  # else the folder of the new run holds none
+    store, place = open_store(config, runs_folder), checkpoint_place(config, runs_folder)
+    held = store.versions() if given else []
+    if held and not fresh:
+        admit(config, services, store, place, 0)  # the run goes on with them
+        return
+    if held:
+        raise ConfigError(
+            f"--fresh: {place} holds {len(held)} checkpoints of job {config.job}: expected none; give another "
+            "checkpoint.folder, move them away, or go on from them without --fresh"
+        )
+    seen = read(config, services)
+    if not fresh:
+        resume = _newest_run(runs_folder, config.job, address)
+        refuse_earlier_run(
+            config, services, seen, 0, place if given else "the folder of a new run", resume=resume or "RUN"
+        )
+    elif seen.newest_epoch and not seen.finished:
+        try:
+            with Lookout(config, services) as lookout:
+                lookout.require_silence(lambda: False)
+        except FencedError as exc:
+            raise ConfigError(
+                f"--fresh: the earlier run of job {config.job} on Kafka at {address} is still going ({seen}): end it "
+                f"first, or take another name (--set job={config.job}-2)"
+            ) from exc
+
+
+def _newest_run(runs_folder: Path, job: str, kafka: str) -> str:
+    """The newest run of this job on this broker with checkpoints; "" where there is none."""
+    for path in sorted(runs_folder.glob(f"{job}-*/{STACK}"), key=lambda path: path.stat().st_mtime, reverse=True):
+        run = path.parent
+        if _noted_kafka(path) == kafka and (run / "job.yaml").is_file() and _is_of(run, job):
+            return str(run)
+    return ""
+
+
+def _noted_kafka(path: Path) -> str:
+    try:
+        return str(read_json(path).get("kafka", ""))
+    except (ConfigError, AttributeError):
+        return ""
+
+
+def _is_of(run: Path, job: str) -> bool:
+    from doll.config import load
+    from doll.storage.stores import open_store
+
+    try:
+        config = load(run / "job.yaml")
+        return config.job == job and bool(open_store(config, run).versions())
+    except Exception:  # whatever is wrong with a folder that merely has such a name
+        return False

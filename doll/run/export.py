@@ -1,0 +1,72 @@
+"""The trained model as files that need no DOLL to be read: `model.safetensors` and `model.json`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import doll
+from doll.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+_HOW_TO_LOAD = """\
+from pathlib import Path
+from safetensors.torch import load_file
+from doll.config import load
+from doll.task import load_task
+model = load_task(load(Path("job.yaml"))).build_model()  # the job file, of the run folder or your own
+model.load_state_dict(load_file("model.safetensors"))
+model.eval()
+"""
+
+
+def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[str, Any]:
+    """Write the newest checkpoint's model to `out_folder`; what `model.json` says.
+
+    The tensors have the names of the module's `state_dict()`.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it belongs to another job or model.
+        ConfigError: the task cannot be loaded.
+        OSError: the folder cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    from doll.evaluation.stored_weights import newest_weights
+    from doll.model import build
+    from doll.storage.stores import checkpoint_place
+    from doll.task import load_task
+
+    model = build(config, load_task(config))
+    stored = newest_weights(config, run_folder, model)
+    if stored is None:
+        raise CheckpointError(
+            f"no checkpoint in {checkpoint_place(config, run_folder)}: nothing has been learned yet, or the job's "
+            "checkpoint.folder or --run-folder is another one"
+        )
+    model.take(stored.weights)
+    # Copies: safetensors refuses tensors that share memory, and all parameters are views of one vector.
+    tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.module.state_dict().items()}
+    about = {
+        "job": config.job,
+        "version": stored.version,
+        "ps_epoch": stored.ps_epoch,
+        "task": {"class": config.task.cls, "args": config.task.args},
+        "parameters": model.num_parameters,
+        "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
+        "fingerprint": stored.fingerprint,
+        "file": "model.safetensors",
+        "how_to_load": _HOW_TO_LOAD.splitlines(),
+        "doll_version": doll.__version__,
+    }
+    out_folder.mkdir(parents=True, exist_ok=True)
+    beside = out_folder / f"model.safetensors.{os.getpid()}.tmp"
+    save_file(tensors, beside, metadata={"job": config.job, "version": str(stored.version)})
+    beside.chmod(0o644)  # safetensors makes it readable for its owner alone
+    os.replace(beside, out_folder / "model.safetensors")
+    (out_folder / "model.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    return about

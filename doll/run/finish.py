@@ -1,0 +1,112 @@
+"""The end of a run: audit, model, plots, report, whatever state the run is in."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from doll.errors import AuditError, DollError, ServiceUnavailableError
+from doll.monitor.run_report import Outcome, build_report
+from doll.run.folder import RunFolder, write_json
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.ledger.report import LedgerReport
+    from doll.local.forks import ForkServer
+    from doll.monitor.display import View
+    from doll.monitor.progress import ProgressModel
+    from doll.services import Services
+
+EXPORT_S = 60.0
+
+
+def close(
+    config: JobConfig,
+    run: RunFolder,
+    model: ProgressModel,
+    outcome: Outcome,
+    view: View,
+    forks: ForkServer,
+    services: Services,
+) -> dict[str, Any]:
+    """Audit, export, plot and report; one that fails keeps none of the others from being done.
+
+    `outcome` is completed: files, notes, and an exit code where all had gone well until here.
+
+    Returns:
+        What `report.json` says.
+    """
+    from doll.monitor.csv_file import CsvFile
+    from doll.monitor.plots import draw
+
+    problems: list[str] = []
+    ledger: LedgerReport | None = None
+    with _noted(problems, "audit"):
+        view.say("auditing the ledger")
+        ledger = _audit(config, run, services)
+        outcome.files["ledger"] = shown(run.path / "audit.json")
+    if ledger is not None and not ledger.ok and outcome.exit_code == 0:
+        outcome.exit_code = AuditError.exit_code
+    with _noted(problems, "export"):
+        view.say("exporting the model")
+        _export(run, forks)
+        outcome.files["model"] = shown(run.model / "model.safetensors")
+    with _noted(problems, "plot"):
+        view.say("drawing the plots")
+        CsvFile(run.path / "updates.csv", model.history.updates).sync()
+        if not config.evaluation.enabled or not (run.path / "evaluations.csv").exists():
+            CsvFile(run.path / "evaluations.csv", model.history.evaluations).sync()
+        rate = model.rate_predicted()
+        draw(model.history, run.plot, job=config.job, predicted_rate=rate, target_accuracy=config.stop.accuracy)
+        outcome.files["plots"] = shown(run.plot)
+    outcome.files |= {
+        "updates": shown(run.path / "updates.csv"),
+        "evaluations": shown(run.path / "evaluations.csv"),
+        "logs": shown(run.logs),
+        "report": shown(run.report),
+    }
+    outcome.notes += tuple(problems)
+    if problems and outcome.exit_code == 0:
+        outcome.exit_code, outcome.error = 1, problems[0]
+    report = build_report(model, outcome, ledger)
+    write_json(run.report, report)
+    return report
+
+
+def _audit(config: JobConfig, run: RunFolder, services: Services) -> LedgerReport:
+    from doll.ledger.audit import audit
+    from doll.storage.stores import open_store
+
+    ledger = audit(config, services, open_store(config, run.path))
+    write_json(run.path / "audit.json", ledger.to_dict())
+    return ledger
+
+
+def _export(run: RunFolder, forks: ForkServer) -> None:
+    from doll.local.processes import exit_text, tail
+
+    log_path = run.logs / "export.log"
+    arguments = [str(run.job), str(run.path), str(run.model)]
+    role = forks.start_role("doll.run.roles:export_role", arguments, log_path=log_path, name="export")
+    code = role.wait(EXPORT_S)
+    if code != 0:
+        role.kill()
+        how = "no end" if code is None else exit_text(code)
+        raise ServiceUnavailableError(f"{how}: {tail(log_path, 1)}")
+
+
+@contextlib.contextmanager
+def _noted(problems: list[str], what: str) -> Iterator[None]:
+    try:
+        yield
+    except (DollError, OSError) as error:
+        problems.append(f"{what} failed: {error}")
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be said from here."""
+    with contextlib.suppress(ValueError):
+        return str(path.relative_to(Path.cwd()))
+    return str(path)

@@ -1,0 +1,112 @@
+"""Entry points of the processes of a job. Arguments are plain strings and numbers: they cross a process border."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, ParamSpec
+
+from doll.errors import DollError
+from doll.services import BLOBS_ENV, Services
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+P = ParamSpec("P")
+
+
+def _role(entry: Callable[P, int]) -> Callable[P, int]:
+    """An entry point that ends with the exit code of its `DollError`: 2 tells the supervisor not to try again."""
+
+    @functools.wraps(entry)
+    def run(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return entry(*args, **kwargs)
+        except DollError as error:
+            traceback.print_exc()
+            sys.stderr.write(f"doll: {error}\n")
+            return error.exit_code
+
+    return run
+
+
+@_role
+def ps_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
+    """The parameter server. Whoever starts this knows that none runs, or that this one shall replace it."""
+    _log_as("ps")
+    from doll.ps.main import run_ps
+
+    return run_ps(_load(job_path), _services(kafka, redis), Path(run_folder), above=_above())
+
+
+@_role
+def ps_standby_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
+    """A parameter server in waiting."""
+    _log_as("ps-standby")
+    from doll.ps.main import run_ps
+
+    return run_ps(_load(job_path), _services(kafka, redis), Path(run_folder), standby=True, above=_above())
+
+
+@_role
+def worker_role(job_path: str, kafka: str, redis: str, run_folder: str, worker: int) -> int:
+    """Worker number `worker`."""
+    _log_as(f"worker-{worker}")
+    from doll.consumers.main import run_worker
+
+    return run_worker(_load(job_path), _services(kafka, redis), worker, Path(run_folder))
+
+
+@_role
+def evaluator_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
+    """The evaluator."""
+    _log_as("evaluator")
+    from doll.evaluation.main import run_evaluator
+
+    return run_evaluator(_load(job_path), _services(kafka, redis), Path(run_folder), above=_above())
+
+
+@_role
+def producer_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
+    """The producer of the job's own source."""
+    _log_as("producer")
+    from doll.producers.main import run_producer
+
+    return run_producer(_load(job_path), _services(kafka, redis), Path(run_folder))
+
+
+@_role
+def export_role(job_path: str, run_folder: str, out_folder: str) -> int:
+    """Writes the newest checkpoint as a model, in a process that has torch loaded already."""
+    _log_as("export")
+    from doll.run.export import export_model
+
+    export_model(_load(job_path), Path(run_folder), Path(out_folder))
+    return 0
+
+
+def _above() -> int:
+    """Epochs up to this one are of earlier runs, as whoever started this process has seen."""
+    from doll.ledger.admission import ABOVE_ENV
+
+    return int(os.environ.get(ABOVE_ENV) or 0)
+
+
+def _services(kafka: str, redis: str) -> Services:
+    return Services(kafka, redis, os.environ.get(BLOBS_ENV, ""))
+
+
+def _load(job_path: str) -> JobConfig:
+    from doll.config import load
+
+    return load(Path(job_path))
+
+
+def _log_as(process: str) -> None:
+    from doll import telemetry
+
+    telemetry.configure(process=process)

@@ -1,0 +1,197 @@
+"""Checkpoints as files in one folder of a local or shared file system.
+
+`checkpoint-<ps_epoch>-<version>.doll` is a checkpoint, `epoch-<n>.claim` says that PS epoch n is taken (claims are
+never deleted: no epoch is given twice), `.lock` orders claims and saves: once a claim returns, no lower epoch's
+checkpoint can appear any more.
+
+Order of effects of `save`: 1. write and fsync a temporary file; 2. take the lock; 3. seek a higher epoch; 4. rename;
+5. fsync the folder; 6. drop the lock; 7. delete old checkpoints. A crash before 4 leaves a temporary file that a later
+epoch's save removes; after 4, the checkpoint is there, whole; after 5, also through a power cut.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from doll import telemetry
+from doll.errors import CheckpointError
+from doll.process.fault_points import fault_point
+from doll.storage.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
+    check_owner,
+    checkpoint_name,
+    checkpoints_among,
+    encode_checkpoint,
+    load_newest_whole,
+    refuse_if_superseded,
+)
+
+log = telemetry.get_logger(__name__)
+
+LOCK_TIMEOUT_S: Final = 10.0
+_CLAIM: Final = re.compile(r"epoch-(\d+)\.claim")
+_TEMPORARY: Final = re.compile(r"checkpoint-(\d{8,})-\d{10,}\.doll\.\d+\.tmp")
+
+
+class FileStore:
+    """`CheckpointStore` in `folder`, which is made when it is first written to.
+
+    Args:
+        keep: newest checkpoints that are kept, at least 2, so that a damaged one has a predecessor.
+        lock_timeout_s: how long another process may hold the folder's lock, which it needs for milliseconds.
+    """
+
+    def __init__(self, folder: Path, job: str, *, keep: int = 3, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
+        if keep < 2:
+            raise ValueError(f"expected keep >= 2, got {keep}")
+        self.folder = folder
+        self._job = job
+        self._keep = keep
+        self._lock_timeout_s = lock_timeout_s
+
+    def claim_epoch(self, above: int = 0) -> int:
+        """A ps_epoch that is the caller's own; every lower one is fenced from here on."""
+        with self._translated("claim an epoch in"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                while True:
+                    epoch = max(self.newest_epoch(), above) + 1
+                    try:
+                        # O_EXCL decides even where the file system has no locks.
+                        file = os.open(
+                            self.folder / f"epoch-{epoch}.claim", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644
+                        )
+                    except FileExistsError:
+                        continue
+                    os.fsync(file)
+                    os.close(file)
+                    _fsync_folder(self.folder)
+                    return epoch
+
+    def newest_epoch(self) -> int:
+        """The highest ps_epoch claimed or saved, 0 where there is none."""
+        epochs = [epoch for epoch, _ in self.versions()]
+        epochs += [int(match[1]) for name in self._names() if (match := _CLAIM.fullmatch(name))]
+        return max(epochs, default=0)
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Store `checkpoint`, whole or not at all; durable on return.
+
+        Raises:
+            FencedError: a higher epoch has been claimed. Nothing is stored.
+            CheckpointError: another job's, a version below one that this epoch has saved, or the folder cannot be
+                written.
+        """
+        check_owner(checkpoint, job=self._job, fingerprint=None, where=str(self.folder))
+        path = self._path(checkpoint.ps_epoch, checkpoint.version)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        with self._translated("save a checkpoint in"):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self._refuse_if_superseded(checkpoint)  # before the work, and once more when nobody can claim
+                with temporary.open("wb") as file:
+                    for part in encode_checkpoint(checkpoint):
+                        file.write(part)
+                        fault_point("ps.mid_checkpoint", file.flush)
+                    file.flush()
+                    os.fsync(file.fileno())
+                with self._locked():
+                    self._refuse_if_superseded(checkpoint)
+                    temporary.replace(path)
+                    _fsync_folder(self.folder)
+            finally:
+                temporary.unlink(missing_ok=True)
+            self._delete_old(checkpoint.ps_epoch)
+
+    def load_newest(self, fingerprint: str | None) -> Checkpoint | None:
+        """The newest checkpoint that is whole; None where there is none at all.
+
+        Raises:
+            CheckpointError: it belongs to another job or fingerprint, none of them is whole, or they cannot be read.
+        """
+        return load_newest_whole(
+            self.versions, self._read, job=self._job, fingerprint=fingerprint, where=str(self.folder)
+        )
+
+    def _read(self, epoch: int, version: int) -> bytes:
+        with self._translated("read a checkpoint in", but=FileNotFoundError):
+            return self._path(epoch, version).read_bytes()
+
+    def versions(self) -> list[tuple[int, int]]:
+        """(ps_epoch, version) of each checkpoint held, oldest first."""
+        return checkpoints_among(self._names())
+
+    def _path(self, epoch: int, version: int) -> Path:
+        return self.folder / checkpoint_name(epoch, version)
+
+    def _names(self) -> list[str]:
+        with self._translated("look into"):
+            try:
+                return os.listdir(self.folder)
+            except FileNotFoundError:
+                return []
+
+    def _refuse_if_superseded(self, checkpoint: Checkpoint) -> None:
+        refuse_if_superseded(checkpoint, self.newest_epoch(), self.versions(), str(self.folder))
+
+    def _delete_old(self, epoch: int) -> None:
+        """Delete all but the newest `keep`, the last of which was just written, and what crashed servers left."""
+        doomed = [self._path(*found) for found in self.versions()[: -self._keep]]
+        doomed += [
+            self.folder / name
+            for name in self._names()
+            if (match := _TEMPORARY.fullmatch(name)) and int(match[1]) < epoch
+        ]
+        for path in doomed:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as exc:  # the checkpoint is safe; a full folder is tomorrow's trouble
+                log.warning("checkpoint_not_deleted", file=path.name, error=str(exc))
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        file = os.open(self.folder / ".lock", os.O_CREAT | os.O_RDWR, 0o644)
+        try:
+            deadline_s = time.monotonic() + self._lock_timeout_s
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError as exc:
+                    if time.monotonic() > deadline_s:
+                        raise CheckpointError(
+                            f"another process has held {self.folder / '.lock'} for {self._lock_timeout_s:g} s: is a "
+                            "parameter server suspended? End it, then start again"
+                        ) from exc
+                    time.sleep(0.01)
+            yield
+        finally:
+            os.close(file)  # which drops the lock, as does the end of the process
+
+    @contextmanager
+    def _translated(self, what: str, *, but: type[OSError] | tuple[()] = ()) -> Iterator[None]:
+        try:
+            yield
+        except but:
+            raise
+        except OSError as exc:
+            raise CheckpointError(f"cannot {what} {self.folder}: {exc.strerror or exc}") from exc
+
+
+def _fsync_folder(folder: Path) -> None:
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+_: type[CheckpointStore] = FileStore

@@ -1,0 +1,237 @@
+"""Checkpoints as objects under one prefix of an S3 bucket, for parameter servers that share no file system.
+
+`checkpoint-<ps_epoch>-<version>.doll` is a checkpoint; `epoch-<n>.claim` says that PS epoch n is taken (claims are
+never deleted: no epoch is given twice); `epoch-<n>.after-<ps_epoch>-<version>` says what epoch n began from. S3 has no
+lock, so the last of these draws the line: of the epochs below n only what it names, and what is older, counts.
+
+Order of effects of `claim_epoch`: 1. put the claim, on condition that it is not there; 2. list; 3. put what it begins
+from. Of `save`: 1. list, and seek a higher claim; 2. put the checkpoint, on the same condition; 3. list again; 4.
+delete old ones. A checkpoint is durable after 3 only: one whose server finds a higher claim there may or may not have
+been seen by that claim's 2, but its batches have not been acknowledged, so either is right. It stays where it is: the
+claim may have begun from it, or it was durable before and this was a repeated save. The next save of a later epoch
+deletes it if it does not count. A crash between any two leaves an object that does not count, or counts and is whole:
+S3 stores an object whole or not at all, and a list shows all that has been stored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from doll import telemetry
+from doll.errors import CheckpointError
+from doll.storage.checkpoints import (
+    Checkpoint,
+    CheckpointStore,
+    check_owner,
+    checkpoint_name,
+    checkpoints_among,
+    encode_checkpoint,
+    load_newest_whole,
+    refuse_if_superseded,
+)
+
+if TYPE_CHECKING:
+    from botocore.exceptions import ClientError
+
+log = telemetry.get_logger(__name__)
+
+_CONNECT_S: Final = 5.0
+_READ_S: Final = 30.0
+_ATTEMPTS: Final = 5
+_CLAIMS: Final = 1000
+_CLAIM: Final = re.compile(r"epoch-(\d+)\.claim")
+_AFTER: Final = re.compile(r"epoch-(\d+)\.after-(\d+)-(\d+)")
+_URL: Final = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*))?")
+_THERE: Final = ("PreconditionFailed", "ConditionalRequestConflict")
+_MISSING: Final = ("NoSuchKey", "404")
+
+
+class _Listing(NamedTuple):
+    """What is under the prefix at one moment: all checkpoints, and the line that the newest epoch has drawn."""
+
+    checkpoints: list[tuple[int, int]]
+    newest_epoch: int
+    line_epoch: int
+    line: tuple[int, int]
+
+    def counts(self, key: tuple[int, int]) -> bool:
+        """Whether a checkpoint was there when the newest epoch began, or is that epoch's own."""
+        return key[0] >= self.line_epoch or key <= self.line
+
+    def versions(self) -> list[tuple[int, int]]:
+        return [key for key in self.checkpoints if self.counts(key)]
+
+
+class S3Store:
+    """`CheckpointStore` under `s3://bucket/prefix`. Credentials, region and endpoint are found as boto3 finds them.
+
+    The user needs s3:ListBucket on the bucket and s3:GetObject, s3:PutObject and s3:DeleteObject under the prefix. No
+    request is sent before the first call.
+
+    Args:
+        keep: newest checkpoints that are kept, at least 2, so that a damaged one has a predecessor.
+
+    Raises:
+        CheckpointError: the URL is none, or boto3 lacks what it needs to make a client.
+    """
+
+    def __init__(self, url: str, job: str, *, keep: int = 3) -> None:
+        if keep < 2:
+            raise ValueError(f"expected keep >= 2, got {keep}")
+        match = _URL.fullmatch(url)
+        if match is None:
+            raise CheckpointError(f"expected s3://bucket/prefix, got {url!r}")
+        prefix = (match[2] or "").strip("/")
+        self.url = url.rstrip("/")
+        self._bucket = match[1]
+        self._prefix = f"{prefix}/" if prefix else ""
+        self._job = job
+        self._keep = keep
+        with self._translated("reach"):
+            self._client = _client()
+
+    def claim_epoch(self, above: int = 0) -> int:
+        """A ps_epoch that is the caller's own; every lower one is fenced from here on."""
+        with self._translated("claim an epoch in"):
+            first = max(self._list().newest_epoch, above) + 1
+            for epoch in range(first, first + _CLAIMS):
+                if self._put_new(f"epoch-{epoch:08d}.claim", b""):
+                    break
+            else:
+                raise CheckpointError(f"{_CLAIMS} epochs of {self.url} were taken while this one was claimed")
+            if self._put_new(f"epoch-{epoch:08d}.claim", b""):
+                raise CheckpointError(
+                    f"{self.url}: this store ignores `If-None-Match: *`, so two parameter servers could write to it at "
+                    "once: expected S3, or a store that knows conditional writes"
+                )
+            newest = max(self._list().versions(), default=(0, 0))
+            self._put(f"epoch-{epoch:08d}.after-{newest[0]:08d}-{newest[1]:010d}", b"")
+            return epoch
+
+    def newest_epoch(self) -> int:
+        """The highest ps_epoch claimed or saved, 0 where there is none."""
+        with self._translated("look into"):
+            return self._list().newest_epoch
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Store `checkpoint`, whole or not at all; durable on return.
+
+        Raises:
+            FencedError: a higher epoch has been claimed. What may be stored counts only if that claim has seen it.
+            CheckpointError: another job's, a version below one that this epoch has saved, or S3 does not take it.
+        """
+        check_owner(checkpoint, job=self._job, fingerprint=None, where=self.url)
+        name = checkpoint_name(checkpoint.ps_epoch, checkpoint.version)
+        with self._translated("save a checkpoint in"):
+            self._refuse_if_superseded(checkpoint, self._list())
+            data = b"".join(encode_checkpoint(checkpoint))
+            if not self._put_new(name, data) and self._get(name) != data:
+                self._put(name, data)  # saved before, and damaged since or of an older state
+            listing = self._list()
+            # What is stored now is not taken back where a higher claim is found: that claim may begin from it.
+            self._refuse_if_superseded(checkpoint, listing)
+            kept = listing.versions()[-self._keep :]
+            self._delete([key for key in listing.checkpoints if key not in kept])
+
+    def load_newest(self, fingerprint: str | None) -> Checkpoint | None:
+        """The newest checkpoint that is whole; None where there is none at all.
+
+        Raises:
+            CheckpointError: it belongs to another job or fingerprint, none of them is whole, or they cannot be read.
+        """
+        return load_newest_whole(self.versions, self._read, job=self._job, fingerprint=fingerprint, where=self.url)
+
+    def _read(self, epoch: int, version: int) -> bytes:
+        name = checkpoint_name(epoch, version)
+        with self._translated("read a checkpoint in"):
+            data = self._get(name)
+        if data is None:
+            raise FileNotFoundError(name)
+        return data
+
+    def versions(self) -> list[tuple[int, int]]:
+        """(ps_epoch, version) of each checkpoint held, oldest first."""
+        with self._translated("look into"):
+            return self._list().versions()
+
+    def _refuse_if_superseded(self, checkpoint: Checkpoint, listing: _Listing) -> None:
+        refuse_if_superseded(checkpoint, listing.newest_epoch, listing.checkpoints, self.url)
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _list(self) -> _Listing:
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix)
+        names = [item["Key"][len(self._prefix) :] for page in pages for item in page.get("Contents", ())]
+        checkpoints = checkpoints_among(names)
+        claims = [int(m[1]) for name in names if (m := _CLAIM.fullmatch(name))]
+        lines = [(int(m[1]), (int(m[2]), int(m[3]))) for name in names if (m := _AFTER.fullmatch(name))]
+        line_epoch, line = max(lines, default=(0, (0, 0)))
+        return _Listing(checkpoints, max([0, *claims, *(epoch for epoch, _ in checkpoints)]), line_epoch, line)
+
+    def _put_new(self, name: str, data: bytes) -> bool:
+        """Whether the object was not there and now is. After a reply that was lost, the retry says that it was."""
+        from botocore.exceptions import ClientError
+
+        try:
+            self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data, IfNoneMatch="*")
+        except ClientError as exc:
+            if _code(exc) in _THERE:
+                return False
+            raise
+        return True
+
+    def _put(self, name: str, data: bytes) -> None:
+        self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data)
+
+    def _get(self, name: str) -> bytes | None:
+        from botocore.exceptions import ClientError
+
+        try:
+            body = self._client.get_object(Bucket=self._bucket, Key=self._prefix + name)["Body"]
+            with body:
+                data: bytes = body.read()
+                return data
+        except ClientError as exc:
+            if _code(exc) in _MISSING:
+                return None
+            raise
+
+    def _delete(self, keys: list[tuple[int, int]]) -> None:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        for key in keys:
+            try:
+                self._client.delete_object(Bucket=self._bucket, Key=self._prefix + checkpoint_name(*key))
+            except (BotoCoreError, ClientError) as exc:  # the checkpoint is safe; what is old only costs money
+                log.warning("checkpoint_not_deleted", file=checkpoint_name(*key), error=str(exc))
+
+    @contextmanager
+    def _translated(self, what: str) -> Iterator[None]:
+        """boto3's errors in words: they name the operation and S3's reason, and hold no secret."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except (BotoCoreError, ClientError) as exc:
+            raise CheckpointError(f"cannot {what} {self.url}: {exc}") from exc
+
+
+def _client() -> Any:
+    import boto3
+    from botocore.config import Config
+
+    retries: Any = {"mode": "standard", "total_max_attempts": _ATTEMPTS}
+    # A session of our own: boto3's default one is not to be made by two threads at once.
+    return boto3.session.Session().client(
+        "s3", config=Config(connect_timeout=_CONNECT_S, read_timeout=_READ_S, retries=retries)
+    )
+
+
+def _code(exc: ClientError) -> str:
+    return str(exc.response.get("Error", {}).get("Code", ""))
+
+
+_: type[CheckpointStore] = S3Store

@@ -1,0 +1,378 @@
+"""A world for each fleet adapter, so that one contract suite can play with all of them.
+
+To add a fleet: write a `Rig` and enter it in `RIGS`. What its world cannot do it leaves out of `can`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doll.local.forks import ForkServer
+from doll.local.supervisor import RoleSpec
+from doll.provisioner.fleets.compose import ComposeFleet
+from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
+from doll.provisioner.fleets.ec2.notices import Ec2Notices
+from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
+from doll.provisioner.fleets.port import Fleet, Instance
+from doll.provisioner.fleets.processes import Machine, ProcessFleet
+from doll.provisioner.traces.market import MarketClock, Spell, SpotMarket
+from doll.provisioner.traces.model import constant
+from fake_docker import DAEMON, stamp
+from moto_overlay import REGION, MotoMarket, client, moto_market
+from paths import SUPPORT
+from waiting import until
+
+NOTICE_S = 120.0
+
+
+class Rig:
+    """One fleet and its world.
+
+    Attributes:
+        can: of "dry" (a market can run dry), "interrupt", "throttle", "lose_answer", "boot", "pools" (more than one),
+            "away" (its owner may not answer).
+        fleet: made anew by `crash`.
+    """
+
+    can: frozenset[str] = frozenset()
+    fleet: Fleet
+
+    def advance(self, seconds: float) -> None:
+        raise NotImplementedError
+
+    def crash(self) -> None:
+        """The provisioner dies and starts again: all that `fleet` had in memory is gone."""
+        raise NotImplementedError
+
+    def go_away(self) -> None:
+        """The next call of the fleet's owner is not answered."""
+        raise NotImplementedError
+
+    def break_down(self, id_: str) -> None:
+        """The machine ends by itself."""
+        raise NotImplementedError
+
+    def strangers(self) -> Fleet:
+        """The fleet of another cluster with the same owner."""
+        raise NotImplementedError
+
+    def run_dry(self, market: str) -> None:
+        raise NotImplementedError
+
+    def throttle(self) -> None:
+        """The next launch is refused because there were too many calls."""
+        raise NotImplementedError
+
+    def lose_answer(self) -> None:
+        raise NotImplementedError
+
+    def interrupt(self, id_: str, *, announced: bool = True) -> None:
+        """Its owner takes a spot instance back in 120 s."""
+        raise NotImplementedError
+
+
+class FakeRig(Rig):
+    can = frozenset({"dry", "interrupt", "throttle", "lose_answer", "boot", "pools", "away"})
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.fleet = self.fake = FakeFleet(self.clock, boot_s=30.0, ending_s=5.0)
+
+    def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    def crash(self) -> None:
+        pass  # the fake is the world: a provisioner that starts again is given the same
+
+    def go_away(self) -> None:
+        self.fake.go_away()
+
+    def break_down(self, id_: str) -> None:
+        self.fake.break_down(id_)
+
+    def strangers(self) -> Fleet:
+        return FakeFleet(self.clock)
+
+    def run_dry(self, market: str) -> None:
+        for pool in self.fake.pools:
+            self.fake.set_room(pool, market, 0)  # type: ignore[arg-type]
+
+    def throttle(self) -> None:
+        from doll.provisioner.fleets.port import Trouble
+
+        self.fake.fail_next("launch", Trouble.THROTTLED)
+
+    def lose_answer(self) -> None:
+        self.fake.lose_answer_next()
+
+    def interrupt(self, id_: str, *, announced: bool = True) -> None:
+        self.fake.interrupt(id_, 120.0, announced=announced)
+
+
+class Ec2Rig(Rig):
+    can = frozenset({"dry", "interrupt", "throttle", "lose_answer", "boot", "pools", "away"})
+    types = ("c5.xlarge", "c6i.xlarge", "m5.xlarge")
+
+    def __init__(self, market: MotoMarket, clock: VirtualClock) -> None:
+        self.market, self.clock = market, clock
+        market.boot_s, market.lag_s = 30.0, 10.0
+        self.ec2, self.sqs = client("ec2"), client("sqs")
+        vpc = self.ec2.create_vpc(CidrBlock="10.0.0.0/16")["Vpc"]["VpcId"]
+        self.subnets = [
+            self.ec2.create_subnet(VpcId=vpc, CidrBlock=f"10.0.{16 * n}.0/20", AvailabilityZone=f"{REGION}{zone}")[
+                "Subnet"
+            ]["SubnetId"]
+            for n, zone in enumerate("ab")
+        ]
+        made = self.ec2.create_launch_template(
+            LaunchTemplateName="doll-workers",
+            LaunchTemplateData={"ImageId": "ami-0123456789abcdef0"},
+            ClientToken="template",
+        )
+        self.template = made["LaunchTemplate"]["LaunchTemplateId"]
+        self.queue_url = self.sqs.create_queue(QueueName="notices")["QueueUrl"]
+        market.queue_url = self.queue_url
+        self.down = False
+        self.crash()
+
+    def _before_send(self, **_: Any) -> None:
+        if self.down:
+            from botocore.exceptions import EndpointConnectionError
+
+            self.down = False
+            raise EndpointConnectionError(endpoint_url="https://ec2")
+
+    def make(self, cluster: str = "digits", **changes: Any) -> Ec2Fleet:
+        settings: dict[str, Any] = {
+            "cluster": cluster, "launch_template": self.template, "version": 1, "subnets": self.subnets,
+            "instance_types": self.types, "notices": Ec2Notices(self.sqs, self.queue_url, clock=self.clock),
+            "calls_per_s": 1e6, "clock": self.clock, "page_size": 5,
+        }  # fmt: skip
+        return Ec2Fleet(self.ec2, **{**settings, **changes})
+
+    def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    def crash(self) -> None:
+        self.fleet = self.make()
+
+    def go_away(self) -> None:
+        self.down = True
+
+    def break_down(self, id_: str) -> None:
+        self.market.stop_by_itself(id_)
+
+    def strangers(self) -> Fleet:
+        return self.make("strangers", notices=None)
+
+    def run_dry(self, market: str) -> None:
+        kind = market.replace("_", "-")
+        for type_ in self.types:
+            for zone in "ab":
+                self.market.room[(type_, REGION + zone), kind] = 0
+
+    def throttle(self) -> None:
+        self.market.api_errors.append("RequestLimitExceeded")
+
+    def lose_answer(self) -> None:
+        self.market.lost_answers += 1
+
+    def interrupt(self, id_: str, *, announced: bool = True) -> None:
+        self.market.interrupt(id_, announced=announced)
+
+
+class ComposeRig(Rig):
+    """`docker` is a likeness of docker 27 (tests/support/fake_docker.py): tests find no engine."""
+
+    can = frozenset({"throttle", "lose_answer", "away"})
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.clock = VirtualClock()
+        docker = folder / "docker"
+        docker.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{SUPPORT / "fake_docker.py"}" "$@"\n')
+        docker.chmod(0o755)
+        (folder / "docker-compose.yml").write_text("services: {worker: {image: doll:local}}\n")
+        (folder / "calls.jsonl").touch()
+        empty = {"containers": {}, "services": ["worker"], "made": 0, "stubborn": [], "now_s": self.clock(),
+                 "fail_before": {}, "fail_after": {}}  # fmt: skip
+        (folder / "state.json").write_text(json.dumps(empty))
+        self.crash()
+
+    def state(self) -> dict[str, Any]:
+        """What the engine holds."""
+        found: dict[str, Any] = json.loads((self.folder / "state.json").read_text())
+        return found
+
+    def change(self, **changes: Any) -> None:
+        (self.folder / "state.json").write_text(json.dumps({**self.state(), **changes}))
+
+    def calls(self) -> list[list[str]]:
+        return [json.loads(line) for line in (self.folder / "calls.jsonl").read_text().splitlines()]
+
+    def make(self, cluster: str = "digits", **changes: Any) -> ComposeFleet:
+        settings: dict[str, Any] = {
+            "cluster": cluster, "project": "doll", "file": self.folder / "docker-compose.yml",
+            "docker": str(self.folder / "docker"), "clock": self.clock, "timeout_s": 120.0,
+            "environment": {"FAKE_DOCKER": str(self.folder), "PATH": os.environ["PATH"]},
+        }  # fmt: skip
+        return ComposeFleet(**{**settings, **changes})
+
+    def advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        self.change(now_s=self.clock())
+
+    def crash(self) -> None:
+        self.fleet = self.make()
+
+    def go_away(self) -> None:
+        self.change(fail_before={"ps": DAEMON})
+
+    def break_down(self, id_: str) -> None:
+        containers = self.state()["containers"]
+        containers[id_]["State"] |= {
+            "Status": "exited", "Running": False, "ExitCode": 1, "FinishedAt": stamp(self.clock()),
+        }  # fmt: skip
+        self.change(containers=containers)
+
+    def strangers(self) -> Fleet:
+        return self.make("strangers")
+
+    def throttle(self) -> None:
+        self.change(fail_before={"compose": DAEMON})
+
+    def lose_answer(self) -> None:
+        self.change(fail_after={"compose": "error during connect: Post: EOF"})
+
+
+class BoxMarket(SpotMarket):
+    """A market whose spells end when a test says so."""
+
+    def __init__(self) -> None:
+        super().__init__([], constant(0.1, 0, 1), 0.3, name="box", alpha=1.0, notice_s=NOTICE_S)
+        self.dry = False
+        self.ends_s: dict[int, tuple[float, bool]] = {}  # by slot: when its spells end, and whether with notice
+
+    @property
+    def num_slots(self) -> int:
+        return 64
+
+    def spell(self, slot: int, at_s: float) -> Spell:
+        end_s, announced = self.ends_s.get(slot, (math.inf, True))
+        if self.dry or at_s >= end_s:
+            return Spell(1, False, min(at_s, end_s), math.inf, math.inf)
+        return Spell(0, True, 0.0, end_s, end_s + (NOTICE_S if announced else 0.0))
+
+
+class ProcessRig(Rig):
+    """Real processes that ignore SIGTERM, on a virtual clock."""
+
+    can = frozenset({"dry", "interrupt", "boot"})
+    fleet: ProcessFleet
+
+    def __init__(self, forks: ForkServer, folder: Path) -> None:
+        self.forks, self.folder = forks, folder
+        self.clock, self.opening, self.market = VirtualClock(), MarketClock(), BoxMarket()
+        self.opening.open(self.clock())
+        self.crash()
+
+    def make(self, name: str = "run") -> ProcessFleet:
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+
+        def spec(instance: Instance) -> RoleSpec:
+            return RoleSpec("", "role_samples:be_a_worker", folder / "worker.log", [str(folder), False])
+
+        return ProcessFleet(
+            self.forks, spec, folder, market=self.market, market_clock=self.opening, boot_s=30.0, drain_s=5.0,
+            clock=self.clock, name=name,
+        )  # fmt: skip
+
+    def advance(self, seconds: float) -> None:
+        """For processes that are being killed now, time goes on when they are gone."""
+        self.clock.advance(seconds)
+        self.fleet.poll()
+        killed = [one for one in self.fleet.machines if one.kill_at_s is not None and one.kill_at_s <= self.clock()]
+        self._until(lambda: all(one.instance.ended_s is not None for one in killed))
+
+    def crash(self) -> None:
+        self.fleet = self.make()
+
+    def break_down(self, id_: str) -> None:
+        machine = self._machine(id_)
+        assert machine.pid is not None
+        os.kill(machine.pid, signal.SIGKILL)
+        self._until(lambda: machine.exit_code is not None)
+
+    def strangers(self) -> Fleet:
+        return self.make("strangers")
+
+    def run_dry(self, market: str) -> None:
+        assert market == "spot"
+        self.market.dry = True
+
+    def interrupt(self, id_: str, *, announced: bool = True) -> None:
+        until((self.folder / "run" / id_).exists, f"{id_} to ignore SIGTERM")  # before that the notice would end it
+        now_s = self.opening.since(self.clock())
+        slot = self._machine(id_).instance.slot
+        self.market.ends_s[slot] = (now_s, True) if announced else (now_s + NOTICE_S, False)
+
+    def _machine(self, id_: str) -> Machine:
+        return next(one for one in self.fleet.machines if one.instance.id == id_)
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        def polled() -> bool:
+            self.fleet.poll()
+            return condition()
+
+        until(polled, "the end of the processes")
+
+
+@contextmanager
+def fake() -> Iterator[Rig]:
+    yield FakeRig()
+
+
+@contextmanager
+def ec2() -> Iterator[Rig]:
+    clock = VirtualClock()
+    with moto_market(clock) as market:
+        rig = Ec2Rig(market, clock)
+        events = rig.ec2.meta.events
+        events.register_first("before-send.ec2.*", rig._before_send)
+        yield rig
+        events.unregister("before-send.ec2.*", rig._before_send)
+
+
+@contextmanager
+def compose() -> Iterator[Rig]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield ComposeRig(Path(folder))
+
+
+@contextmanager
+def processes() -> Iterator[Rig]:
+    # A role that is killed with its fork server may still write a file while the folder is removed.
+    made = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    with pytest.MonkeyPatch.context() as patch, made as folder:
+        patch.setenv("PYTHONPATH", str(SUPPORT))
+        with ForkServer(Path(folder) / "forkserver.log", preload=["json"]) as forks:
+            yield ProcessRig(forks, Path(folder))
+
+
+RIGS: dict[str, Callable[[], AbstractContextManager[Rig]]] = {
+    "fake": fake,
+    "ec2": ec2,
+    "compose": compose,
+    "processes": processes,
+}

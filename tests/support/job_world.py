@@ -1,0 +1,212 @@
+"""A job in virtual time around a fleet: machines boot, workers join, learn and go silent, spot comes and goes.
+
+What it tells the controller are the records that real workers and a real parameter server would write.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from doll.provisioner.controller import Controller, ControllerSettings, Decision
+from doll.provisioner.fleets.port import Instance, InstanceState
+from doll.provisioner.planning.state import Market, PlannerSettings
+from doll.provisioner.reconcile import Limits
+from doll.provisioner.traces.model import Series, constant
+from doll.records import Alive, Epoch, Finished, Join, Metric, Update, Welcome
+from doll.theory.cost import Prices
+
+SPOT, ON_DEMAND = 0.158, 0.286
+
+
+class FlatPrices:
+    """A price feed that never changes."""
+
+    def __init__(self, spot: float = SPOT, on_demand: float = ON_DEMAND) -> None:
+        self._prices = Prices(spot, on_demand)
+
+    def current(self, now_s: float) -> Prices:
+        return self._prices
+
+    def series(self, pool: str, market: Market, start_s: float, end_s: float) -> Series:
+        usd = self._prices.spot_usd_per_h if market == "spot" else self._prices.on_demand_usd_per_h
+        return constant(usd, start_s, end_s)
+
+
+class World(Protocol):
+    """What a job needs of a fake fleet, beside the port."""
+
+    def alive(self) -> list[Instance]: ...
+
+    def everything(self) -> list[Instance]: ...
+
+
+def settings(
+    num_slots: int = 4,
+    *,
+    updates: float = 100.0,
+    group_size: int = 4,
+    batch_size: int = 25,
+    rate_per_s: float = 10.0,
+    deadline_s: float = 1000.0,
+    budget_usd: float | None = None,
+    replan_s: float = 10.0,
+    boot_s: float = 20.0,
+    cycle_s: float = 2000.0,
+    limits: Limits | None = None,
+    **more: object,
+) -> ControllerSettings:
+    """A small job: with the defaults 250 s of four workers."""
+    planner = PlannerSettings(
+        updates=updates, group_size=group_size, batch_size=batch_size, deadline_s=deadline_s, budget_usd=budget_usd,
+        replan_s=replan_s, boot_s=boot_s, cycle_s=cycle_s,
+    )  # fmt: skip
+    return ControllerSettings(
+        planner=planner,
+        rates_per_s=np.full(num_slots, rate_per_s),
+        limits=limits or Limits(),
+        **more,  # type: ignore[arg-type]
+    )
+
+
+class JobWorld:
+    """Workers and parameter server of one job.
+
+    Args:
+        now: Unix seconds.
+        fleet: whose machines embody the workers.
+        join_s: from RUNNING to a worker that has joined.
+
+    Attributes:
+        samples: learned from so far.
+        most_per_slot: most instances that a slot ever had at a time.
+    """
+
+    def __init__(
+        self, now: Callable[[], float], fleet: World, settings: ControllerSettings, join_s: float = 0.0
+    ) -> None:
+        self._now = now
+        self._fleet = fleet
+        self._settings = settings
+        self._join_s = join_s
+        self._running_s: dict[str, float] = {}
+        self._holders: dict[int, tuple[str, int, int]] = {}  # slot -> (instance, incarnation, worker epoch)
+        self._worker_epoch = 1 << 20
+        self._read = np.zeros(settings.num_slots)
+        self.samples = 0.0
+        self.mute: set[str] = set()
+        """Instances whose worker hangs."""
+        self.finished_s: float | None = None
+        self.most_per_slot = 0
+        self.log: list[tuple[object, float]] = [
+            (Epoch(ps_epoch=1, resumed_version=0, origins=(), records_per_batch=1, time_s=now()), now())
+        ]
+        """All records, as on a topic."""
+
+    @property
+    def version(self) -> int:
+        planner = self._settings.planner
+        return int(self.samples / (planner.group_size * planner.batch_size))
+
+    def working(self) -> list[int]:
+        """Slots whose worker has joined and works."""
+        alive = {one.id for one in self._fleet.alive()}
+        return [slot for slot, (id_, _, _) in self._holders.items() if id_ in alive and id_ not in self.mute]
+
+    def works(self, one: Instance) -> bool:
+        """It holds its slot, and its worker works."""
+        holder = self._holders.get(one.slot)
+        return holder is not None and holder[0] == one.id and one.slot in self.working()
+
+    def pass_time(self, seconds: float) -> None:
+        """The world at the clock's time, `seconds` after the last call."""
+        now_s = self._now()
+        alive = self._fleet.alive()
+        per_slot: dict[int, int] = {}
+        for one in alive:
+            per_slot[one.slot] = per_slot.get(one.slot, 0) + 1
+        self.most_per_slot = max([self.most_per_slot, *per_slot.values()])
+        if self.finished_s is not None:
+            return
+        for slot in self.working():
+            self._read[slot] += seconds * float(self._settings.rates_per_s[slot])
+        self.samples = float(self._read.sum())
+        for one in sorted(alive, key=lambda one: one.epoch):
+            if one.state is InstanceState.RUNNING:
+                self._running_s.setdefault(one.id, now_s)
+                if now_s - self._running_s[one.id] >= self._join_s:
+                    self._join(one, now_s)
+        for slot in self.working():
+            _, _, epoch = self._holders[slot]
+            self.log.append((Alive(worker=slot, epoch=epoch, next_offset=int(self._read[slot])), now_s))
+        self.log.append((Metric(source="ps", values={"ps_epoch": 1.0}, time_s=now_s), now_s))
+        if self.version > 0:
+            self.log.append((Update(ps_epoch=1, version=self.version, members=(), n_samples=1, loss=1.0), now_s))
+        if self.version >= self._settings.planner.updates:
+            self.finished_s = now_s
+            self.log.append((Finished(ps_epoch=1, version=self.version, reason="updates", time_s=now_s), now_s))
+
+    def _join(self, one: Instance, now_s: float) -> None:
+        holder = self._holders.get(one.slot)
+        if holder is not None and (holder[0] == one.id or holder[1] > one.epoch):
+            return
+        self._worker_epoch += 1
+        self._holders[one.slot] = (one.id, one.epoch, self._worker_epoch)
+        self.log.append((Join(worker=one.slot, instance=one.id, incarnation=one.epoch), now_s))
+        welcome = Welcome(
+            ps_epoch=1, worker=one.slot, instance=one.id, epoch=self._worker_epoch, origin=0, next_token=0,
+            fingerprint="", incarnation=one.epoch,
+        )  # fmt: skip
+        self.log.append((welcome, now_s))
+
+    def tell(self, controller: Controller) -> None:
+        """Everything that this controller, or the one whose state it has, has not read yet."""
+        for record, at_s in self.log[controller.positions.get("log", 0) :]:
+            controller.feed(record, at_s)  # type: ignore[arg-type]
+        controller.positions = {"log": len(self.log)}
+
+
+def run(
+    world: JobWorld,
+    controller: Controller,
+    advance: Callable[[float], None],
+    now: Callable[[], float],
+    *,
+    until_s: float,
+    step_s: float = 10.0,
+    each: Callable[[], None] = lambda: None,
+) -> list[Decision]:
+    """Turn after turn until it is over, or the time is."""
+    decisions: list[Decision] = []
+    end_s = now() + until_s
+    world.pass_time(0.0)
+    while now() < end_s:
+        world.tell(controller)
+        decisions.append(controller.turn(now()))
+        if decisions[-1].over:
+            break
+        advance(step_s)
+        each()
+        world.pass_time(step_s)
+    return decisions
+
+
+def markov(rng: random.Random, alpha: float, cycle_s: float, step_s: float) -> Callable[[bool], bool]:
+    """The two-state chain of a spot slot: up, or not, after a step."""
+    down_s, up_s = (1 - alpha) * cycle_s, alpha * cycle_s
+
+    def step(up: bool) -> bool:
+        flips = rng.random() < step_s / (up_s if up else down_s)
+        return up != flips
+
+    return step
+
+
+def per_slot(instances: Sequence[Instance]) -> dict[int, int]:
+    """How many instances each slot has."""
+    found: dict[int, int] = {}
+    for one in instances:
+        found[one.slot] = found.get(one.slot, 0) + 1
+    return found

@@ -1,0 +1,221 @@
+"""The six topics: how many partitions, how long they keep records, and what happens when they are not as expected."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from confluent_kafka import Producer
+from confluent_kafka.admin import (
+    AdminClient,
+    AlterConfigOpType,
+    ConfigEntry,
+    ConfigResource,
+    NewPartitions,
+    NewTopic,
+    ResourceType,
+)
+from doll.config import JobConfig, parse
+from doll.errors import ConfigError, ServiceUnavailableError
+from doll.kafka import topics
+from doll.kafka.topic_settings import Found, judge
+from doll.services import Services, kafka_settings
+from waiting import PATIENCE_S, until
+
+
+def job(name: str, *overrides: str) -> JobConfig:
+    return parse(f"job: {name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 3}}\n", overrides)
+
+
+def test_samples_and_down_have_a_partition_for_each_worker_and_the_others_one() -> None:
+    assert {topic.name.rpartition(".")[2]: topic.partitions for topic in topics.plan(job("j"))} == {
+        "samples": 3,
+        "down": 3,
+        "up": 1,
+        "updates": 1,
+        "metrics": 1,
+        "dead": 1,
+    }
+
+
+def test_retention_follows_the_job_file_for_samples_and_is_forever_for_the_ledger() -> None:
+    kept = {
+        topic.name.rpartition(".")[2]: topic.settings["retention.ms"]
+        for topic in topics.plan(job("j", "data.retention_hours=0.5"))
+    }
+    six_hours = str(6 * 3600 * 1000)
+    assert kept == {
+        "samples": "1800000",
+        "down": six_hours,
+        "up": six_hours,
+        "updates": "-1",
+        "metrics": six_hours,
+        "dead": "-1",
+    }
+
+
+@pytest.mark.parametrize(("max_record_bytes", "limit_bytes"), [(1_000_000, 16_777_216), (10_000_000, 20_000_000)])
+def test_a_record_above_the_limit_can_still_arrive_to_be_dead_lettered(max_record_bytes: int, limit_bytes: int) -> None:
+    samples = topics.plan(job("j", f"data.max_record_bytes={max_record_bytes}"))[0]
+    assert samples.settings["max.message.bytes"] == str(limit_bytes)
+
+
+@pytest.mark.integration
+def test_ensure_creates_all_topics_with_their_settings_and_may_be_repeated(services: Services, job_name: str) -> None:
+    config = job(job_name)
+    topics.ensure(config, services)
+    topics.ensure(config, services)
+    topics.check(config, services)
+    assert [(info.name, info.partitions, info.low, info.high) for info in topics.describe(config, services)] == [
+        (topic.name, topic.partitions, (0,) * topic.partitions, (0,) * topic.partitions)
+        for topic in topics.plan(config)
+    ]
+    admin = AdminClient(kafka_settings(config, services))
+    for topic in topics.plan(config):
+        resource = ConfigResource(ResourceType.TOPIC, topic.name)
+        came = admin.describe_configs([resource])[resource].result()
+        assert {key: came[key].value for key in topic.settings} == topic.settings
+
+
+@pytest.mark.integration
+def test_describe_tells_the_watermarks(services: Services, job_name: str) -> None:
+    config = job(job_name)
+    topics.ensure(config, services)
+    producer = Producer(kafka_settings(config, services))
+    for partition in (0, 2, 2):
+        producer.produce(config.topic("samples"), b"x", partition=partition)
+    assert producer.flush(10) == 0
+    assert topics.describe(config, services)[0].high == (1, 0, 2)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("workers", [2, 5])
+def test_another_number_of_workers_than_partitions_is_refused_with_the_way_out(
+    services: Services, job_name: str, workers: int
+) -> None:
+    topics.ensure(job(job_name), services)
+    expected = f"samples: expected {workers} partitions, found 3 .* set data.workers to 3, or choose another `job` name"
+    # Both topics of the workers have it, so that advice is not refused by another check.
+    for step in (topics.ensure, topics.check):
+        with pytest.raises(ConfigError, match=expected):
+            step(job(job_name, f"data.workers={workers}"), services)
+
+
+@pytest.mark.integration
+def test_a_missing_topic_is_named(services: Services, job_name: str) -> None:
+    with pytest.raises(ServiceUnavailableError, match=f"topic doll.{job_name}.samples does not exist"):
+        topics.check(job(job_name), services)
+    assert topics.describe(job(job_name), services) == []
+
+
+@pytest.mark.integration
+def test_more_replicas_than_brokers_are_refused(services: Services, job_name: str) -> None:
+    with pytest.raises(ConfigError, match=r"kafka.replication_factor is 2: .* fewer brokers"):
+        topics.ensure(job(job_name, "kafka.replication_factor=2"), services)
+
+
+@pytest.mark.integration
+def test_a_producer_s_user_is_refused_where_every_user_may_do_everything(services: Services, job_name: str) -> None:
+    """What an authorizer does with it: tests/deploy/test_kafka_hosts.py."""
+    with pytest.raises(ConfigError, match=r"kafka\.producer_user is feed, but Kafka at .* has no authorizer"):
+        topics.ensure(job(job_name, "kafka.producer_user=feed"), services)
+
+
+@pytest.mark.parametrize("user", ["'*'", "'User:feed'", "''", "'a\\nb'"])
+def test_a_producer_s_user_is_one_name(user: str) -> None:
+    """`User:*` would be everybody."""
+    with pytest.raises(ConfigError, match="producer_user"):
+        job("j", f"kafka.producer_user={user}")
+    assert job("j", "kafka.producer_user=").kafka.producer_user is None
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["samples", "down"])
+def test_the_advice_about_the_number_of_workers_works(services: Services, job_name: str, kind: str) -> None:
+    """Nothing is created beside a topic of another size: the advised number would not fit it."""
+    name = f"{job_name}-{kind}"
+    made = f"doll.{name}.{kind}"
+    admin = AdminClient(kafka_settings(job(name), services))
+    admin.create_topics([NewTopic(made, 1)])[made].result(PATIENCE_S)
+    until(lambda: topics.describe(job(name), services), "the topic")
+    with pytest.raises(ConfigError, match=f"{kind}: expected 3 partitions, found 1 .* set data.workers to 1"):
+        topics.ensure(job(name), services)
+    assert [info.name for info in topics.describe(job(name), services)] == [made]
+    topics.ensure(job(name, "data.workers=1"), services)
+    # Somebody adds a partition afterwards: no number of workers fits any more.
+    admin.create_partitions([NewPartitions(made, 2)])[made].result(PATIENCE_S)
+    until(lambda: 2 in {info.partitions for info in topics.describe(job(name), services)}, "the new partition")
+    for workers in (1, 2):
+        with pytest.raises(ConfigError, match=rf"no data\.workers fits both; choose .*--set job={name}-2"):
+            topics.ensure(job(name, f"data.workers={workers}"), services)
+
+
+def found(settings: dict[str, str] | None = None, replicas: int = 3, in_sync: int = 3) -> Found:
+    defaults = {"cleanup.policy": "delete", "min.insync.replicas": "2", "retention.ms": "-1"}
+    return Found(defaults | (settings or {}), replicas, in_sync)
+
+
+@pytest.mark.parametrize(
+    ("kind", "came", "fatal", "words"),
+    [
+        ("samples", found({"cleanup.policy": "compact"}), True, "cleanup.policy is compact, expected delete"),
+        ("updates", found({"cleanup.policy": "compact,delete"}), True, "--add-config cleanup.policy=delete"),
+        ("up", found({"cleanup.policy": "compact"}), True, "records that the job needs"),
+        ("updates", found({"retention.ms": "604800000"}), True, "retention.ms is 604800000"),
+        ("updates", found({"retention.bytes": "1000"}), True, "retention.bytes 1000"),
+        ("dead", found({"retention.ms": "604800000"}), False, "the audit fails once a dead letter is deleted"),
+        ("samples", found({"retention.ms": "3600000"}), False, "data.retention_hours asks for 86400000"),
+        ("samples", found({"retention.bytes": "1000"}), False, "retention.bytes is 1000"),
+        ("samples", found({"max.message.bytes": "1048588"}), False, "expected 16777216"),
+        ("updates", found({"max.message.bytes": "1048588"}), False, "names many refused samples"),
+        ("samples", found({"min.insync.replicas": "4"}), True, "nothing can ever be written"),
+        ("samples", found(in_sync=1), False, "1 replicas are in sync and 2 must be"),
+        ("updates", found({"min.insync.replicas": "1"}), False, "--add-config min.insync.replicas=2"),
+        ("updates", found({"unclean.leader.election.enable": "true"}), False, "may become the leader"),
+        ("down", found(replicas=2, in_sync=2), False, "it has 2 replicas, kafka.replication_factor is 3"),
+    ],
+)
+def test_what_an_existing_topic_s_settings_mean(kind: topics.Kind, came: Found, fatal: bool, words: str) -> None:
+    plan = dict(zip(topics.KINDS, topics.plan(job("j", "kafka.replication_factor=3")), strict=True))
+    (finding,) = judge(plan[kind], kind, came, 3)
+    assert finding.fatal is fatal
+    assert words in finding.text
+    assert finding.text.startswith(f"topic doll.j.{kind}: ")
+
+
+def test_what_doll_creates_itself_is_fine_with_any_number_of_replicas() -> None:
+    for replicas, in_sync in ((1, "1"), (2, "1"), (3, "2"), (5, "4")):
+        config = job("j", f"kafka.replication_factor={replicas}")
+        for kind, plan in zip(topics.KINDS, topics.plan(config), strict=True):
+            assert plan.settings["min.insync.replicas"] == in_sync
+            assert judge(plan, kind, Found(plan.settings, replicas, replicas), replicas) == []
+
+
+@pytest.mark.integration
+def test_a_compacted_topic_stops_the_job_and_a_short_retention_is_told(services: Services, job_name: str) -> None:
+    config = job(job_name)
+    admin = AdminClient(kafka_settings(config, services))
+    samples, updates = config.topic("samples"), config.topic("updates")
+    made = [
+        NewTopic(samples, 3, 1, config={"retention.ms": "1000"}),
+        NewTopic(updates, 1, 1, config={"cleanup.policy": "compact", "retention.ms": "-1"}),
+    ]
+    for future in admin.create_topics(made).values():
+        future.result(PATIENCE_S)
+    until(lambda: len(topics.describe(config, services)) == 2, "the topics")
+    with pytest.raises(ConfigError, match=f"topic {updates}: cleanup.policy is compact"):
+        topics.ensure(config, services)
+    change = ConfigEntry("cleanup.policy", "delete", incremental_operation=AlterConfigOpType.SET)
+    resource = ConfigResource(ResourceType.TOPIC, updates, incremental_configs=[change])
+    admin.incremental_alter_configs([resource])[resource].result(PATIENCE_S)
+
+    def allowed() -> bool:  # the change is there a moment after it was accepted
+        with contextlib.suppress(ConfigError):
+            topics.ensure(config, services)
+            return True
+        return False
+
+    until(allowed, "the topic's new setting")
+    (said, *rest) = [text for text in topics.ensure(config, services) if "max.message.bytes" not in text]
+    assert "retention.ms is 1000" in said
+    assert rest == []

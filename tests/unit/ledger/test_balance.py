@@ -1,0 +1,580 @@
+"""The ledger balances for every sound history, and names the offsets of every kind of unsound one."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import pytest
+from doll.ledger import intervals
+from doll.ledger.balance import DurableModel, Ledger, LedgerReport, Range, balance
+from doll.records import DeadLetter, Epoch, Finished, Member, Update
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+
+@dataclass
+class History:
+    """What a job left behind: the arguments of `balance`, and what the truth is."""
+
+    durable: DurableModel
+    ends: list[int]
+    records: list[Epoch | Update | Finished]
+    letters: list[DeadLetter]
+    truth: Counter[str] = field(default_factory=Counter)
+    redone: int = 0
+
+    def report(self, **changes: Any) -> LedgerReport:
+        return balance(
+            **{
+                "durable": self.durable,
+                "ends": self.ends,
+                "records": self.records,
+                "dead_letters": self.letters,
+                **changes,
+            }
+        )
+
+    def durable_updates(self) -> list[int]:
+        """Positions in `records` of the updates that the durable model contains, by version."""
+        at: dict[int, int] = {}
+        newest = 0
+        for position, record in enumerate(self.records):
+            if record.ps_epoch < newest:
+                continue
+            newest = record.ps_epoch
+            if isinstance(record, Epoch):
+                at = {version: where for version, where in at.items() if version <= record.resumed_version}
+            elif isinstance(record, Update):
+                at[record.version] = position
+        return [where for version, where in sorted(at.items()) if version <= self.durable.version]
+
+
+def letter(partition: int, offset: int, *, whole: bool = True) -> DeadLetter:
+    return DeadLetter(
+        worker=partition,
+        partition=partition,
+        offset=offset,
+        reason="no JSON",
+        payload=b"x",
+        payload_bytes=1,
+        whole=whole,
+    )
+
+
+def play(rng: random.Random, *, steps: int, num: int = 3, rpb: int = 4, save_at_end: bool = False) -> History:
+    """A sound history: groups are applied, saved, lost in crashes and done again; fenced servers still write."""
+    origins = tuple(rng.choice([0, 0, 17]) for _ in range(num))
+    ends = [origin + rng.randint(0, rpb * steps) for origin in origins]
+    fate: dict[tuple[int, int], str] = {}  # what becomes of each offset, the same whoever reads it
+    for n in range(num):
+        for offset in range(origins[n], ends[n]):
+            fate[n, offset] = rng.choices(["good", "dead", "gap"], [12, 1, 1])[0]
+    records: list[Epoch | Update | Finished] = []
+    letters: list[DeadLetter] = []
+
+    def batch(worker: int, token: int, version: int) -> Member:
+        lo = origins[worker] + token * rpb
+        span = range(lo, lo + rpb)
+        dead = tuple(offset for offset in span if fate[worker, offset] == "dead")
+        gaps = tuple(intervals.points(offset for offset in span if fate[worker, offset] == "gap"))
+        letters.extend(letter(worker, offset) for offset in dead)
+        if rng.random() < 0.1:
+            letters.append(letter(worker, lo, whole=False))
+        good = sum(fate[worker, offset] == "good" for offset in span)
+        return Member(
+            worker=worker,
+            token=token,
+            lo=lo,
+            hi=lo + rpb,
+            n_samples=good,
+            base_version=version - 1,
+            dead=dead,
+            gaps=gaps,
+        )
+
+    epoch, redone = 1, 0
+    saved_epoch, saved_version, saved_applied = 0, 0, [0] * num
+    version, applied = 0, [0] * num
+    zombies: list[tuple[int, int, list[int]]] = []
+    records.append(Epoch(ps_epoch=1, resumed_version=0, origins=origins, records_per_batch=rpb, time_s=0.0))
+
+    def update(by: int, number: int, counts: list[int]) -> Update | None:
+        ready = [n for n in range(num) if origins[n] + (counts[n] + 1) * rpb <= ends[n]]
+        if not ready:
+            return None
+        members = []
+        for n in rng.choices(ready, k=rng.randint(1, 4)):
+            if origins[n] + (counts[n] + 1) * rpb <= ends[n]:
+                members.append(batch(n, counts[n], number))
+                counts[n] += 1
+        rng.shuffle(members)  # the order within a group is nobody's business
+        samples = sum(member.n_samples for member in members)
+        return Update(ps_epoch=by, version=number, members=tuple(members), n_samples=samples, loss=1.0)
+
+    for _ in range(steps):
+        action = rng.choices(["update", "save", "crash", "zombie"], [12, 4, 1, 1])[0]
+        if action == "update":
+            done = update(epoch, version + 1, applied)
+            if done is not None:
+                version += 1
+                records.append(done)
+        elif action == "save":
+            saved_epoch, saved_version, saved_applied = epoch, version, list(applied)
+        elif action == "crash":
+            zombies.append((epoch, version, list(applied)))
+            redone += version - saved_version
+            epoch += rng.randint(1, 2)  # one that died before it wrote anything may lie between
+            version, applied = saved_version, list(saved_applied)
+            records.append(
+                Epoch(ps_epoch=epoch, resumed_version=version, origins=origins, records_per_batch=rpb, time_s=0.0)
+            )
+        elif zombies:
+            old_epoch, old_version, old_applied = zombies.pop()
+            done = update(old_epoch, old_version + 1, old_applied)
+            if done is not None:
+                redone += 1
+                records.append(done)
+    if save_at_end:
+        saved_epoch, saved_version, saved_applied = epoch, version, list(applied)
+        records.append(Finished(ps_epoch=epoch, version=version, reason="end", time_s=0.0))
+    durable = DurableModel(
+        ps_epoch=saved_epoch,
+        version=saved_version,
+        applied=tuple(saved_applied),
+        origins=origins,
+        records_per_batch=rpb,
+    )
+    truth: Counter[str] = Counter()
+    for (n, offset), what in fate.items():
+        truth[what if offset < origins[n] + saved_applied[n] * rpb else "pending"] += 1
+    return History(durable, ends, records, letters, truth, redone)
+
+
+RNG = st.integers(0, 2**32).map(random.Random)  # ten times faster than st.randoms
+
+
+def counts(report: LedgerReport) -> dict[str, int]:
+    return {"good": report.applied, "dead": report.dead, "gap": report.gaps, "pending": report.pending}
+
+
+@given(rng=RNG, steps=st.integers(0, 60), save_at_end=st.booleans())
+@settings(max_examples=300)
+def test_every_sound_history_balances(rng: random.Random, steps: int, save_at_end: bool) -> None:
+    history = play(rng, steps=steps, save_at_end=save_at_end)
+    report = history.report()
+    assert report.complaints() == []
+    assert report.ok
+    assert {kind: n for kind, n in counts(report).items() if n} == dict(history.truth)
+    assert report.produced == sum(history.truth.values())
+    assert report.redone == history.redone
+    assert (report.missing, report.twice) == ((), ())
+    assert report.updates == history.durable.version
+
+
+@given(rng=RNG)
+def test_a_dropped_update_is_missing(rng: random.Random) -> None:
+    history = play(rng, steps=60)
+    assume(history.durable.version)
+    where = rng.choice(history.durable_updates())
+    dropped = history.records.pop(where)
+    assert isinstance(dropped, Update)
+    report = history.report()
+    assert not report.ok
+    assert covers(report.missing, dropped.members)
+    assert f"versions {dropped.version} to {dropped.version} are in the durable model" in " ".join(report.complaints())
+    assert sum(counts(report).values()) + sum(r.hi - r.lo for r in report.missing) == report.produced
+
+
+@given(rng=RNG)
+def test_a_batch_in_two_updates_is_twice(rng: random.Random) -> None:
+    history = play(rng, steps=60)
+    positions = history.durable_updates()
+    assume(len(positions) >= 2)
+    first, second = rng.sample(positions, 2)
+    again = history.records[first].members[0]  # type: ignore[union-attr]
+    other = history.records[second]
+    assert isinstance(other, Update)
+    history.records[second] = msgspec.structs.replace(
+        other, members=(*other.members, again), n_samples=other.n_samples + again.n_samples
+    )
+    report = history.report()
+    assert not report.ok
+    assert report.twice == (Range(again.worker, again.lo, again.hi),)
+    assert f"applied twice: partition {again.worker}: {again.lo}-{again.hi - 1}" in report.complaints()
+
+
+@given(rng=RNG)
+def test_a_batch_replaced_by_its_neighbour_is_missing_and_twice(rng: random.Random) -> None:
+    """The counts all agree: only ranges tell."""
+    history = play(rng, steps=60)
+    members = [
+        (at, k, member)
+        for at in history.durable_updates()
+        for k, member in enumerate(history.records[at].members)  # type: ignore[union-attr]
+    ]
+    pairs = [(a, b) for a in members for b in members if a[2].worker == b[2].worker and a[2].token != b[2].token]
+    assume(pairs)
+    (at, k, lost), (_, _, copied) = rng.choice(pairs)
+    update = history.records[at]
+    assert isinstance(update, Update)
+    changed = [*update.members[:k], copied, *update.members[k + 1 :]]
+    history.records[at] = msgspec.structs.replace(
+        update, members=tuple(changed), n_samples=sum(member.n_samples for member in changed)
+    )
+    report = history.report()
+    assert covers(report.missing, [lost])
+    assert covers(report.twice, [copied])
+
+
+@given(rng=RNG)
+def test_a_lost_dead_letter_is_missing(rng: random.Random) -> None:
+    history = play(rng, steps=60)
+    dead = [
+        (member.worker, offset)
+        for at in history.durable_updates()
+        for member in history.records[at].members  # type: ignore[union-attr]
+        for offset in member.dead
+    ]
+    assume(dead)
+    gone = rng.choice(dead)
+    history.letters = [item for item in history.letters if (item.partition, item.offset) != gone or not item.whole]
+    report = history.report()
+    assert report.missing == (Range(gone[0], gone[1], gone[1] + 1),)
+    assert f"there is no dead letter: partition {gone[0]}: {gone[1]}" in " ".join(report.complaints())
+
+
+@given(rng=RNG, by=st.sampled_from([-3, -1, 1, 2]))
+def test_a_shifted_range_is_noticed(rng: random.Random, by: int) -> None:
+    history = play(rng, steps=60)
+    assume(history.durable.version)
+    at = rng.choice(history.durable_updates())
+    update = history.records[at]
+    assert isinstance(update, Update)
+    first = update.members[0]
+    shifted = msgspec.structs.replace(first, lo=first.lo + by, hi=first.hi + by)
+    history.records[at] = msgspec.structs.replace(update, members=(shifted, *update.members[1:]))
+    report = history.report()
+    assert not report.ok
+    expected = f"batch {first.token} of partition {first.worker} is offsets {first.lo}-{first.hi - 1}"
+    assert expected in " ".join(report.complaints())
+    assert report.missing
+
+
+@given(rng=RNG)
+def test_the_letter_of_an_offset_that_was_applied_is_superseded(rng: random.Random) -> None:
+    """The worker that refused it died before its batch was durable; its successor could decode it."""
+    history = play(rng, steps=60)
+    at = [n for n, applied in enumerate(history.durable.applied) if applied]
+    assume(at)
+    n = rng.choice(at)
+    offset = history.durable.origins[n]
+    member = next(
+        m
+        for at in history.durable_updates()
+        for m in history.records[at].members  # type: ignore[union-attr]
+        if (m.worker, m.token) == (n, 0)
+    )
+    assume(offset not in member.dead and not intervals.contains(intervals.union(member.gaps), offset))
+    before = history.report()
+    history.letters.append(letter(n, offset))
+    report = history.report()
+    assert report.ok
+    assert replace(report, superseded=0, partitions=()) == replace(before, partitions=())
+    assert (report.superseded, report.partitions[n].superseded) == (1, 1)
+    assert "dead-lettered, 1 letters superseded" in report.summary()
+
+
+@given(rng=RNG, by=st.sampled_from([-1, 1]))
+def test_a_wrong_count_in_the_checkpoint_is_noticed(rng: random.Random, by: int) -> None:
+    history = play(rng, steps=60)
+    n = rng.randrange(3)
+    applied = list(history.durable.applied)
+    applied[n] += by
+    assume(applied[n] >= 0)
+    report = history.report(durable=replace(history.durable, applied=tuple(applied)))
+    assert not report.ok
+    edge = history.durable.origins[n] + min(applied[n], history.durable.applied[n]) * 4
+    assert f"partition {n}: {edge}-{edge + 3}" in " ".join(report.complaints())
+
+
+def covers(ranges: tuple[Range, ...], members: Any) -> bool:
+    """Whether exactly the members' offsets are in `ranges`."""
+    said = {(r.partition, offset) for r in ranges for offset in range(r.lo, r.hi)}
+    meant = {(m.worker, offset) for m in members for offset in range(m.lo, m.hi)}
+    return said == meant
+
+
+# --- worked examples -----------------------------------------------------------------------------------------------
+
+
+def epoch(number: int, resumed: int = 0) -> Epoch:
+    return Epoch(ps_epoch=number, resumed_version=resumed, origins=(0, 0), records_per_batch=10, time_s=0.0)
+
+
+def update(by: int, version: int, *tokens: tuple[int, int]) -> Update:
+    members = tuple(
+        Member(worker=n, token=j, lo=10 * j, hi=10 * j + 10, n_samples=10, base_version=version - 1) for n, j in tokens
+    )
+    return Update(ps_epoch=by, version=version, members=members, n_samples=10 * len(members), loss=1.0)
+
+
+def durable(ps_epoch: int, version: int, *applied: int) -> DurableModel:
+    return DurableModel(ps_epoch=ps_epoch, version=version, applied=applied, origins=(0, 0), records_per_batch=10)
+
+
+def audit(model: DurableModel, *records: Epoch | Update | Finished, ends: tuple[int, int] = (100, 100)) -> LedgerReport:
+    return balance(durable=model, ends=ends, records=records, dead_letters=[])
+
+
+def test_the_summary_reads_as_documented() -> None:
+    report = audit(durable(1, 1, 1, 1), epoch(1), update(1, 1, (0, 0), (1, 0)), ends=(25, 10))
+    assert report.summary() == (
+        "audit: 35 offsets produced, 20 applied exactly once, 15 not yet applied, 0 missing, 0 twice, 0 dead-lettered"
+    )
+    plain = json.loads(json.dumps(report.to_dict()))
+    assert plain["ok"] is True
+    assert plain["partitions"][0]["pending"] == 15
+
+
+def test_updates_after_the_checkpoint_are_not_durable_yet() -> None:
+    report = audit(durable(1, 1, 1, 0), epoch(1), update(1, 1, (0, 0)), update(1, 2, (0, 1)))
+    assert report.ok
+    assert (report.updates, report.unsaved, report.applied, report.pending) == (1, 1, 10, 190)
+
+
+def test_a_job_that_has_not_saved_anything() -> None:
+    report = audit(durable(0, 0, 0, 0), epoch(1), update(1, 1, (0, 0)))
+    assert report.ok
+    assert report.pending == 200
+
+
+def test_updates_lost_in_a_crash_are_void_and_done_again_otherwise() -> None:
+    report = audit(
+        durable(2, 2, 1, 1),
+        epoch(1),
+        update(1, 1, (0, 0)),
+        update(1, 2, (0, 1)),  # lost: the checkpoint was of version 1
+        epoch(2, resumed=1),
+        update(1, 3, (0, 2)),  # the fenced server has not noticed yet
+        update(2, 2, (1, 0)),
+    )
+    assert report.ok
+    assert (report.redone, report.applied) == (2, 20)
+
+
+def test_an_epoch_of_a_server_that_lost_the_race_changes_nothing() -> None:
+    assert audit(durable(3, 1, 1, 0), epoch(3), epoch(2), update(3, 1, (0, 0))).ok
+
+
+@pytest.mark.parametrize(
+    ("model", "records", "says"),
+    [
+        (durable(1, 20, 1, 0), [epoch(1), update(1, 20, (0, 0))], "versions 1 to 19 are in the durable model"),
+        (durable(1, 1, 1, 0), [], "versions 1 to 1 are in the durable model"),
+        (
+            durable(1, 2, 2, 0),
+            [epoch(1), update(1, 1, (0, 0)), update(1, 1, (0, 0)), update(1, 2, (0, 1))],
+            "epoch 1 records version 1 after version 1",
+        ),
+        (durable(1, 1, 1, 0), [update(1, 1, (0, 0))], "no record says from which version epoch 1 began"),
+        (durable(1, 1, 1, 0), [epoch(1), epoch(1), update(1, 1, (0, 0))], "two servers had the same epoch"),
+        (
+            durable(1, 2, 2, 0),
+            [epoch(1), update(1, 1, (0, 0)), update(1, 2, (0, 1)), epoch(2, resumed=1), update(2, 2, (0, 1))],
+            "epoch 2 began again from version 1, but the newest checkpoint is of version 2, epoch 1",
+        ),
+        (
+            durable(1, 1, 1, 0),
+            [epoch(1), update(1, 1, (0, 0)), Finished(ps_epoch=1, version=2, reason="", time_s=0)],
+            "the job ended at version 2, but the newest checkpoint is of version 1",
+        ),
+        (
+            durable(0, 0, 0, 0),
+            [epoch(1), update(1, 1, (0, 0)), Finished(ps_epoch=1, version=1, reason="", time_s=0)],
+            "the job ended at version 1, but no checkpoint was found: name the run's folder (doll audit RUN)",
+        ),
+        (
+            durable(1, 1, 11, 0),
+            [epoch(1), update(1, 1, *((0, j) for j in range(11)))],
+            "reaches offset 109, but the log ends at 100",
+        ),
+        (durable(1, 1, 1, 0), [epoch(1), update(1, 1, (0, 0), (7, 0))], "expected a worker from 0 to 1, got 7"),
+        (
+            durable(1, 1, 1, 0),
+            [msgspec.structs.replace(epoch(1), origins=(5, 0)), update(1, 1, (0, 0))],
+            "began with origins [5, 0]",
+        ),
+        (
+            durable(1, 1, 1, 0),
+            [epoch(1), msgspec.structs.replace(update(1, 1, (0, 0)), n_samples=9)],
+            "do not have the 9 samples",
+        ),
+    ],
+)  # fmt: skip
+def test_what_else_does_not_fit_is_said(model: DurableModel, records: list[Any], says: str) -> None:
+    report = audit(model, *records)
+    assert not report.ok
+    assert says in " ".join(report.problems)
+
+
+def test_offsets_named_outside_their_batch_are_noticed() -> None:
+    for change in ({"dead": (10,)}, {"gaps": ((8, 12),)}, {"gaps": ((4, 4),)}, {"lost": ((9, 11),)}):
+        one = update(1, 1, (0, 0))
+        one = msgspec.structs.replace(one, members=(msgspec.structs.replace(one.members[0], **change),))
+        assert "names offsets outside itself" in " ".join(audit(durable(1, 1, 1, 0), epoch(1), one).problems)
+
+
+def test_a_record_in_a_range_said_to_hold_none_is_missing() -> None:
+    one = update(1, 1, (0, 0))
+    one = msgspec.structs.replace(one, members=(msgspec.structs.replace(one.members[0], gaps=((2, 6),)),))
+    arguments = {"durable": durable(1, 1, 1, 0), "ends": (10, 0), "records": [epoch(1), one], "dead_letters": []}
+    report = balance(**arguments)
+    assert report.gap_ranges == (Range(0, 2, 6),)
+    assert (report.ok, report.applied, report.gaps) == (True, 6, 4)
+    assert report.summary().endswith("0 dead-lettered, 4 without a record")
+    report = balance(**arguments, held=[Range(0, 3, 5)])
+    assert report.missing == (Range(0, 3, 5),)
+    assert (report.ok, report.applied, report.gaps) == (False, 6, 2)
+
+
+def with_lost(*lost: tuple[int, int]) -> Update:
+    one = update(1, 1, (0, 0))
+    return msgspec.structs.replace(one, members=(msgspec.structs.replace(one.members[0], lost=lost),))
+
+
+def test_records_deleted_before_they_were_learned_fail_the_audit_unless_allowed() -> None:
+    arguments = {
+        "durable": durable(1, 1, 1, 0), "ends": (30, 10), "records": [epoch(1), with_lost((2, 6))],
+        "dead_letters": [letter(0, 3)], "lows": (14, 0),
+    }  # fmt: skip
+    report = balance(**arguments)
+    # 2-5 when their batch was read; 10-13 are not in the model yet, and not in the log any more.
+    assert report.lost_ranges == (Range(0, 2, 6), Range(0, 10, 14))
+    assert (report.ok, report.applied, report.lost, report.pending, report.produced) == (False, 6, 8, 26, 40)
+    assert report.superseded == 0
+    assert report.complaints() == [
+        "lost: partition 0: 2-5, partition 0: 10-13: deleted from the log before they were learned (see data.on_loss)"
+    ]
+    assert "0 twice, 8 lost, 0 dead-lettered" in report.summary()
+    allowed = balance(**arguments, loss_allowed=True)
+    assert (allowed.ok, allowed.complaints(), allowed.lost) == (True, [], 8)
+    assert "allowed by data.on_loss: skip" in allowed.losses()[0]
+    assert json.loads(json.dumps(allowed.to_dict()))["lost_ranges"] == [[0, 2, 6], [0, 10, 14]]
+
+
+def test_what_an_ended_job_left_unread_may_go() -> None:
+    ended = [epoch(1), update(1, 1, (0, 0)), Finished(ps_epoch=1, version=1, reason="", time_s=0)]
+    report = balance(durable=durable(1, 1, 1, 0), ends=(30, 10), records=ended, dead_letters=[], lows=(30, 10))
+    assert (report.ok, report.lost, report.pending) == (True, 0, 30)
+
+
+def test_what_is_said_to_be_deleted_must_be() -> None:
+    report = balance(
+        durable=durable(1, 1, 1, 0), ends=(30, 0), records=[epoch(1), with_lost((2, 6))], dead_letters=[], lows=(4, 0)
+    )
+    assert report.problems == ("deleted by their update, but still in the log: partition 0: 4-5",)
+
+
+def test_dead_letters_outside_the_job_are_noticed() -> None:
+    stray = [letter(0, 100), letter(9, 0)]
+    report = balance(durable=durable(0, 0, 0, 0), ends=(100, 100), records=[], dead_letters=stray)
+    assert report.problems == (
+        "a dead letter names partition 9, expected 0 to 1",
+        "dead-lettered, but outside the job's part of the log: partition 0: 100",
+    )
+
+
+def test_a_dead_letter_of_a_batch_that_is_not_applied_yet_is_pending() -> None:
+    report = balance(durable=durable(0, 0, 0, 0), ends=(10, 0), records=[epoch(1)], dead_letters=[letter(0, 3)])
+    assert (report.ok, report.pending, report.dead) == (True, 10, 0)
+
+
+def test_samples_refused_inside_a_record_need_a_letter_of_their_batch() -> None:
+    one = update(1, 1, (0, 0), (0, 1))
+    members = tuple(msgspec.structs.replace(member, dead_samples=3) for member in one.members)
+    arguments = {
+        "durable": durable(1, 1, 2, 0), "ends": (20, 0),
+        "records": [epoch(1), msgspec.structs.replace(one, members=members)],
+    }  # fmt: skip
+    report = balance(**arguments, dead_letters=[letter(0, 4, whole=False)])
+    assert report.problems == ("refused in part by their update, but there is no dead letter: partition 0: 10-19",)
+    # Two letters of one record, from two processes that found different samples bad: the update's count stands.
+    letters = [letter(0, 4, whole=False), letter(0, 4, whole=False), letter(0, 19, whole=False), letter(0, 12)]
+    report = balance(**arguments, dead_letters=letters)
+    assert report.ok
+    assert (report.partly_dead_samples, report.superseded, report.applied) == (6, 1, 20)
+
+
+def test_the_fate_of_an_offset() -> None:
+    one = update(1, 1, (0, 0), (0, 1))
+    dead, partly = one.members
+    members = (
+        msgspec.structs.replace(dead, dead=(3,), gaps=((5, 7),)),
+        msgspec.structs.replace(partly, dead_samples=1),
+    )
+    ledger = Ledger(durable(1, 1, 2, 0), [epoch(1), msgspec.structs.replace(one, members=members)])
+    assert [ledger.fate(0, offset) for offset in (-1, 2, 3, 5, 7, 10, 19, 20)] == [
+        "pending", "applied", "dead", "absent", "applied", "partly", "partly", "pending",
+    ]  # fmt: skip
+    assert (ledger.fate(1, 0), ledger.fate(9, 0)) == ("pending", "pending")
+
+
+def test_a_message_names_the_first_ranges_only() -> None:
+    report = audit(durable(1, 1, 0, 40), epoch(1), update(1, 1, *((1, j) for j in range(0, 40, 2))), ends=(0, 400))
+    assert len(report.missing) == 20
+    assert report.complaints()[0].endswith("partition 1: 150-159, and 12 more ranges")
+
+
+def test_wrong_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected 2 partitions, got 2 counts of applied batches and 3 ends"):
+        balance(durable=durable(0, 0, 0, 0), ends=(1, 2, 3), records=[], dead_letters=[])
+
+
+def test_ten_million_offsets_take_a_moment() -> None:
+    """39 k updates of 4 batches of 64: seconds would mean that offsets are looked at one by one."""
+    num, rpb, versions = 4, 64, 39_063
+    origins = (0,) * num
+    records: list[Any] = [Epoch(ps_epoch=1, resumed_version=0, origins=origins, records_per_batch=rpb, time_s=0.0)]
+    for version in range(1, versions + 1):
+        lo = (version - 1) * rpb
+        members = tuple(
+            Member(worker=n, token=version - 1, lo=lo, hi=lo + rpb, n_samples=rpb, base_version=version - 1)
+            for n in range(num)
+        )
+        records.append(Update(ps_epoch=1, version=version, members=members, n_samples=num * rpb, loss=1.0))
+    model = DurableModel(
+        ps_epoch=1, version=versions, applied=(versions,) * num, origins=origins, records_per_batch=rpb
+    )
+    start_s = time.process_time()
+    report = balance(durable=model, ends=[versions * rpb] * num, records=records, dead_letters=[])
+    assert time.process_time() - start_s < 60  # it grows with the records, not with the samples
+    assert report.ok
+    assert report.applied == 10_000_128
+
+
+# --- intervals against sets ------------------------------------------------------------------------------------------
+
+SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda ab: (min(ab), max(ab))), max_size=8)
+
+
+def offsets(spans: list[intervals.Span]) -> Counter[int]:
+    return Counter(offset for lo, hi in spans for offset in range(lo, hi))
+
+
+@given(SPANS, SPANS)
+def test_intervals_agree_with_sets(a: list[intervals.Span], b: list[intervals.Span]) -> None:
+    one, other = intervals.union(a), intervals.union(b)
+    assert set(offsets(one)) == set(offsets(a))
+    assert all(hi < lo for (_, hi), (lo, _) in pairwise(one))
+    assert set(offsets(intervals.overlaps(a))) == {offset for offset, times in offsets(a).items() if times > 1}
+    assert set(offsets(intervals.subtract(one, other))) == set(offsets(one)) - set(offsets(other))
+    assert set(offsets(intervals.intersect(one, other))) == set(offsets(one)) & set(offsets(other))
+    assert intervals.points(offsets(a)) == one
+    assert intervals.size(one) == len(offsets(one))

@@ -1,0 +1,79 @@
+"""Rates against the closed forms of the DOLL paper, and against a simulated stream."""
+
+import math
+import random
+
+import pytest
+from doll.monitor import rates
+
+
+def test_predicted_rate_at_the_papers_setting():
+    """N = 64, λ_A = 125, K = 20, b = 256 gives 1.5625 updates per second (digest 1.1)."""
+    assert rates.predicted_update_rate([125.0] * 64, 256, 20) == 1.5625
+    assert rates.predicted_update_rate([125.0] * 64, 256, 4) == pytest.approx(7.8125)
+
+
+def test_unequal_streams_add_up():
+    assert rates.predicted_update_rate([10.0, 30.0], 5, 4) == 2.0
+    assert rates.predicted_lockstep_rate([10.0, 30.0], 5) == 2.0
+
+
+def test_margin_at_the_papers_setting():
+    """Sufficient form needs μ_C < 32 ms, the necessary one about 178 ms (digest 1.3)."""
+    assert rates.stability_margin([125.0] * 64, 256, 20, 0.032).sufficient == pytest.approx(1.0)
+    assert rates.stability_margin([125.0] * 64, 256, 20, 0.1779).necessary == pytest.approx(1.0, abs=1e-3)
+
+
+def test_harmonic_numbers():
+    assert rates.harmonic(2) == 1.5
+    assert rates.harmonic(20) == pytest.approx(3.5977, abs=1e-4)
+
+
+def test_margin_without_measurement_is_unknown_and_with_endless_arrivals_zero():
+    assert math.isnan(rates.stability_margin([1.0], 1, 1, 0.0).sufficient)
+    assert math.isnan(rates.stability_margin([0.0], 1, 1, 0.1).sufficient)
+    assert rates.stability_margin([math.inf], 1, 1, 0.1).sufficient == 0.0
+
+
+def test_steady_rate_counts_gaps_not_points():
+    assert rates.steady_update_rate([0.25 * i for i in range(401)]) == pytest.approx(4.0)
+
+
+def test_steady_rate_leaves_out_a_slow_start():
+    """A 3 s stall at the start does not pull the rate down; short runs lose at most their first half."""
+    times = [0.0] + [3.0 + 0.1 * i for i in range(300)]
+    assert rates.steady_update_rate(times) == pytest.approx(10.0)
+    assert rates.steady_update_rate([0.0, 0.5, 1.0, 1.5, 2.0]) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("times", [[], [1.0], [1.0, 1.0, 1.0]])
+def test_too_few_updates_have_no_rate(times: list[float]):
+    assert math.isnan(rates.steady_update_rate(times))
+
+
+def test_measured_equals_predicted_on_a_simulated_stream():
+    """Poisson arrivals at 4 workers, batches of 8, groups of 3 in order of completion: the estimator finds λ_U."""
+    rng = random.Random(3)
+    batches = []
+    for _ in range(4):
+        now, count = 0.0, rng.randrange(8)
+        while now < 600:
+            now += rng.expovariate(20.0)
+            count += 1
+            if count % 8 == 0:
+                batches.append(now)
+    updates = sorted(batches)[2::3]
+    assert rates.steady_update_rate(updates) == pytest.approx(rates.predicted_update_rate([20.0] * 4, 8, 3), rel=0.01)
+
+
+def test_arrival_meter_finds_the_rate_of_each_stream():
+    """Neither the producer's start nor the silence after its end counts."""
+    meter = rates.ArrivalMeter(samples_per_record=2)
+    for second in range(40):
+        sent = min(max(second - 5, 0), 20)
+        meter.look(float(second), [100 * sent, 50 * sent, 7])
+    assert meter.rates_per_s() == [200.0, 100.0, 0.0]
+
+
+def test_arrival_meter_without_a_look():
+    assert rates.ArrivalMeter().rates_per_s() == []

@@ -1,0 +1,174 @@
+"""Pulses with a virtual clock, probes over real HTTP, and a real process that is stuck."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from doll.config import JobConfig, parse
+from doll.errors import ConfigError
+from doll.local.processes import free_port
+from doll.process.health import PORT_ENV, Pulse, Watchdog, port_of, pulse_of
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def job(*overrides: str) -> JobConfig:
+    return parse("job: j\ntask: {class: 'a:B'}\n", overrides)
+
+
+def ask(port: int, path: str, method: str = "GET") -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request(method, path)
+    answer = connection.getresponse()
+    body = answer.read()
+    connection.close()
+    return answer.status, json.loads(body) if body.startswith(b"{") else None
+
+
+def test_it_starts_healthy_and_not_ready() -> None:
+    pulse = Pulse("ps", clock=Clock())
+    assert pulse.report() == {
+        "process": "ps", "healthy": True, "ready": False, "reasons": ["starting"], "ages_s": {},
+    }  # fmt: skip
+    pulse.waits_for("")
+    assert pulse.report()["ready"]
+
+
+def test_a_vital_beat_that_is_late_is_ill_another_one_only_not_ready() -> None:
+    clock = Clock()
+    pulse = Pulse("ps", clock=clock)
+    pulse.waits_for("")
+    pulse.expect("loop", within_s=15)
+    pulse.expect("kafka", within_s=5, vital=False)
+    clock.now += 6
+    report = pulse.report()
+    assert (report["healthy"], report["ready"]) == (True, False)
+    assert report["reasons"] == ["kafka: nothing heard for 6 s"]
+    assert report["ages_s"] == {"loop": 6.0, "kafka": 6.0}
+    pulse.beat("kafka")
+    assert pulse.report()["ready"]
+    clock.now += 10
+    pulse.beat("kafka")
+    pulse.beat("never expected")
+    report = pulse.report()
+    assert (report["healthy"], report["ready"]) == (False, False)
+    assert report["reasons"] == ["loop: no progress for 16 s"]
+    pulse.beat("loop")
+    assert pulse.report()["ready"]
+
+
+def watched(stuck_s: float) -> tuple[Clock, Pulse, Watchdog]:
+    clock = Clock()
+    pulse = Pulse("ps", clock=clock)
+    pulse.expect("loop", within_s=15)
+    pulse.expect("kafka", within_s=1, vital=False)
+    return clock, pulse, Watchdog(pulse, stuck_s, clock=clock)
+
+
+def test_the_watchdog_ends_what_is_stuck_for_long_enough() -> None:
+    clock, pulse, dog = watched(60)
+    for _ in range(75):
+        clock.now += 1
+        assert dog.look() == ""
+    clock.now += 1
+    assert dog.look() == "loop: no progress for 76 s"
+    pulse.beat("loop")
+    assert dog.look() == ""
+    for _ in range(70):
+        clock.now += 1
+        assert dog.look() == ""  # counted from anew
+
+
+def test_kafka_s_absence_ends_nothing() -> None:
+    clock, pulse, dog = watched(10)
+    for _ in range(1000):
+        clock.now += 1
+        pulse.beat("loop")
+        assert dog.look() == ""
+
+
+def test_a_process_that_was_stopped_for_an_hour_is_not_stuck() -> None:
+    clock, pulse, dog = watched(60)
+    clock.now += 3600
+    assert dog.look() == ""
+    clock.now += 1
+    pulse.beat("loop")
+    assert dog.look() == ""
+
+
+def test_the_port_comes_from_the_environment_else_from_the_job_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(PORT_ENV, raising=False)
+    assert port_of(job(), "ps") is None
+    config = job("health.base_port=9000")
+    ports = {
+        name: port_of(config, name) for name in ("ps", "evaluator", "producer", "ps-standby", "worker-0", "worker-7")
+    }
+    assert ports == {
+        "ps": 9000, "evaluator": 9001, "producer": 9002, "ps-standby": 9003, "worker-0": 9010, "worker-7": 9017,
+    }  # fmt: skip
+    monkeypatch.setenv(PORT_ENV, "8123")
+    assert port_of(config, "ps") == 8123
+    for wrong in ("0", "70000", "x", "-1", "²"):
+        monkeypatch.setenv(PORT_ENV, wrong)
+        with pytest.raises(ConfigError, match="DOLL_HEALTH_PORT: expected a port"):
+            port_of(config, "ps")
+
+
+def test_probes_answer_on_loopback_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    monkeypatch.setenv(PORT_ENV, str(port))
+    with pulse_of("worker-3", job()) as pulse:
+        assert ask(port, "/healthz")[0] == 200
+        status, report = ask(port, "/readyz")
+        assert (status, report["process"], report["reasons"]) == (503, "worker-3", ["starting"])
+        pulse.waits_for("")
+        assert ask(port, "/readyz?verbose")[0] == 200
+        assert ask(port, "/readyz", "HEAD") == (200, None)
+        pulse.expect("loop", within_s=-1)
+        assert ask(port, "/healthz")[0] == 503
+        assert ask(port, "/")[0] == 404
+        assert ask(port, "/healthz", "POST")[0] == 501
+        with socket.create_connection(("127.0.0.1", port)) as rude:
+            rude.sendall(b"\x00\xff nonsense\r\n\r\n")
+        assert ask(port, "/healthz")[0] == 503
+    with pytest.raises(ConnectionRefusedError):
+        ask(port, "/healthz")
+
+
+def test_a_port_that_is_taken_does_not_stop_the_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        monkeypatch.setenv(PORT_ENV, str(other.getsockname()[1]))
+        with pulse_of("ps", job()) as pulse:
+            assert not pulse.report()["ready"]
+    assert "no_health_probe" in capsys.readouterr().out
+
+
+def test_a_stuck_process_ends_with_an_error() -> None:
+    program = (
+        "import sys, time\nfrom doll.config import parse\nfrom doll.process.health import pulse_of\n"
+        "config = parse(\"job: j\\ntask: {class: 'a:B'}\\nhealth: {stuck_s: 0.5}\")\n"
+        "with pulse_of('ps', config) as pulse:\n"
+        "    pulse.expect('loop', within_s=0.2)\n"
+        "    time.sleep(3600)\n"
+        "sys.exit(0)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False, env={**os.environ}
+    )
+    assert done.returncode == 1
+    assert "loop: no progress for" in done.stdout + done.stderr

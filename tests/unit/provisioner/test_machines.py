@@ -1,0 +1,119 @@
+"""The fleet that a job file names: the right adapter with the right prices and the right bills, and its end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doll.config import JobConfig, parse
+from doll.errors import ConfigError
+from doll.provisioner import machines
+from doll.provisioner.billing import EC2_LINUX, LOCAL
+from doll.provisioner.fleets.compose import ComposeFleet
+from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
+from doll.provisioner.fleets.port import Order
+from doll.provisioner.machines import machines_of, stated_prices
+from doll.run.folder import RunFolder
+from doll.services import Services
+from doll.theory.cost import Prices
+from fleet_rigs import REGION, ComposeRig, Ec2Rig, ec2
+
+NOWHERE = Services("127.0.0.1:9", "127.0.0.1:9")
+ORDER = Order(slot=0, epoch=1, market="on_demand", attempt=0)
+PRICES = "plan: {spot_usd_per_h: 0.1, on_demand_usd_per_h: 0.3}"
+
+
+def job(fleet: str, plan: str = PRICES) -> JobConfig:
+    return parse(f"job: digits\ntask: {{class: 'doll.tasks.digits:Digits'}}\n{plan}\nfleet: {fleet}\n")
+
+
+@pytest.fixture
+def rig() -> Iterator[Ec2Rig]:
+    with ec2() as made:
+        assert isinstance(made, Ec2Rig)
+        yield made
+
+
+def closed(monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> list[Any]:
+    """The fleets of this kind that are closed from now on."""
+    found: list[Any] = []
+    close = kind.close
+
+    def noted(self: Any) -> None:
+        found.append(self)
+        close(self)
+
+    monkeypatch.setattr(kind, "close", noted)
+    return found
+
+
+def test_ec2_is_bought_with_the_jobs_tags_at_its_own_prices_and_billed_as_it_bills(
+    rig: Ec2Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.market.prices["c5.xlarge", REGION + "a"] = [(0.0, 0.07)]
+    ends = closed(monkeypatch, Ec2Fleet)
+    settings: dict[str, Any] = {
+        "kind": "ec2", "region": REGION, "launch_template": rig.template, "launch_template_version": 1,
+        "subnets": rig.subnets[:1], "instance_types": ["c5.xlarge"], "queue_url": rig.queue_url,
+    }  # fmt: skip
+    cached = {"c5.xlarge": {"usd_per_h": 0.17, "source": "test", "as_of": "2026-11-01"}}
+    monkeypatch.setattr("doll.provisioner.prices.ec2.OnDemandPrices.of", _price_of(cached))
+    with machines_of(job(json.dumps(settings)), NOWHERE, RunFolder(tmp_path)) as found:
+        assert isinstance(found.fleet, Ec2Fleet)
+        assert (found.billing, found.probe) == (EC2_LINUX, None)
+        made = found.fleet.launch(ORDER)
+        rig.advance(60.0)  # until it is listed
+        (group,) = rig.ec2.describe_instances(InstanceIds=[made.id])["Reservations"]
+        tags = {tag["Key"]: tag["Value"] for tag in group["Instances"][0]["Tags"]}
+        assert tags["doll:cluster"] == "digits"
+        assert found.prices.current(rig.clock()) == Prices(0.07, 0.17)
+        assert ends == []
+    assert ends == [found.fleet]
+
+
+def _price_of(known: dict[str, dict[str, Any]]) -> Any:
+    """moto has no price list."""
+    from doll.provisioner.prices.ec2 import OnDemandPrice
+
+    return lambda self, instance_type: OnDemandPrice(**known[instance_type])
+
+
+def test_compose_is_billed_at_the_prices_that_the_job_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = ComposeRig(tmp_path)
+    ends = closed(monkeypatch, ComposeFleet)
+    monkeypatch.setenv("FAKE_DOCKER", str(tmp_path))
+    fleet = {
+        "kind": "compose", "docker": str(tmp_path / "docker"), "file": str(tmp_path / "docker-compose.yml"),
+        "project": "doll", "timeout_s": 120,
+    }  # fmt: skip
+    with machines_of(job(json.dumps(fleet)), NOWHERE, RunFolder(tmp_path)) as found:
+        assert isinstance(found.fleet, ComposeFleet)
+        assert (found.billing, found.probe) == (LOCAL, None)
+        assert found.prices.current(0.0) == Prices(0.1, 0.3)
+        made = found.fleet.launch(ORDER)
+        assert made.id in rig.state()["containers"]
+    assert ends == [found.fleet]
+    with (
+        pytest.raises(ConfigError, match=r"expected plan\.spot_usd_per_h"),
+        machines_of(job(json.dumps(fleet), plan=""), NOWHERE, RunFolder(tmp_path)),
+    ):
+        pytest.fail("there are no prices")
+    assert len(ends) == 2, "what was opened is closed"
+
+
+@pytest.mark.parametrize("plan", ["", "plan: {spot_usd_per_h: 0.1}", "plan: {on_demand_usd_per_h: 0.1}"])
+def test_both_prices_must_be_stated(plan: str) -> None:
+    with pytest.raises(ConfigError, match="nobody else knows these prices"):
+        stated_prices(job("{kind: compose}", plan))
+
+
+def test_an_error_of_whoever_uses_it_comes_through_and_ends_the_fleet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = closed(monkeypatch, ComposeFleet)
+    with pytest.raises(ZeroDivisionError), machines.machines_of(job("{kind: compose}"), NOWHERE, RunFolder(tmp_path)):
+        raise ZeroDivisionError
+    assert len(ends) == 1

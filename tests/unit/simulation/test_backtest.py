@@ -1,0 +1,362 @@
+"""Replays of recorded markets: windows, rivals, bounds, and the planner against them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from doll.cli.app import app
+from doll.cli.backtest import policies
+from doll.errors import ConfigError
+from doll.provisioner.planning import baselines
+from doll.provisioner.planning.baselines import ON_DEMAND, SPOT, Job, MarketPolicy, Moment
+from doll.provisioner.traces.model import Pool, Series, TraceSet, constant, write_folder
+from doll.provisioner.traces.recordings import load
+from doll.provisioner.traces.windows import Windows, clairvoyant_usd, sample, slots_up
+from doll.simulation.adaptive import Adaptive, planners
+from doll.simulation.backtest import BacktestSettings, Outcome, backtest, replay
+from doll.simulation.backtest_report import to_json, verdict
+from doll.simulation.parallel import backtest_on
+from paths import SHARED_DATA
+from typer.testing import CliRunner
+
+HOUR_S = 3600.0
+
+
+def windows(up: list[list[int]], price: list[float] | None = None, tick_s: float = HOUR_S) -> Windows:
+    """One job: a row of ticks for each slot, 1 where a spot machine is there; on demand costs 1 USD/h."""
+    there = np.array(up, dtype=np.bool_).T[None]
+    ticks = there.shape[1]
+    prices = np.array([price or [0.25] * ticks])
+    return Windows(
+        up=there, price=prices, on_demand=np.ones(1), pool_alpha=np.array([there.mean()]),
+        pool_price=prices.mean(axis=1), pools=("p",), start_s=np.zeros(1), tick_s=tick_s,
+    )  # fmt: skip
+
+
+def job(market: Windows, *, hours: float, deadline_hours: float, boot_s: float = 0.0) -> Job:
+    """`hours`: θ_0, with one sample per second and slot."""
+    n = market.up.shape[2]
+    return Job(
+        samples=n * hours * HOUR_S, deadline_s=deadline_hours * HOUR_S, rates_per_s=np.ones(n), boot_s=boot_s,
+        tick_s=market.tick_s, on_demand=market.on_demand, pool_alpha=market.pool_alpha, pool_price=market.pool_price,
+    )  # fmt: skip
+
+
+def run(policy: MarketPolicy, market: Windows, **shape: float) -> Outcome:
+    return replay(policy, job(market, **shape), market)
+
+
+def flicker(seed: int, hours: float = 400.0, alpha: float = 0.8, cycle_s: float = 5 * HOUR_S) -> TraceSet:
+    """Two pools of one machine each, up and down at random."""
+    rng = np.random.default_rng(seed)
+    pools = []
+    for name in ("a", "b"):
+        lengths = rng.exponential(cycle_s / 2, 2000) * np.tile([2 * alpha, 2 * (1 - alpha)], 1000)
+        times = np.concatenate([[0.0], np.cumsum(lengths)])
+        times = times[times < hours * HOUR_S]
+        up = Series(np.append(times, hours * HOUR_S), np.append(np.arange(len(times)) % 2 == 0, False).astype(float))
+        pools.append(Pool(name, 1, 0.286, constant(0.158, 0.0, hours * HOUR_S), up))
+    return TraceSet("flicker", tuple(pools))
+
+
+# --- windows --------------------------------------------------------------------------------------------------------
+
+
+def test_slots_follow_the_recorded_share_and_none_is_luckier_by_its_number():
+    rng = np.random.default_rng(1)
+    times = np.arange(4000.0)
+    counts = rng.integers(0, 9, 4000).astype(float)
+    pool = Pool("p", 8, 1.0, constant(0.1, 0.0, 4000.0), Series(times, counts))
+    up = slots_up(pool, times, 16, rng)
+    assert up.sum(axis=1).tolist() == (2 * counts).tolist()
+    shares = up.mean(axis=0)
+    assert shares.max() - shares.min() < 0.12
+    # No more slots change than the count does: machines do not swap their fates.
+    assert (np.abs(np.diff(up.astype(int), axis=0)).sum(axis=1) == np.abs(np.diff(2 * counts))).all()
+
+
+def test_windows_take_pools_in_turn_and_stay_inside_their_recordings():
+    traces = flicker(1, hours=40.0)
+    found = sample(traces, count=10, length_s=10 * HOUR_S, tick_s=600.0, num_slots=4, rng=np.random.default_rng(2))
+    assert sorted(found.pools).count("a") == 5
+    assert found.up.shape == (10, 60, 4)
+    assert (found.start_s >= 0).all()
+    assert (found.start_s <= 30 * HOUR_S).all()
+    again = sample(traces, count=10, length_s=10 * HOUR_S, tick_s=600.0, num_slots=4, rng=np.random.default_rng(2))
+    assert (again.up == found.up).all()
+    with pytest.raises(ConfigError, match="the longest has 144000 s"):
+        sample(traces, count=1, length_s=41 * HOUR_S, tick_s=600.0, num_slots=4, rng=np.random.default_rng(2))
+
+
+def test_the_clairvoyant_is_the_cheapest_of_all_plans():
+    """Against every way to fill whole ticks of two slots, with unequal rates."""
+    rng = np.random.default_rng(4)
+    for _ in range(30):
+        market = windows(rng.integers(0, 2, (2, 4)).tolist(), price=rng.uniform(0.1, 1.3, 4).tolist())
+        rates = np.array([1.0, 2.0])
+        work = float(rng.integers(1, 12)) * HOUR_S
+        cheapest = np.inf
+        for chosen in itertools.product((0, 1), repeat=8):
+            on = np.array(chosen).reshape(4, 2)
+            if (on * rates).sum() * HOUR_S >= work - 1e-6:
+                price = np.where(market.up[0], np.minimum(market.price[0][:, None], 1.0), 1.0)
+                cheapest = min(cheapest, float((on * price).sum()))
+        bound = float(clairvoyant_usd(market, rates_per_s=rates.tolist(), samples=work, deadline_s=4 * HOUR_S)[0])
+        assert bound <= cheapest + 1e-9
+        if cheapest < np.inf:
+            assert bound >= cheapest - 1.0  # it may take a part of one slot's tick
+        else:
+            assert bound == np.inf
+
+
+# --- replay and rivals ------------------------------------------------------------------------------------------------
+
+
+def test_all_on_demand_takes_the_whole_time_and_price():
+    outcome = run(baselines.AllOnDemand(), windows([[0] * 6, [1] * 6]), hours=4.0, deadline_hours=5.0)
+    assert outcome.finish_s.tolist() == pytest.approx([4 * HOUR_S])
+    assert outcome.usd.tolist() == pytest.approx([8.0])
+    assert outcome.moves.tolist() == [0.0]
+
+
+def test_all_spot_costs_only_while_it_is_up_and_what_is_late_is_done_on_demand():
+    market = windows([[1, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1]])
+    outcome = run(baselines.AllSpot(), market, hours=3.0, deadline_hours=6.0)
+    # Six slot-hours: two slots for two hours, one for two.
+    assert outcome.finish_s.tolist() == pytest.approx([4 * HOUR_S])
+    assert outcome.usd.tolist() == pytest.approx([6 * 0.25])
+    late = run(baselines.AllSpot(), market, hours=5.5, deadline_hours=6.0)
+    assert late.finish_s.tolist() == pytest.approx([6.5 * HOUR_S])
+    assert late.usd.tolist() == pytest.approx([10 * 0.25 + 1.0])
+
+
+def test_a_machine_that_comes_back_boots_first_and_its_boot_costs():
+    outcome = run(baselines.AllSpot(), windows([[1, 0, 1, 1]]), hours=2.0, deadline_hours=4.0, boot_s=1800.0)
+    assert outcome.finish_s.tolist() == pytest.approx([3.5 * HOUR_S])
+    assert run(
+        baselines.AllSpot(), windows([[1, 0, 1, 1]]), hours=1.5, deadline_hours=4.0, boot_s=1800.0
+    ).usd.tolist() == (pytest.approx([0.5]))
+
+
+def test_static_puts_as_many_slots_on_spot_as_theorem_4():
+    """alpha 0.9, θ / θ_0 = 1.05: 30 of 64 (digest 1.6)."""
+    market = windows([[1] * 10] * 64)
+    policy = baselines.Static()
+    policy.start(replace(job(market, hours=9.0, deadline_hours=9.45), pool_alpha=np.array([0.9])))
+    zero, ones = np.zeros((1, 64)), np.ones((1, 64), bool)
+    moment = Moment(0.0, zero[:, 0], zero, market.up[:, 0], np.full((1, 64), SPOT), ones, market.price[:, 0])
+    assert int((policy.decide(moment) == SPOT).sum()) == 30
+
+
+def test_greedy_waits_until_the_slack_is_gone_then_stays_on_demand():
+    market = windows([[0] * 25 + [1] * 15] * 2, tick_s=360.0)
+    outcome = run(baselines.Greedy(), market, hours=2.0, deadline_hours=4.0)
+    assert outcome.finish_s.tolist() == pytest.approx([4.0 * HOUR_S])
+    assert outcome.usd.tolist() == pytest.approx([4.0])
+    assert outcome.moves.tolist() == [2.0]
+
+
+def moment(policy: MarketPolicy, the_job: Job, *, now_h: float, done_h: float, up: int, on_demand: bool) -> int:
+    """What a policy chooses for the only slot, `done_h` hours of work into a job."""
+    choice = np.full((1, 1), ON_DEMAND if on_demand else SPOT)
+    done = np.array([done_h * HOUR_S])
+    seen = Moment(
+        now_h * HOUR_S, done, done[None], np.array([[bool(up)]]), choice, np.array([[True]]), np.array([0.25])
+    )
+    return int(policy.decide(seen)[0, 0])
+
+
+@pytest.mark.parametrize("policy", [baselines.UniformProgress, baselines.UniformProgressPerSlot])
+@pytest.mark.parametrize(
+    ("now_h", "done_h", "up", "on_demand", "expected"),
+    [
+        (4.0, 1.0, 1, False, SPOT),  # behind, but spot is there: take the risk
+        (4.0, 1.9, 0, False, ON_DEMAND),  # behind and idle: catch up
+        (4.0, 2.1, 0, False, SPOT),  # ahead: wait
+        (4.0, 1.9, 1, True, ON_DEMAND),  # behind on on-demand: stay though spot is there
+        (4.0, 2.1, 1, True, ON_DEMAND),  # not ahead by two change-overs: stay
+        (4.0, 2.3, 1, True, SPOT),  # ahead by more: go back
+        (9.0, 4.3, 0, False, ON_DEMAND),  # no slack left: safety net
+    ],
+)
+def test_uniform_progress_follows_its_rules(
+    policy: type[baselines.UniformProgress], now_h: float, done_h: float, up: int, on_demand: bool, expected: int
+):
+    """Five hours of work in ten: the line rises half an hour per hour; a change-over takes 12 minutes."""
+    the_job = job(windows([[1] * 100], tick_s=360.0), hours=5.0, deadline_hours=10.0, boot_s=720.0)
+    made = policy()
+    made.start(the_job)
+    if now_h == 9.0:
+        done_h = 5.0 - 1.0 + 0.4
+    assert moment(made, the_job, now_h=now_h, done_h=done_h, up=up, on_demand=on_demand) == expected
+
+
+def test_a_slot_with_its_share_done_is_given_back():
+    the_job = job(windows([[1] * 100], tick_s=360.0), hours=5.0, deadline_hours=10.0)
+    made = baselines.UniformProgressPerSlot()
+    made.start(the_job)
+    assert moment(made, the_job, now_h=6.0, done_h=5.0, up=1, on_demand=False) == baselines.OFF
+
+
+# --- the planner ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [1.05, 1.3])
+def test_the_planner_meets_every_deadline_and_beats_on_demand(ratio: float):
+    settings = BacktestSettings(rates_per_s=(125.0,) * 8, job_hours=12.0, deadline_ratios=(ratio,), windows=12)
+    rows = {row.policy: row for row in backtest([flicker(3)], settings, policies)}
+    assert rows["adaptive"].met_percent == 100.0
+    assert rows["adaptive"].cost_percent < 90.0
+    assert rows["all-spot"].met_percent < 100.0
+    assert rows["on-demand"].cost_percent == pytest.approx(100.0)
+    assert all(row.over_bound >= 1.0 for row in rows.values() if row.met_percent == 100.0)
+    assert rows["adaptive"].over_bound < rows["on-demand"].over_bound
+
+
+@pytest.mark.parametrize("boot_s", [60.0, 600.0])
+def test_long_boots_cost_no_more_than_the_best_rival(boot_s: float):
+    """With 600 s the planner once was 9.3 points above."""
+    settings = BacktestSettings(
+        rates_per_s=(125.0,) * 8, job_hours=12.0, deadline_ratios=(1.1,), windows=12, boot_s=boot_s
+    )
+    rows = backtest([flicker(3)], settings, lambda: [*baselines.rivals(), planners()[0]])
+    found = verdict(rows)
+    assert found.all_met
+    assert found.worst_points < 1.0
+
+
+def test_the_guard_is_what_meets_deadlines():
+    """All of spot vanishes for good: without the guard the slack of boots and decisions is missing."""
+    up = [[1] * 56 + [0] * 10] * 4
+    market = windows(up, tick_s=600.0)
+    shape = {"hours": 10.0, "deadline_hours": 10.5, "boot_s": 600.0}
+    outcomes = {made.name: run(made, market, **shape) for made in planners()}
+    assert outcomes["adaptive"].finish_s[0] <= 10.5 * HOUR_S
+    assert outcomes["adaptive-no-guard"].finish_s[0] > 10.5 * HOUR_S
+
+
+def test_a_set_meets_the_same_windows_whatever_is_replayed_beside_it():
+    settings = BacktestSettings(rates_per_s=(125.0,) * 4, job_hours=6.0, deadline_ratios=(1.1,), windows=4)
+    one, two = flicker(3), TraceSet("another", flicker(4).pools)
+    alone = backtest([one], settings, lambda: [Adaptive("adaptive")])
+    beside = backtest([two, one], settings, lambda: [Adaptive("adaptive")])
+    assert beside[1:] == alone
+
+
+def test_a_market_that_gives_machines_away_has_finite_figures():
+    flat = Pool("free", 4, 0.2, constant(0.0, 0.0, 4e5), constant(4.0, 0.0, 4e5))
+    rows = backtest([TraceSet("free", (flat,))], BacktestSettings(rates_per_s=(1.0,) * 4, windows=1), policies)
+    over = {row.policy: row.over_bound for row in rows}
+    assert over["all-spot"] == 1.0
+    assert 1 < over["on-demand"] < float("inf")
+
+
+def test_a_short_recording_shortens_the_job():
+    settings = BacktestSettings(rates_per_s=(125.0,) * 4, job_hours=12.0, deadline_ratios=(1.1, 1.5), windows=4)
+    rows = backtest([flicker(3, hours=5.0)], settings, lambda: [baselines.AllOnDemand()])
+    assert [row.met_percent for row in rows] == [100.0, 100.0]
+
+
+def test_two_processes_give_the_same_rows_and_say_how_far_they_are():
+    settings = BacktestSettings(rates_per_s=(125.0,) * 4, job_hours=6.0, deadline_ratios=(1.1, 1.3), windows=3)
+    heard: list[str] = []
+    sets = [flicker(3), TraceSet("another", flicker(4).pools)]
+    rows = backtest_on(2, sets, settings, policies, heard.append)
+    assert rows == backtest(sets, settings, policies)
+    assert heard == ["flicker x 1.1", "flicker x 1.3", "another x 1.1", "another x 1.3"]
+
+
+@pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data sets are not beside this checkout")
+def test_the_planner_holds_its_bars_on_the_shared_recordings():
+    sets = load(SHARED_DATA / "spot_traces_skypilot") + load(SHARED_DATA / "preempt_bamboo")
+    rows = backtest_on(2, sets, BacktestSettings(windows=4), policies)
+    found = verdict(rows)
+    assert found.all_met
+    # Of four jobs a set; one deadline of one set may be unlucky.
+    assert max(found.points_by_set.values()) <= 5.0
+    assert found.worst_points <= 10.0
+    assert found.moves_share < 1 / 3
+    assert found.ok
+    assert json.loads(json.dumps(to_json(rows, BacktestSettings(windows=4))))["verdict"]["ok"] is True
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+def test_doll_backtest_takes_any_folder_in_the_documented_form(tmp_path: Path):
+    write_folder([flicker(5, hours=60.0)], tmp_path / "mine")
+    arguments = ["backtest", str(tmp_path / "mine"), "--workers", "4", "--windows", "3", "--deadline-ratio", "1.2",
+                 "--processes", "1", "--out", str(tmp_path / "out")]  # fmt: skip
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "flicker, deadline 1.2 x, 3 jobs" in result.stdout
+    assert "adaptive: met every deadline" in result.stdout
+    content = json.loads((tmp_path / "out" / "backtest.json").read_text())
+    assert {row["policy"] for row in content["rows"]} == {made.name for made in policies()}
+    assert (tmp_path / "out" / "backtest.png").stat().st_size > 5000
+    assert len((tmp_path / "out" / "backtest.csv").read_text().splitlines()) == 1 + len(policies())
+    as_json = CliRunner().invoke(app, [*arguments, "--json"])
+    assert json.loads(as_json.stdout)["rows"] == content["rows"]
+
+
+def test_doll_backtest_exports_what_it_reads(tmp_path: Path):
+    write_folder([flicker(5, hours=60.0)], tmp_path / "mine")
+    result = CliRunner().invoke(app, ["backtest", str(tmp_path / "mine"), "--export", str(tmp_path / "copy")])
+    assert result.exit_code == 0
+    for name in ("pools.csv", "prices.csv", "availability.csv"):
+        assert (tmp_path / "copy" / name).read_text() == (tmp_path / "mine" / name).read_text()
+
+
+def test_a_recording_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path):
+    """One unusable folder stopped the whole backtest, also with --only another one."""
+    write_folder([flicker(5, hours=60.0)], tmp_path / "mine")
+    write_folder([flicker(5, hours=0.2)], tmp_path / "short")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "traces.jsonl").write_text("no json\n")
+    arguments = [
+        "backtest",
+        str(tmp_path),
+        "--workers",
+        "4",
+        "--windows",
+        "2",
+        "--deadline-ratio",
+        "1.2",
+        "--processes",
+        "1",
+    ]
+    for only in ([], ["--only", "mine"]):
+        result = CliRunner().invoke(app, [*arguments, *only])
+        assert result.exit_code == 0, result.output
+        assert "flicker (mine), deadline 1.2 x, 2 jobs" in result.stdout
+        assert f"left out: {tmp_path}/damaged/traces.jsonl: line 1: expected a trace" in result.stderr
+        assert ("left out: trace set flicker (short): expected a recording" in result.stderr) == (not only)
+    content = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert [one["what"] for one in content["left_out"]] == [
+        f"{tmp_path}/damaged/traces.jsonl", "trace set flicker (short)",
+    ]  # fmt: skip
+    nothing = CliRunner().invoke(app, [*arguments, "--only", "damaged"])
+    assert nothing.exit_code == 2
+    assert "there are flicker (mine), flicker (short)" in nothing.stderr
+    assert "damaged/traces.jsonl: line 1: expected a trace" in nothing.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["nowhere"], 2, "expected a folder of traces"),
+        (["{mine}", "--only", "nothing"], 2, "no trace set"),
+        (["{mine}", "--deadline-ratio", "0.9"], 2, "deadlines of at least 1"),
+    ],
+)
+def test_a_wrong_backtest_says_what_was_expected(tmp_path: Path, arguments: list[str], code: int, expected: str):
+    write_folder([flicker(5, hours=60.0)], tmp_path / "mine")
+    filled = [argument.replace("{mine}", str(tmp_path / "mine")) for argument in arguments]
+    result = CliRunner().invoke(app, ["backtest", *filled])
+    assert result.exit_code == code
+    assert expected in result.stderr
