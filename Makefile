@@ -27,7 +27,7 @@ help: ## show this list
 	@echo "  JOB=file.yaml   the job that \`make demo\` runs (default $(JOB))"
 	@echo "  TESTERS=2       processes that \`make test\` shares the tests out to; PYTEST=\"-k word\": more arguments for pytest"
 	@echo "  TORCH=cpu       take torch's CPU build, where the network has it (2 GB less to download)"
-	@echo "  DOLL_CACHE=dir  where Kafka's jars are kept (default ~/.cache/doll)"
+	@echo "  DOLL_CACHE_DIR=dir  where Kafka's jars are kept (default ~/.cache/doll)"
 
 setup: $(STAMP) ## install everything into .venv (Python >= 3.11; Java >= 17 and Maven for a real local Kafka)
 

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from doll.provisioner.planning.baselines import MarketPolicy, rivals
+from doll.provisioner.planning.baselines import MarketPolicy, baselines
 from doll.provisioner.traces.model import TraceSet
 from doll.provisioner.traces.recordings import load
 from doll.simulation.adaptive import ADAPTIVE, LIVE, planners
@@ -29,7 +29,7 @@ _ALL = 100.0 - 1e-9
 
 
 def policies() -> list[MarketPolicy]:
-    return [*rivals(), planners()[0]]
+    return [*baselines(), planners()[0]]
 
 
 def lines(rows: Sequence[Row], sets: Sequence[TraceSet], settings: BacktestSettings) -> list[dict[str, float | str]]:

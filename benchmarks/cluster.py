@@ -34,7 +34,7 @@ from benchmarks.harness import job
 if TYPE_CHECKING:
     from doll.local.stack import Stack
     from doll.local.supervisor import Supervisor
-    from doll.monitor.display import View
+    from doll.monitor.display import Display
 
 BROKERS: Final = 3
 BAR_S: Final = 5.0
@@ -56,7 +56,7 @@ def cluster_job() -> JobConfig:
     )
 
 
-class Killer:
+class BrokerKiller:
     """Kills one broker after the other, while a job learns.
 
     Attributes:
@@ -67,9 +67,9 @@ class Killer:
 
     standby = False
 
-    def __init__(self, config: JobConfig, view: View, *, kills: int, every_s: float) -> None:
+    def __init__(self, config: JobConfig, display: Display, *, kills: int, every_s: float) -> None:
         self._config = config
-        self._view = view
+        self._display = display
         self._number = kills
         self._every_s = every_s
         self._next_s = float("inf")
@@ -81,7 +81,7 @@ class Killer:
         self.late = 0
 
     @property
-    def detours(self) -> Sequence[Mapping[str, int]]:
+    def advertised_ports(self) -> Sequence[Mapping[str, int]]:
         return ({},) * BROKERS
 
     def services(self, role: str, stack: Stack) -> Services:
@@ -109,7 +109,7 @@ class Killer:
             return None
         self.late += now - self._next_s > 2 * _LOOK_EVERY_S
         number = len(self.kills) % BROKERS
-        self._view.say(f"kill {len(self.kills) + 1} of {self._number}: broker {number + 1}")
+        self._display.say(f"kill {len(self.kills) + 1} of {self._number}: broker {number + 1}")
         self.kills.append((time.time(), number + 1))
         stack.kafka.nodes[number].kill()  # whoever runs the job starts it again
         self._next_s = now + (self._every_s if len(self.kills) < self._number else _QUIET_S)
@@ -137,8 +137,8 @@ class Killer:
         return
 
     def facts(self) -> dict[str, Any]:
-        found = pauses(self.updates, self.kills, self._ended_s)
-        return {"broker_kills": len(self.kills), "late_kills": self.late, **found}
+        results = pauses(self.updates, self.kills, self._ended_s)
+        return {"broker_kills": len(self.kills), "late_kills": self.late, **results}
 
 
 def pauses(updates: Sequence[float], kills: Sequence[tuple[float, int]], ended_s: float) -> dict[str, Any]:
@@ -174,24 +174,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = cluster_job()
     runs: list[RunFolder] = []
 
-    def companion(run: RunFolder, view: View) -> Killer:
+    def hook(run: RunFolder, display: Display) -> BrokerKiller:
         runs.append(run)
-        return Killer(config, view, kills=options.kills, every_s=options.every_s)
+        return BrokerKiller(config, display, kills=options.kills, every_s=options.every_s)
 
     with tempfile.TemporaryDirectory(prefix="doll-cluster-") as folder:
-        code = run_up(config, Path(folder), companion=companion)
+        code = run_up(config, Path(folder), hook=hook)
         report = json.loads(runs[0].report.read_text(encoding="utf-8"))
     audit = report["audit"] or {}
     kept = ("broker_kills", "late_kills", "pauses_s", "pause_p50_s", "pause_max_s", "quiet_pause_max_s", "updates")
-    found = {name: report.get(name) for name in kept} | {
+    results = {name: report.get(name) for name in kept} | {
         "exit_code": code, "missing": audit.get("missing"), "twice": audit.get("duplicate"),
         "applied": audit.get("applied"), "every_s": options.every_s, "load": os.getloadavg()[0],
     }  # fmt: skip
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found, indent=1))
-    sound = code == 0 and (found["missing"], found["twice"]) == (0, 0)
-    return 0 if sound and found["pause_max_s"] is not None and found["pause_max_s"] <= BAR_S else 1
+    options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(results, indent=1))
+    sound = code == 0 and (results["missing"], results["twice"]) == (0, 0)
+    return 0 if sound and results["pause_max_s"] is not None and results["pause_max_s"] <= BAR_S else 1
 
 
 if __name__ == "__main__":

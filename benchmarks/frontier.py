@@ -1,4 +1,4 @@
-"""Cost against moves: the planner at several reserves of slack, beside the rivals, on every trace set of a folder.
+"""Cost against moves: the planner at several reserves of slack, beside the baselines, on every trace set of a folder.
 
     python -m benchmarks.frontier ../shared/data [--only NAME ...] [--seed N] [--out FOLDER]
 
@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from doll.provisioner.planning.baselines import MarketPolicy, rivals
+from doll.provisioner.planning.baselines import MarketPolicy, baselines
 from doll.provisioner.traces.model import TraceSet
 from doll.provisioner.traces.recordings import load
 from doll.simulation.adaptive import LIVE, Adaptive
@@ -42,7 +42,7 @@ def policies() -> list[MarketPolicy]:
     planners = [
         Adaptive(planner_name(pair), replace(LIVE, slack_reserve=pair[0], return_reserve=pair[1])) for pair in RESERVES
     ]
-    return [*rivals(), *planners]
+    return [*baselines(), *planners]
 
 
 def least_moves(trace_set: TraceSet, ratio: float, settings: BacktestSettings) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from doll.config import JobConfig, load
-from doll.consumers.bisection import anchor
+from doll.consumers.bisection import usual_norm
 from doll.consumers.decoding import decode_records
 from doll.consumers.gradient import Gradient, GradientComputer
 from doll.consumers.guard import Guard, Samples
@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[str, int, list[str]]] = {
 }
 
 
-class Watched(Guard):
+class RecordingGuard(Guard):
     """Counts what it looks into, and how long gradients are."""
 
     def __init__(self, *args: Any) -> None:
@@ -80,7 +80,7 @@ class Watched(Guard):
         norms = self._norms_of(samples)
         ordinary = samples.few() if self._canary is None else self._canary
         wrong = Samples(ordinary.x, self._wrong_targets(ordinary.y))
-        usual = max(anchor(self._norms_of(ordinary)), anchor(self._norms_of(wrong)))
+        usual = max(usual_norm(self._norms_of(ordinary)), usual_norm(self._norms_of(wrong)))
         return max(norms) / max(median(norms), 1e-300), max(norms) / max(usual, 1e-300)
 
 
@@ -116,7 +116,7 @@ def watch(name: str, data: Path, updates: int | None = None) -> dict[str, Any]:
     task = load_task(config)
     optimizer = Optimizer(build(config, task), config.training.optimizer, config.training.clip_norm)
     computer = GradientComputer(task, build(config, task))
-    guards = [Watched(config, task, computer) for _ in range(config.data.workers)]
+    guards = [RecordingGuard(config, task, computer) for _ in range(config.data.workers)]
     streams, refused, compute_s, batches, losses, longest = records(config), 0, 0.0, 0, list[float](), (0.0, 0.0)
     turns = itertools.cycle(range(config.data.workers))
     for version in range(updates or count):

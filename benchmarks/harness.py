@@ -22,7 +22,7 @@ from doll import packing
 from doll.config import JobConfig
 from doll.kafka import topics
 from doll.kafka.tail import Tail
-from doll.ledger.admission import ABOVE_ENV
+from doll.ledger.admission import AFTER_TERM_ENV
 from doll.ledger.admission import read as earlier_runs
 from doll.local import processes
 from doll.local.forks import ForkServer, Role
@@ -53,7 +53,7 @@ class Usage:
 
 
 @dataclass
-class Learned:
+class LearningResult:
     """One DOLL run in its steady state."""
 
     samples_per_s: float
@@ -113,13 +113,13 @@ class Bench:
         Raises:
             RuntimeError: one failed or did not end; the message shows its log.
         """
-        meter = Meter(self._names)
+        sampler = CpuSampler(self._names)
         roles = [self.start(*spec) for spec in specs]
         try:
             deadline_s = time.monotonic() + _RUN_S
             while any(role.poll() is None for role in roles):
                 time.sleep(_NOTE_S)
-                meter.note()
+                sampler.note()
                 late = time.monotonic() > deadline_s
                 for role in roles:
                     if role.poll() not in (None, 0) or (late and role.poll() is None):
@@ -128,7 +128,7 @@ class Bench:
         finally:
             for role in roles:
                 role.kill()
-        return meter.read()
+        return sampler.read()
 
     # --- yardsticks
 
@@ -194,7 +194,7 @@ class Bench:
             raise RuntimeError(f"{sender.counts.failed} samples could not be produced")
         self._filled[config.job] = samples
 
-    def learn(self, config: JobConfig, *, produce: bool = False, warm_s: float = WARM_S) -> Learned:
+    def learn(self, config: JobConfig, *, produce: bool = False, warm_s: float = WARM_S) -> LearningResult:
         """Run the job's parameter server and workers until its stop rule; `produce` starts its own source too.
 
         Runs of one job name use the same topics, each a checkpoint folder of its own: each begins at the first sample.
@@ -205,7 +205,7 @@ class Bench:
         run.mkdir()
         args = self._write_job(config, run)
         roles = []
-        fresh = {ABOVE_ENV: str(earlier_runs(config, self.stack.services).newest_epoch)}
+        fresh = {AFTER_TERM_ENV: str(earlier_runs(config, self.stack.services).newest_term)}
         with Tail(config, self.stack.services, (config.topic("updates"),)) as tail:
             roles.append(self.start("ps", "doll.run.roles:ps_role", args, fresh))
             roles += [
@@ -226,11 +226,11 @@ class Bench:
         shutil.rmtree(run, ignore_errors=True)
         first, last = updates[0], updates[-1]
         rate = (last.samples_total - first.samples_total) / (last.time_s - first.time_s)
-        return Learned(rate, updates[1:], usage)
+        return LearningResult(rate, updates[1:], usage)
 
     def _collect(self, tail: Tail, config: JobConfig, roles: list[Role], warm_s: float) -> tuple[list[Update], Usage]:
         updates: list[Update] = []
-        meter = Meter(self._names)
+        sampler = CpuSampler(self._names)
         warm = False
         deadline_s = time.monotonic() + _RUN_S
         while time.monotonic() < deadline_s:
@@ -244,9 +244,9 @@ class Bench:
                         steady = [update for update in updates if update.time_s >= updates[0].time_s + warm_s]
                         if len(steady) < 3:
                             raise RuntimeError(f"only {len(steady)} updates after {warm_s} s: run for longer")
-                        return steady, meter.read()
+                        return steady, sampler.read()
             if updates and not warm and updates[-1].time_s >= updates[0].time_s + warm_s:
-                warm, meter = True, Meter(self._names)
+                warm, sampler = True, CpuSampler(self._names)
             for role in roles:
                 if role.poll() not in (None, 0):
                     raise RuntimeError(f"{role.name} ended with {role.exitcode}:\n{processes.tail(role.log_path, 40)}")
@@ -279,7 +279,7 @@ class Bench:
         return [str(path), self.stack.services.kafka, self.stack.services.redis, str(run)]
 
 
-class Meter:
+class CpuSampler:
     """CPU seconds from now on: of the processes that `names` names, of this one, and of all others on the machine."""
 
     def __init__(self, names: dict[int, str]) -> None:

@@ -15,7 +15,7 @@ def confirm_all(job_path: str, kafka: str, redis: str, out: str, batches: int) -
     from doll.config import load
     from doll.kafka import topics
     from doll.model import build, fingerprint
-    from doll.ps.kafka_channel import KafkaLink
+    from doll.ps.kafka_channel import KafkaChannel
     from doll.records import Announce, Durable, Join, Stop, Welcome, decode
     from doll.services import Services
     from doll.task import load_task
@@ -23,28 +23,28 @@ def confirm_all(job_path: str, kafka: str, redis: str, out: str, batches: int) -
     config, services = load(Path(job_path)), Services(kafka, redis)
     topics.ensure(config, services)
     mark = fingerprint(config, build(config, load_task(config)))
-    link = KafkaLink(config, services)
-    link.open()
+    channel = KafkaChannel(config, services)
+    channel.open()
     # At the end of what is there: runs on one topic follow each other.
-    origin = link.watermarks(config.topic("samples"), 0)[0 if config.data.start == "earliest" else 1]
+    origin = channel.watermarks(config.topic("samples"), 0)[0 if config.data.start == "earliest" else 1]
     seen: list[tuple[float, int]] = []
     while not seen or seen[-1][1] < batches:
-        for value in link.poll(0.05):
+        for value in channel.poll(0.05):
             match decode(value):
                 case Join() as join:
-                    link.down(
+                    channel.send_command(
                         0,
                         Welcome(
-                            ps_epoch=1, worker=0, instance=join.instance, epoch=1, origin=origin, next_token=0,
+                            term=1, worker=0, instance=join.instance, session=1, origin=origin, next_batch=0,
                             fingerprint=mark,
                         ),
                     )  # fmt: skip
                 case Announce() as announce:
-                    link.down(0, Durable(ps_epoch=1, worker=0, until=announce.until))
+                    channel.send_command(0, Durable(term=1, worker=0, until=announce.until))
                     seen.append((time.monotonic(), announce.until))
-    link.down(0, Stop(ps_epoch=1, reason="measured"))
-    link.flush(5.0)
-    link.close()
+    channel.send_command(0, Stop(term=1, reason="measured"))
+    channel.flush(5.0)
+    channel.close()
     Path(out).write_text(json.dumps(seen), encoding="utf-8")
 
 

@@ -23,7 +23,7 @@ from doll.errors import DollError
 from doll.monitor.rates import predicted_update_rate, steady_update_rate
 from doll.records import Update
 
-from benchmarks.harness import Bench, Learned, Usage, idle_share, image_records, job
+from benchmarks.harness import Bench, LearningResult, Usage, idle_share, image_records, job
 
 BATCH = 256
 RESULTS = Path(__file__).parent / "results"
@@ -31,7 +31,7 @@ EMNIST = "doll.tasks.emnist:Emnist"
 # Packed as a stream of about the rate of the row would be; the docs say what unpacked records cost.
 PACKING = {"cnn": 16, "small": 32}
 MODELS = {"cnn": False, "small": True}
-GOALS = {("cnn", 8): 0.95, ("small", 8): 0.90}
+TARGET_RATIOS = {("cnn", 8): 0.95, ("small", 8): 0.90}
 GROUP_SIZES = (2, 8)
 
 
@@ -160,7 +160,7 @@ def gaussian_records(count: int) -> list[bytes]:
     return [row.tobytes() for row in rows]
 
 
-def _anatomy(learned: Learned) -> dict[str, Any]:
+def _anatomy(learned: LearningResult) -> dict[str, Any]:
     """What the update records say of one run (sections C and D); times in milliseconds."""
     updates = learned.updates
     members = [member for update in updates for member in update.members]
@@ -188,7 +188,7 @@ def _first_of_each_worker(update: Update) -> list[Any]:
     """A worker computes its batches of one group one after the other: only the first one's grant is not a queue."""
     first: dict[int, Any] = {}
     for member in update.members:
-        if member.worker not in first or member.token < first[member.worker].token:
+        if member.worker not in first or member.batch < first[member.worker].batch:
             first[member.worker] = member
     return list(first.values())
 
@@ -233,7 +233,7 @@ _ANATOMY = {
 
 def _goal(row: dict[str, Any]) -> tuple[str, bool | None]:
     match row["section"], row["name"].split():
-        case "A", [model, group, "doll"] if (goal := GOALS.get((model, int(group[2:])))) is not None:
+        case "A", [model, group, "doll"] if (goal := TARGET_RATIOS.get((model, int(group[2:])))) is not None:
             return f">= {goal:.2f} of bare", row["ratio"]["median"] >= goal
         case "B", [_, "m=64"]:
             return ">= 50,000/s", row["median"] >= 50_000

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 from doll.config import JobConfig
-from doll.drill.conductor import Conductor
-from doll.drill.plan import KINDS, Fault, Target
-from doll.drill.routes import Wires
+from doll.drill.conductor import FaultInjector
+from doll.drill.plan import FAULT_KINDS, Fault, FaultTarget
+from doll.drill.routes import RoleRelays
 from doll.records import AnyRecord, Metric, Update
 from doll.run.folder import RunFolder
 from doll.run.job import run_up
@@ -41,7 +41,7 @@ from benchmarks.steadiness import WARM_UP, Point, Row
 if TYPE_CHECKING:
     from doll.local.stack import Stack
     from doll.local.supervisor import Supervisor
-    from doll.monitor.display import View
+    from doll.monitor.display import Display
 
 WORKERS: Final = 3
 COLUMNS: Final = ("time_s", "of", "measure", "life", "value")
@@ -50,11 +50,11 @@ _GAP_S: Final = 12.0  # from a recovery to the next fault
 # Small enough that topics are at their steady size within the warm-up. What is not learned yet is far less.
 _RETENTION: Final = {
     "samples": {"retention.bytes": "33554432", "segment.bytes": "4194304"},
-    **{kind: {"retention.bytes": "1048576", "segment.bytes": "1048576"} for kind in ("up", "down", "metrics")},
+    **{kind: {"retention.bytes": "1048576", "segment.bytes": "1048576"} for kind in ("events", "commands", "metrics")},
 }
 # The source is stopped while a worker has more than this to read, and goes on when all have less than the other.
-_HOLD_RECORDS: Final = 1500
-_GO_RECORDS: Final = 300
+_PAUSE_RECORDS: Final = 1500
+_RESUME_RECORDS: Final = 300
 _SILENT_S: Final = 4.0  # no word of the parameter server: nobody knows what is unread
 
 
@@ -79,7 +79,7 @@ def plan(seconds: float, workers: int) -> tuple[Fault, ...]:
 
     The parameter server dies at a third and two thirds of the time, so that it has long lives too.
     """
-    kinds = {kind.name: kind for kind in KINDS}
+    kinds = {kind.name: kind for kind in FAULT_KINDS}
     many = 100 + round(seconds / _GAP_S)
     expected = seconds / (_GAP_S + 2.0)
     rare = {
@@ -93,19 +93,19 @@ def plan(seconds: float, workers: int) -> tuple[Fault, ...]:
             worker=1 + number % (workers - 1),
             gap_s=_GAP_S,
             hold_s=0.0,
-            hurried=False,
+            overlapping=False,
         )
         for number in range(1, many + 1)
     )
 
 
-class Soak(Conductor):
+class Soak(FaultInjector):
     """Disturbs a run, keeps its source at the speed of its workers, and takes down what everything uses."""
 
     def __init__(
-        self, config: JobConfig, run: RunFolder, view: View, *, seconds: float, csv_path: Path, wires: Wires
+        self, config: JobConfig, run: RunFolder, display: Display, *, seconds: float, csv_path: Path, wires: RoleRelays
     ) -> None:
-        super().__init__(config, faults=1, seed=0, say=view.say, wires=wires, run_folder=run.path)
+        super().__init__(config, faults=1, seed=0, say=display.say, wires=wires, run_folder=run.path)
         self._job = config
         self._run = run
         self._seconds = seconds
@@ -116,13 +116,13 @@ class Soak(Conductor):
         self._next_s = 0.0
         self._version = 0
         self._samples = 0
-        self._heard_s = 0.0
+        self._last_seen_s = 0.0
         self._unread: dict[str, float] = {}
-        self._stopped: int | None = None  # process id of the source while it stands still
+        self._paused_pid: int | None = None  # process id of the source while it stands still
         self._cpu_s: dict[int, tuple[float, float]] = {}
         self._limited = False
 
-    def plan_for(self, targets: Collection[Target], brokers: int) -> tuple[Fault, ...]:
+    def plan_for(self, targets: Collection[FaultTarget], brokers: int) -> tuple[Fault, ...]:
         return plan(self._seconds, self._job.data.workers)
 
     def feed(self, record: AnyRecord) -> None:
@@ -132,7 +132,7 @@ class Soak(Conductor):
                 self._version, self._samples = record.version, record.samples_total
                 self._began_s = self._began_s or time.monotonic()
             case Metric(source="ps"):
-                self._heard_s = time.monotonic()
+                self._last_seen_s = time.monotonic()
                 self._unread = {key: value for key, value in record.values.items() if key.endswith("_lag_records")}
 
     def turn(self, supervisor: Supervisor, stack: Stack) -> str | None:
@@ -145,15 +145,15 @@ class Soak(Conductor):
             self._next_s = now + EVERY_S
             self._note(now - self._began_s, supervisor, stack)
         if self._began_s is not None and now - self._began_s > self._seconds:
-            return f"soak: {self._seconds:g} s" if self.is_calm else super_turn_without_faults(self, supervisor)
+            return f"soak: {self._seconds:g} s" if self.is_recovered else end_faults(self, supervisor)
         super().turn(supervisor, stack)
         return None
 
     def close(self) -> None:
         super().close()
-        if self._stopped is not None:
-            _signal(self._stopped, signal.SIGCONT)
-            self._stopped = None
+        if self._paused_pid is not None:
+            _signal(self._paused_pid, signal.SIGCONT)
+            self._paused_pid = None
         self._file.flush()
 
     def _pace(self, supervisor: Supervisor, now: float) -> None:
@@ -162,12 +162,12 @@ class Soak(Conductor):
         if producer is None:
             return
         most = max(self._unread.values(), default=0.0)
-        if self._stopped != producer.pid and (most > _HOLD_RECORDS or now - self._heard_s > _SILENT_S):
+        if self._paused_pid != producer.pid and (most > _PAUSE_RECORDS or now - self._last_seen_s > _SILENT_S):
             _signal(producer.pid, signal.SIGSTOP)
-            self._stopped = producer.pid
-        elif self._stopped == producer.pid and most < _GO_RECORDS and now - self._heard_s < _SILENT_S:
+            self._paused_pid = producer.pid
+        elif self._paused_pid == producer.pid and most < _RESUME_RECORDS and now - self._last_seen_s < _SILENT_S:
             _signal(producer.pid, signal.SIGCONT)
-            self._stopped = None
+            self._paused_pid = None
 
     def _note(self, at_s: float, supervisor: Supervisor, stack: Stack) -> None:
         for name, pid in self._processes(supervisor, stack):
@@ -220,11 +220,11 @@ class Soak(Conductor):
             yield "redis's values", used / 1e6
 
 
-def super_turn_without_faults(soak: Soak, supervisor: Supervisor) -> None:
+def end_faults(soak: Soak, supervisor: Supervisor) -> None:
     """Let go of what is held and see who has left; the time is over, and nothing new is broken."""
     now = time.time()
-    soak._let_go(now)
-    soak._see_ends(supervisor, now)
+    soak._end_suspensions(now)
+    soak._check_leaving(supervisor, now)
 
 
 def limit_topics(config: JobConfig, stack: Stack) -> None:
@@ -328,8 +328,8 @@ def conclude(folder: Path) -> list[Row]:
     text = f"{total_s:,.0f} s, {rate:.1f} updates/s after warm-up ({WARM_UP:.0%} of the time).\n\n"
     (folder / "soak.md").write_text(text + steadiness.markdown(rows) + "\n", encoding="utf-8")
     facts = [{**{name: getattr(row, name) for name in Row.__slots__}, "verdict": row.verdict} for row in rows]
-    found = {"seconds": total_s, "updates_per_s": rate, "rows": facts}
-    (folder / "soak.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    summary = {"seconds": total_s, "updates_per_s": rate, "rows": facts}
+    (folder / "soak.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     picture(series, folder / "soak.png")
     print(text + steadiness.markdown(rows), flush=True)
     return rows
@@ -340,11 +340,11 @@ def soak(seconds: float, folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     config = soak_job()
 
-    def companion(run: RunFolder, view: View) -> Soak:
-        return Soak(config, run, view, seconds=seconds, csv_path=folder / "soak.csv", wires=wires)
+    def hook(run: RunFolder, display: Display) -> Soak:
+        return Soak(config, run, display, seconds=seconds, csv_path=folder / "soak.csv", wires=wires)
 
-    with Wires(()) as wires:
-        code = run_up(config, folder / "runs", companion=companion)
+    with RoleRelays(()) as wires:
+        code = run_up(config, folder / "runs", hook=hook)
     rows = conclude(folder)
     growing = [f"{row.of}: {row.measure}" for row in rows if row.verdict == "GROWS"]
     print(f"doll up ended with {code}; growing: {', '.join(growing) or 'nothing'}", flush=True)

@@ -19,18 +19,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-BAR_POINTS = 3.0
+MAX_COST_ERROR_POINTS = 3.0
 _RUN_S = 900.0
 _INFEASIBLE = 3
 _KEPT = (
-    "deadline_met", "deadline_s", "finish_s", "finish_predicted_s", "cost_usd", "cost_with_hand_back_usd",
-    "on_demand_usd", "cost_predicted_usd", "cost_percent", "cost_predicted_percent", "cost_off_points", "moves",
+    "deadline_met", "deadline_s", "finish_s", "finish_predicted_s", "cost_usd", "cost_until_terminated_usd",
+    "all_on_demand_usd", "cost_predicted_usd", "cost_percent", "cost_predicted_percent", "cost_error_points", "moves",
     "moves_predicted", "preemptions", "preemptions_predicted", "preemptions_killed", "preemptions_without_notice",
     "instances", "accuracy", "updates", "samples", "seconds", "market", "predictions", "moves_log",
 )  # fmt: skip
 _COLUMNS = (
     ("seed", "{seed}"), ("deadline", "{met}"), ("end s", "{finish_s:.1f}"), ("predicted", "{finish_predicted_s:.1f}"),
-    ("cost %", "{cost_percent:.1f}"), ("predicted", "{cost_predicted_percent:.1f}"), ("off", "{cost_off_points:+.1f}"),
+    ("cost %", "{cost_percent:.1f}"), ("predicted", "{cost_predicted_percent:.1f}"), ("off", "{cost_error_points:+.1f}"),
     ("moves", "{moves}"), ("preempted", "{preemptions}"), ("killed", "{preemptions_killed}"),
     ("accuracy", "{accuracy:.3f}"), ("missing", "{missing}"), ("twice", "{twice}"), ("load", "{load:.0f}"),
 )  # fmt: skip
@@ -63,7 +63,7 @@ def one(job: Path, seed: int) -> dict[str, Any]:
 def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The bars."""
     ran = [row for row in rows if row["feasible"]]
-    off = [row["cost_off_points"] for row in ran]
+    off = [row["cost_error_points"] for row in ran]
     return {
         "runs": len(ran),
         "deadlines_met": sum(row["deadline_met"] for row in ran),
@@ -71,15 +71,15 @@ def verdict(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "mean_predicted_percent": statistics.fmean(row["cost_predicted_percent"] for row in ran),
         "mean_off_points": statistics.fmean(off),
         "most_off_points": max(off, key=abs),
-        "within_3_points": sum(abs(value) <= BAR_POINTS for value in off),
+        "within_3_points": sum(abs(value) <= MAX_COST_ERROR_POINTS for value in off),
         "audits_clean": sum(row["audit"].get("ok") is True for row in ran),
     }
 
 
-def passed(found: dict[str, Any]) -> bool:
+def passed(result: dict[str, Any]) -> bool:
     return (
-        found["deadlines_met"] == found["audits_clean"] == found["runs"]
-        and abs(found["mean_off_points"]) <= BAR_POINTS
+        result["deadlines_met"] == result["audits_clean"] == result["runs"]
+        and abs(result["mean_off_points"]) <= MAX_COST_ERROR_POINTS
     )  # fmt: skip
 
 
@@ -107,10 +107,10 @@ def main(arguments: list[str] | None = None) -> int:
         print(table(rows), flush=True)
         # After each: a run that is cut off keeps what it has.
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        found = verdict(rows) if any(row["feasible"] for row in rows) else {}
-        options.out.write_text(json.dumps({"rows": rows, "verdict": found}, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(found, indent=2))
-    return 0 if found and passed(found) else 1
+        result = verdict(rows) if any(row["feasible"] for row in rows) else {}
+        options.out.write_text(json.dumps({"rows": rows, "verdict": result}, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(result, indent=2))
+    return 0 if result and passed(result) else 1
 
 
 if __name__ == "__main__":

@@ -38,25 +38,29 @@ def pins(lock: str) -> Iterator[tuple[str, str]]:
             yield name, version
 
 
-def kept(table: str) -> dict[str, str]:
+def parse_table(table: str) -> dict[str, str]:
     """`wheel` or `source` by name==version, as the table says."""
     return dict(line.split() for line in table.splitlines() if line and not line.startswith("#"))
 
 
 def has_wheel(pin: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
-        asked = Path(folder) / "one.txt"
-        asked.write_text(f"{pin}\n")
-        told = subprocess.run(
+        requirements = Path(folder) / "one.txt"
+        requirements.write_text(f"{pin}\n")
+        result = subprocess.run(
             [
                 str(Path(sys.executable).with_name("uv")), "pip", "compile", "--quiet", "--no-deps", "--no-build",
-                "--python-platform", PLATFORM, "--python-version", PYTHON, str(asked),
+                "--python-platform", PLATFORM, "--python-version", PYTHON, str(requirements),
             ],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
-    if told.returncode != 0 and "no usable wheels" not in told.stderr and "matching platform tag" not in told.stderr:
-        raise SystemExit(f"the registry does not say whether {pin} has a wheel:\n{told.stderr}")
-    return told.returncode == 0
+    if (
+        result.returncode != 0
+        and "no usable wheels" not in result.stderr
+        and "matching platform tag" not in result.stderr
+    ):
+        raise SystemExit(f"the registry does not say whether {pin} has a wheel:\n{result.stderr}")
+    return result.returncode == 0
 
 
 def main() -> None:

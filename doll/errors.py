@@ -70,7 +70,7 @@ class InfeasiblePlanError(DollError):
 
 
 class DataLossError(DollError):
-    """Records that were not learned are gone from Kafka, and the job file does not allow that (`data.on_loss`)."""
+    """Records that were not learned are gone from Kafka, and the job file does not allow that (`data.on_data_loss`)."""
 
     exit_code = 4
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 # Words that older checkpoints do not have: there is nothing to compare with.
-_LATER: Final = ("others", "frozen")
+_OPTIONAL_KEYS: Final = ("others", "frozen")
 _HINTS: Final = {
     "frozen": "build_model() must give the same frozen parameters in every process: load them from one file, or draw "
     "them with torch's own random numbers"
@@ -59,7 +59,7 @@ def fits(expected: str, got: str) -> bool:
     if expected == got:
         return True
     wanted, found = parse(expected), parse(got)
-    return {key: value for key, value in wanted.items() if key in found or key not in _LATER} == found
+    return {key: value for key, value in wanted.items() if key in found or key not in _OPTIONAL_KEYS} == found
 
 
 def difference(expected: str, got: str) -> str:

@@ -58,9 +58,9 @@ class FlatModel:
         self.num_floats = self.num_parameters + self.num_buffers
         self.shapes = tuple((name, tuple(tensor.shape)) for name, tensor in [*parameters, *buffers])
         self.others = tuple((name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in others)
-        ends = [_even(self.num_floats)]
+        ends = [_round_up_to_even(self.num_floats)]
         for _, tensor in others:
-            ends.append(ends[-1] + _even(-(-tensor.numel() * tensor.element_size() // 4)))
+            ends.append(ends[-1] + _round_up_to_even(-(-tensor.numel() * tensor.element_size() // 4)))
         self.flat = torch.zeros(ends[-1] if others else self.num_floats, dtype=torch.float32)
         self.grad = torch.zeros_like(self.flat)
         at = 0
@@ -73,14 +73,14 @@ class FlatModel:
         for (_, tensor), begin in zip(others, ends, strict=False):
             raw = self.flat[begin:].view(torch.uint8)[: tensor.numel() * tensor.element_size()]
             _move(tensor, raw.view(tensor.dtype).view(tensor.shape))
-        self._homes = [
+        self._buffer_views = [
             (owner, name, buffer)
             for owner in module.modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
 
-    def take(self, weights: npt.NDArray[np.float32]) -> None:
+    def load_weights(self, weights: npt.NDArray[np.float32]) -> None:
         """Take over `weights`, float32, shape (numel,), or (num_floats,) as builds before counters were kept wrote.
 
         Raises:
@@ -93,7 +93,7 @@ class FlatModel:
 
     def gather(self) -> None:
         """Bring back into the vector what the module's code has replaced: `self.mean = ...` instead of `copy_`."""
-        for owner, name, buffer in self._homes:
+        for owner, name, buffer in self._buffer_views:
             found = owner._buffers.get(name)
             if found is not buffer:
                 with torch.no_grad():
@@ -116,7 +116,7 @@ def _move(tensor: torch.Tensor, home: torch.Tensor) -> None:
         tensor.data = home
 
 
-def _even(number: int) -> int:
+def _round_up_to_even(number: int) -> int:
     # Numbers of 8 bytes must begin at a multiple of 8.
     return number + number % 2
 

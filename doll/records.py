@@ -4,9 +4,9 @@ Each record is one msgspec struct, encoded as MessagePack behind two bytes: a ma
 Unknown magic, version or type raises `RecordError`; the reader counts and drops such a record, it never crashes on it.
 Sample records are the user's own bytes and are *not* described here (see `doll.packing` for the packed form).
 
-Topics (design, section 4): `up` carries Join, Announce, Push, Nack, Alive, Leave, Evaluated; `down` partition n
-carries Welcome, Grant, Durable, Hello, Fence and Stop for worker n; `updates` carries Epoch, Update and Finished;
-`dead` carries DeadLetter; `metrics` carries Metric and Decision.
+Topics (design, section 4): `events` carries Join, Announce, Push, Nack, Alive, Leave, Evaluated; `commands` partition n
+carries Welcome, Grant, Durable, Hello, Fence and Stop for worker n; `updates` carries TermStarted, Update and Finished;
+`dead` carries DeadLetter; `metrics` carries Metric and ProvisionDecision.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from doll.errors import RecordError
 
 MAGIC: Final = 0xD0
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 _PREFIX: Final = bytes([MAGIC, SCHEMA_VERSION])
 
 
@@ -27,23 +27,23 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all control records. Times are Unix seconds of the writer's clock, for people only."""
 
 
-# --- up: worker -> parameter server ---------------------------------------------------------------------------------
+# --- events: worker -> parameter server ---------------------------------------------------------------------------------
 
 
 class Join(Record, frozen=True, omit_defaults=True):
-    """A worker process is there. `epoch` is 0 in a new process, else the epoch it already holds (after a Hello)."""
+    """A worker process is there. `session` is 0 in a new process, else the session it already holds (after a Hello)."""
 
     worker: int
     instance: str  # tells two processes apart: [name of the machine, ":",] random id
-    epoch: int = 0
-    incarnation: int = 0  # epoch number of the slot's machine, from the provisioner; 0: nobody numbers them
+    session: int = 0
+    incarnation: int = 0  # of the slot's machine, from the provisioner; 0: nobody numbers them
 
 
 class Announce(Record, frozen=True):
     """Batches [first, until) of this worker are complete and retained: they may be granted (Algorithm 1)."""
 
     worker: int
-    epoch: int
+    session: int
     first: int
     until: int
 
@@ -52,9 +52,9 @@ class Push(Record, frozen=True):
     """The gradient of one granted batch is in the blob store (Algorithm 2). Losses are taken before learning."""
 
     worker: int
-    epoch: int
-    token: int
-    ps_epoch: int
+    session: int
+    batch: int
+    term: int
     grant: int
     version: int
     key: str  # blob key; "" when the batch holds no usable sample (its gradient is zero)
@@ -76,9 +76,9 @@ class Nack(Record, frozen=True):
     """A grant cannot be carried out: the weights blob is gone, or the batch is not held by this worker."""
 
     worker: int
-    epoch: int
-    token: int
-    ps_epoch: int
+    session: int
+    batch: int
+    term: int
     grant: int
     reason: Literal["weights", "batch"]
 
@@ -87,7 +87,7 @@ class Alive(Record, frozen=True):
     """Sent every second from the worker's event loop: the process is up and its loop turns."""
 
     worker: int
-    epoch: int
+    session: int
     retained: int = 0  # batches held and not yet durable
     next_offset: int = 0  # next sample offset this worker will read
     lag: int = 0  # records in the partition that this worker has not read yet
@@ -97,46 +97,46 @@ class Leave(Record, frozen=True):
     """The worker goes: what it holds is not granted any more; its next incarnation announces it again."""
 
     worker: int
-    epoch: int
+    session: int
     cause: str
 
 
 class Evaluated(Record, frozen=True):
     """Held-out metrics of one published version, from the evaluator."""
 
-    ps_epoch: int
+    term: int
     version: int
     loss: float
     accuracy: float | None = None
 
 
-# --- down: parameter server -> worker n -----------------------------------------------------------------------------
+# --- commands: parameter server -> worker n -----------------------------------------------------------------------------
 
 
 class Welcome(Record, frozen=True, omit_defaults=True):
-    """Answer to Join: the epoch to use, and where the durable model stands in this worker's stream."""
+    """Answer to Join: the session to use, and where the durable model stands in this worker's stream."""
 
-    ps_epoch: int
+    term: int
     worker: int
     instance: str
-    epoch: int
+    session: int
     origin: int  # offset at which the job began on this partition
-    next_token: (
-        int  # first batch that is not applied in the durable model: read from origin + next_token * records_per_batch
+    next_batch: (
+        int  # first batch that is not applied in the durable model: read from origin + next_batch * records_per_batch
     )
     fingerprint: str  # of task, model, batch size: a worker of another job file refuses to start
     incarnation: int = 0  # as in the Join
     samples_id: str = ""  # Kafka's id of the samples topic; "": not known
-    generation: int = 0  # see `Epoch`
+    generation: int = 0  # see `TermStarted`
 
 
 class Grant(Record, frozen=True):
-    """Compute the gradient of batch `token` at exactly the weights of `version`."""
+    """Compute the gradient of batch `batch` at exactly the weights of `version`."""
 
-    ps_epoch: int
+    term: int
     worker: int
-    epoch: int
-    token: int
+    session: int
+    batch: int
     grant: int
     version: int
     key: str
@@ -145,7 +145,7 @@ class Grant(Record, frozen=True):
 class Durable(Record, frozen=True):
     """Batches below `until` are in a checkpoint: acknowledge them to Kafka and drop them."""
 
-    ps_epoch: int
+    term: int
     worker: int
     until: int
 
@@ -153,13 +153,13 @@ class Durable(Record, frozen=True):
 class Hello(Record, frozen=True):
     """A parameter server has started: answer with Join."""
 
-    ps_epoch: int
+    term: int
 
 
 class Fence(Record, frozen=True):
     """This process has been replaced by a newer incarnation of the same worker: exit."""
 
-    ps_epoch: int
+    term: int
     worker: int
     instance: str
 
@@ -167,29 +167,29 @@ class Fence(Record, frozen=True):
 class Stop(Record, frozen=True):
     """The job has ended."""
 
-    ps_epoch: int
+    term: int
     reason: str
 
 
 # --- updates: lineage and audit -------------------------------------------------------------------------------------
 
 
-class Epoch(Record, frozen=True, omit_defaults=True):
-    """A parameter server started from the checkpoint of `resumed_version`: later versions of lower epochs are void."""
+class TermStarted(Record, frozen=True, omit_defaults=True):
+    """A parameter server started from the checkpoint of `resumed_version`: later versions of lower terms are void."""
 
-    ps_epoch: int
+    term: int
     resumed_version: int
     origins: tuple[int, ...]  # per partition
     records_per_batch: int
     time_s: float
-    generation: int = 0  # ps_epoch of the generation's first server; 0: the first (`doll.ledger.generations`)
+    generation: int = 0  # term of the generation's first server; 0: the first (`doll.ledger.generations`)
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One batch inside an update: offsets [lo, hi) of partition `worker`."""
 
     worker: int
-    token: int
+    batch: int
     lo: int
     hi: int
     n_samples: int
@@ -209,7 +209,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class Update(Record, frozen=True):
     """One applied update: version `version` is version - 1 plus these batches."""
 
-    ps_epoch: int
+    term: int
     version: int
     members: tuple[Member, ...]
     n_samples: int
@@ -224,7 +224,7 @@ class Update(Record, frozen=True):
 class Finished(Record, frozen=True):
     """The job has ended; `version` is the last one and is in a checkpoint."""
 
-    ps_epoch: int
+    term: int
     version: int
     reason: str
     time_s: float
@@ -245,7 +245,7 @@ class DeadLetter(Record, frozen=True):
     samples: int = 1  # samples refused; a packed record can be refused in part
     whole: bool = True  # the whole record was refused, so its offset is dead-lettered
     time_s: float = 0.0
-    ps_epoch: int = 0  # of the server that its worker knew, which tells the generation
+    term: int = 0  # of the server that its worker knew, which tells the generation
 
 
 class Metric(Record, frozen=True):
@@ -256,7 +256,7 @@ class Metric(Record, frozen=True):
     time_s: float
 
 
-class Decision(Record, frozen=True):
+class ProvisionDecision(Record, frozen=True):
     """What the provisioner decided in one turn: for people and dashboards, and for a successor that lost its file.
 
     It goes to `metrics`, whose older readers count and skip what they do not know; the audit takes what it does not
@@ -272,7 +272,7 @@ class Decision(Record, frozen=True):
     markets: tuple[str, ...] = ()  # wanted, per slot: "spot", "on_demand" or "" for no machine
     reasons: tuple[str, ...] = ()  # each once
     reason_of: tuple[int, ...] = ()  # per slot, index in `reasons`
-    epochs: tuple[int, ...] = ()  # highest epoch used, per slot
+    incarnations: tuple[int, ...] = ()  # highest used, per slot
     actions: tuple[str, ...] = ()  # what was done, in words
     alarms: tuple[str, ...] = ()  # what a person must mend
     instances: int = 0  # alive
@@ -286,8 +286,8 @@ class Decision(Record, frozen=True):
 AnyRecord = (
     Join | Announce | Push | Nack | Alive | Leave | Evaluated
     | Welcome | Grant | Durable | Hello | Fence | Stop
-    | Epoch | Update | Finished
-    | DeadLetter | Metric | Decision
+    | TermStarted | Update | Finished
+    | DeadLetter | Metric | ProvisionDecision
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

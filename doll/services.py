@@ -20,7 +20,7 @@ log = get_logger(__name__)
 
 KAFKA_ENV: Final = "DOLL_KAFKA"
 REDIS_ENV: Final = "DOLL_REDIS"
-BLOBS_ENV: Final = "DOLL_BLOBS"
+BLOBS_ENV: Final = "DOLL_BLOB_FOLDER"
 KAFKA_USER_ENV: Final = "DOLL_KAFKA_USERNAME"
 KAFKA_PASSWORD_ENV: Final = "DOLL_KAFKA_PASSWORD"
 KAFKA_CA_ENV: Final = "DOLL_KAFKA_CA"
@@ -147,7 +147,7 @@ def kafka_settings(config: JobConfig, services: Services, **extra: Any) -> Setti
             "bootstrap.servers": services.kafka,
             "security.protocol": config.kafka.security.upper(),
             "log_level": _LIBRDKAFKA_CRITICAL,
-            "error_cb": _TellOnce(services.kafka),
+            "error_cb": _LogErrorsOnce(services.kafka),
             "reconnect.backoff.max.ms": 1000,  # librdkafka's 10 s would outlast a broker's restart
             "retry.backoff.max.ms": 250,  # how often a new leader is asked for; 1 s would add to its election
         }
@@ -162,21 +162,21 @@ def kafka_settings(config: JobConfig, services: Services, **extra: Any) -> Setti
     return settings
 
 
-class _TellOnce:
+class _LogErrorsOnce:
     """An `error_cb` that logs each kind of trouble once in `_REPEAT_AFTER_S` seconds."""
 
     def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._address = address
         self._clock = clock
-        self._told_s: dict[str, float] = {}
+        self._logged_at_s: dict[str, float] = {}
 
     def __call__(self, error: Any) -> None:
         now = self._clock()
         kind = error.name()
-        if now - self._told_s.get(kind, float("-inf")) < _REPEAT_AFTER_S:
+        if now - self._logged_at_s.get(kind, float("-inf")) < _REPEAT_AFTER_S:
             return
-        self._told_s[kind] = now
-        log.warning("kafka_trouble", address=self._address, error=kind, reason=error.str())
+        self._logged_at_s[kind] = now
+        log.warning("kafka_error", address=self._address, error=kind, reason=error.str())
 
 
 def connect_redis(services: Services, *, timeout_s: float = 10.0, retries: int = 1) -> redis.Redis:
@@ -252,8 +252,8 @@ def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> st
     from confluent_kafka import KafkaException
     from confluent_kafka.admin import AdminClient
 
-    told: list[str] = []
-    admin = AdminClient(kafka_settings(config, services, error_cb=lambda error: told.append(error.str())))
+    errors: list[str] = []
+    admin = AdminClient(kafka_settings(config, services, error_cb=lambda error: errors.append(error.str())))
     deadline_s = time.monotonic() + timeout_s
     while True:  # in short waits: librdkafka retries a refused log-in until the time is over
         left_s = max(deadline_s - time.monotonic(), 0.0)
@@ -262,8 +262,8 @@ def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> st
             return None
         except KafkaException as exc:
             admin.poll(0)  # hands over the reasons that librdkafka has kept
-            reason = told[-1] if told else exc.args[0].str()
-        refusal = next((text for text in reversed(told) if _is_refusal(text)), None)
+            reason = errors[-1] if errors else exc.args[0].str()
+        refusal = next((text for text in reversed(errors) if _is_refusal(text)), None)
         if refusal is not None and (left_s <= 0.0 or _is_final(refusal)):
             return (
                 f"Kafka at {services.kafka} ({config.kafka.security}) refuses us ({refusal}): correct kafka.security, "

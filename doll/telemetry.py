@@ -11,7 +11,7 @@ from typing import Any, Final
 import structlog
 
 _REPEAT_AFTER_S: Final = 30.0
-_TOLD_REMEMBERED: Final = 1000
+_MAX_REMEMBERED: Final = 1000
 
 
 def configure(level: str = "info", *, process: str = "") -> None:
@@ -21,7 +21,7 @@ def configure(level: str = "info", *, process: str = "") -> None:
     """
     number = getattr(logging, level.upper(), logging.INFO)
     handler = logging.StreamHandler(sys.stderr)
-    handler.addFilter(OnceInAWhile())
+    handler.addFilter(RateLimitFilter())
     logging.basicConfig(
         level=max(number, logging.WARNING),
         handlers=[handler],
@@ -43,7 +43,7 @@ def configure(level: str = "info", *, process: str = "") -> None:
         structlog.contextvars.bind_contextvars(process=process)
 
 
-class OnceInAWhile(logging.Filter):
+class RateLimitFilter(logging.Filter):
     """Lets each message of a library through once in 30 s: with Kafka away, aiokafka writes 70 lines a second.
 
     Messages are told apart by their text before values are put in.
@@ -52,15 +52,15 @@ class OnceInAWhile(logging.Filter):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._told_s: dict[tuple[str, str], float] = {}
+        self._logged_at_s: dict[tuple[str, str], float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         now, key = self._clock(), (record.name, str(record.msg))
-        if now - self._told_s.get(key, float("-inf")) < _REPEAT_AFTER_S:
+        if now - self._logged_at_s.get(key, float("-inf")) < _REPEAT_AFTER_S:
             return False
-        if len(self._told_s) >= _TOLD_REMEMBERED:  # a library that puts values into its texts itself
-            self._told_s.clear()
-        self._told_s[key] = now
+        if len(self._logged_at_s) >= _MAX_REMEMBERED:  # a library that puts values into its texts itself
+            self._logged_at_s.clear()
+        self._logged_at_s[key] = now
         return True
 
 

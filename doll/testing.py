@@ -72,11 +72,11 @@ class MemoryBlobs:
             raise self._failures.popleft()
 
 
-class MemoryStore:
+class MemoryCheckpointStore:
     """`CheckpointStore` in a dict, thread-safe. `damage` flips a bit, `fail_next` makes the next saves raise.
 
     Attributes:
-        saved: (ps_epoch, version) of each successful `save`, in order, pruned ones included.
+        saved: (term, version) of each successful `save`, in order, pruned ones included.
     """
 
     def __init__(self, job: str, *, keep: int = 3) -> None:
@@ -88,28 +88,26 @@ class MemoryStore:
         self._lock = threading.Lock()
         self.saved: list[tuple[int, int]] = []
 
-    def claim_epoch(self, above: int = 0) -> int:
+    def claim_term(self, above: int = 0) -> int:
         with self._lock:
             self._claims.append(max(self._newest(), above) + 1)
             return self._claims[-1]
 
-    def newest_epoch(self) -> int:
+    def newest_term(self) -> int:
         with self._lock:
             return self._newest()
 
     def save(self, checkpoint: Checkpoint) -> None:
         check_owner(checkpoint, job=self._job, fingerprint=None, where="memory")
         data = b"".join(encode_checkpoint(checkpoint))
-        epoch, version = key = (checkpoint.ps_epoch, checkpoint.version)
+        term, version = key = (checkpoint.term, checkpoint.version)
         with self._lock:
             if self._failures:
                 raise self._failures.popleft()
-            if self._newest() > epoch:
-                raise FencedError(
-                    f"parameter server epoch {epoch} is over: epoch {self._newest()} has claimed the store"
-                )
-            if any(held[0] == epoch and held[1] > version for held in self._held):
-                raise CheckpointError(f"expected a later version of epoch {epoch}, got {version}")
+            if self._newest() > term:
+                raise FencedError(f"parameter server term {term} is over: term {self._newest()} has claimed the store")
+            if any(held[0] == term and held[1] > version for held in self._held):
+                raise CheckpointError(f"expected a later version of term {term}, got {version}")
             self._held[key] = data
             self.saved.append(key)
             for old in sorted(self._held)[: -self._keep]:
@@ -132,13 +130,13 @@ class MemoryStore:
         with self._lock:
             return sorted(self._held)
 
-    def damage(self, ps_epoch: int, version: int) -> None:
+    def damage(self, term: int, version: int) -> None:
         """Flip one bit in the middle of a checkpoint."""
-        data = bytearray(self._held[ps_epoch, version])
+        data = bytearray(self._held[term, version])
         data[len(data) // 2] ^= 1
-        self._held[ps_epoch, version] = bytes(data)
+        self._held[term, version] = bytes(data)
 
-    def handle(self, job: str) -> MemoryStore:
+    def handle(self, job: str) -> MemoryCheckpointStore:
         """A second store on the same memory, as another process would open it."""
         other = copy.copy(self)
         other._job = job
@@ -149,8 +147,8 @@ class MemoryStore:
         self._failures.extend(errors)
 
     def _newest(self) -> int:
-        return max([*self._claims, *(epoch for epoch, _ in self._held)])
+        return max([*self._claims, *(term for term, _ in self._held)])
 
 
 _blobs: type[Blobs] = MemoryBlobs
-_store: type[CheckpointStore] = MemoryStore
+_store: type[CheckpointStore] = MemoryCheckpointStore

@@ -38,11 +38,11 @@ def _seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalKafka]:
     """A real Kafka broker on loopback. A test that stops or kills it must start it again."""
-    obstacle = kafka_jars.obstacle()
-    if obstacle is not None:
+    unavailable_reason = kafka_jars.unavailable_reason()
+    if unavailable_reason is not None:
         if UNDER_CI:
-            pytest.fail(f"CI needs a real Kafka broker: {obstacle}")
-        pytest.skip(f"no Kafka broker can be started: {obstacle}")
+            pytest.fail(f"CI needs a real Kafka broker: {unavailable_reason}")
+        pytest.skip(f"no Kafka broker can be started: {unavailable_reason}")
     with LocalKafka(tmp_path_factory.mktemp("kafka")) as kafka:
         yield kafka
 

@@ -123,8 +123,8 @@ def _learn(optimizer: OptimizerConfig, updates: int, spot: int, alpha: float, se
     torch.set_num_threads(1)
     stream, _ = digits.originals()
 
-    def batches(worker: int, token: int) -> tuple[np.ndarray, np.ndarray]:
-        rng = np.random.default_rng((seed, worker, token))
+    def batches(worker: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng((seed, worker, batch))
         x, y = augment.draw(stream.images, stream.labels, BATCH, rng)
         return x, y.astype(np.int64)
 

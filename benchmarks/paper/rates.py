@@ -64,14 +64,14 @@ def run(quick: bool) -> Result:
         compute_s = load * interval / harmonic(K)
         system = _system(N, K, B, RATE, compute_s, seconds=seconds)
         found = summarise(system, 1.0)
-        grew, grows = found.waiting_growth > 1.5, load > 1
+        grew, grows = found.queue_growth > 1.5, load > 1
         margin = stability(N * RATE, K, B, compute_s)
         checks.append(
             Check(
                 f"queue at μ_C = {1000 * compute_s:.0f} ms, necessary margin {margin.necessary:.2f}: end over middle",
                 None,
                 None,
-                found.waiting_growth,
+                found.queue_growth,
                 "grows" if grows else "bounded",
                 grew == grows,
             )

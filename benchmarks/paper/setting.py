@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from doll.provisioner.planning.baselines import ON_DEMAND, SPOT, Choices, Job, Moment
+from doll.provisioner.planning.baselines import ON_DEMAND, SPOT, BacktestJob, Choices, Observation
 from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.traces.windows import Windows
 from doll.simulation.adaptive import Adaptive
@@ -61,11 +61,11 @@ class Mix:
     def __init__(self, spot: npt.NDArray[np.bool_]) -> None:
         self._spot = spot
 
-    def start(self, job: Job) -> None:
+    def start(self, job: BacktestJob) -> None:
         markets = np.where(self._spot, SPOT, ON_DEMAND)
         self._choice: Choices = np.broadcast_to(markets, (job.num_jobs, job.num_slots))
 
-    def decide(self, moment: Moment) -> Choices:
+    def decide(self, observation: Observation) -> Choices:
         return self._choice
 
 
@@ -86,7 +86,7 @@ class PaperAdaptive:
             rule="theorem",
             guard=False,
             margin=0.0,
-            dwell_s=0.0,
+            spot_stable_s=0.0,
             dead_band=0,
             boot_s=0.0,
             cycle_s=CYCLE_S,
@@ -94,12 +94,12 @@ class PaperAdaptive:
         self._planner = Adaptive("adaptive", settings)
         self._deadline_s = deadline_s
 
-    def start(self, job: Job) -> None:
+    def start(self, job: BacktestJob) -> None:
         self._planner.start(replace(job, deadline_s=self._deadline_s, tick_s=REPLAN_S))
 
-    def decide(self, moment: Moment) -> Choices:
-        if round(moment.now_s / STEP_S) % round(REPLAN_S / STEP_S) == 0:
-            self._choice = self._planner.decide(moment)
+    def decide(self, observation: Observation) -> Choices:
+        if round(observation.now_s / STEP_S) % round(REPLAN_S / STEP_S) == 0:
+            self._choice = self._planner.decide(observation)
         return self._choice
 
 
@@ -127,11 +127,11 @@ def mixes(
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
     """Theorem 5 for each run: who is on spot, shape (runs, N), and (22) over all on-demand's cost, shape (runs,)."""
     found = [best_assignment(samples, streams, alpha, deadline_s, prices) for streams in rates]
-    full_usd = on_demand_usd(samples, prices)
+    full_usd = all_on_demand_usd(samples, prices)
     return np.array([mix.spot for mix in found]), np.array([mix.expected_cost_usd / full_usd for mix in found])
 
 
-def on_demand_usd(samples: float, prices: Prices) -> float:
+def all_on_demand_usd(samples: float, prices: Prices) -> float:
     """Cost of the work with all of the N workers on-demand."""
     return samples / RATE * prices.on_demand_usd_per_h / 3600.0
 
@@ -158,7 +158,7 @@ def fluid(
         start_s=np.zeros(runs),
         tick_s=STEP_S,
     )
-    job = Job(
+    job = BacktestJob(
         samples=samples,
         deadline_s=ticks * STEP_S,
         rates_per_s=rates_per_s,
@@ -169,7 +169,9 @@ def fluid(
         pool_price=windows.pool_price,
     )
     outcome: Outcome = replay(policy, job, windows)
-    return Costs(outcome.usd / on_demand_usd(samples, prices), outcome.finish_s / on_demand_runtime_s(samples, RATE, N))
+    return Costs(
+        outcome.usd / all_on_demand_usd(samples, prices), outcome.finish_s / on_demand_runtime_s(samples, RATE, N)
+    )
 
 
 def ticks_for(on_demand_s: float) -> int:

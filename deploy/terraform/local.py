@@ -65,7 +65,7 @@ def say(text: str) -> None:
 # --- finding Terraform and its provider -------------------------------------------------------------------------------
 
 
-def obstacle() -> str | None:
+def unavailable_reason() -> str | None:
     """None if the stack can be checked here; else what is missing."""
     if shutil.which("terraform") is None:
         return "there is no terraform on PATH"
@@ -115,7 +115,7 @@ def _version(text: str) -> tuple[int, ...]:
 # --- running it -------------------------------------------------------------------------------------------------------
 
 
-class Failed(Exception):
+class StepFailed(Exception):
     """A step of Terraform's has failed; the message is what it printed."""
 
 
@@ -129,7 +129,7 @@ class Workspace:
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         plugins = find_plugins()
-        assert plugins is not None, "obstacle() has looked"
+        assert plugins is not None, "unavailable_reason() has looked"
         self.folder = folder / "stack"
         unwanted = shutil.ignore_patterns(
             ".terraform*", "*.tfstate*", "terraform.tfvars*", "*.auto.tfvars*", "__pycache__"
@@ -156,14 +156,14 @@ class Workspace:
             seen: told each line as it comes.
 
         Raises:
-            Failed: it ends otherwise, or not within half an hour.
+            StepFailed: it ends otherwise, or not within half an hour.
         """
         lines: list[str] = []
         started_s = time.monotonic()
         with subprocess.Popen(
             ["terraform", *words, *(["-no-color"] if "-json" not in words and words[0] != "fmt" else [])],
             cwd=self.folder, env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, preexec_fn=_leave_with_parent,
+            stderr=subprocess.STDOUT, text=True, preexec_fn=_die_with_parent,
         ) as process:  # fmt: skip
             assert process.stdout is not None
             try:
@@ -172,18 +172,18 @@ class Workspace:
                     if seen is not None:
                         seen(line.rstrip("\n"))
                     if time.monotonic() - started_s > _STEP_S:
-                        raise Failed(
+                        raise StepFailed(
                             f"terraform {words[0]} has not ended within {_STEP_S:g} s:\n{''.join(lines[-40:])}"
                         )
             except BaseException:
                 process.terminate()  # it ends its provider, too
                 raise
         if process.returncode not in ok:
-            raise Failed(f"terraform {' '.join(words)}: exit code {process.returncode}\n{''.join(lines[-80:])}")
+            raise StepFailed(f"terraform {' '.join(words)}: exit code {process.returncode}\n{''.join(lines[-80:])}")
         return "".join(lines)
 
 
-def _leave_with_parent() -> None:
+def _die_with_parent() -> None:
     """Have the kernel send SIGTERM when we die: Terraform then ends its provider. SIGKILL would leave that behind."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -200,7 +200,7 @@ def check() -> None:
     """fmt, validate, and terraform test in its two offline modes.
 
     Raises:
-        Failed: one of them.
+        StepFailed: one of them.
     """
     with tempfile.TemporaryDirectory(prefix="doll-terraform-") as folder:
         with step("init"):
@@ -221,7 +221,7 @@ def apply() -> None:
     """Apply the stack against moto, look at it, plan again, destroy it, look again.
 
     Raises:
-        Failed: a step fails, something unknown drifts, or something is left.
+        StepFailed: a step fails, something unknown drifts, or something is left.
     """
     os.environ["MOTO_IAM_LOAD_MANAGED_POLICIES"] = "true"  # read when moto is imported
     from moto.server import ThreadedMotoServer
@@ -276,9 +276,9 @@ def _apply(folder: Path, endpoint: str) -> None:
     left = {kind: sorted(found - before[kind]) for kind, found in inventory().items() if found - before[kind]}
     say(f"  left in the state: {len(stack.run('state', 'list').split())}; left in the account: {left or 'nothing'}")
     if unknown:
-        raise Failed(f"drift that is not known: {unknown}")
+        raise StepFailed(f"drift that is not known: {unknown}")
     if left:
-        raise Failed(f"left after destroy: {left}")
+        raise StepFailed(f"left after destroy: {left}")
 
 
 class _Progress:
@@ -320,7 +320,7 @@ def inspect(outputs: dict[str, Any], state: Path, folder: Path) -> None:
     """Use what was made as doll would.
 
     Raises:
-        Failed: something is not as it should be.
+        StepFailed: something is not as it should be.
     """
     import boto3
 
@@ -358,7 +358,7 @@ def inspect(outputs: dict[str, Any], state: Path, folder: Path) -> None:
     job = parse("job: local\ntask: {class: 'doll.tasks.synthetic:Gaussian'}", overrides, base_folder=folder)
     _require(isinstance(job.fleet, Ec2FleetConfig), "the settings do not name an EC2 fleet")
     fleet = ec2_fleet.connect(job)
-    launched = fleet.launch(Order(slot=0, epoch=1, market="spot"))
+    launched = fleet.launch(Order(slot=0, incarnation=1, market="spot"))
     _require(
         [one.id for one in fleet.instances() if one.is_alive] == [launched.id], "the launched worker is not listed"
     )
@@ -400,7 +400,7 @@ def inspect(outputs: dict[str, Any], state: Path, folder: Path) -> None:
 
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise Failed(otherwise)
+        raise StepFailed(otherwise)
 
 
 def inventory() -> dict[str, set[str]]:
@@ -457,13 +457,13 @@ def main(words: Sequence[str]) -> int:
     if len(words) != 1 or words[0] not in commands:
         say(f"expected one of {', '.join(commands)}, got {' '.join(words) or 'nothing'}")
         return 2
-    if (problem := obstacle()) is not None:
+    if (problem := unavailable_reason()) is not None:
         say(f"terraform {words[0]} skipped: {problem}")
         return 0
     started_s = time.monotonic()
     try:
         commands[words[0]]()
-    except Failed as failed:
+    except StepFailed as failed:
         say(str(failed))
         return 1
     say(f"terraform {words[0]}: fine, {time.monotonic() - started_s:.0f} s")

@@ -136,9 +136,9 @@ module "worker_boot" {
 
   environment = {
     AWS_REGION    = var.region
-    DOLL_NAME     = var.name
+    DOLL_STACK_NAME     = var.name
     DOLL_BUCKET   = module.storage.bucket
-    DOLL_ORPHAN_S = var.worker_orphan_minutes * 60
+    DOLL_ORPHAN_TIMEOUT_S = var.worker_orphan_minutes * 60
   }
   scripts = ["worker", "orphan"]
   units   = ["doll-worker.service", "doll-orphan.service"]
@@ -187,7 +187,7 @@ locals {
     {
       DOLL_KAFKA            = module.kafka.bootstrap
       DOLL_REDIS            = module.cache.url
-      DOLL_BOOT_AUTHORITIES = join(" ", local.authorities)
+      DOLL_BOOT_CERT_AUTHORITIES = join(" ", local.authorities)
       DOLL_BOOT_BUCKET      = module.storage.bucket
       DOLL_BOOT_IMAGE       = local.image
       DOLL_BOOT_KAFKA_IMAGE = var.kafka_mode == "self_managed" ? var.kafka_image : ""

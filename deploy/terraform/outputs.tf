@@ -43,7 +43,7 @@ output "next" {
     "3_push_job"           = "tar -czf - -C FOLDER_WITH_JOB_YAML . | aws s3 cp --region ${var.region} - s3://${module.storage.bucket}/job/job.tar.gz"
     "4_watch_it_start"     = "aws logs tail --region ${var.region} --follow ${module.storage.roles_log_group.name}"
     "5_shell_on_control"   = "aws ssm start-session --region ${var.region} --target ${module.control.instance_id}"
-    "take_up_changes"      = "aws ssm send-command --region ${var.region} --instance-ids ${module.control.instance_id} --document-name AWS-RunShellScript --parameters 'commands=[\"systemctl restart --no-block ${join(" ", module.control.restart_units)}\"]'"
+    "apply_changes"      = "aws ssm send-command --region ${var.region} --instance-ids ${module.control.instance_id} --document-name AWS-RunShellScript --parameters 'commands=[\"systemctl restart --no-block ${join(" ", module.control.restart_units)}\"]'"
     "before_destroy"       = "aws ssm send-command --region ${var.region} --instance-ids ${module.control.instance_id} --document-name AWS-RunShellScript --parameters 'commands=[\"/opt/doll/drain.sh\"]'"
   }
 }

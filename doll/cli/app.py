@@ -280,14 +280,16 @@ def ps(
 
     services = _ready(at, "ps")
     topics.ensure(at.config, services)
-    from doll.ledger.admission import ANY_EPOCH
-    from doll.ps.standby import Lookout
+    from doll.ledger.admission import ANY_TERM
+    from doll.ps.standby import LeaderCheck
 
-    with Lookout(at.config, services) if not (standby or takeover) else contextlib.nullcontext() as lookout:
+    with LeaderCheck(at.config, services) if not (standby or takeover) else contextlib.nullcontext() as leader_check:
         from doll.ps.main import run_ps  # imports torch, for seconds: not before it is known to be of use
 
-        above = ANY_EPOCH if fresh else 0
-        code = run_ps(at.config, services, at.run.path, standby=standby, lookout=lookout, above=above)
+        after_term = ANY_TERM if fresh else 0
+        code = run_ps(
+            at.config, services, at.run.path, standby=standby, leader_check=leader_check, after_term=after_term
+        )
     raise typer.Exit(code)
 
 
@@ -326,7 +328,7 @@ def audit(
     from doll.cli.inspect import audit_target
 
     report = audit_target(target(job, job_option, overrides, run_folder))
-    details = [*report.complaints(), *(report.losses() if report.loss_allowed else ())]
+    details = [*report.violations(), *(report.losses() if report.loss_allowed else ())]
     emit(as_json, report.to_dict(), "\n  ".join([report.summary(), *details]))
     if not report.ok:
         raise typer.Exit(4)
@@ -346,8 +348,8 @@ def topics(
     """
     from doll.cli.inspect import topics_of
 
-    found = topics_of(target(job, job_option, overrides), create=create)
-    emit(as_json, found.content, found.text)
+    output = topics_of(target(job, job_option, overrides), create=create)
+    emit(as_json, output.content, output.text)
 
 
 @app.command(short_help="Show where a job stands.")
@@ -363,8 +365,8 @@ def status(
     """
     from doll.cli.inspect import status_of
 
-    found = status_of(target(job, job_option, overrides))
-    emit(as_json, found.content, found.text)
+    output = status_of(target(job, job_option, overrides))
+    emit(as_json, output.content, output.text)
 
 
 @app.command(short_help="Write the model as safetensors.")
@@ -396,7 +398,7 @@ app.command(cls=DollCommand, short_help="Feasible? How many on spot, which, at w
 app.command(short_help="Measure what plan needs from a run.")(calibrate)
 app.command(cls=DollCommand, short_help="Run a whole job on a spot market on this machine.")(spot)
 app.command(cls=DollCommand, short_help="Simulate a whole job in virtual time.")(simulate)
-app.command(cls=DollCommand, short_help="Replay planner and rivals on recorded markets.")(backtest)
+app.command(cls=DollCommand, short_help="Replay planner and baselines on recorded markets.")(backtest)
 
 
 @config_app.command("show")
@@ -460,12 +462,12 @@ def slot_of_this_machine(number: int | None) -> int:
     """
     import os
 
-    from doll.consumers.spot_notices import Imds, take_identity
+    from doll.consumers.spot_notices import Imds, set_identity_from_tags
     from doll.errors import ConfigError
 
     if number is not None:
         os.environ["DOLL_WORKER"] = str(number)
-    take_identity(Imds())
+    set_identity_from_tags(Imds())
     slot = os.environ["DOLL_WORKER"]
     if not slot.isdecimal():
         raise ConfigError(f"tag doll:worker: expected a slot, 0 or more, got {slot!r}")

@@ -1,4 +1,4 @@
-"""`doll backtest`: the planner and its rivals on recorded spot markets."""
+"""`doll backtest`: the planner and its baselines on recorded spot markets."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def backtest(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Replay recorded prices and availability: the production planner, with and without its guard, and its rivals.
+    """Replay recorded prices and availability: the production planner, with and without its guard, and its baselines.
 
     Per policy: deadlines met, cost in percent of all on demand, moves between the markets per job, cost over that of a
     clairvoyant. Costs and deadlines are those of many jobs that begin at random times of the recordings.
@@ -74,25 +74,25 @@ def backtest(
     Example: doll backtest my-traces --out backtest
     """
     from doll.provisioner.traces.model import write_folder
-    from doll.provisioner.traces.recordings import LeftOut, nothing_in, survey, told
+    from doll.provisioner.traces.recordings import LeftOut, left_out_text, no_recordings_error, survey
     from doll.simulation.backtest import BacktestSettings, too_short
 
     found = survey(folder)
     if not found.sets:
-        raise nothing_in(folder, found.left_out)
-    sets, left_out = found.sets, found.left_out
+        raise no_recordings_error(folder, found.skipped)
+    sets, skipped = found.sets, found.skipped
     if only:
         sets = [one for one in sets if any(part in one.name for part in only)]
         if not sets:
             names = ", ".join(one.name for one in found.sets)
             raise usage(
                 f"--only: no trace set of {folder} has {' or '.join(only)} in its name; there are {names}"
-                + "".join(f"\n{line}" for line in told(left_out).splitlines())
+                + "".join(f"\n{line}" for line in left_out_text(skipped).splitlines())
             )
     if export is not None:
-        _say(told(left_out))
+        _say(left_out_text(skipped))
         write_folder(sets, export)
-        content = {"folder": str(export), "sets": [one.name for one in sets], "left_out": _plain(left_out)}
+        content = {"folder": str(export), "sets": [one.name for one in sets], "skipped": _plain(skipped)}
         emit(as_json, content, f"written: {export}")
         return
     ratios = tuple(deadline_ratio or (1.05, 1.1, 1.5))
@@ -111,15 +111,15 @@ def backtest(
         seed=seed,
     )
     short = {one.name: why for one in sets if (why := too_short(one, settings))}
-    left_out = [*left_out, *(LeftOut(f"trace set {name}", why) for name, why in short.items())]
+    skipped = [*skipped, *(LeftOut(f"trace set {name}", why) for name, why in short.items())]
     sets = [one for one in sets if one.name not in short]
     if not sets:
-        raise nothing_in(folder, left_out)
-    _say(told(left_out))
+        raise no_recordings_error(folder, skipped)
+    _say(left_out_text(skipped))
     rows = _run(processes or os.cpu_count() or 1, sets, settings)
     from doll.simulation.backtest_report import draw, table, to_json, verdict, write_csv
 
-    report: dict[str, object] = {**to_json(rows, settings), "left_out": _plain(left_out)}
+    report: dict[str, object] = {**to_json(rows, settings), "skipped": _plain(skipped)}
     text = table(rows) + "\n\n" + verdict(rows).text
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
@@ -137,16 +137,16 @@ def _say(text: str) -> None:
         sys.stderr.write(f"{text}\n")
 
 
-def _plain(left_out: Sequence[LeftOut]) -> list[dict[str, str]]:
-    return [{"what": one.what, "why": one.why} for one in left_out]
+def _plain(skipped: Sequence[LeftOut]) -> list[dict[str, str]]:
+    return [{"what": one.what, "why": one.why} for one in skipped]
 
 
 def policies() -> list[MarketPolicy]:
     """The planner in its three forms, and everything that it is held against."""
-    from doll.provisioner.planning.baselines import rivals
+    from doll.provisioner.planning.baselines import baselines
     from doll.simulation.adaptive import planners
 
-    return [*rivals(), *planners()]
+    return [*baselines(), *planners()]
 
 
 def _run(processes: int, sets: list[TraceSet], settings: BacktestSettings) -> list[Row]:

@@ -91,13 +91,13 @@ def text(found: Calibration, folder: Path) -> str:
     lines = [f"{folder}"]
     fit = found.fit
     if found.updates_to_target is not None:
-        wanted = found.updates_to_target
+        updates_to_target = found.updates_to_target
         how = f"reached at update {found.reached_at:g}" if found.reached_at is not None else "extrapolated from the fit"
         lines.append(
-            f"J        {wanted.point:g} updates to {found.measure} {found.target_error:g} "
-            f"(90 % interval {wanted.low:g} .. {wanted.high:g}); {how}"
+            f"J        {updates_to_target.point:g} updates to {found.measure} {found.target_error:g} "
+            f"(90 % interval {updates_to_target.low:g} .. {updates_to_target.high:g}); {how}"
         )
-        if fit is not None and found.reached_at is None and wanted.point > 2 * fit.last_update:
+        if fit is not None and found.reached_at is None and updates_to_target.point > 2 * fit.last_update:
             lines.append(
                 f"         beyond twice the run's {fit.last_update:g} updates: a longer pilot would tell better"
             )
@@ -111,7 +111,7 @@ def text(found: Calibration, folder: Path) -> str:
             f"noise floor {fit.gamma.low:.4g} .. {fit.gamma.high:.4g}",
         ]
     else:
-        lines.append(f"curve    none: {found.why_no_fit}")
+        lines.append(f"curve    none: {found.no_fit_reason}")
     lines += [
         f"service  {found.service_s:.4g} +- {found.service_sd_s:.2g} s for one batch's gradient (plan.service_s)",
         f"rates    {found.update_rate_per_s:.4g} updates/s, {found.total_rate_per_s:.5g} samples/s of all streams",

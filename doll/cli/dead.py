@@ -11,7 +11,7 @@ from doll.cli.errors import DollGroup, usage
 from doll.cli.options import JobOption, JsonOption, RunFolderOption, SetOption, TargetArgument, emit, target
 
 if TYPE_CHECKING:
-    from doll.ledger.dead_letters import Dead, Replay
+    from doll.ledger.dead_letters import DeadRecord, Replay
 
 dead_app = typer.Typer(
     cls=DollGroup, help="Look at dead letters, and replay them.", no_args_is_help=True, rich_markup_mode=None
@@ -64,7 +64,7 @@ def show(
     """
     found = _dead(job, job_option, overrides, run_folder, reason, at)
     content = [{**_facts(dead), "payload_hex": dead.letter.payload.hex()} for dead in found]
-    emit(as_json, content, "\n\n".join(_whole(dead) for dead in found) or _NONE)
+    emit(as_json, content, "\n\n".join(_details(dead) for dead in found) or _NONE)
 
 
 @dead_app.command("replay")
@@ -102,7 +102,9 @@ def replay(
 _NONE = "no dead records"
 
 
-def _dead(job: Any, job_option: Any, overrides: Any, run_folder: Any, reason: str, at: list[str] | None) -> list[Dead]:
+def _dead(
+    job: Any, job_option: Any, overrides: Any, run_folder: Any, reason: str, at: list[str] | None
+) -> list[DeadRecord]:
     from doll.ledger.dead_letters import dead_records
     from doll.services import require
     from doll.storage.stores import open_store
@@ -124,7 +126,7 @@ def _places(texts: list[str] | None) -> list[tuple[int, int]]:
     return places
 
 
-def _facts(dead: Dead) -> dict[str, Any]:
+def _facts(dead: DeadRecord) -> dict[str, Any]:
     letter = dead.letter
     return {
         "partition": letter.partition,
@@ -140,7 +142,7 @@ def _facts(dead: Dead) -> dict[str, Any]:
     }
 
 
-def _table(found: list[Dead]) -> str:
+def _table(found: list[DeadRecord]) -> str:
     if not found:
         return _NONE
     lines = [f"{'at':>14}  {'bytes':>8}  {'time':<19}  {'state':<10}  reason"]
@@ -151,12 +153,12 @@ def _table(found: list[Dead]) -> str:
         at = f"{letter.partition}/{letter.offset}"
         lines.append(
             f"{at:>14}  {letter.payload_bytes:>8}  {_time(letter.time_s)}  {dead.state:<10}  "
-            f"{part}{plain(letter.reason)}{again}"
+            f"{part}{printable(letter.reason)}{again}"
         )
     return "\n".join(lines)
 
 
-def _whole(dead: Dead) -> str:
+def _details(dead: DeadRecord) -> str:
     letter = dead.letter
     kept = letter.payload
     shown = kept[:_SHOWN_BYTES]
@@ -166,13 +168,13 @@ def _whole(dead: Dead) -> str:
             f"  the first {len(shown)} of {letter.payload_bytes} bytes"
             + (" (--json has all that the letter kept)" if len(shown) < len(kept) else "")
         )
-    lines.append(f"  text: {plain(shown.decode('utf-8', 'backslashreplace'))}")
+    lines.append(f"  text: {printable(shown.decode('utf-8', 'backslashreplace'))}")
     for at in range(0, len(shown), 32):
         lines.append(f"  {at:08x}  {shown[at : at + 32].hex(' ', -4)}")
     return "\n".join(lines)
 
 
-def plain(text: str) -> str:
+def printable(text: str) -> str:
     """`text` with everything that could steer a terminal written out: it comes from whoever fills the topic."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
@@ -190,7 +192,7 @@ def _replay_facts(item: Replay, dry_run: bool) -> dict[str, Any]:
     partition, offset = item.dead.at
     return {
         "partition": partition, "offset": offset, "source": item.source, "new_offset": item.offset,
-        "bytes": None if item.value is None else len(item.value), "why_not": item.why_not or None, "dry_run": dry_run,
+        "bytes": None if item.value is None else len(item.value), "skip_reason": item.skip_reason or None, "dry_run": dry_run,
     }  # fmt: skip
 
 
@@ -201,7 +203,7 @@ def _replay_text(done: list[Replay], dry_run: bool) -> str:
     for item in done:
         partition, offset = item.dead.at
         if item.value is None:
-            lines.append(f"{partition}/{offset}: not replayed: {item.why_not}")
+            lines.append(f"{partition}/{offset}: not replayed: {item.skip_reason}")
             continue
         source = "the samples topic" if item.source == "topic" else "its letter"
         what = f"{len(item.value)} bytes from {source}"

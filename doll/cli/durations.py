@@ -22,12 +22,12 @@ def seconds(value: str | float) -> float:
     """
     text = str(value).replace(" ", "")
     if _NUMBER.fullmatch(text):
-        found = float(text)
+        total_s = float(text)
     else:
         parts = _PART.findall(text)
         if not parts or "".join(number + unit for number, unit in parts) != text:
             raise typer.BadParameter(f"expected a time such as 5400, 90m, 1.5h or 1h30m, got {str(value)[:60]!r}")
-        found = sum(float(number) * _UNIT_S[unit.lower()] for number, unit in parts)
-    if not math.isfinite(found):
+        total_s = sum(float(number) * _UNIT_S[unit.lower()] for number, unit in parts)
+    if not math.isfinite(total_s):
         raise typer.BadParameter(f"expected a time that ends, got {str(value)[:60]!r}")
-    return found
+    return total_s

@@ -16,7 +16,7 @@ DEBUG_ENV = "DOLL_DEBUG"
 
 
 # Spellings of earlier releases, by command: what is meant now, and what is put after the value.
-_OLD: Mapping[str, Mapping[str, tuple[str, str]]] = {
+_DEPRECATED_OPTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "plan": {"--service-s": ("--service", "")},
     "simulate": {
         "--compute-s": ("--service", ""), "--cycle-s": ("--cycle", ""), "--traces": ("--trace", ""),
@@ -35,21 +35,21 @@ class DollCommand(typer.core.TyperCommand):
     """A command that still takes the spellings of earlier releases, which its help does not name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        old = _OLD.get(ctx.info_name or "", {})
-        found: list[str] = []
+        old = _DEPRECATED_OPTIONS.get(ctx.info_name or "", {})
+        rewritten: list[str] = []
         waiting = ""
         for at, arg in enumerate(args):
             if arg == "--":
-                return super().parse_args(ctx, [*found, *args[at:]])
+                return super().parse_args(ctx, [*rewritten, *args[at:]])
             name, equals, value = arg.partition("=")
             if name in old:
                 new, unit = old[name]
-                found.append(f"{new}={value}{unit}" if equals else new)
+                rewritten.append(f"{new}={value}{unit}" if equals else new)
                 waiting = "" if equals else unit
             else:
-                found.append(arg + waiting)
+                rewritten.append(arg + waiting)
                 waiting = ""
-        return super().parse_args(ctx, found)
+        return super().parse_args(ctx, rewritten)
 
 
 class DollGroup(typer.core.TyperGroup):

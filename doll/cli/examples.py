@@ -28,13 +28,13 @@ class Example(NamedTuple):
     """A shipped job file.
 
     Attributes:
-        about: its first line.
+        description: its first line.
         files: all that it needs of its folder, the job file first.
         command: what runs it.
     """
 
     name: str
-    about: str
+    description: str
     files: tuple[Path, ...]
     command: str
 
@@ -66,10 +66,10 @@ def examples() -> list[Example]:
 
 def _example(path: Path) -> Example:
     text = path.read_text(encoding="utf-8")
-    about = next((line[1:].strip() for line in text.splitlines() if line.startswith("#")), "")
+    description = next((line[1:].strip() for line in text.splitlines() if line.startswith("#")), "")
     beside = (path.with_name(name) for name in _FILE_OF_TASK.findall(text))
     command = f"doll {'spot' if path.stem == 'spot' else 'up'} {path.stem}"
-    return Example(path.stem, about, (path, *(file for file in beside if file.is_file())), command)
+    return Example(path.stem, description, (path, *(file for file in beside if file.is_file())), command)
 
 
 def named(name: Path) -> Path | None:
@@ -98,18 +98,19 @@ def list_examples(as_json: JsonOption = False) -> None:
 
     Example: doll example list
     """
-    found = examples()
-    width = max((len(one.command) for one in found), default=0)
-    lacking = {one.name for one in found if one.lacks_data()}
+    shipped = examples()
+    width = max((len(one.command) for one in shipped), default=0)
+    lacking = {one.name for one in shipped if one.lacks_data()}
     lines = [
-        f"{one.command:<{width}}  {one.about}{' Needs data of your own.' * (one.name in lacking)}" for one in found
+        f"{one.command:<{width}}  {one.description}{' Needs data of your own.' * (one.name in lacking)}"
+        for one in shipped
     ]
     content = [
         {
-            "name": one.name, "about": one.about, "command": one.command, "files": [str(file) for file in one.files],
+            "name": one.name, "description": one.description, "command": one.command, "files": [str(file) for file in one.files],
             "lacks_data": one.name in lacking,
         }
-        for one in found
+        for one in shipped
     ]  # fmt: skip
     emit(as_json, content, "\n".join([*lines, "", "to change one: doll example copy NAME FOLDER"]))
 
@@ -123,10 +124,10 @@ def copy_example(
 
     Example: doll example copy stdin mine
     """
-    found = {one.name: one for one in examples()}
-    chosen = found.get(name.removesuffix(".yaml"))
+    shipped = {one.name: one for one in examples()}
+    chosen = shipped.get(name.removesuffix(".yaml"))
     if chosen is None:
-        raise ConfigError(f"expected an example, one of {', '.join(found)}; got {name!r}")
+        raise ConfigError(f"expected an example, one of {', '.join(shipped)}; got {name!r}")
     targets = [to / file.name for file in chosen.files]
     there = [str(path) for path in targets if path.exists()]
     if there:

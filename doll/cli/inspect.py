@@ -22,7 +22,7 @@ _SILENT = {
 }
 
 
-class Found(NamedTuple):
+class CommandOutput(NamedTuple):
     """A finding in both forms: for `--json`, and for people."""
 
     content: Any
@@ -39,11 +39,11 @@ def audit_target(target: Target) -> LedgerReport:
     from doll.ledger.audit import audit
     from doll.storage.stores import open_store
 
-    services = _reach(target)
+    services = _reachable_services(target)
     return audit(target.config, services, open_store(target.config, target.run.path))
 
 
-def topics_of(target: Target, *, create: bool) -> Found:
+def topics_of(target: Target, *, create: bool) -> CommandOutput:
     """The job's topics with their partitions and offsets.
 
     Raises:
@@ -52,14 +52,14 @@ def topics_of(target: Target, *, create: bool) -> Found:
     """
     from doll.kafka import topics
 
-    services = _reach(target)
+    services = _reachable_services(target)
     warnings = topics.ensure(target.config, services) if create else []
     infos = topics.describe(target.config, services)
     if not infos:
         hint = (
             f"no topic of job {target.config.job} at {services.kafka}; create them with: doll topics JOB.yaml --create"
         )
-        return Found([], hint)
+        return CommandOutput([], hint)
     width = max(len(info.name) for info in infos)
     lines = [f"{'topic':<{width}}  partitions     records  offsets"]
     for info in infos:
@@ -68,42 +68,42 @@ def topics_of(target: Target, *, create: bool) -> Found:
         more = ", ..." if info.partitions > 8 else ""
         lines.append(f"{info.name:<{width}}  {info.partitions:>10}  {records:>10}  {spans}{more}")
     lines += [f"warning: {warning}" for warning in warnings]
-    return Found([dataclasses.asdict(info) for info in infos], "\n".join(lines))
+    return CommandOutput([dataclasses.asdict(info) for info in infos], "\n".join(lines))
 
 
-def status_of(target: Target) -> Found:
+def status_of(target: Target) -> CommandOutput:
     """Where the job stands, from its topics; for a run that has ended, from its report.
 
     Raises:
         ServiceUnavailableError: the broker is not there and there is no report.
     """
-    if target.given_run and target.run.report.exists():
+    if target.is_run_folder and target.run.report.exists():
         report = read_json(target.run.report)
         from doll.monitor.run_report import summary
 
         try:
-            return Found(report, summary(report))
+            return CommandOutput(report, summary(report))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             why = f"{type(error).__name__}: {error}"
             raise ConfigError(f"{target.run.report}: expected a report of this release ({why})") from error
     from doll.kafka.tail import Tail
     from doll.ledger.report import named
     from doll.monitor.display import clock, one_line, worker_table
-    from doll.monitor.heartbeats import Heartbeats
+    from doll.monitor.heartbeats import RoleHeartbeats
     from doll.monitor.progress import ProgressModel
 
-    services = _reach(target)
+    services = _reachable_services(target)
     config = target.config
-    model, beats = ProgressModel(config, time.monotonic()), Heartbeats()
+    model, beats = ProgressModel(config, time.monotonic()), RoleHeartbeats()
     with Tail(config, services, (config.topic("updates"), config.topic("metrics"))) as tail:
         for record in _of_this_run(target, [one.record for one in tail.read_history()]):
             model.feed(record)
             beats.feed(record)
         low = [tail.partition_bounds(config.topic("samples"), n)[0] for n in range(config.data.workers)]
     for partition, first in enumerate(low):
-        reached = model.reached.get(partition, first)
+        reached = model.next_offsets.get(partition, first)
         if reached < first and model.history.finished is None:
-            model.lose(partition, reached, first)
+            model.add_lost(partition, reached, first)
     snapshot = model.snapshot(time.monotonic())
     state = "finished: " + snapshot.finished if snapshot.finished else "running, or waiting to go on"
     content = {**dataclasses.asdict(snapshot), "prequential": snapshot.prequential._asdict()}
@@ -113,46 +113,44 @@ def status_of(target: Target) -> Found:
     content["silent_s"] = silent
     text = f"{config.job} ({state})\n{one_line(snapshot, config.stop)}\n{worker_table(snapshot)}"
     if snapshot.lost:
-        text += f"\nlost: {named(snapshot.lost)}: deleted from the log before they were learned (see data.on_loss)"
+        text += f"\nlost: {named(snapshot.lost)}: deleted from the log before they were learned (see data.on_data_loss)"
     for role, age_s in silent.items():
         text += f"\nsilent: {role}: no sign of life for {clock(age_s)}" + _SILENT.get(role, "")
-    return Found(content, text)
+    return CommandOutput(content, text)
 
 
-def _of_this_run(target: Target, found: list[AnyRecord]) -> list[AnyRecord]:
+def _of_this_run(target: Target, records: list[AnyRecord]) -> list[AnyRecord]:
     """Records of `updates` and `metrics`; of a run's folder, without those of later runs on the same topics."""
-    from doll.ledger.audit import counts_of
-    from doll.ledger.generations import OfGeneration
-    from doll.records import Epoch, Finished, Metric, Update
+    from doll.ledger.audit import read_counts
+    from doll.ledger.generations import GenerationFilter
+    from doll.records import Finished, Metric, TermStarted, Update
     from doll.storage.stores import open_store
 
-    checkpoint = open_store(target.config, target.run.path).load_newest(None) if target.given_run else None
+    checkpoint = open_store(target.config, target.run.path).load_newest(None) if target.is_run_folder else None
     if checkpoint is None:
-        return found
-    own = OfGeneration(counts_of(target.config, checkpoint).generation)
-    updates = list(own.records([record for record in found if isinstance(record, Epoch | Update | Finished)]))
-    if own.following is None:
-        return found
-    until = own.following
-    metrics = [
-        record for record in found if isinstance(record, Metric) and record.values.get("ps_epoch", until) < until
-    ]
+        return records
+    own = GenerationFilter(read_counts(target.config, checkpoint).generation)
+    updates = list(own.records([record for record in records if isinstance(record, TermStarted | Update | Finished)]))
+    if own.next_generation is None:
+        return records
+    until = own.next_generation
+    metrics = [record for record in records if isinstance(record, Metric) and record.values.get("term", until) < until]
     return [*updates, *metrics]
 
 
-def _reach(target: Target) -> Services:
+def _reachable_services(target: Target) -> Services:
     from doll.services import require
 
     services = target.services()
     try:
         require(target.config, services, timeout_s=5.0)
     except ServiceUnavailableError as error:
-        if target.given_run and target.run.report.exists():
+        if target.is_run_folder and target.run.report.exists():
             raise ServiceUnavailableError(
                 f"the broker of this run is gone ({services.kafka}): its audit, made before it ended, is in "
                 f"{target.run.report} under 'audit'"
             ) from error
-        if target.given_run:
+        if target.is_run_folder:
             raise ServiceUnavailableError(
                 f"the broker of this run is gone ({services.kafka}), and it left no report: it was killed before its "
                 f"end. Its checkpoints are in {target.run.path / 'checkpoints'}; `doll export` reads them"

@@ -138,8 +138,8 @@ def rates(given: list[str] | None) -> list[float] | None:
 def emit(as_json: bool, content: Any, text: str) -> None:
     """Print `content` as JSON, or `text`, to standard output."""
     if as_json:
-        from doll.monitor.history import plain
+        from doll.monitor.history import json_safe
 
-        text = json.dumps(plain(content), indent=2, ensure_ascii=False)
+        text = json.dumps(json_safe(content), indent=2, ensure_ascii=False)
     sys.stdout.write(text.rstrip("\n") + "\n")
     sys.stdout.flush()

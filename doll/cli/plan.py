@@ -31,7 +31,7 @@ from doll.cli.options import (
 
 if TYPE_CHECKING:
     from doll.config import JobConfig, PlanConfig
-    from doll.provisioner.planning.assessment import Outlook, Question
+    from doll.provisioner.planning.assessment import Assessment, PlanRequest
 
 HOW_TO_MEASURE = (
     "J, the number of updates that meets the error target, is not known. Measure it with a pilot run:\n"
@@ -73,7 +73,7 @@ def plan(
     --spot-price 0.158 --on-demand-price 0.286
     """
     from doll.config import PlanConfig
-    from doll.provisioner.planning.assessment import look_ahead
+    from doll.provisioner.planning.assessment import assess
 
     config = target(job, job_option, overrides).config if job is not None or job_option is not None else None
     if config is None and overrides:
@@ -98,32 +98,32 @@ def plan(
     elif target_error is not None:
         section = section.model_copy(update={"updates": None})
     section = _checked(section, {name: value for name, value in given.items() if value is not None})
-    question, notes = ask(config, section, _rates(config, workers, rates(rate)), group_size, batch_size)
-    outlook = look_ahead(question)
+    request, notes = ask(config, section, _rates(config, workers, rates(rate)), group_size, batch_size)
+    assessment = assess(request)
     if plot is not None:
         from doll.monitor.plan_plot import draw
 
-        draw(outlook, plot)
+        draw(assessment, plot)
         notes.append(f"plot: {plot}")
-    emit(as_json, {**outlook.to_dict(), "notes": notes}, text(outlook, notes))
-    if outlook.problem is not None:
-        raise typer.Exit(outlook.problem.exit_code)
+    emit(as_json, {**assessment.to_dict(), "notes": notes}, text(assessment, notes))
+    if assessment.problem is not None:
+        raise typer.Exit(assessment.problem.exit_code)
 
 
 def ask(
     config: JobConfig | None, section: PlanConfig, rates: list[float], group_size: int | None, batch_size: int | None
-) -> tuple[Question, list[str]]:
-    """The question that job file and options pose, and notes on where its numbers come from.
+) -> tuple[PlanRequest, list[str]]:
+    """The request that job file and options pose, and notes on where its numbers come from.
 
     Raises:
         ConfigError: a value is missing; the message names its option and its key.
     """
     from doll.errors import ConfigError
-    from doll.provisioner.planning.assessment import Question
+    from doll.provisioner.planning.assessment import PlanRequest
     from doll.theory.cost import Prices
 
     notes: list[str] = []
-    section = at_speed(config, section, notes)
+    section = apply_speed_up(config, section, notes)
     size = group_size or (config.group_size if config else None)
     batch = batch_size or (config.data.batch_size if config else None)
     spot, on_demand = section.spot_usd_per_h, section.on_demand_usd_per_h
@@ -143,8 +143,8 @@ def ask(
         notes.append(f"policy {config.training.policy.name}: planned as groups of K = {size} batches of any workers")
     updates, service_s = work(config, section, notes)
     try:
-        question = Question(
-            rates_per_s=rates,  # type: ignore[arg-type]  # checked and converted by Question
+        request = PlanRequest(
+            rates_per_s=rates,  # type: ignore[arg-type]  # checked and converted by PlanRequest
             group_size=size,
             batch_size=batch,
             updates=updates,
@@ -160,10 +160,10 @@ def ask(
         )
     except ValueError as error:
         raise ConfigError(f"plan: {error}") from error
-    return question, notes
+    return request, notes
 
 
-def at_speed(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> PlanConfig:
+def apply_speed_up(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> PlanConfig:
     """The section in the time of this machine, where the job's market is replayed faster: prices and cycle change."""
     from doll.config import ProcessesFleetConfig
 
@@ -197,13 +197,15 @@ def work(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> tup
         from doll.cli.calibrate import calibrate_run
 
         path = config.path(section.pilot) if config else section.pilot
-        found = calibrate_run(path, section.measure, section.target_error)
-        service_s = service_s or found.service_s
+        calibration = calibrate_run(path, section.measure, section.target_error)
+        service_s = service_s or calibration.service_s
         if section.updates is None and section.target_error is not None:
-            wanted = found.updates_to_target
-            assert wanted is not None
-            notes.append(f"J = {wanted.point:g} (90 % interval {wanted.low:g} .. {wanted.high:g}) from {path}")
-            return wanted.point, service_s
+            updates_to_target = calibration.updates_to_target
+            assert updates_to_target is not None
+            notes.append(
+                f"J = {updates_to_target.point:g} (90 % interval {updates_to_target.low:g} .. {updates_to_target.high:g}) from {path}"
+            )
+            return updates_to_target.point, service_s
     if section.updates is not None:
         return float(section.updates), service_s
     if config is not None and section.target_error is None and config.stop.updates is not None:
@@ -254,13 +256,13 @@ def _rates(config: JobConfig | None, workers: int | None, given: list[float] | N
     return rates
 
 
-def text(outlook: Outlook, notes: list[str]) -> str:
+def text(assessment: Assessment, notes: list[str]) -> str:
     """The answer for people."""
-    question, static = outlook.question, outlook.static
-    count = question.num_workers
+    request, static = assessment.request, assessment.static
+    count = request.num_workers
     lines = []
-    if outlook.problem is not None:
-        lines += [f"NOT FEASIBLE: {outlook.problem}", "", "The best that can be done:"]
+    if assessment.problem is not None:
+        lines += [f"NOT FEASIBLE: {assessment.problem}", "", "The best that can be done:"]
     else:
         what = {
             "none": "nothing binds: all workers may be on spot",
@@ -268,33 +270,35 @@ def text(outlook: Outlook, notes: list[str]) -> str:
             "risk": "the risk binds: one more worker on spot would be late too often",
             "price": "the prices bind: more workers on spot would not be cheaper",
             "budget": "the budget binds: only by planning anew as the job goes it is expected to suffice",
-        }[outlook.binding]
+        }[assessment.binding]
         lines.append(f"Feasible; {what}.")
     lines += [
-        f"  spot {outlook.num_spot} of {count} workers, on-demand {count - outlook.num_spot}",
-        *_which(outlook),
-        f"  cost    {static.expected_cost_usd:.4f} +- {static.cost_sd_usd:.4f} USD, {outlook.savings:+.1%} saved of "
-        f"{outlook.on_demand_usd:.4f} USD on-demand",
+        f"  spot {assessment.num_spot} of {count} workers, on-demand {count - assessment.num_spot}",
+        *_which(assessment),
+        f"  cost    {static.expected_cost_usd:.4f} +- {static.cost_sd_usd:.4f} USD, {assessment.savings:+.1%} saved of "
+        f"{assessment.all_on_demand_usd:.4f} USD on-demand",
         f"  finish  {_time(static.expected_finish_s)} +- {_time(static.finish_sd_s)}"
-        + (f", deadline {_time(question.deadline_s)}" if question.deadline_s else ", no deadline given"),
+        + (f", deadline {_time(request.deadline_s)}" if request.deadline_s else ", no deadline given"),
     ]
-    if question.deadline_s is not None:
+    if request.deadline_s is not None:
         lines.append(f"  P(late) {_chance(static.miss_prob)} if the mix is kept to the end")
-    if outlook.adaptive is not None:
-        kept = f", P(late) {_chance(outlook.adaptive.miss_prob)}" if question.deadline_s else ""
+    if assessment.adaptive is not None:
+        kept = f", P(late) {_chance(assessment.adaptive.miss_prob)}" if request.deadline_s else ""
         lines.append(
-            f"Adaptive planner with guard: about {outlook.adaptive.expected_cost_usd:.4f} +- "
-            f"{outlook.adaptive.cost_sd_usd:.4f} USD{kept} while on-demand workers boot in {question.boot_s:g} s"
+            f"Adaptive planner with guard: about {assessment.adaptive.expected_cost_usd:.4f} +- "
+            f"{assessment.adaptive.cost_sd_usd:.4f} USD{kept} while on-demand workers boot in {request.boot_s:g} s"
         )
-    if outlook.bounds is not None:
-        lines.append(f"Corollary 2: the best mix costs {outlook.bounds[0]:.2%} to {outlook.bounds[1]:.2%} of on-demand")
-    lines.append(f"All on spot: {outlook.all_spot_usd:.4f} USD, {_time(outlook.all_spot_s)} expected")
-    if outlook.stability is not None:
+    if assessment.bounds is not None:
         lines.append(
-            f"Stability: {outlook.stability.verdict}; margin {outlook.stability.sufficient:.3g} (sufficient form), "
-            f"{outlook.stability.necessary:.3g} (necessary form)"
+            f"Corollary 2: the best mix costs {assessment.bounds[0]:.2%} to {assessment.bounds[1]:.2%} of on-demand"
         )
-    lines += [f"- {line}" for line in (*outlook.advice, *notes)]
+    lines.append(f"All on spot: {assessment.all_spot_usd:.4f} USD, {_time(assessment.all_spot_s)} expected")
+    if assessment.stability is not None:
+        lines.append(
+            f"Stability: {assessment.stability.verdict}; margin {assessment.stability.sufficient:.3g} (sufficient form), "
+            f"{assessment.stability.necessary:.3g} (necessary form)"
+        )
+    lines += [f"- {line}" for line in (*assessment.advice, *notes)]
     return "\n".join(lines)
 
 
@@ -302,17 +306,17 @@ def _chance(probability: float) -> str:
     return "below 1e-6" if probability < 1e-6 else f"{probability:.3g}"
 
 
-def _which(outlook: Outlook) -> list[str]:
+def _which(assessment: Assessment) -> list[str]:
     """Streams by market with the reason, as ranges."""
     from doll.provisioner.planning.planner import slot_ranges
 
     lines = []
-    reasons = outlook.reasons()
+    reasons = assessment.reasons()
     for market, spot in (("spot", True), ("on-demand", False)):
-        slots = [slot for slot, on_spot in enumerate(outlook.mix) if bool(on_spot) is spot]
+        slots = [slot for slot, on_spot in enumerate(assessment.mix) if bool(on_spot) is spot]
         if slots:
             why = reasons[slots[0]].split(": ", 1)[1]
-            rates = outlook.question.rates_per_s[slots]
+            rates = assessment.request.rates_per_s[slots]
             span = f"{rates.min():g}" if rates.min() == rates.max() else f"{rates.min():g} .. {rates.max():g}"
             lines.append(f"    {market}: streams {slot_ranges(slots)} ({span} samples/s); {why}")
     return lines

@@ -11,7 +11,7 @@ import typer
 from doll.cli.errors import usage
 from doll.cli.options import JobArgument, JobOption, SetOption, target
 
-_ASK_S = 5.0
+_PROBE_TIMEOUT_S = 5.0
 _MOST_BYTES = 1_000_000
 
 
@@ -30,7 +30,7 @@ def health(
     given = port if port is not None else os.environ.get(PORT_ENV, "")
     if not str(given).isdecimal() or not 0 < int(given) < 65_536:
         raise usage(f"expected a port, 1 to 65535, in --port or {PORT_ENV}, got {str(given)!r}")
-    connection = http.client.HTTPConnection(HOST, int(given), timeout=_ASK_S)
+    connection = http.client.HTTPConnection(HOST, int(given), timeout=_PROBE_TIMEOUT_S)
     try:
         connection.request("GET", "/readyz" if ready else "/healthz")
         answer = connection.getresponse()
@@ -45,7 +45,7 @@ def health(
 
 def _printable(text: str) -> str:
     """Without what would steer a terminal: any process of this machine may have the port."""
-    return "".join(one if one.isprintable() or one == "\n" else "?" for one in text)
+    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)
 
 
 def prometheus(job: JobArgument = None, job_option: JobOption = None, overrides: SetOption = None) -> None:

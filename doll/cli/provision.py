@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from doll.config import JobConfig
-    from doll.kafka.job_records import Mail
-    from doll.process.health import Pulse
+    from doll.kafka.job_records import JobRecords
+    from doll.process.health import Heartbeat
     from doll.provisioner.controller import Controller, ControllerSettings, Decision
     from doll.provisioner.lease import Lease
     from doll.provisioner.machines import Machines
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 DRAIN_TURN_S = 2.0
-DRAIN_MOST_S = 900.0
+DRAIN_TIMEOUT_S = 900.0
 
 provision_app = typer.Typer(
     cls=DollGroup, help="Buy machines for the workers: meet the deadline at the least cost.", rich_markup_mode=None
@@ -145,16 +145,16 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
 
     import numpy as np
 
-    from doll.cli.plan import at_speed, work
+    from doll.cli.plan import apply_speed_up, work
     from doll.config import ProcessesFleetConfig
     from doll.errors import ConfigError
     from doll.provisioner.billing import EC2_LINUX, LOCAL
     from doll.provisioner.controller import ControllerSettings
     from doll.provisioner.planning.state import PlannerSettings
-    from doll.provisioner.reconcile import Limits
+    from doll.provisioner.reconcile import LaunchLimits
 
     notes: list[str] = []
-    plan, own = at_speed(config, config.plan, notes), config.provision
+    plan, own = apply_speed_up(config, config.plan, notes), config.provision
     rates = config.rates_per_s()
     if not all(math.isfinite(rate) for rate in rates):
         raise ConfigError(
@@ -169,24 +169,24 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
         notes.append(f"no plan.deadline_s: cost alone counts, as if it were {deadline_s:.0f} s")
     every_s = own.every_s if own.every_s is not None else max(1.0, min(30.0, deadline_s / 200))
     local = isinstance(config.fleet, ProcessesFleetConfig)
-    bad_pool_s = own.bad_pool_s if own.bad_pool_s is not None else 0.0 if local else 180.0
+    pool_backoff_s = own.pool_backoff_s if own.pool_backoff_s is not None else 0.0 if local else 180.0
     try:
         planner = PlannerSettings(
             updates=updates, group_size=config.group_size, batch_size=config.data.batch_size, deadline_s=deadline_s,
             budget_usd=plan.budget_usd, replan_s=every_s, boot_s=plan.boot_s, cycle_s=plan.cycle_s, rule=own.rule,
-            guard=own.guard, margin=plan.margin, risk=plan.risk, dwell_s=own.dwell_s,
+            guard=own.deadline_guard, margin=plan.margin, risk=plan.risk, spot_stable_s=own.spot_stable_s,
         )  # fmt: skip
     except ValueError as error:
         raise ConfigError(f"plan: {error}") from error
-    limits = Limits(
+    limits = LaunchLimits(
         launches_per_min=own.launches_per_min, fallbacks_per_min=own.fallbacks_per_min, retry_s=min(30.0, 2 * every_s),
-        bad_pool_s=bad_pool_s, early_s=min(3600.0, plan.cycle_s / 10), backoff_s=2 * every_s,
-        boot_most_s=own.boot_most_s, silent_most_s=own.replace_s,
+        pool_backoff_s=pool_backoff_s, early_s=min(3600.0, plan.cycle_s / 10), backoff_s=2 * every_s,
+        boot_timeout_s=own.boot_timeout_s, silence_timeout_s=own.replace_after_s,
     )  # fmt: skip
     found = ControllerSettings(
         planner=planner, rates_per_s=np.asarray(rates), samples_per_record=config.data.samples_per_record,
         prior_alpha=plan.alpha, limits=limits, billing=EC2_LINUX if config.fleet.kind == "ec2" else LOCAL,
-        silent_s=own.silent_s, target_error=plan.target_error if own.re_estimate else None, measure=plan.measure,
+        heartbeat_timeout_s=own.heartbeat_timeout_s, target_error=plan.target_error if own.re_estimate else None, measure=plan.measure,
     )  # fmt: skip
     return found, notes
 
@@ -199,17 +199,17 @@ def _provision(at: Target, overrides: list[str], *, dry_run: bool, once: bool = 
     from doll.run.interrupts import Interrupts
 
     settings, notes = controller_settings(at.config)
-    with Interrupts() as interrupts, _Seat(at, settings, dry_run=dry_run) as seat:
+    with Interrupts() as interrupts, _ControllerRuntime(at, settings, dry_run=dry_run) as runtime:
         for note in notes:
-            seat.log.info("plan_note", note=note)
-        seat.read_history()
-        interrupts.orderly = True
-        source = _Source(at, overrides)
+            runtime.log.info("plan_note", note=note)
+        runtime.read_history()
+        interrupts.graceful = True
+        source = _JobFile(at, overrides)
         while True:
-            seat.pulse.beat("turn")
+            runtime.heartbeat.beat("turn")
             if (changed := source.changed()) is not None:
-                seat.retarget(changed)
-            decision = seat.turn(last=once)
+                runtime.retarget(changed)
+            decision = runtime.turn(last=once)
             if once:
                 emit(as_json, {**decision.to_dict(), "bill": decision.bill.to_dict()}, decision_text(decision))
                 return 0
@@ -219,9 +219,9 @@ def _provision(at: Target, overrides: list[str], *, dry_run: bool, once: bool = 
             if decision.phase == "stopped":
                 emit(False, {}, decision_text(decision))
                 return 1
-            seat.follow(seat.replan_s, lambda: interrupts.asked)
-            if interrupts.asked:
-                seat.log.info("leaving", instances=len(decision.alive), action="all machines are left as they are")
+            runtime.follow(runtime.replan_s, lambda: interrupts.stop_requested)
+            if interrupts.stop_requested:
+                runtime.log.info("leaving", instances=len(decision.alive), action="all machines are left as they are")
                 return 0
 
 
@@ -230,23 +230,23 @@ def _drain(at: Target, *, as_json: bool) -> int:
     from doll.run.interrupts import Interrupts
 
     settings, _ = controller_settings(at.config)
-    with Interrupts() as interrupts, _Seat(at, settings, dry_run=False) as seat:
-        seat.read_history()
-        interrupts.orderly = True
-        end_s = time.monotonic() + DRAIN_MOST_S
-        while not interrupts.asked:
-            decision = seat.turn(draining=True)
+    with Interrupts() as interrupts, _ControllerRuntime(at, settings, dry_run=False) as runtime:
+        runtime.read_history()
+        interrupts.graceful = True
+        end_s = time.monotonic() + DRAIN_TIMEOUT_S
+        while not interrupts.stop_requested:
+            decision = runtime.turn(draining=True)
             if decision.over:
                 emit(as_json, {**decision.to_dict(), "bill": decision.bill.to_dict()}, decision_text(decision))
                 return 0
             if time.monotonic() > end_s:
                 left = ", ".join(one.id for one in decision.instances if one.ended_s is None)
-                raise ServiceUnavailableError(f"not ended after {DRAIN_MOST_S:g} s: {left}; look at them by hand")
-            seat.follow(DRAIN_TURN_S, lambda: interrupts.asked)
+                raise ServiceUnavailableError(f"not ended after {DRAIN_TIMEOUT_S:g} s: {left}; look at them by hand")
+            runtime.follow(DRAIN_TURN_S, lambda: interrupts.stop_requested)
     return 1
 
 
-class _Source:
+class _JobFile:
     """The job file, which may be edited while the job runs."""
 
     def __init__(self, at: Target, overrides: list[str]) -> None:
@@ -274,12 +274,12 @@ class _Source:
         try:
             return load(self._path, self._overrides)
         except ConfigError as error:
-            get_logger(__name__).warning("job_file_wrong", error=str(error), action="going on as before")
+            get_logger(__name__).warning("job_file_invalid", error=str(error), action="going on as before")
             return None
 
 
-class _Seat:
-    """A controller with all that it needs: fleet, prices, mail, lease, health, and a voice on `metrics`."""
+class _ControllerRuntime:
+    """A controller with all that it needs: fleet, prices, records, lease, health, and a publisher on `metrics`."""
 
     def __init__(self, at: Target, settings: ControllerSettings, *, dry_run: bool) -> None:
         from doll.telemetry import get_logger
@@ -287,20 +287,20 @@ class _Seat:
         self._at = at
         self._settings = settings
         self._dry_run = dry_run
-        self._told: tuple[Any, ...] = ()
+        self._logged: tuple[Any, ...] = ()
         self.log = get_logger(__name__)
 
-    def __enter__(self) -> _Seat:
+    def __enter__(self) -> _ControllerRuntime:
         from contextlib import ExitStack
 
         from doll import telemetry
         from doll.kafka import topics
-        from doll.kafka.job_records import Mail
-        from doll.process.health import pulse_of
+        from doll.kafka.job_records import JobRecords
+        from doll.process.health import heartbeat_of
         from doll.provisioner.controller import Controller
         from doll.provisioner.lease import Lease, claims_of
         from doll.provisioner.machines import machines_of
-        from doll.provisioner.state_store import FileBook
+        from doll.provisioner.state_store import FileStateStore
         from doll.services import require
 
         at = self._at
@@ -309,23 +309,25 @@ class _Seat:
         require(at.config, services)
         topics.ensure(at.config, services)
         with ExitStack() as opened:
-            self.pulse: Pulse = opened.enter_context(pulse_of("provisioner", at.config))
+            self.heartbeat: Heartbeat = opened.enter_context(heartbeat_of("provisioner", at.config))
             machines: Machines = opened.enter_context(machines_of(at.config, services, at.run))
             lease: Lease | None = None if self._dry_run else Lease(claims_of(at.config, at.run.path))
-            self._book, self._placement = FileBook(at.run.path, at.config.job), machines.placement
+            self._state_store, self._placement = FileStateStore(at.run.path, at.config.job), machines.placement
             self.controller: Controller = Controller(
-                self._settings, machines.fleet, machines.prices, self._book, probe=machines.probe,
+                self._settings, machines.fleet, machines.prices, self._state_store, probe=machines.probe,
                 check_lease=None if lease is None else lease.check, dry_run=self._dry_run, job=at.config.job,
                 topics_id=topics.topic_id(at.config, services, "updates"),
             )  # fmt: skip
-            self._mail: Mail = opened.enter_context(Mail(at.config, services, self.controller.positions))
-            self._voice = _Voice(at.config, services) if not self._dry_run else None
-            if self._voice is not None:
-                opened.callback(self._voice.close)
+            self._job_records: JobRecords = opened.enter_context(
+                JobRecords(at.config, services, self.controller.positions)
+            )
+            self._publisher = _MetricsPublisher(at.config, services) if not self._dry_run else None
+            if self._publisher is not None:
+                opened.callback(self._publisher.close)
             self._opened = opened.pop_all()
         self.log.info(
             "provisioning", fleet=at.config.fleet.kind, slots=self._settings.num_slots, dry_run=self._dry_run,
-            number=0 if lease is None else lease.number, journal=str(self._book.journal),
+            number=0 if lease is None else lease.number, journal=str(self._state_store.journal),
         )  # fmt: skip
         return self
 
@@ -338,14 +340,14 @@ class _Seat:
         return self._settings.planner.replan_s
 
     def _expect_turns(self) -> None:
-        self.pulse.expect("turn", within_s=max(60.0, 10 * self.replan_s))
+        self.heartbeat.expect("turn", within_s=max(60.0, 10 * self.replan_s))
 
     def read_history(self) -> None:
         """What was written before, or since an earlier provisioner saved its state."""
-        for letter in self._mail.history():
-            self.controller.feed(letter.record, letter.at_s)
+        for timed_record in self._job_records.history():
+            self.controller.feed(timed_record.record, timed_record.at_s)
         self._expect_turns()
-        self.pulse.waits_for("")
+        self.heartbeat.set_waiting_for("")
 
     def retarget(self, config: JobConfig) -> None:
         """The job file has changed."""
@@ -355,46 +357,46 @@ class _Seat:
             settings, _ = controller_settings(config)
             self.controller.retarget(settings)
         except (DollError, ValueError) as error:
-            self.log.warning("job_file_wrong", error=str(error), action="going on as before")
+            self.log.warning("job_file_invalid", error=str(error), action="going on as before")
             return
         self._settings = settings
         self._expect_turns()
         planner = settings.planner
         self.log.info(
-            "retargeted", deadline_s=planner.deadline_s, budget_usd=planner.budget_usd, updates=planner.updates,
+            "plan_changed", deadline_s=planner.deadline_s, budget_usd=planner.budget_usd, updates=planner.updates,
             group_size=planner.group_size, every_s=planner.replan_s,
         )  # fmt: skip
 
     def turn(self, *, draining: bool = False, last: bool = False) -> Decision:
         """One turn, told to everybody; `last`: nobody is to miss us afterwards."""
         now_s = time.time()
-        ends = self._mail.sample_ends()
+        ends = self._job_records.sample_ends()
         if ends is not None:
-            self.controller.look_at_ends(now_s, ends)
-        self.controller.positions = self._mail.positions
+            self.controller.observe_ends(now_s, ends)
+        self.controller.positions = self._job_records.positions
         decision = self.controller.turn(now_s, draining=draining)
-        if self._voice is not None:
-            self._voice.tell(decision, last=last or decision.over)
-        self._say(decision)
-        if self._placement is not None and not draining and (scores := self._placement.news(now_s)) is not None:
+        if self._publisher is not None:
+            self._publisher.publish(decision, last=last or decision.over)
+        self._log_changes(decision)
+        if self._placement is not None and not draining and (scores := self._placement.poll_scores(now_s)) is not None:
             self.log.info("placement_scores", **scores)
             if not self._dry_run:
-                self._book.note({"kind": "placement", "time_s": now_s, "scores": scores})
+                self._state_store.append({"kind": "placement", "time_s": now_s, "scores": scores})
         return decision
 
-    def _say(self, decision: Decision) -> None:
+    def _log_changes(self, decision: Decision) -> None:
         """What is new, for whoever reads the log."""
         for one in decision.actions:
             self.log.info("action", what=one.text())
-        told = (decision.phase, decision.markets, decision.binding, decision.alarms)
-        if told == self._told:
+        current = (decision.phase, decision.markets, decision.binding, decision.alarms)
+        if current == self._logged:
             return
-        before, self._told = self._told, told
+        before, self._logged = self._logged, current
         for alarm in decision.alarms:
             if not before or alarm not in before[3]:
                 self.log.warning("alarm", what=alarm)
         self.log.info(
-            "decided", phase=decision.phase, binding=decision.binding, clock_s=round(decision.clock_s),
+            "decided", phase=decision.phase, binding=decision.binding, elapsed_s=round(decision.elapsed_s),
             spot=decision.markets.count("spot"), on_demand=decision.markets.count("on_demand"),
             updates=decision.updates_done, spent_usd=round(decision.bill.usd, 4),
             expected_cost_usd=decision.expected_cost_usd, reasons=decision.to_dict()["reasons"],
@@ -406,17 +408,17 @@ class _Seat:
 
         start_s, urgent = time.monotonic(), False
         while not should_stop() and time.monotonic() - start_s < seconds:
-            if self._voice is not None:
-                self._voice.beat()
-            for letter in self._mail.poll(min(POLL_S, seconds)):
-                self.controller.feed(letter.record, letter.at_s)
-                urgent = urgent or isinstance(letter.record, Finished | Leave | Welcome)
+            if self._publisher is not None:
+                self._publisher.beat()
+            for timed_record in self._job_records.poll(min(POLL_S, seconds)):
+                self.controller.feed(timed_record.record, timed_record.at_s)
+                urgent = urgent or isinstance(timed_record.record, Finished | Leave | Welcome)
             if urgent and time.monotonic() - start_s >= min(1.0, seconds):
                 return
 
 
-class _Voice:
-    """Tells decisions on the job's topic `metrics`. What cannot be told is in the journal."""
+class _MetricsPublisher:
+    """Publishes decisions on the job's topic `metrics`. What cannot be sent is in the journal."""
 
     def __init__(self, config: JobConfig, services: Any) -> None:
         from confluent_kafka import Producer
@@ -427,7 +429,7 @@ class _Voice:
         self._topic = config.topic("metrics")
         self._beat_s = time.monotonic()
 
-    def tell(self, decision: Decision, *, last: bool) -> None:
+    def publish(self, decision: Decision, *, last: bool) -> None:
         from doll.monitor.heartbeats import LEFT
         from doll.records import Metric
 
@@ -438,17 +440,17 @@ class _Voice:
 
     def beat(self) -> None:
         """A sign of life between two turns; call it often."""
-        from doll.monitor.heartbeats import BEAT_S
+        from doll.monitor.heartbeats import HEARTBEAT_EVERY_S
         from doll.records import Metric
 
-        if time.monotonic() - self._beat_s >= BEAT_S:
+        if time.monotonic() - self._beat_s >= HEARTBEAT_EVERY_S:
             self._beat_s = time.monotonic()
             self._send(Metric(source="provisioner", values={}, time_s=time.time()))
 
-    def _send(self, *told: AnyRecord) -> None:
+    def _send(self, *records: AnyRecord) -> None:
         from doll.records import encode
 
-        for record in told:
+        for record in records:
             try:
                 self._producer.produce(self._topic, encode(record))
             except BufferError:
@@ -470,14 +472,14 @@ def last_decision(at: Target) -> dict[str, Any]:
     """
     from doll.bounded import json_object
     from doll.errors import ConfigError
-    from doll.provisioner.state_store import FileBook
+    from doll.provisioner.state_store import FileStateStore
 
-    book = FileBook(at.run.path, at.config.job)
+    state_store = FileStateStore(at.run.path, at.config.job)
     found: dict[str, Any] | None = None
     placement: dict[str, int] | None = None
     try:
         # Lines are long; the newest decision is near the end.
-        with book.journal.open("rb") as file:
+        with state_store.journal.open("rb") as file:
             file.seek(0, 2)
             file.seek(max(0, file.tell() - 4_000_000))
             for line in file.read().splitlines():
@@ -492,15 +494,15 @@ def last_decision(at: Target) -> dict[str, Any]:
     except OSError:
         pass
     if found is None:
-        raise ConfigError(f"{book.journal}: no decision yet: start it with: doll provision run {at.path}")
-    state = book.load() or {}
+        raise ConfigError(f"{state_store.journal}: no decision yet: start it with: doll provision run {at.path}")
+    state = state_store.load() or {}
     more = {} if placement is None else {"placement_scores": placement}
-    return {**found, **more, "instances": state.get("known", []), "journal": str(book.journal)}
+    return {**found, **more, "instances": state.get("known", []), "journal": str(state_store.journal)}
 
 
 def decision_text(decision: Decision) -> str:
     """A decision for people."""
-    instances = [{"slot": one.slot, "epoch": one.epoch, "market": one.market, "id": one.id, "pool": one.pool,
+    instances = [{"slot": one.slot, "incarnation": one.incarnation, "market": one.market, "id": one.id, "pool": one.pool,
                   "state": one.state.value, "ready": one.id in decision.ready}
                  for one in decision.instances if one.ended_s is None]  # fmt: skip
     return _status_text({**decision.to_dict(), "instances": instances})
@@ -514,19 +516,19 @@ def _status_text(found: dict[str, Any]) -> str:
     lines = [
         f"{'dry run, ' if found.get('dry_run') else ''}{found['phase']}; {found['binding']} decides"
         + ("" if found["feasible"] else "; the deadline cannot be met"),
-        f"  clock    {number('clock_s', '.0f', ' s')}, updates {number('updates_done', 'g')} of "
-        f"{number('updates_wanted', 'g')}, expected end {number('expected_finish_s', '.0f', ' s')}",
+        f"  clock    {number('elapsed_s', '.0f', ' s')}, updates {number('updates_done', 'g')} of "
+        f"{number('target_updates', 'g')}, expected end {number('expected_finish_s', '.0f', ' s')}",
         f"  cost     {number('spent_usd')} USD ({number('spent_spot_usd')} spot, {number('spent_on_demand_usd')} "
-        f"on-demand), expected {number('expected_cost_usd')}; all on-demand until now {number('on_demand_usd')}",
-        f"           {number('usd_per_1000_updates')} USD per 1000 updates, {number('usd_per_point')} USD per point "
+        f"on-demand), expected {number('expected_cost_usd')}; all on-demand until now {number('all_on_demand_usd')}",
+        f"           {number('usd_per_1000_updates')} USD per 1000 updates, {number('usd_per_error_point')} USD per point "
         "of error",
         f"  prices   {number('spot_usd_per_h')} spot, {number('on_demand_usd_per_h')} on-demand USD/h; availability "
         f"{number('availability', '.3f')}; {number('moves_total', '.0f')} moves, "
         f"{number('interruptions_total', '.0f')} interruptions",
     ]
     if scores := found.get("placement_scores"):
-        told = ", ".join(f"{zone} {score}" for zone, score in scores.items())
-        lines.append(f"  zones    EC2's spot placement scores for all workers, of 10: {told}")
+        text = ", ".join(f"{zone} {score}" for zone, score in scores.items())
+        lines.append(f"  zones    EC2's spot placement scores for all workers, of 10: {text}")
     markets = found["markets"]
     for reason, slots in found["reasons"].items():
         lines.append(f"  slots {slots}: {reason}")
@@ -538,7 +540,7 @@ def _status_text(found: dict[str, Any]) -> str:
     for slot in sorted(by_slot):
         wanted = markets[slot] if 0 <= slot < len(markets) else ""
         there = ", ".join(
-            f"{one['id']} ({one['market']}, epoch {one['epoch']}, {one['pool']}, {one['state']}"
+            f"{one['id']} ({one['market']}, incarnation {one['incarnation']}, {one['pool']}, {one['state']}"
             f"{', ready' if one.get('ready') else ''})"
             for one in by_slot[slot]
         )

@@ -94,7 +94,7 @@ def simulate(
     ] = True,
     arrivals_pause: Annotated[
         bool,
-        typer.Option("--arrivals-pause/--arrivals-pile-up", help="What samples do while their worker is down."),
+        typer.Option("--arrivals-pause/--arrivals-queue", help="What samples do while their worker is down."),
     ] = True,
     random_phase: Annotated[
         bool, typer.Option("--random-phase/--in-step", help="Begin with batches filled at random, or all empty.")
@@ -139,14 +139,14 @@ def simulate(
     )
     system = _system(settings, spot, preemption, deadline, replan, boot or 0.0)
     _run(system)
-    from doll.monitor.history import plain
+    from doll.monitor.history import json_safe
     from doll.simulation.report import draw, summarise, write_csv
 
     summary = summarise(system, share)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         write_csv(system.trajectory, out / "updates.csv")
-        (out / "summary.json").write_text(json.dumps(plain(summary.to_dict()), indent=2) + "\n", encoding="utf-8")
+        (out / "summary.json").write_text(json.dumps(json_safe(summary.to_dict()), indent=2) + "\n", encoding="utf-8")
         draw(system.trajectory, summary, out / "simulation.png")
     emit(as_json, summary.to_dict(), _text(summary, settings, deadline, out))
 
@@ -213,14 +213,16 @@ def _system(
     if settings.updates is None:
         raise usage("--deadline: expected --updates too, the work that is to be done by then")
     from doll.provisioner.planning.state import PlannerSettings
-    from doll.simulation.provisioning import Planned
+    from doll.simulation.provisioning import PlannerProvisioner
     from doll.simulation.report import group_size
 
     planner = PlannerSettings(
         updates=settings.updates, group_size=group_size(settings), batch_size=settings.batch_size,
         deadline_s=deadline_s, replan_s=replan_s, boot_s=boot_s,
     )  # fmt: skip
-    return System(settings, spot=[True] * n, preemption=preemption, provisioner=Planned(planner), boot_s=boot_s)
+    return System(
+        settings, spot=[True] * n, preemption=preemption, provisioner=PlannerProvisioner(planner), boot_s=boot_s
+    )
 
 
 def _run(system: System) -> None:
@@ -241,12 +243,12 @@ def _run(system: System) -> None:
 
 
 def _text(summary: Summary, settings: SimulationSettings, deadline_s: float | None, out: Path | None) -> str:
-    ratio = summary.rate_measured / summary.rate_given_up_time
+    ratio = summary.rate_measured / summary.rate_at_observed_uptime
     lines = [
         f"{summary.updates} updates in {summary.seconds:.1f} simulated s; {summary.workers} workers, "
         f"{summary.mean_up:.2f} up on average, {summary.preemptions} preemptions",
         f"update rate: {summary.rate_measured:.5g} /s; formula {summary.rate_formula:.5g} /s; with the up-time drawn "
-        f"{summary.rate_given_up_time:.5g} /s (measured {100 * (ratio - 1):+.2f} %)",
+        f"{summary.rate_at_observed_uptime:.5g} /s (measured {100 * (ratio - 1):+.2f} %)",
         f"queue: {summary.mean_waiting_batches:.2f} batches on average, {summary.max_waiting_batches} at most; a group "
         f"takes {summary.mean_group_s:.4g} s",
         f"Proposition 1: margin {summary.margin_sufficient:.3g} in the sufficient form, "

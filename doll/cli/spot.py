@@ -40,23 +40,23 @@ from doll.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from doll.config import JobConfig, PlanConfig, ProcessesFleetConfig
-    from doll.kafka.job_records import Mail
+    from doll.kafka.job_records import JobRecords
     from doll.local.forks import ForkServer
     from doll.local.stack import Stack
     from doll.local.supervisor import RoleSpec, Supervisor
-    from doll.monitor.display import View
-    from doll.monitor.progress import Snapshot
+    from doll.monitor.display import Display
+    from doll.monitor.progress import JobSnapshot
     from doll.provisioner.controller import Controller, ControllerSettings, Decision
     from doll.provisioner.fleets.port import Instance
     from doll.provisioner.fleets.processes import Machine, ProcessFleet
-    from doll.provisioner.planning.assessment import Outlook
+    from doll.provisioner.planning.assessment import Assessment
     from doll.provisioner.planning.state import PlannerSettings
     from doll.provisioner.traces.market import SpotMarket
     from doll.records import AnyRecord
     from doll.services import Services
     from doll.simulation.spot_prediction import Prediction
 
-MUSTER_S = 180.0
+WORKERS_READY_TIMEOUT_S = 180.0
 _PICTURE = "spot.png"
 _UNBOUNDED = 1_000_000
 
@@ -110,18 +110,18 @@ def run_spot(
     """
     from doll.run.job import run_up
 
-    campaign = Campaign.of(config, seed)
-    if campaign.outlook.problem is not None or dry_run:
-        emit(as_json, campaign.to_dict(), campaign.text())
-        return campaign.outlook.problem.exit_code if campaign.outlook.problem is not None else 0
+    spot_run = SpotRun.of(config, seed)
+    if spot_run.assessment.problem is not None or dry_run:
+        emit(as_json, spot_run.to_dict(), spot_run.text())
+        return spot_run.assessment.problem.exit_code if spot_run.assessment.problem is not None else 0
     return run_up(
         config, runs_folder, as_json=as_json, fresh=fresh,
-        crew=lambda run, view: SpotCrew(config, campaign, run, view),
+        worker_pool=lambda run, display: SpotWorkerPool(config, spot_run, run, display),
     )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class Campaign:
+class SpotRun:
     """A job, its market, and what is known of both before anything runs.
 
     Attributes:
@@ -132,12 +132,12 @@ class Campaign:
     fleet: ProcessesFleetConfig
     settings: ControllerSettings
     seed: int
-    outlook: Outlook
+    assessment: Assessment
     notes: list[str]
     predictions: dict[str, Prediction]
 
     @classmethod
-    def of(cls, config: JobConfig, seed: int) -> Campaign:
+    def of(cls, config: JobConfig, seed: int) -> SpotRun:
         """Build the market, plan, and predict.
 
         Raises:
@@ -148,9 +148,9 @@ class Campaign:
         from doll.cli.plan import ask
         from doll.cli.provision import controller_settings
         from doll.config import ProcessesFleetConfig
-        from doll.provisioner.planning.assessment import look_ahead
+        from doll.provisioner.planning.assessment import assess
         from doll.simulation.adaptive import ADAPTIVE
-        from doll.simulation.spot_prediction import predict, rivals
+        from doll.simulation.spot_prediction import baselines, predict
 
         fleet, plan = config.fleet, config.plan
         if not isinstance(fleet, ProcessesFleetConfig):
@@ -169,22 +169,22 @@ class Campaign:
         )  # fmt: skip
         settings = dataclasses.replace(settings, limits=limits)
         planner, rates = settings.planner, config.rates_per_s()
-        question, notes = ask(config, section, rates, None, None)
+        request, notes = ask(config, section, rates, None, None)
         if config.arrivals.while_down != "pause":
             notes.append(
-                "arrivals.while_down is pile_up: what waits for a worker is read when it is back, so that the job ends "
+                "arrivals.while_down is queue: what waits for a worker is read when it is back, so that the job ends "
                 "earlier and costs less than predicted"
             )
-        outlook = look_ahead(question)
+        assessment = assess(request)
         predictions = {}
-        if outlook.problem is None:
+        if assessment.problem is None:
             leave_s = config.worker.drain_s
             found = [
-                predict(market, planner, np.asarray(rates), leave_s=leave_s, policy=one) for one in (None, *rivals())
+                predict(market, planner, np.asarray(rates), leave_s=leave_s, policy=one) for one in (None, *baselines())
             ]
             predictions = {one.policy: one for one in found}
             assert ADAPTIVE in predictions
-        return cls(market, fleet, settings, seed, outlook, notes, predictions)
+        return cls(market, fleet, settings, seed, assessment, notes, predictions)
 
     @property
     def planner(self) -> PlannerSettings:
@@ -202,12 +202,12 @@ class Campaign:
         """For people."""
         from doll.cli.plan import text
 
-        lines = [text(self.outlook, self.notes)]
+        lines = [text(self.assessment, self.notes)]
         if self.predictions:
             one = self.predicted
             lines.append(
                 f"Backtest of this market (seed {self.seed}): {one.cost_usd:.4f} USD, "
-                f"{one.cost_usd / self.outlook.on_demand_usd:.1%} of on-demand, done at {one.finish_s:.1f} s, "
+                f"{one.cost_usd / self.assessment.all_on_demand_usd:.1%} of on-demand, done at {one.finish_s:.1f} s, "
                 f"{one.moves} moves"
             )
         return "\n".join(lines)
@@ -215,7 +215,7 @@ class Campaign:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
         return {
-            **self.outlook.to_dict(),
+            **self.assessment.to_dict(),
             "notes": self.notes,
             "market": self.facts(),
             "predictions": {name: dataclasses.asdict(one) for name, one in self.predictions.items()},
@@ -226,7 +226,7 @@ class Campaign:
         market = self.market
         return {
             "name": market.name, "seed": self.seed, "alpha": market.alpha, "speed_up": market.speed_up,
-            "notice_s": market.notice_s, "surprise": self.fleet.surprise, "boot_s": self.planner.boot_s,
+            "notice_s": market.notice_s, "no_notice_share": self.fleet.no_notice_share, "boot_s": self.planner.boot_s,
         }  # fmt: skip
 
 
@@ -245,7 +245,7 @@ def make_market(config: JobConfig, fleet: ProcessesFleetConfig, seed: int) -> tu
             raise ConfigError("expected plan.spot_usd_per_h and plan.on_demand_usd_per_h, or a trace")
         market = SpotMarket.chain(
             slots, Prices(plan.spot_usd_per_h, plan.on_demand_usd_per_h), alpha=plan.alpha, cycle_s=plan.cycle_s,
-            speed_up=fleet.speed_up, notice_s=fleet.notice_s, surprise=fleet.surprise, seed=seed,
+            speed_up=fleet.speed_up, notice_s=fleet.notice_s, no_notice_share=fleet.no_notice_share, seed=seed,
         )  # fmt: skip
         return market, plan
     from doll.provisioner.traces.recordings import pool_of
@@ -253,7 +253,7 @@ def make_market(config: JobConfig, fleet: ProcessesFleetConfig, seed: int) -> tu
     chosen = pool_of(config.path(fleet.trace), fleet.pool, "fleet.pool")
     market = SpotMarket.replay(
         chosen, slots, length_s=plan.deadline_s or 0.0, speed_up=fleet.speed_up, notice_s=fleet.notice_s,
-        surprise=fleet.surprise, seed=seed,
+        no_notice_share=fleet.no_notice_share, seed=seed,
     )  # fmt: skip
     section = plan.model_copy(
         update={
@@ -265,7 +265,7 @@ def make_market(config: JobConfig, fleet: ProcessesFleetConfig, seed: int) -> tu
     return market, section
 
 
-class StandingClock:
+class PausedClock:
     """Unix seconds that stand still until `start`, then go on at the pace of the real ones."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -290,53 +290,53 @@ class StandingClock:
         return self._begin_s if self._started_s is None else self._begin_s + max(0.0, real_s - self._started_s)
 
 
-class _Market:
+class _MarketProbe:
     """The controller's `Probe`."""
 
     def __init__(self, market: SpotMarket, since: Callable[[], float]) -> None:
         self._market = market
         self._since = since
 
-    def spot_open(self, slot: int) -> bool | None:
+    def spot_available(self, slot: int) -> bool | None:
         return self._market.is_up(slot, self._since())
 
 
-class SpotCrew:
+class SpotWorkerPool:
     """The workers of one run: a controller on a fleet of processes, and all that is to be told of it."""
 
     standby = False
 
-    def __init__(self, config: JobConfig, campaign: Campaign, run: RunFolder, view: View) -> None:
-        from doll.monitor.spot_history import Story
+    def __init__(self, config: JobConfig, spot_run: SpotRun, run: RunFolder, display: Display) -> None:
+        from doll.monitor.spot_history import MarketTimeline
         from doll.provisioner.traces.market import MarketClock
 
         self._config = config
-        self._campaign = campaign
+        self._spot_run = spot_run
         self._run = run
-        self._view = view
-        self._clock = StandingClock()
+        self._display = display
+        self._clock = PausedClock()
         self._opening = MarketClock()
-        self._story = Story()
+        self._timeline = MarketTimeline()
         self._fleet: ProcessFleet | None = None
         self._controller: Controller | None = None
-        self._mail: Mail | None = None
-        self._obituaries: _Obituaries | None = None
+        self._job_records: JobRecords | None = None
+        self._leave_reporter: _LeaveReporter | None = None
         self._decision: Decision | None = None
         self._turn_at_s = 0.0
-        self._mustered = False
-        self._mustering_s = time.monotonic()
+        self._workers_ready = False
+        self._waiting_since_s = time.monotonic()
         self._began_s = time.time()
         self._finished_s: float | None = None
         self._finished_version = 0
         self._closed = False
         self._told_moves = self._told_preempted = 0
-        for line in campaign.text().splitlines():
-            view.say(line)
+        for line in spot_run.text().splitlines():
+            display.say(line)
 
-    # --- Companion
+    # --- RunHook
 
     @property
-    def detours(self) -> tuple[dict[str, int], ...]:
+    def advertised_ports(self) -> tuple[dict[str, int], ...]:
         return ({},)
 
     def services(self, role: str, stack: Stack) -> Services:
@@ -356,18 +356,20 @@ class SpotCrew:
             self._finished_s, self._finished_version = self._clock.at(record.time_s), record.version
 
     def turn(self, supervisor: Supervisor, stack: Stack) -> str | None:
-        if self._fleet is None or self._controller is None or self._mail is None:
+        if self._fleet is None or self._controller is None or self._job_records is None:
             return None
         self._fleet.poll()
         self._read()
-        if self._obituaries is not None:
-            self._obituaries.tell(self._fleet.machines)
+        if self._leave_reporter is not None:
+            self._leave_reporter.report(self._fleet.machines)
         now_s = time.monotonic()
         if now_s >= self._turn_at_s:
-            self._turn_at_s = now_s + self._campaign.planner.replan_s
+            self._turn_at_s = now_s + self._spot_run.planner.replan_s
             self._decide()
-        if not self._mustered and now_s - self._mustering_s > MUSTER_S:
-            raise DollError(f"the workers are not up after {MUSTER_S:g} s: see {self._run.logs}/worker-*.log")
+        if not self._workers_ready and now_s - self._waiting_since_s > WORKERS_READY_TIMEOUT_S:
+            raise DollError(
+                f"the workers are not up after {WORKERS_READY_TIMEOUT_S:g} s: see {self._run.logs}/worker-*.log"
+            )
         return None
 
     def close(self) -> None:
@@ -381,10 +383,10 @@ class SpotCrew:
         self._fleet.wait_until_ended(self._config.worker.drain_s + 5.0)
         self._decide(draining=True)  # the last bill
         self._fleet.close()
-        if self._mail is not None:
-            self._mail.__exit__()
-        if self._obituaries is not None:
-            self._obituaries.close()
+        if self._job_records is not None:
+            self._job_records.__exit__()
+        if self._leave_reporter is not None:
+            self._leave_reporter.close()
 
     def facts(self) -> dict[str, Any]:
         from doll.monitor.spot_history import facts
@@ -392,51 +394,51 @@ class SpotCrew:
 
         if self._fleet is None or self._decision is None:
             return {}
-        found = facts(self._ending, self._campaign.predictions, ADAPTIVE, self._story, self._fleet.machines)
+        found = facts(self._result, self._spot_run.predictions, ADAPTIVE, self._timeline, self._fleet.machines)
         bill = self._decision.bill.to_dict()
-        return {**found, "market": self._campaign.facts(), "bill": bill, "alarms": list(self._decision.alarms)}
+        return {**found, "market": self._spot_run.facts(), "bill": bill, "alarms": list(self._decision.alarms)}
 
-    # --- Crew
+    # --- WorkerPool
 
-    def muster(self, forks: ForkServer, stack: Stack, spec: Callable[[Instance], RoleSpec]) -> None:
-        from doll.kafka.job_records import Mail
+    def start_workers(self, forks: ForkServer, stack: Stack, spec: Callable[[Instance], RoleSpec]) -> None:
+        from doll.kafka.job_records import JobRecords
         from doll.provisioner.controller import Controller
         from doll.provisioner.fleets.processes import ProcessFleet
         from doll.provisioner.prices.trace import TracePrices
-        from doll.provisioner.state_store import FileBook
+        from doll.provisioner.state_store import FileStateStore
 
-        market = self._campaign.market
+        market = self._spot_run.market
         self._fleet = ProcessFleet(
             forks, spec, self._run.path, market=market, market_clock=self._opening,
-            boot_s=self._campaign.fleet.boot_s, drain_s=self._config.worker.drain_s, clock=self._clock,
+            boot_s=self._spot_run.fleet.boot_s, drain_s=self._config.worker.drain_s, clock=self._clock,
         )  # fmt: skip
         self._controller = Controller(
-            self._campaign.settings, self._fleet, TracePrices(market, self._opening),
-            FileBook(self._run.path, self._config.job),
-            probe=_Market(market, lambda: self._opening.since(self._clock())),
+            self._spot_run.settings, self._fleet, TracePrices(market, self._opening),
+            FileStateStore(self._run.path, self._config.job),
+            probe=_MarketProbe(market, lambda: self._opening.since(self._clock())),
         )  # fmt: skip
-        self._mail = Mail(self._config, stack.services, {})
-        self._mail.history()  # of an earlier run on topics that are still there
-        self._obituaries = _Obituaries(self._config, stack.services)
-        self._mustering_s = time.monotonic()
+        self._job_records = JobRecords(self._config, stack.services, {})
+        self._job_records.history()  # of an earlier run on topics that are still there
+        self._leave_reporter = _LeaveReporter(self._config, stack.services)
+        self._waiting_since_s = time.monotonic()
 
     @property
-    def mustered(self) -> bool:
-        return self._mustered
+    def workers_ready(self) -> bool:
+        return self._workers_ready
 
     def pids(self) -> dict[str, int]:
         if self._fleet is None:
             return {}
         return {
-            f"worker-{one.instance.slot}.{one.instance.epoch}": one.pid
+            f"worker-{one.instance.slot}.{one.instance.incarnation}": one.pid
             for one in self._fleet.machines
             if one.pid is not None and one.instance.ended_s is None
         }
 
-    def shown(self, snapshot: Snapshot) -> Snapshot:
+    def with_status(self, snapshot: JobSnapshot) -> JobSnapshot:
         if self._fleet is None or self._decision is None:
             return snapshot
-        decision, planner = self._decision, self._campaign.planner
+        decision, planner = self._decision, self._spot_run.planner
         usd: dict[int, float] = {}
         for line in decision.bill.lines:
             usd[line.slot] = usd.get(line.slot, 0.0) + line.usd
@@ -446,46 +448,46 @@ class SpotCrew:
         )
         alive = decision.alive
         num_spot = sum(one.market == "spot" for one in alive)
-        clock_s = decision.clock_s if self._clock.runs else 0.0
+        elapsed_s = decision.elapsed_s if self._clock.runs else 0.0
         costs = (
-            f"{clock_s:.0f} of {planner.deadline_s:g} s, {num_spot} spot + {len(alive) - num_spot} on-demand, "
-            f"{decision.bill.usd:.3f} USD, {self._preempted()} preemptions, {len(self._story.moves)} moves"
+            f"{elapsed_s:.0f} of {planner.deadline_s:g} s, {num_spot} spot + {len(alive) - num_spot} on-demand, "
+            f"{decision.bill.usd:.3f} USD, {self._preempted()} preemptions, {len(self._timeline.moves)} moves"
         )
         return dataclasses.replace(snapshot, workers=workers, costs=costs)
 
     def files(self) -> dict[str, Path]:
         from doll.monitor.spot_plot import draw
-        from doll.provisioner.state_store import FileBook
+        from doll.provisioner.state_store import FileStateStore
 
         if self._fleet is None or self._decision is None:
             return {}
         picture = self._run.path / _PICTURE
         draw(
-            picture, story=self._story, ending=self._ending, predicted=self._campaign.predicted,
-            market=self._campaign.market, machines=self._fleet.machines, opened_s=self._opening.opened_s or 0.0,
-            updates=round(self._campaign.planner.updates), job=self._config.job,
+            picture, timeline=self._timeline, result=self._result, predicted=self._spot_run.predicted,
+            market=self._spot_run.market, machines=self._fleet.machines, opened_s=self._opening.opened_s or 0.0,
+            updates=round(self._spot_run.planner.updates), job=self._config.job,
         )  # fmt: skip
-        return {"market": picture, "decisions": FileBook(self._run.path, self._config.job).journal}
+        return {"market": picture, "decisions": FileStateStore(self._run.path, self._config.job).journal}
 
     # --- turns
 
     def _read(self) -> None:
         """What workers and parameter server say."""
-        assert self._mail is not None
+        assert self._job_records is not None
         assert self._controller is not None
-        for letter in self._mail.poll(0.0):
-            self._controller.feed(letter.record, self._clock.at(letter.at_s))
-            if self._obituaries is not None:
-                self._obituaries.feed(letter.record)
+        for timed_record in self._job_records.poll(0.0):
+            self._controller.feed(timed_record.record, self._clock.at(timed_record.at_s))
+            if self._leave_reporter is not None:
+                self._leave_reporter.feed(timed_record.record)
 
     def _decide(self, *, draining: bool = False) -> None:
         assert self._controller is not None
         decision = self._decision = self._controller.turn(self._clock(), draining=draining)
         if self._clock.runs:
-            self._story.feed(decision)
+            self._timeline.feed(decision)
             self._tell()
-        elif not self._mustered:
-            self._mustered = self._all_there(decision)
+        elif not self._workers_ready:
+            self._workers_ready = self._all_there(decision)
 
     def _all_there(self, decision: Decision) -> bool:
         """Every slot works, or waits for spot as it should."""
@@ -493,7 +495,7 @@ class SpotCrew:
         waits = {
             slot
             for slot, wanted in enumerate(decision.markets)
-            if wanted == "spot" and not self._campaign.market.is_up(slot, 0.0)
+            if wanted == "spot" and not self._spot_run.market.is_up(slot, 0.0)
         }
         return decision.phase == "run" and ready | waits == set(range(self._config.data.workers))
 
@@ -501,22 +503,22 @@ class SpotCrew:
         """The source has sent so many samples: the market has opened with the first of them."""
         if delivered <= 0 or self._fleet is None or self._decision is None:
             return
-        rates = self._campaign.settings.rates_per_s
+        rates = self._spot_run.settings.rates_per_s
         ready = {one.slot for one in self._decision.alive if one.id in self._decision.ready}
         sent_s = delivered / max(sum(float(rates[slot]) for slot in ready), float(rates.min()))
         self._opening.open(self._clock())
         self._clock.start(ago_s=sent_s)
-        self._view.say("the market has opened: machines are billed, and taken back")
+        self._display.say("the market has opened: machines are billed, and taken back")
 
     def _tell(self) -> None:
         """What has happened since the last turn."""
-        for move in self._story.moves[self._told_moves :]:
-            self._view.say(move.text())
-        self._told_moves = len(self._story.moves)
+        for move in self._timeline.moves[self._told_moves :]:
+            self._display.say(move.text())
+        self._told_moves = len(self._timeline.moves)
         assert self._fleet is not None
         taken = [one for one in self._fleet.machines if one.preempted]
         if len(taken) > self._told_preempted:
-            self._view.say(f"{len(taken)} preemptions until now")
+            self._display.say(f"{len(taken)} preemptions until now")
             self._told_preempted = len(taken)
 
     def _preempted(self) -> int:
@@ -526,31 +528,31 @@ class SpotCrew:
         """What a slot runs on, in a few words."""
         assert self._fleet is not None
         assert self._decision is not None
-        there = self._campaign.market.is_up(slot, self._opening.since(self._clock()))
+        there = self._spot_run.market.is_up(slot, self._opening.since(self._clock()))
         words = []
         for one in (machine.instance for machine in self._fleet.machines):
             if one.slot == slot and one.ended_s is None:
                 state = "leaves" if one.notice_s is not None else one.state.value
                 state = "works" if state == "running" and one.id in self._decision.ready else state
-                words.append(f"{one.market.replace('_', '-')} #{one.epoch} {state}")
+                words.append(f"{one.market.replace('_', '-')} #{one.incarnation} {state}")
         return f"{' + '.join(words) or 'none'}{'' if there else ' (no spot available)'}"
 
     @property
-    def _ending(self) -> Any:
-        from doll.monitor.spot_history import Ending
-        from doll.provisioner.billing import on_demand_usd
+    def _result(self) -> Any:
+        from doll.monitor.spot_history import SpotResult
+        from doll.provisioner.billing import all_on_demand_usd
 
         assert self._decision is not None
-        planner, market = self._campaign.planner, self._campaign.market
+        planner, market = self._spot_run.planner, self._spot_run.market
         end_s = self._finished_s if self._finished_s is not None else self._clock()
-        return Ending(
+        return SpotResult(
             finish_s=end_s - (self._opening.opened_s or end_s),
             reached=self._finished_version >= planner.updates,
             deadline_s=planner.deadline_s,
             cost_usd=self._usd_until(end_s),
-            cost_with_hand_back_usd=self._decision.bill.usd,
-            on_demand_usd=on_demand_usd(
-                planner.samples, self._campaign.settings.rates_per_s, market.on_demand_usd_per_h
+            cost_until_terminated_usd=self._decision.bill.usd,
+            all_on_demand_usd=all_on_demand_usd(
+                planner.samples, self._spot_run.settings.rates_per_s, market.on_demand_usd_per_h
             ),
         )
 
@@ -562,10 +564,10 @@ class SpotCrew:
         assert self._fleet is not None
         instances = [machine.instance for machine in self._fleet.machines if machine.instance.launched_s < end_s]
         ended = [dataclasses.replace(one, ended_s=min(one.ended_s or end_s, end_s)) for one in instances]
-        return bill(ended, TracePrices(self._campaign.market, self._opening).series, LOCAL, end_s).usd
+        return bill(ended, TracePrices(self._spot_run.market, self._opening).series, LOCAL, end_s).usd
 
 
-class _Obituaries:
+class _LeaveReporter:
     """Says Leave for workers whose machine is gone without a word: who owns the machine knows it before the lease."""
 
     def __init__(self, config: JobConfig, services: Services) -> None:
@@ -574,26 +576,26 @@ class _Obituaries:
         from doll.services import kafka_settings
 
         self._producer = Producer(kafka_settings(config, services, acks="all", linger_ms=0))
-        self._topic = config.topic("up")
-        self._epochs: dict[str, tuple[int, int]] = {}  # worker and its epoch, by the name of its machine
-        self._told: set[str] = set()
+        self._topic = config.topic("events")
+        self._sessions: dict[str, tuple[int, int]] = {}  # worker and its session, by the name of its machine
+        self._reported: set[str] = set()
 
     def feed(self, record: AnyRecord) -> None:
         from doll.records import Welcome
 
         if isinstance(record, Welcome):
-            self._epochs[record.instance.partition(":")[0]] = (record.worker, record.epoch)
+            self._sessions[record.instance.partition(":")[0]] = (record.worker, record.session)
 
-    def tell(self, machines: Sequence[Machine]) -> None:
+    def report(self, machines: Sequence[Machine]) -> None:
         from doll.records import Leave, encode
 
         for machine in machines:
             id_ = machine.instance.id
-            if machine.killed and machine.instance.ended_s is not None and id_ not in self._told:
-                self._told.add(id_)
-                if id_ in self._epochs:
-                    worker, epoch = self._epochs[id_]
-                    leave = Leave(worker=worker, epoch=epoch, cause="machine taken")
+            if machine.killed and machine.instance.ended_s is not None and id_ not in self._reported:
+                self._reported.add(id_)
+                if id_ in self._sessions:
+                    worker, session = self._sessions[id_]
+                    leave = Leave(worker=worker, session=session, cause="machine taken")
                     self._producer.produce(self._topic, encode(leave), key=str(worker).encode(), partition=0)
         self._producer.poll(0)
 

@@ -173,7 +173,7 @@ class DataConfig(Section):
     retention_hours: PositiveFloat = Field(
         default=24.0, description="how long the samples topic keeps records, if DOLL creates it"
     )
-    on_loss: Literal["stop", "skip"] = Field(
+    on_data_loss: Literal["stop", "skip"] = Field(
         default="stop",
         description="what a worker does when records are deleted from the samples topic before they are learned: stop "
         "with exit code 4, or skip them (they are counted, and named by the audit)",
@@ -203,8 +203,8 @@ class ArrivalsConfig(Section):
     trace: Path | None = Field(
         default=None, description="text file: one gap in seconds per line, repeated when it ends"
     )
-    while_down: Literal["pile_up", "pause"] = Field(
-        default="pile_up",
+    while_down: Literal["queue", "pause"] = Field(
+        default="queue",
         description="what `doll produce` does with a stream whose worker is down: send on, or send nothing until it is "
         "up again (the DOLL paper's model; the formulas of cost and runtime hold only so)",
     )
@@ -297,7 +297,7 @@ class CheckpointConfig(Section):
     keep: int = Field(
         default=3, ge=2, description="newest checkpoints kept; at least 2, so that a torn one has a predecessor"
     )
-    retry_s: PositiveFloat = Field(
+    retry_timeout_s: PositiveFloat = Field(
         default=60.0,
         description="a checkpoint that cannot be saved is tried again for this long; then the parameter server ends, "
         "to be started again",
@@ -330,7 +330,7 @@ class WorkerConfig(Section):
     grant_timeout_s: PositiveFloat = Field(
         default=30.0, description="a granted batch without gradient after this (or 5 mean gradient times) is replaced"
     )
-    stall_s: PositiveFloat = Field(
+    stall_timeout_s: PositiveFloat = Field(
         default=60.0, description="a worker that has records to read and gets none for this long exits, to be restarted"
     )
     drain_s: PositiveFloat = Field(
@@ -341,10 +341,10 @@ class WorkerConfig(Section):
         default=25.0,
         description="time to finish or hand back after a spot notice, at most: AWS gives 120 s and says when, GCP 30 s",
     )
-    notices: Literal["none", "imds"] | None = Field(
+    spot_notices: Literal["none", "imds"] | None = Field(
         default=None,
         description="imds: ask the EC2 instance metadata service every 5 s whether spot takes this machine, and leave "
-        "before it does; default: $DOLL_NOTICES, else imds with `doll worker --from-imds`, else none",
+        "before it does; default: $DOLL_SPOT_NOTICES, else imds with `doll worker --from-imds`, else none",
     )
     torch_threads: PositiveInt = 1
     fetch_max_wait_ms: PositiveInt = Field(
@@ -375,7 +375,7 @@ class HealthConfig(Section):
         "worker n + 10 + n; default: $DOLL_HEALTH_PORT of each process, else no probes (`doll up` picks free ports: "
         "health.json)",
     )
-    stuck_s: PositiveFloat = Field(
+    liveness_timeout_s: PositiveFloat = Field(
         default=60.0, description="a process whose main loop does not turn for this long ends, to be started again"
     )
 
@@ -473,10 +473,10 @@ class ProvisionConfig(Section):
         default="pace",
         description="pace: wait for spot while the slack allows; theorem: the mix of Theorem 4/5 on what is left",
     )
-    guard: bool = Field(
+    deadline_guard: bool = Field(
         default=True, description="keep so much on-demand that the deadline holds even if all of spot went down now"
     )
-    dwell_s: float | None = Field(
+    spot_stable_s: float | None = Field(
         default=None,
         ge=0,
         description="how long spot must have been available before a worker returns to it; "
@@ -490,18 +490,18 @@ class ProvisionConfig(Section):
     fallbacks_per_min: PositiveInt = Field(
         default=60, description="of these, from spot to on-demand while the deadline is not in danger"
     )
-    bad_pool_s: float | None = Field(
+    pool_backoff_s: float | None = Field(
         default=None,
         ge=0,
         description="a pool that was dry, or took a machine back, is avoided so long; default: 180, processes: 0",
     )
-    silent_s: PositiveFloat = Field(
+    heartbeat_timeout_s: PositiveFloat = Field(
         default=30.0, description="a worker that is not heard for so long, while others are, does not work"
     )
-    replace_s: PositiveFloat = Field(
+    replace_after_s: PositiveFloat = Field(
         default=300.0, description="a machine whose worker is silent for so long is replaced"
     )
-    boot_most_s: PositiveFloat = Field(
+    boot_timeout_s: PositiveFloat = Field(
         default=900.0, description="a machine whose worker has not joined by then is replaced"
     )
 
@@ -532,7 +532,7 @@ class ProcessesFleetConfig(_Fleet):
         ge=0,
         description="seconds of this machine from a notice to SIGKILL; `speed_up` does not shorten it",
     )
-    surprise: float = Field(
+    no_notice_share: float = Field(
         default=0.0, ge=0, le=1, description="share of the preemptions that come without notice, as they do on EC2"
     )
     boot_s: float = Field(
@@ -579,7 +579,9 @@ class Ec2FleetConfig(_Fleet):
     queue_url: Annotated[str, StringConstraints(pattern=r"^https?://\S+$")] | None = Field(
         default=None, description="SQS queue that gets the interruption notices; default: no early notice"
     )
-    calls_per_s: float = Field(default=2.0, gt=0, le=20, description="launches and terminations per second, at most")
+    api_calls_per_s: float = Field(
+        default=2.0, gt=0, le=20, description="launches and terminations per second, at most"
+    )
     price_cache: Path | None = Field(
         default=None, description="file that keeps on-demand prices; default: `prices.json` in the run folder"
     )
@@ -694,7 +696,7 @@ class JobConfig(Section):
             case _:
                 typing.assert_never(policy)
 
-    def topic(self, kind: Literal["samples", "up", "down", "updates", "metrics", "dead"]) -> str:
+    def topic(self, kind: Literal["samples", "events", "commands", "updates", "metrics", "dead"]) -> str:
         return f"doll.{self.job}.{kind}"
 
 

@@ -45,8 +45,8 @@ def _section(path: str, model: type[BaseModel], *, variants: bool) -> Iterator[s
     yield f"\n## {title}\n\n" + (f"{about}\n\n" if about else "") + _table(model)
     for name, field in model.model_fields.items():
         inner = list(_models(field.annotation))
-        for one in inner:
-            yield from _section(f"{path}.{field.alias or name}", one, variants=len(inner) > 1)
+        for model_type in inner:
+            yield from _section(f"{path}.{field.alias or name}", model_type, variants=len(inner) > 1)
 
 
 def _variant(model: type[BaseModel]) -> str:

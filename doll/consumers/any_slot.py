@@ -25,7 +25,7 @@ def run_any_worker(config: JobConfig, services: Services, run_folder: Path) -> i
     Raises:
         DollError: as `run_worker`.
     """
-    from doll.consumers.redis_slots import held_slot
+    from doll.consumers.redis_slots import lease_slot
     from doll.kafka.job_end import on_finish
     from doll.services import connect_redis
 
@@ -35,7 +35,7 @@ def run_any_worker(config: JobConfig, services: Services, run_folder: Path) -> i
     def leave() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
-    with on_finish(config, services, leave), held_slot(config, connect_redis(services), stop, leave) as held:
+    with on_finish(config, services, leave), lease_slot(config, connect_redis(services), stop, leave) as held:
         if held is None:
             return 0
         telemetry.configure(process=f"worker-{held.number}")
@@ -45,6 +45,6 @@ def run_any_worker(config: JobConfig, services: Services, run_folder: Path) -> i
 
         if stop.is_set():
             return 0
-        held.keep()
+        held.start_renewing()
         code = run_worker(config, services, held.number, run_folder)
         return code or int(held.lost)

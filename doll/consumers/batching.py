@@ -23,7 +23,7 @@ class RawBatch(Generic[R]):
     of aborted transactions, compaction). `lost` are those whose records were deleted before they were read.
     """
 
-    token: int
+    number: int
     lo: int
     hi: int
     records: list[tuple[int, R]] = field(default_factory=list)
@@ -34,17 +34,17 @@ class RawBatch(Generic[R]):
 class Batcher(Generic[R]):
     """Collects records of one partition into batches."""
 
-    def __init__(self, *, origin: int, records_per_batch: int, next_token: int) -> None:
-        """Start at the first offset of batch `next_token`."""
+    def __init__(self, *, origin: int, records_per_batch: int, next_batch: int) -> None:
+        """Start at the first offset of batch `next_batch`."""
         if records_per_batch < 1:
             raise ValueError(f"expected records_per_batch >= 1, got {records_per_batch}")
         self._origin = origin
         self._size = records_per_batch
-        self._batch = self._open(next_token)
+        self._batch = self._open(next_batch)
         self.next_offset = self._batch.lo
         self._lost: deque[tuple[int, int]] = deque()  # ahead of `next_offset`, rising
 
-    def lose(self, lo: int, hi: int) -> None:
+    def mark_lost(self, lo: int, hi: int) -> None:
         """Records [lo, hi) were deleted before they were read; the next record that comes is behind them.
 
         What came before `lo` may still be fed.
@@ -53,15 +53,15 @@ class Batcher(Generic[R]):
         if lo < hi:
             self._lost.append((lo, hi))
 
-    def _open(self, token: int) -> RawBatch[R]:
-        lo = self._origin + token * self._size
-        return RawBatch(token, lo, lo + self._size)
+    def _open(self, number: int) -> RawBatch[R]:
+        lo = self._origin + number * self._size
+        return RawBatch(number, lo, lo + self._size)
 
     def feed(self, offset: int, record: R) -> Iterator[RawBatch[R]]:
         """Take the record at `offset`; yield every batch that it completes, in order.
 
         An offset below the next expected one was seen before and is ignored. Skipped offsets become gaps, or lost where
-        `lose` named them; batches that lie wholly in these come out empty, so that every batch number appears exactly
+        `mark_lost` named them; batches that lie wholly in these come out empty, so that every batch number appears exactly
         once.
         """
         if offset < self.next_offset:
@@ -92,5 +92,5 @@ class Batcher(Generic[R]):
             self.next_offset = until
 
     def _close(self) -> RawBatch[R]:
-        batch, self._batch = self._batch, self._open(self._batch.token + 1)
+        batch, self._batch = self._batch, self._open(self._batch.number + 1)
         return batch

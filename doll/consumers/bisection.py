@@ -13,14 +13,14 @@ from statistics import median
 from typing import Final
 
 # Batches whose norms make the scale: enough for a median, few enough to follow a model that learns.
-_REMEMBERED: Final = 64
+_WINDOW_BATCHES: Final = 64
 
 
-class Scale:
+class RunningMedian:
     """What is usual lately: the median of a measure over the batches that were learned last."""
 
     def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=_REMEMBERED)
+        self._values: deque[float] = deque(maxlen=_WINDOW_BATCHES)
 
     def add(self, value: float) -> None:
         """One more batch was learned."""
@@ -42,17 +42,17 @@ def failing(part: Sequence[int], problem_of: Callable[[Sequence[int]], str]) -> 
     Args:
         problem_of: what is wrong with a part; "" where nothing is. A part whose halves both pass is left alone.
     """
-    found: dict[int, str] = {}
+    failures: dict[int, str] = {}
     waiting = [part]
     while waiting:
         here = waiting.pop()
         problem = problem_of(here) if here else ""
         if problem and len(here) == 1:
-            found[here[0]] = problem
+            failures[here[0]] = problem
         elif problem:
             middle = len(here) // 2
             waiting += [here[middle:], here[:middle]]
-    return dict(sorted(found.items()))
+    return dict(sorted(failures.items()))
 
 
 def beyond(part: Sequence[int], limit: float, norm_of: Callable[[Sequence[int]], float]) -> list[int]:
@@ -62,11 +62,11 @@ def beyond(part: Sequence[int], limit: float, norm_of: Callable[[Sequence[int]],
         norm_of: norm of the sum of a part's gradients. A part within the limit is not looked into: long gradients that
             cancel do no harm.
     """
-    found = failing(part, lambda here: "" if norm_of(here) <= limit else "beyond")
-    return list(found)
+    failures = failing(part, lambda here: "" if norm_of(here) <= limit else "beyond")
+    return list(failures)
 
 
-def anchor(norms: Sequence[float]) -> float:
+def usual_norm(norms: Sequence[float]) -> float:
     """A usual norm: the median, which bad samples do not move while they are the fewer. 0 of nothing."""
     return median(norms) if norms else 0.0
 

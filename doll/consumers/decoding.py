@@ -17,8 +17,8 @@ from doll.errors import SampleError
 from doll.packing import unpack
 from doll.task import Sample, Task, as_features, as_target
 
-REASON_LENGTH = 500
-_NUMBERS = "biufc"  # numpy's kinds: boolean, integer, unsigned, floating, complex
+MAX_REASON_CHARS = 500
+_NUMERIC_KINDS = "biufc"  # numpy's kinds: boolean, integer, unsigned, floating, complex
 _Row = tuple[int, npt.NDArray[Any], npt.NDArray[Any]]  # offset, x, y
 
 
@@ -76,7 +76,7 @@ def decode_records(
                 refused.append(Refused(offset, str(exc), 1, True))
             else:
                 pieces.append((offset, packed.samples() if not packed.width else [], packed.body, packed.width))
-    decoded = _fast(task, pieces) or _one_by_one(task, pieces, refused)
+    decoded = _decode_block(task, pieces) or _one_by_one(task, pieces, refused)
     refused.sort(key=lambda item: item.offset)
     decoded.refused = refused
     return decoded
@@ -91,15 +91,15 @@ def refuse(decoded: Decoded, bad: Mapping[int, str]) -> list[Refused]:
     for at, reason in sorted(bad.items()):
         reasons.setdefault(int(decoded.offsets[at]), []).append(reason)
     before = {item.offset: item.samples for item in decoded.refused}
-    found = []
+    refused = []
     for offset, texts in sorted(reasons.items()):
         whole = len(texts) == int((decoded.offsets == offset).sum())
         samples = len(texts) + (before.get(offset, 0) if whole else 0)
-        found.append(Refused(offset, texts[0][:REASON_LENGTH], samples, whole))
-    return found
+        refused.append(Refused(offset, texts[0][:MAX_REASON_CHARS], samples, whole))
+    return refused
 
 
-def _fast(task: Task, pieces: Sequence[tuple[int, list[bytes], memoryview | None, int]]) -> Decoded | None:
+def _decode_block(task: Task, pieces: Sequence[tuple[int, list[bytes], memoryview | None, int]]) -> Decoded | None:
     """All records in one go, if they are of one width, the task can, and every sample is good."""
     widths = {width for _, _, _, width in pieces}
     if len(widths) != 1 or 0 in widths:
@@ -122,7 +122,7 @@ def _fast(task: Task, pieces: Sequence[tuple[int, list[bytes], memoryview | None
 
 def _all_good(task: Task, x: npt.NDArray[Any], y: npt.NDArray[Any], count: int) -> bool:
     """What `_check` asks of each sample, asked of all `count` at once."""
-    if x.dtype.kind not in _NUMBERS or y.dtype.kind not in _NUMBERS or not len(x) == len(y) == count:
+    if x.dtype.kind not in _NUMERIC_KINDS or y.dtype.kind not in _NUMERIC_KINDS or not len(x) == len(y) == count:
         return False
     if task.input_shape is not None and x.shape[1:] != task.input_shape:
         return False
@@ -148,7 +148,7 @@ def _one_by_one(
                 rows.append((offset, *_check(task, task.decode(sample))))
             except Exception as exc:  # whatever the user's decode raises is the reason
                 text = str(exc) if isinstance(exc, SampleError) else f"{type(exc).__name__}: {exc}"
-                reasons.setdefault(offset, []).append(text[:REASON_LENGTH])
+                reasons.setdefault(offset, []).append(text[:MAX_REASON_CHARS])
     rows = _same_kind(_same_shape(rows, reasons), reasons)
     for offset, texts in reasons.items():
         refused.append(Refused(offset, texts[0], len(texts), len(texts) == totals[offset]))
@@ -161,7 +161,7 @@ def _one_by_one(
 def _check(task: Task, sample: Sample | tuple[Any, Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     x, y = as_features(sample[0]), as_target(sample[1])
     for name, array in (("x", x), ("y", y)):
-        if array.dtype.kind not in _NUMBERS:
+        if array.dtype.kind not in _NUMERIC_KINDS:
             what = "mixed or ragged values" if array.dtype == object else f"values of type {array.dtype}"
             raise SampleError(f"expected numbers in {name}, got {what}")
     if task.input_shape is not None and x.shape != task.input_shape:
@@ -171,7 +171,7 @@ def _check(task: Task, sample: Sample | tuple[Any, Any]) -> tuple[npt.NDArray[An
     if np.issubdtype(y.dtype, np.floating) and not np.isfinite(y).all():
         raise SampleError("y is NaN or infinite")
     if task.num_classes is not None and not (y.ndim == 0 and float(y).is_integer() and 0 <= y < task.num_classes):
-        raise SampleError(f"expected a class 0 to {task.num_classes - 1}, got {y.tolist()!r}"[:REASON_LENGTH])
+        raise SampleError(f"expected a class 0 to {task.num_classes - 1}, got {y.tolist()!r}"[:MAX_REASON_CHARS])
     return x, y
 
 
@@ -186,7 +186,7 @@ def _same_kind(rows: list[_Row], reasons: dict[int, list[str]]) -> list[_Row]:
         else:
             name, value = ("x", values[0]) if x is None else ("y", values[1])
             text = f"expected integers in {name} as most of the batch, got {value.ravel()[:4].tolist()}"
-            reasons.setdefault(offset, []).append(text[:REASON_LENGTH])
+            reasons.setdefault(offset, []).append(text[:MAX_REASON_CHARS])
     return kept
 
 

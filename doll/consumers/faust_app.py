@@ -1,6 +1,6 @@
 """The worker's Faust app: a thin shell around `WorkerCore`.
 
-The agent `samples` (Algorithm 1) cuts the stream into batches; `_read_mail` and `_compute` (Algorithm 2) take grants
+The agent `samples` (Algorithm 1) cuts the stream into batches; `_read_commands` and `_compute` (Algorithm 2) take grants
 and durable watermarks, which come on a connection of their own, and answer with gradients.
 Gradients run in a thread of their own, so the event loop stays free for heartbeats. Offsets are acknowledged in order
 and only when the parameter server says that they are durable; `CrashingSupervisor` ends the process on any surprise,
@@ -28,13 +28,13 @@ from doll.consumers.decoding import Decoded, Refused, decode_records, refuse
 from doll.consumers.departure import Departure, end_within
 from doll.consumers.gradient import GradientComputer
 from doll.consumers.guard import Guard
-from doll.consumers.kafka_channel import WorkerLink
+from doll.consumers.kafka_channel import WorkerChannel
 from doll.consumers.transport import OutOfRange
-from doll.consumers.worker import Acknowledge, Action, Batch, Compute, Exit, GradientDone, Send, WorkerCore
+from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, GradientDone, Send, WorkerAction, WorkerCore
 from doll.errors import BlobError, ConfigError, DataLossError, RecordError, ServiceUnavailableError, TaskError
-from doll.kafka.samples_topic import beyond_end, lost_records
+from doll.kafka.samples_topic import lost_records, truncated_message
 from doll.process.fault_points import fault_point
-from doll.process.health import Pulse
+from doll.process.health import Heartbeat
 from doll.records import Announce, DeadLetter, Grant, Push, Welcome, decode
 from doll.services import Services, kafka_credentials
 from doll.storage.blobs import Blobs, decode_blob, encode_blob, gradient_key
@@ -46,8 +46,8 @@ log = get_logger(__name__)
 _TICK_S = 0.1
 _WATERMARKS_EVERY_S = 2.0
 _DEAD_LETTER_BYTES = 65_536  # a dead letter keeps so much of the record; the rest is still at its offset
-_SURE_AFTER_S = 10.0  # for the server to say that deleted records are in the durable model
-_STOP_S = 1.5  # what Faust needs to stop, taken off the time to drain
+_NEWER_START_TIMEOUT_S = 10.0  # for the server to say that deleted records are in the durable model
+_FAUST_STOP_S = 1.5  # what Faust needs to stop, taken off the time to drain
 
 
 class DollApp(faust.App):  # type: ignore[misc]
@@ -57,7 +57,7 @@ class DollApp(faust.App):  # type: ignore[misc]
     start_offsets: dict[TP, int]
     fetch_max_wait_ms: int
     on_out_of_range: OutOfRange
-    reached: dict[TP, tuple[int, int]]
+    fetch_progress: dict[TP, tuple[int, int]]
 
     def on_init_dependencies(self) -> Any:
         services = super().on_init_dependencies()
@@ -74,14 +74,14 @@ class WorkerShell:
         services: Services,
         *,
         welcome: Welcome,
-        mail_offset: int,
+        commands_offset: int,
         task: Task,
         computer: GradientComputer,
         blobs: Blobs,
-        link: WorkerLink,
+        link: WorkerChannel,
         folder: Path,
         departure: Departure | None = None,
-        pulse: Pulse | None = None,
+        heartbeat: Heartbeat | None = None,
         incarnation: int = 0,
     ) -> None:
         """
@@ -91,7 +91,7 @@ class WorkerShell:
         """
         self.exit_code = 0
         self.departure = departure or Departure()
-        self._pulse = pulse or Pulse(f"worker-{welcome.worker}")
+        self._heartbeat = heartbeat or Heartbeat(f"worker-{welcome.worker}")
         self._config = config
         self._worker = welcome.worker
         self._origin = welcome.origin
@@ -99,7 +99,7 @@ class WorkerShell:
         self._computer = computer
         self._guard = Guard(config, task, computer)
         self._blobs = blobs
-        self._link = link
+        self._channel = link
         self._core = WorkerCore(
             welcome,
             max_pending=config.worker.max_pending_batches,
@@ -108,20 +108,20 @@ class WorkerShell:
             incarnation=incarnation,
         )
         self._batcher: Batcher[Any] = Batcher(
-            origin=welcome.origin, records_per_batch=config.data.records_per_batch, next_token=welcome.next_token
+            origin=welcome.origin, records_per_batch=config.data.records_per_batch, next_batch=welcome.next_batch
         )
         self._compute_queue: asyncio.Queue[Compute] = asyncio.Queue()
-        self._cut: deque[RawBatch[Any]] = deque()  # read and not decoded yet
-        self._cut_ready = asyncio.Event()
+        self._raw_batches: deque[RawBatch[Any]] = deque()  # read and not decoded yet
+        self._raw_batches_ready = asyncio.Event()
         self._room = asyncio.Event()
         self._unacknowledged: deque[tuple[int, list[Any]]] = deque()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch")
         self._samples_topic = config.topic("samples")
-        self._mail_topic = config.topic("down")
-        self._mail_next = mail_offset
+        self._commands_topic = config.topic("commands")
+        self._next_command_offset = commands_offset
         self._progress_s = time.monotonic()
         self._exiting = False
-        self._mail: asyncio.Queue[list[tuple[int, bytes | None]]] = asyncio.Queue()
+        self._commands_queue: asyncio.Queue[list[tuple[int, bytes | None]]] = asyncio.Queue()
         self.app = self._make_app(services, folder)
         self.faust_worker: _FaustWorker | None = None
 
@@ -150,12 +150,12 @@ class WorkerShell:
         app.fixed_partitions = {self._samples_topic: [n]}
         first = self._batcher.next_offset
         app.start_offsets = {TP(self._samples_topic, n): first}
-        app.reached = {TP(self._samples_topic, n): (first, first)}
+        app.fetch_progress = {TP(self._samples_topic, n): (first, first)}
         app.fetch_max_wait_ms = config.worker.fetch_max_wait_ms
         app.on_out_of_range = self._out_of_range
         samples = app.topic(self._samples_topic, value_type=bytes, value_serializer="raw")
         app.agent(samples, name="samples")(self._read_samples)
-        app.task(self._read_mail)
+        app.task(self._read_commands)
         app.task(self._prepare)
         app.task(self._compute)
         app.task(self._tick)
@@ -165,50 +165,50 @@ class WorkerShell:
     # --- Algorithm 1 ------------------------------------------------------------------------------------------------
 
     async def _read_samples(self, stream: Any) -> None:
-        """Cut the stream into batches, and never wait: what waits in `_cut` is a batch, what waits in Faust's own
+        """Cut the stream into batches, and never wait: what waits in `_raw_batches` is a batch, what waits in Faust's own
         queue is one event a record."""
         samples = TP(self._samples_topic, self._worker)
-        batcher, cut = self._batcher, self._cut
-        high = _cut_batches(self._config)
+        batcher, cut = self._batcher, self._raw_batches
+        high = _max_raw_batches(self._config)
         async for event in stream.noack().events():
             message = event.message
             self._progress_s = time.monotonic()
-            self._cut_off(batcher.feed(message.offset, message))
+            self._queue_raw_batches(batcher.feed(message.offset, message))
             if len(cut) >= high:
                 # Not pause_partitions: that silently drops what is fetched already and not delivered.
                 self.app.consumer.on_buffer_full(samples)
 
-    def _cut_off(self, batches: Iterable[RawBatch[Any]]) -> None:
+    def _queue_raw_batches(self, batches: Iterable[RawBatch[Any]]) -> None:
         for raw in batches:
-            self._cut.append(raw)
-            self._cut_ready.set()
+            self._raw_batches.append(raw)
+            self._raw_batches_ready.set()
 
-    def _pass_over(self) -> None:
+    def _skip_recordless_offsets(self) -> None:
         """Where all records that were handed out are fed, what lies between them and the next fetch holds none."""
-        handed, position = self.app.reached[TP(self._samples_topic, self._worker)]
+        handed, position = self.app.fetch_progress[TP(self._samples_topic, self._worker)]
         if self._batcher.next_offset == handed < position:
-            self._cut_off(self._batcher.skip_to(position))
+            self._queue_raw_batches(self._batcher.skip_to(position))
 
     async def _out_of_range(self, tp: TP, offset: int) -> int | None:
         """The log does not hold the next record to be read: the offset to go on from, or None where this ends."""
         loop = asyncio.get_running_loop()
         try:
-            low, high = await loop.run_in_executor(None, self._link.watermarks, self._samples_topic, self._worker)
+            low, high = await loop.run_in_executor(None, self._channel.watermarks, self._samples_topic, self._worker)
         except ServiceUnavailableError:
             return offset  # Kafka is away; its client has said so
         if offset > high:
             # The leader has no such offset. One that merely does not know yet that it is committed gives no error.
-            self.exit(ConfigError.exit_code, beyond_end(self._samples_topic, self._worker, offset, high))
+            self.exit(ConfigError.exit_code, truncated_message(self._samples_topic, self._worker, offset, high))
             return None
         if offset >= low or await self._has_newer_start(offset):
             return offset
-        told = lost_records(self._samples_topic, self._worker, offset, low)
-        if self._config.data.on_loss == "stop":
-            self._link.lost(offset, low)
-            self.exit(DataLossError.exit_code, told)
+        reason = lost_records(self._samples_topic, self._worker, offset, low)
+        if self._config.data.on_data_loss == "stop":
+            self._channel.lost(offset, low)
+            self.exit(DataLossError.exit_code, reason)
             return None
-        log.error("records_lost", reason=told, action="going on without them (data.on_loss: skip)")
-        self._batcher.lose(offset, low)
+        log.error("records_lost", reason=reason, action="going on without them (data.on_data_loss: skip)")
+        self._batcher.mark_lost(offset, low)
         return low
 
     async def _has_newer_start(self, offset: int) -> bool:
@@ -219,9 +219,9 @@ class WorkerShell:
         """
         self._do([Send(self._core.join())])
         records_per_batch = self._config.data.records_per_batch
-        deadline_s = time.monotonic() + _SURE_AFTER_S
+        deadline_s = time.monotonic() + _NEWER_START_TIMEOUT_S
         while not self._exiting and time.monotonic() < deadline_s:
-            if self._origin + self._core.said_durable * records_per_batch > offset:
+            if self._origin + self._core.reported_durable * records_per_batch > offset:
                 self.exit(1, f"the durable model holds offset {offset} by now: reading again from where it ends")
             await asyncio.sleep(_TICK_S)
         return self._exiting
@@ -230,11 +230,11 @@ class WorkerShell:
         """Decode and announce batches while there is room; read on when few are left."""
         loop = asyncio.get_running_loop()
         samples = TP(self._samples_topic, self._worker)
-        core, cut, high = self._core, self._cut, _cut_batches(self._config)
+        core, cut, high = self._core, self._raw_batches, _max_raw_batches(self._config)
         while True:
             while not cut:
-                self._cut_ready.clear()
-                await self._cut_ready.wait()
+                self._raw_batches_ready.clear()
+                await self._raw_batches_ready.wait()
             while not core.has_room or core.draining:
                 self._room.clear()
                 await self._room.wait()
@@ -250,7 +250,7 @@ class WorkerShell:
             messages = [item for _, item in raw.records]
             for item in messages:
                 item.value = None  # decoded: the bytes need not wait for the checkpoint
-            self._unacknowledged.append((raw.token, messages))
+            self._unacknowledged.append((raw.number, messages))
             core.next_offset = raw.hi
             self._do(core.batch_ready(_batch(raw, decoded)))
             self._progress_s = time.monotonic()
@@ -262,45 +262,45 @@ class WorkerShell:
         )
         if decoded.refused:
             values = {offset: value or b"" for offset, value in records}
-            self._send_letters(decoded.refused, values)
+            self._send_dead_letters(decoded.refused, values)
             fault_point("worker.after_dead_letter")
         return decoded
 
-    def _send_letters(self, refused: Sequence[Refused], values: Mapping[int, bytes]) -> None:
+    def _send_dead_letters(self, refused: Sequence[Refused], values: Mapping[int, bytes]) -> None:
         """Tell why these records are refused; `values` are what the log holds of them."""
         letters = [
             DeadLetter(
                 worker=self._worker, partition=self._worker, offset=item.offset, reason=item.reason,
                 payload=values.get(item.offset, b"")[:_DEAD_LETTER_BYTES],
                 payload_bytes=len(values.get(item.offset, b"")), samples=item.samples, whole=item.whole,
-                time_s=time.time(), ps_epoch=self._core.ps_epoch,
+                time_s=time.time(), term=self._core.term,
             )
             for item in refused
         ]  # fmt: skip
         first = refused[0]
         log.warning("dead_lettered", records=len(letters), first_offset=first.offset, first_reason=first.reason)
-        self._link.dead_letters(letters)
+        self._channel.send_dead_letters(letters)
 
     # --- Algorithm 2 ------------------------------------------------------------------------------------------------
 
-    async def _read_mail(self) -> None:
+    async def _read_commands(self) -> None:
         loop = asyncio.get_running_loop()
 
         def deliver(mail: list[tuple[int, bytes | None]]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(self._mail.put_nowait, mail)
+                loop.call_soon_threadsafe(self._commands_queue.put_nowait, mail)
 
         # Through a queue, and not in a callback: what goes wrong here must end this process.
-        self._link.read_mail(deliver)
+        self._channel.read_commands(deliver)
         while True:
-            for offset, value in await self._mail.get():
-                self._mail_next = offset + 1
+            for offset, value in await self._commands_queue.get():
+                self._next_command_offset = offset + 1
                 try:
                     record = decode(value)
                 except RecordError as exc:
-                    log.warning("record_refused", topic="down", reason=str(exc))
+                    log.warning("record_refused", topic="commands", reason=str(exc))
                     continue
-                self._do(self._core.mail(record, time.monotonic()))
+                self._do(self._core.on_record(record, time.monotonic()))
 
     async def _compute(self) -> None:
         loop = asyncio.get_running_loop()
@@ -315,11 +315,11 @@ class WorkerShell:
                 self._do([Exit(1, str(exc))])
                 return
             except TaskError as exc:
-                self._do([Exit(exc.exit_code, f"batch {item.batch.token}: {exc}")])
+                self._do([Exit(exc.exit_code, f"batch {item.batch.number}: {exc}")])
                 return
             except Exception as exc:  # a bug, or this machine's memory or disk
-                log.error("task_failed", batch=item.batch.token, error=f"{type(exc).__name__}: {exc}", exc_info=True)
-                self._do([Exit(1, f"{self._config.task.cls} failed on batch {item.batch.token}: {exc}")])
+                log.error("task_failed", batch=item.batch.number, error=f"{type(exc).__name__}: {exc}", exc_info=True)
+                self._do([Exit(1, f"{self._config.task.cls} failed on batch {item.batch.number}: {exc}")])
                 return
             if done is None:
                 self._do(self._core.weights_missing(item.grant))
@@ -344,11 +344,13 @@ class WorkerShell:
             computer.load(grant.key, weights)
         fetched = time.perf_counter()
         gradient, bad = self._guard.compute(batch.data.x, batch.data.y)
-        counts = self._bury(batch, bad) if bad else (batch.num_samples, batch.dead, batch.dead_samples)
+        counts = (
+            self._dead_letter_bad_samples(batch, bad) if bad else (batch.num_samples, batch.dead, batch.dead_samples)
+        )
         computed = time.perf_counter()
         if gradient is None:
             return GradientDone("", 0.0, {}, computed - fetched, fetched - started, 0.0, *counts)
-        key = gradient_key(job, grant.ps_epoch, grant.grant)
+        key = gradient_key(job, grant.term, grant.grant)
         parts = encode_blob(gradient.values, job=job, kind="g", version=grant.version)
         self._blobs.put(key, parts, self._config.blobs.ttl_s)
         stored = time.perf_counter()
@@ -358,7 +360,7 @@ class WorkerShell:
             *counts,
         )  # fmt: skip
 
-    def _bury(self, batch: Batch, bad: Mapping[int, str]) -> tuple[int, tuple[int, ...], int]:
+    def _dead_letter_bad_samples(self, batch: Batch, bad: Mapping[int, str]) -> tuple[int, tuple[int, ...], int]:
         """Dead-letter the samples that the guard refuses.
 
         Returns:
@@ -366,7 +368,7 @@ class WorkerShell:
         """
         refused = refuse(batch.data, bad)
         offsets = [item.offset for item in refused]
-        self._send_letters(refused, self._link.read_values(self._samples_topic, self._worker, offsets))
+        self._send_dead_letters(refused, self._channel.read_values(self._samples_topic, self._worker, offsets))
         fault_point("worker.after_guard")
         partly = {item.offset: item.samples for item in batch.data.refused if not item.whole}
         for item in refused:
@@ -376,15 +378,15 @@ class WorkerShell:
 
     # --- actions and time -------------------------------------------------------------------------------------------
 
-    def _do(self, actions: Sequence[Action]) -> None:
+    def _do(self, actions: Sequence[WorkerAction]) -> None:
         for action in actions:
             match action:
                 case Send(record):
-                    self._link.send(record)
+                    self._channel.send(record)
                     if isinstance(record, Announce):
-                        fault_point("worker.after_announce", self._settle)
+                        fault_point("worker.after_announce", self._flush_channel)
                     elif isinstance(record, Push):
-                        fault_point("worker.after_push", self._settle)
+                        fault_point("worker.after_push", self._flush_channel)
                 case Compute():
                     self._compute_queue.put_nowait(action)
                 case Acknowledge(until):
@@ -393,8 +395,8 @@ class WorkerShell:
                 case Exit(code, reason):
                     self.exit(code, reason)
 
-    def _settle(self) -> None:
-        self._link.flush(10.0)
+    def _flush_channel(self) -> None:
+        self._channel.flush(10.0)
 
     def _acknowledge(self, until: int) -> None:
         consumer = self.app.consumer
@@ -404,50 +406,53 @@ class WorkerShell:
         self._room.set()
 
     async def _tick(self) -> None:
-        self._pulse.expect("loop")
-        self._pulse.expect("kafka", vital=False)
-        self._pulse.waits_for("")
+        self._heartbeat.expect("loop")
+        self._heartbeat.expect("kafka", vital=False)
+        self._heartbeat.set_waiting_for("")
         while True:
             await asyncio.sleep(_TICK_S)
-            self._pulse.beat("loop")
-            self._link.poll()
-            self._pass_over()
+            self._heartbeat.beat("loop")
+            self._channel.poll()
+            self._skip_recordless_offsets()
             if self.departure() and self.faust_worker is not None:
                 self.faust_worker.leave()
             self._do(self._core.tick(time.monotonic()))
 
     async def _watch(self) -> None:
         """Lag, and the watchdog: records are there and none comes, so this process is of no use (reference 1.1)."""
-        loop, stall_s = asyncio.get_running_loop(), self._config.worker.stall_s
-        mail_at, mail_moved_s = self._mail_next, time.monotonic()
+        loop, stall_timeout_s = asyncio.get_running_loop(), self._config.worker.stall_timeout_s
+        commands_read_until, commands_progress_s = self._next_command_offset, time.monotonic()
         empty_until = 0  # the log holds no record from the next one up to here
         while True:
             await asyncio.sleep(_WATERMARKS_EVERY_S)
             try:
-                _, high = await loop.run_in_executor(None, self._link.watermarks, self._samples_topic, self._worker)
-                _, mail_high = await loop.run_in_executor(None, self._link.watermarks, self._mail_topic, self._worker)
+                _, high = await loop.run_in_executor(None, self._channel.watermarks, self._samples_topic, self._worker)
+                _, commands_high = await loop.run_in_executor(
+                    None, self._channel.watermarks, self._commands_topic, self._worker
+                )
             except ServiceUnavailableError:
-                self._progress_s = mail_moved_s = time.monotonic()  # Kafka is away; its client has said so
+                self._progress_s = commands_progress_s = time.monotonic()  # Kafka is away; its client has said so
                 continue
             now = time.monotonic()
-            self._pulse.beat("kafka")
+            self._heartbeat.beat("kafka")
             next_offset = self._batcher.next_offset
             unread = max(0, high - max(next_offset, empty_until))
-            self._core.lag = unread + len(self._cut) * self._config.data.records_per_batch
-            if self._mail_next != mail_at or mail_high <= self._mail_next:
-                mail_at, mail_moved_s = self._mail_next, now
+            self._core.lag = unread + len(self._raw_batches) * self._config.data.records_per_batch
+            if self._next_command_offset != commands_read_until or commands_high <= self._next_command_offset:
+                commands_read_until, commands_progress_s = self._next_command_offset, now
             waiting = not self._core.has_room or self._core.draining
             if not unread or waiting:
                 self._progress_s = now
-            if now - self._progress_s > stall_s:
+            if now - self._progress_s > stall_timeout_s:
                 look = (self._samples_topic, self._worker, next_offset, high)
                 with contextlib.suppress(ServiceUnavailableError):
-                    if not await loop.run_in_executor(None, self._link.holds_record, *look):
+                    if not await loop.run_in_executor(None, self._channel.holds_record, *look):
                         self._progress_s, empty_until = now, high
-            stalled_s = now - min(self._progress_s, mail_moved_s)
-            if stalled_s > stall_s:
+            stalled_s = now - min(self._progress_s, commands_progress_s)
+            if stalled_s > stall_timeout_s:
                 self.exit(
-                    1, f"records are there and none has come for {stalled_s:.0f} s (worker.stall_s): starting again"
+                    1,
+                    f"records are there and none has come for {stalled_s:.0f} s (worker.stall_timeout_s): starting again",
                 )
 
     # --- the end ----------------------------------------------------------------------------------------------------
@@ -456,13 +461,13 @@ class WorkerShell:
         """Announce nothing more, finish the gradient under way or hand its batch back, say goodbye."""
         departure = self.departure
         self._core.drain()
-        self._pulse.waits_for("its end (draining)")
+        self._heartbeat.set_waiting_for("its end (draining)")
         log.info("draining", cause=departure.cause, owes_gradient=self._core.busy)
         # An earlier time may be told meanwhile.
-        while self._core.busy and departure.left_s() > _STOP_S:
+        while self._core.busy and departure.left_s() > _FAUST_STOP_S:
             await asyncio.sleep(0.02)
         self._do(list(self._core.leave(departure.cause)))
-        self._link.flush(min(1.0, max(0.0, departure.left_s())))
+        self._channel.flush(min(1.0, max(0.0, departure.left_s())))
 
     def exit(self, code: int, reason: str) -> None:
         """End this process soon, in order if Faust lets us, in any case."""
@@ -471,7 +476,7 @@ class WorkerShell:
         self._exiting = True
         self.exit_code = code
         (log.error if code else log.info)("exiting", code=code, reason=reason)
-        self._link.flush(1.0)
+        self._channel.flush(1.0)
         end_within(self._config.worker.drain_s, code)
         if self.faust_worker is not None:
             self.faust_worker.shut_down()
@@ -521,7 +526,7 @@ def run_shell(shell: WorkerShell) -> int:
 
 def _batch(raw: RawBatch[Any], decoded: Decoded) -> Batch:
     return Batch(
-        token=raw.token, data=decoded, num_samples=decoded.num_samples, complete_at_s=time.monotonic(),
+        number=raw.number, data=decoded, num_samples=decoded.num_samples, complete_at_s=time.monotonic(),
         dead=tuple(item.offset for item in decoded.refused if item.whole), gaps=tuple(raw.gaps), lost=tuple(raw.lost),
         dead_samples=sum(item.samples for item in decoded.refused if not item.whole),
     )  # fmt: skip
@@ -531,7 +536,7 @@ def _buffer_records(config: JobConfig) -> int:
     return config.worker.stream_buffer_records or max(64, 4096 // config.data.samples_per_record)
 
 
-def _cut_batches(config: JobConfig) -> int:
+def _max_raw_batches(config: JobConfig) -> int:
     """Batches that may wait to be decoded before reading stops."""
     return max(2, _buffer_records(config) // config.data.records_per_batch)
 

@@ -24,14 +24,14 @@ class Gradient(NamedTuple):
         loss_sum: sum of the sample losses at the given weights, before learning from them.
         metric_sums: sums of the task's metrics over the samples.
         norm: of the part of the parameters; infinite where a number of it is not finite.
-        moved: norm of the change of the float buffers; infinite as above.
+        buffer_change: norm of the change of the float buffers; infinite as above.
     """
 
     values: npt.NDArray[np.float32]
     loss_sum: float
     metric_sums: dict[str, float]
     norm: float = 0.0
-    moved: float = 0.0
+    buffer_change: float = 0.0
 
     def problem(self) -> str:
         """What is not finite; "" where all is."""
@@ -39,7 +39,7 @@ class Gradient(NamedTuple):
             return f"the loss is {self.loss_sum}"
         if not math.isfinite(self.norm):
             return "the gradient is not finite"
-        return "" if math.isfinite(self.moved) else "the statistics of normalisation are not finite"
+        return "" if math.isfinite(self.buffer_change) else "the statistics of normalisation are not finite"
 
 
 class GradientComputer:
@@ -62,13 +62,13 @@ class GradientComputer:
         self.weights[:] = weights
         self.loaded = key
 
-    def compute(self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, apart: bool = False) -> Gradient:
+    def compute(self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, use_running_stats: bool = False) -> Gradient:
         """Gradient of the summed loss over samples `x` of shape (n, ...), `y` of shape (n, ...), n >= 1.
 
         The replica is left as it was: a worker may compute several batches at one version.
 
         Args:
-            apart: let batch norm use the statistics so far, so that no sample changes what another one gives.
+            use_running_stats: let batch norm use the statistics so far, so that no sample changes what another one gives.
         """
         model, n = self._model, len(x)
         buffers = self.weights[model.num_parameters :].copy()
@@ -76,18 +76,18 @@ class GradientComputer:
             model.grad.zero_()
             # One sample has no variance: torch refuses, and a batch whose other records were refused would end the
             # worker. Its normalisation takes the statistics so far and leaves them alone.
-            output, loss, target = self._forward(x, y, apart=apart or n == 1)
+            output, loss, target = self._forward(x, y, use_running_stats=use_running_stats or n == 1)
             torch.autograd.backward(loss * n)  # the task's loss is a mean; the sum costs no pass over the gradient
             with torch.no_grad():
                 metrics = self._task.metrics(output.detach(), target)
             model.gather()
             values, floats = model.grad.numpy(), slice(model.num_parameters, model.num_floats)
             norm = _norm(model.grad[: model.num_parameters])
-            moved = _norm(model.flat[floats].detach() - torch.from_numpy(buffers[: model.num_buffers]))
+            buffer_change = _norm(model.flat[floats].detach() - torch.from_numpy(buffers[: model.num_buffers]))
             np.multiply(self.weights[floats], np.float32(n), out=values[floats])
             values[model.num_floats :] = self.weights[model.num_floats :]
             loss_sum = float(loss.detach()) * n
-            return Gradient(values, loss_sum, {name: value * n for name, value in metrics.items()}, norm, moved)
+            return Gradient(values, loss_sum, {name: value * n for name, value in metrics.items()}, norm, buffer_change)
         finally:
             model.gather()
             self.weights[model.num_parameters :] = buffers
@@ -97,13 +97,13 @@ class GradientComputer:
         buffers = self.weights[self._model.num_parameters :].copy()
         try:
             with torch.no_grad():
-                return float(self._forward(x, y, apart=True)[1])
+                return float(self._forward(x, y, use_running_stats=True)[1])
         finally:
             self._model.gather()
             self.weights[self._model.num_parameters :] = buffers
 
     @contextmanager
-    def moved_by(self, gradient: Gradient, rate: float) -> Iterator[None]:
+    def stepped_by(self, gradient: Gradient, rate: float) -> Iterator[None]:
         """Meanwhile the parameters are `rate` times `gradient` further on."""
         parameters = slice(self._model.num_parameters)
         before = self.weights[parameters].copy()
@@ -124,7 +124,7 @@ class GradientComputer:
         return gradient.values[self._model.num_parameters : self._model.num_floats].astype(np.float64) / n
 
     @contextmanager
-    def buffers_moved_by(self, change: npt.NDArray[np.float64]) -> Iterator[None]:
+    def buffers_changed_by(self, change: npt.NDArray[np.float64]) -> Iterator[None]:
         """Meanwhile `change`, shape (num_buffers,), is added to the float buffers."""
         floats = slice(self._model.num_parameters, self._model.num_floats)
         before = self.weights[floats].copy()
@@ -136,11 +136,11 @@ class GradientComputer:
             self.weights[floats] = before
 
     def _forward(
-        self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, apart: bool
+        self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, use_running_stats: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Output, mean loss and target."""
         module = self._model.module.train()
-        if apart:
+        if use_running_stats:
             for part in module.modules():
                 if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
                     part.eval()

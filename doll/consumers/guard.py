@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.config import AdamConfig, JobConfig
-from doll.consumers.bisection import Scale, anchor, beyond, failing, harmful
+from doll.consumers.bisection import RunningMedian, beyond, failing, harmful, usual_norm
 from doll.consumers.gradient import Gradient, GradientComputer
 from doll.errors import TaskError
 from doll.task import Task, stack
@@ -27,9 +27,9 @@ from doll.telemetry import get_logger
 log = get_logger(__name__)
 
 Array = npt.NDArray[Any]
-_CANARY: Final = 16
+_CANARY_SAMPLES: Final = 16
 _LOOK: Final = 0.3  # a batch is looked into from so much of the factor on: its other samples dilute a bad one
-_REASON: Final = 300
+_MAX_REASON_CHARS: Final = 300
 _TINY: Final = 1e-30
 
 
@@ -44,7 +44,7 @@ class Samples(NamedTuple):
 
     def few(self) -> Samples:
         """A few of them, from all over."""
-        return self.of(np.unique(np.linspace(0, len(self.x) - 1, _CANARY, dtype=int)).tolist())
+        return self.of(np.unique(np.linspace(0, len(self.x) - 1, _CANARY_SAMPLES, dtype=int)).tolist())
 
     def joined(self, other: Samples) -> Samples:
         return Samples(np.concatenate([self.x, other.x]), np.concatenate([self.y, other.y]))
@@ -58,7 +58,7 @@ class Ordinary(NamedTuple):
     usual: float
 
 
-class Checked(NamedTuple):
+class GuardedGradient(NamedTuple):
     """The gradient of the samples that are left, None where none is; and why each of the others had to go."""
 
     gradient: Gradient | None
@@ -73,10 +73,10 @@ class Guard:
         self._task = task
         self._computer = computer
         self._factor = config.training.guard.spike_factor
-        self._norms, self._moves = Scale(), Scale()
+        self._norms, self._buffer_changes = RunningMedian(), RunningMedian()
         self._canary: Samples | None = None
 
-    def compute(self, x: Array, y: Array) -> Checked:
+    def compute(self, x: Array, y: Array) -> GuardedGradient:
         """The gradient of samples `x` of shape (n, ...), `y` of shape (n, ...), without the bad ones of them.
 
         Raises:
@@ -88,29 +88,29 @@ class Guard:
         while left:
             here = samples if not bad else samples.of(left)
             gradient, problem = self._try(here)
-            found: dict[int, str] = {}
+            rejected: dict[int, str] = {}
             if problem:
-                found = self._failing(here, problem)
+                rejected = self._failing(here, problem)
             elif gradient is not None and self._is_unusual(gradient, len(here.x)):
                 gradient = gradient._replace(values=gradient.values.copy())  # the probes write where it is
-                found = self._spikes(here) if self._may_do_harm(gradient) else {}
-            if not found and gradient is not None:
+                rejected = self._spikes(here) if self._may_do_harm(gradient) else {}
+            if not rejected and gradient is not None:
                 self._learned(gradient, here)
-                return Checked(gradient, bad)
-            bad |= {left[at]: reason for at, reason in found.items()}
+                return GuardedGradient(gradient, bad)
+            bad |= {left[at]: reason for at, reason in rejected.items()}
             left = [index for index in left if index not in bad]
-        return Checked(None, bad)
+        return GuardedGradient(None, bad)
 
-    def _try(self, samples: Samples, *, apart: bool = False) -> tuple[Gradient | None, str]:
+    def _try(self, samples: Samples, *, use_running_stats: bool = False) -> tuple[Gradient | None, str]:
         """The gradient, or what is wrong with it."""
         try:
-            gradient = self._computer.compute(samples.x, samples.y, apart=apart)
+            gradient = self._computer.compute(samples.x, samples.y, use_running_stats=use_running_stats)
         except (MemoryError, OSError):
             raise
         except Exception as exc:  # the user's forward, loss or metrics may raise anything
             if "allocate memory" in str(exc):
                 raise MemoryError(str(exc)) from exc
-            return None, f"{type(exc).__name__}: {exc}"[:_REASON]
+            return None, f"{type(exc).__name__}: {exc}"[:_MAX_REASON_CHARS]
         problem = gradient.problem()
         return (None, problem) if problem else (gradient, "")
 
@@ -118,13 +118,14 @@ class Guard:
         """Whether a batch that can be computed is not like those before it."""
         look = self._factor * _LOOK
         return bool(self._factor) and (
-            self._moves.unusual(gradient.moved, look) or self._norms.unusual(gradient.norm / count, look)
+            self._buffer_changes.unusual(gradient.buffer_change, look)
+            or self._norms.unusual(gradient.norm / count, look)
         )
 
     def _may_do_harm(self, gradient: Gradient) -> bool:
         """Whether the step of an unusual batch would. Streams change, and late in training most hard batches would not:
         this asks for passes of a few samples, the look for passes of all."""
-        if self._canary is None or self._moves.unusual(gradient.moved, self._factor * _LOOK):
+        if self._canary is None or self._buffer_changes.unusual(gradient.buffer_change, self._factor * _LOOK):
             return True
         ordinary = self._ordinary(self._canary)
         if ordinary is None:
@@ -134,7 +135,7 @@ class Guard:
 
     def _learned(self, gradient: Gradient, samples: Samples) -> None:
         self._norms.add(gradient.norm / len(samples.x))
-        self._moves.add(gradient.moved)
+        self._buffer_changes.add(gradient.buffer_change)
         self._canary = samples.few()
 
     # --- samples that cannot be computed ----------------------------------------------------------------------------
@@ -147,26 +148,26 @@ class Guard:
                 "training.optimizer.lr, set training.clip_norm, or correct the task"
             )
         everything = range(len(samples.x))
-        found = failing(everything, lambda part: self._try(samples.of(part), apart=True)[1])
-        if len(found) > 1:
-            found = self._failing_in_company(samples, problem, found)
-        if not found:
+        rejected = failing(everything, lambda part: self._try(samples.of(part), use_running_stats=True)[1])
+        if len(rejected) > 1:
+            rejected = self._failing_together(samples, problem, rejected)
+        if not rejected:
             # Each can be computed, all together cannot: their sum overflows.
-            found = self._spikes(samples)
-        if not found:
+            rejected = self._spikes(samples)
+        if not rejected:
             raise TaskError(
                 f"{self._config.task.cls} fails on a batch ({problem}) and on none of its samples alone: expected a "
                 "loss that is finite for a batch whose samples it is finite for"
             )
-        return found
+        return rejected
 
-    def _failing_in_company(self, samples: Samples, problem: str, alone: dict[int, str]) -> dict[int, str]:
+    def _failing_together(self, samples: Samples, problem: str, alone: dict[int, str]) -> dict[int, str]:
         """The samples of `alone` that fail together with good ones too: a loss may need several samples."""
         good = [at for at in range(len(samples.x)) if at not in alone]
-        company = self._canary or (samples.of(good).few() if good else self._held_out())
-        if company is not None and not self._try(company)[1]:
-            found = failing(list(alone), lambda part: self._try(samples.of(part).joined(company))[1])
-            return found or (alone if good else {})
+        good_samples = self._canary or (samples.of(good).few() if good else self._held_out())
+        if good_samples is not None and not self._try(good_samples)[1]:
+            rejected = failing(list(alone), lambda part: self._try(samples.of(part).joined(good_samples))[1])
+            return rejected or (alone if good else {})
         if good:
             return alone
         raise TaskError(
@@ -177,7 +178,7 @@ class Guard:
     def _held_out(self) -> Samples | None:
         """Samples that the task itself vouches for."""
         try:
-            x, y = stack(sample for sample, _ in zip(self._task.holdout(), range(_CANARY), strict=False))
+            x, y = stack(sample for sample, _ in zip(self._task.holdout(), range(_CANARY_SAMPLES), strict=False))
         except Exception as exc:  # the user's code may raise anything
             log.warning("no_held_out_samples", error=f"{type(exc).__name__}: {exc}")
             return None
@@ -188,13 +189,13 @@ class Guard:
     def _spikes(self, samples: Samples) -> dict[int, str]:
         if not self._factor:
             return {}
-        found_ordinary = self._ordinary(samples.few() if self._canary is None else self._canary)
-        if found_ordinary is None:
+        reference = self._ordinary(samples.few() if self._canary is None else self._canary)
+        if reference is None:
             return {}
-        ordinary, wrong, usual = found_ordinary
+        ordinary, wrong, usual = reference
         suspects = beyond(range(len(samples.x)), self._factor * usual, lambda part: self._norm(samples.of(part)))
         before, mistaken = self._computer.loss(*ordinary), self._computer.loss(*wrong)
-        found, usual_with = {}, dict[bytes, float]()
+        rejected, usual_with = {}, dict[bytes, float]()
         if suspects and self._any_sample_does_harm(wrong, usual, ordinary, before, mistaken):
             return {}
         for at in suspects:
@@ -202,18 +203,18 @@ class Guard:
             if (target := one.y.tobytes()) not in usual_with:
                 usual_with[target] = max(usual, self._usual_with_its_target(one, ordinary))
             its_usual = usual_with[target]
-            gradient, _ = self._try(one, apart=True)
+            gradient, _ = self._try(one, use_running_stats=True)
             norm = math.inf if gradient is None else gradient.norm
             if norm <= self._factor * its_usual:
                 continue
             after = math.inf if gradient is None else self._loss_after(gradient, its_usual, ordinary)
             if harmful(before, mistaken, after):
-                found[at] = (
+                rejected[at] = (
                     f"its gradient is {norm / its_usual:.3g} times as long as is usual, and its step would take the "
                     f"loss of ordinary samples from {before:.3g} to {after:.3g} (training.guard.spike_factor)"
                 )
-        rest = [at for at in range(len(samples.x)) if at not in found]
-        return {**found, **self._drifts(samples, rest, ordinary, mistaken)}
+        rest = [at for at in range(len(samples.x)) if at not in rejected]
+        return {**rejected, **self._drifts(samples, rest, ordinary, mistaken)}
 
     def _ordinary(self, canary: Samples) -> Ordinary | None:
         """The samples of the canary that say what is usual; None where they do not.
@@ -223,7 +224,7 @@ class Guard:
         """
         mistaken = Samples(canary.x, self._wrong_targets(canary.y))
         norms, mistaken_norms = self._norms_of(canary), self._norms_of(mistaken)
-        usual = max(anchor(norms), anchor(mistaken_norms))
+        usual = max(usual_norm(norms), usual_norm(mistaken_norms))
         if not 0 < usual < math.inf:
             return None
         both = zip(norms, mistaken_norms, strict=True)
@@ -236,7 +237,7 @@ class Guard:
         """Whether ordinary samples with wrong targets would break the model too: then the learning rate is at fault."""
         norms = self._norms_of(wrong)
         middle = sorted(range(len(norms)), key=lambda at: norms[at])[len(norms) // 2]
-        gradient, _ = self._try(wrong.of([middle]), apart=True)
+        gradient, _ = self._try(wrong.of([middle]), use_running_stats=True)
         return gradient is None or harmful(before, mistaken, self._loss_after(gradient, usual, ordinary))
 
     def _drifts(self, samples: Samples, rest: Sequence[int], ordinary: Samples, mistaken: float) -> dict[int, str]:
@@ -244,45 +245,53 @@ class Guard:
         if not self._computer.num_buffers:
             return {}
         parts = [ordinary.of(range(at, min(at + 4, len(ordinary.x)))) for at in range(0, len(ordinary.x) - 1, 4)]
-        moves = [self._moved(part) for part in parts]
+        moves = [self._buffer_change(part) for part in parts]
         calm = min(moves, default=math.inf)
         if not calm < math.inf:
             return {}
         quiet = [part for part, move in zip(parts, moves, strict=True) if move <= self._factor * calm]
-        company = Samples(np.concatenate([part.x for part in quiet]), np.concatenate([part.y for part in quiet]))
-        usual, _ = self._try(company)
+        good_samples = Samples(np.concatenate([part.x for part in quiet]), np.concatenate([part.y for part in quiet]))
+        usual, _ = self._try(good_samples)
         if usual is None:
             return {}
-        suspects = beyond(rest, self._factor * usual.moved, lambda part: self._moved(samples.of(part).joined(company)))
-        before, statistics, found = self._computer.loss(*company), self._computer.buffers(usual, len(company.x)), {}
+        suspects = beyond(
+            rest,
+            self._factor * usual.buffer_change,
+            lambda part: self._buffer_change(samples.of(part).joined(good_samples)),
+        )
+        before, statistics, rejected = (
+            self._computer.loss(*good_samples),
+            self._computer.buffers(usual, len(good_samples.x)),
+            {},
+        )
         for at in suspects:
-            gradient, _ = self._try(samples.of([at]).joined(company))
+            gradient, _ = self._try(samples.of([at]).joined(good_samples))
             after, extreme = math.inf, True
             if gradient is not None:
                 # An untrained model shows no harm, and would keep such statistics for hundreds of updates.
-                extreme = gradient.moved > self._factor**2 * usual.moved
-                count = len(company.x) + 1
+                extreme = gradient.buffer_change > self._factor**2 * usual.buffer_change
+                count = len(good_samples.x) + 1
                 # It is one of a whole group of batches, and not of so few samples.
                 share = count / (self._config.data.batch_size * self._config.group_size)
                 change = share * (self._computer.buffers(gradient, count) - statistics)
-                with self._computer.buffers_moved_by(change):
-                    after = self._computer.loss(*company)
+                with self._computer.buffers_changed_by(change):
+                    after = self._computer.loss(*good_samples)
             if extreme or harmful(before, mistaken, after):
-                found[at] = (
+                rejected[at] = (
                     "it would change the statistics of normalisation so much that the loss of ordinary samples goes "
                     f"from {before:.3g} to {after:.3g} (training.guard.spike_factor)"
                 )
-        return found
+        return rejected
 
-    def _moved(self, samples: Samples) -> float:
+    def _buffer_change(self, samples: Samples) -> float:
         gradient, _ = self._try(samples)
-        return math.inf if gradient is None else gradient.moved
+        return math.inf if gradient is None else gradient.buffer_change
 
     def _norms_of(self, samples: Samples) -> list[float]:
         return [self._norm(samples.of([at])) for at in range(len(samples.x))]
 
     def _norm(self, samples: Samples) -> float:
-        gradient, _ = self._try(samples, apart=True)
+        gradient, _ = self._try(samples, use_running_stats=True)
         return math.inf if gradient is None else gradient.norm
 
     def _wrong_targets(self, y: Array) -> Array:
@@ -297,7 +306,7 @@ class Guard:
             if not float(np.abs(one.y).max(initial=0.0)) <= self._factor * largest:
                 return 0.0
         targets = np.repeat(one.y, len(ordinary.x), axis=0)
-        return anchor([norm for norm in self._norms_of(Samples(ordinary.x, targets)) if math.isfinite(norm)])
+        return usual_norm([norm for norm in self._norms_of(Samples(ordinary.x, targets)) if math.isfinite(norm)])
 
     def _loss_after(self, gradient: Gradient, usual: float, ordinary: Samples) -> float:
         """Loss of ordinary samples after the step that one sample's gradient makes by itself."""
@@ -311,5 +320,5 @@ class Guard:
             rate = optimizer.lr / (1.0 - optimizer.momentum)
         if training.clip_norm is not None:
             share = min(share, training.clip_norm / max(gradient.norm, _TINY))
-        with self._computer.moved_by(gradient, -rate * share):
+        with self._computer.stepped_by(gradient, -rate * share):
             return self._computer.loss(*ordinary)

@@ -14,15 +14,15 @@ from doll.config import JobConfig
 from doll.consumers.departure import Departure
 from doll.consumers.faust_app import WorkerShell, run_shell
 from doll.consumers.gradient import GradientComputer
-from doll.consumers.kafka_channel import JobEndedError, WorkerLink
-from doll.consumers.spot_notices import watching
+from doll.consumers.kafka_channel import JobEndedError, WorkerChannel
+from doll.consumers.spot_notices import watch_spot_notices
 from doll.errors import ConfigError, FencedError
 from doll.fingerprint import difference
 from doll.kafka import topics
-from doll.kafka.samples_topic import reaching, refuse_other_topic
-from doll.ledger.admission import ABOVE_ENV
+from doll.kafka.samples_topic import bounds_reaching, refuse_replaced_topic
+from doll.ledger.admission import AFTER_TERM_ENV
 from doll.model import build, fingerprint
-from doll.process.health import Pulse, pulse_of
+from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
 from doll.services import Services, require
 from doll.storage.stores import open_blobs
@@ -33,7 +33,7 @@ log = get_logger(__name__)
 
 INSTANCE_ENV: Final = "DOLL_INSTANCE"
 INCARNATION_ENV: Final = "DOLL_INCARNATION"
-BOOT_ENV: Final = "DOLL_BOOT_S"
+BOOT_ENV: Final = "DOLL_BOOT_DELAY_S"
 
 
 def run_worker(
@@ -45,21 +45,21 @@ def run_worker(
     one may be.
 
     Args:
-        departure: tells when it must leave; SIGTERM (`worker.drain_s`) and a spot notice (`worker.notices`) tell it
+        departure: tells when it must leave; SIGTERM (`worker.drain_s`) and a spot notice (`worker.spot_notices`) tell it
             too.
 
     Raises:
         DollError: services are not there, the task does not load, or the parameter server runs another job file.
     """
     departure = departure or Departure()
-    with pulse_of(f"worker-{worker}", config) as pulse, watching(config, departure):
-        return _run(config, services, worker, run_folder, departure, pulse)
+    with heartbeat_of(f"worker-{worker}", config) as heartbeat, watch_spot_notices(config, departure):
+        return _run(config, services, worker, run_folder, departure, heartbeat)
 
 
 def _run(
-    config: JobConfig, services: Services, worker: int, run_folder: Path, departure: Departure, pulse: Pulse
+    config: JobConfig, services: Services, worker: int, run_folder: Path, departure: Departure, heartbeat: Heartbeat
 ) -> int:
-    booted_s = time.monotonic() + _number(BOOT_ENV)
+    booted_s = time.monotonic() + _env_number(BOOT_ENV)
     import torch
 
     keep_freed_memory()
@@ -74,12 +74,12 @@ def _run(
     topics.check(config, services)
     task = load_task(config)
     model = build(config, task)
-    mark = fingerprint(config, model)
-    link = WorkerLink(config, services, worker)
-    _boot(booted_s, departure)
-    pulse.waits_for("the parameter server's answer")
+    own_fingerprint = fingerprint(config, model)
+    link = WorkerChannel(config, services, worker)
+    _wait_for_boot(booted_s, departure)
+    heartbeat.set_waiting_for("the parameter server's answer")
     try:
-        joined = link.join(process_name(), departure, incarnation(), above=int(_number(ABOVE_ENV)))
+        joined = link.join(process_name(), departure, incarnation(), after_term=int(_env_number(AFTER_TERM_ENV)))
     except JobEndedError as exc:
         log.info("job_ended", reason=str(exc), hint="to go on with it, start `doll ps` first")
         return 0
@@ -89,20 +89,22 @@ def _run(
         return 0
     if joined is None:
         return 0
-    welcome, mail_offset = joined
-    if welcome.fingerprint != mark:
-        raise ConfigError(f"the parameter server runs another job file: {difference(welcome.fingerprint, mark)}")
-    start = welcome.origin + welcome.next_token * config.data.records_per_batch
+    welcome, commands_offset = joined
+    if welcome.fingerprint != own_fingerprint:
+        raise ConfigError(
+            f"the parameter server runs another job file: {difference(welcome.fingerprint, own_fingerprint)}"
+        )
+    start = welcome.origin + welcome.next_batch * config.data.records_per_batch
     samples = config.topic("samples")
     if welcome.samples_id:
-        refuse_other_topic(samples, welcome.samples_id, topics.topic_id(config, services, "samples"))
-    reaching(samples, worker, start, link.watermarks)  # where the log begins behind it, the first fetch finds it
-    log.info("joined", worker=worker, epoch=welcome.epoch, from_offset=start)
+        refuse_replaced_topic(samples, welcome.samples_id, topics.topic_id(config, services, "samples"))
+    bounds_reaching(samples, worker, start, link.watermarks)  # where the log begins behind it, the first fetch finds it
+    log.info("joined", worker=worker, session=welcome.session, from_offset=start)
     blobs = open_blobs(config, services, give_up=departure)
     shell = WorkerShell(
-        config, services, welcome=welcome, mail_offset=mail_offset, task=task, computer=GradientComputer(task, model),
+        config, services, welcome=welcome, commands_offset=commands_offset, task=task, computer=GradientComputer(task, model),
         blobs=blobs, link=link, folder=run_folder / "faust" / f"worker-{worker}", departure=departure,
-        pulse=pulse, incarnation=incarnation(),
+        heartbeat=heartbeat, incarnation=incarnation(),
     )  # fmt: skip
     try:
         return run_shell(shell)
@@ -122,10 +124,10 @@ def incarnation() -> int:
     Raises:
         ConfigError: it is no number of 0 or more.
     """
-    return int(_number(INCARNATION_ENV))
+    return int(_env_number(INCARNATION_ENV))
 
 
-def _number(name: str) -> float:
+def _env_number(name: str) -> float:
     """A variable of the environment; 0 where it is not set."""
     given = os.environ.get(name, "") or "0"
     try:
@@ -137,7 +139,7 @@ def _number(name: str) -> float:
     return number
 
 
-def _boot(booted_s: float, departure: Departure) -> None:
+def _wait_for_boot(booted_s: float, departure: Departure) -> None:
     """Wait until then: a machine of a market in a box, which has started already, boots as long as a real one."""
     while (left_s := booted_s - time.monotonic()) > 0 and not departure():
         time.sleep(min(left_s, 0.05))

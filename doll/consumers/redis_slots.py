@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any, Final
 import redis
 
 from doll import telemetry
-from doll.process.health import pulse_of
+from doll.process.health import heartbeat_of
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
 
 log = telemetry.get_logger(__name__)
 
-_LOOK_S: Final = 0.5
-_FIRST_S: Final = 60.0  # torch is loaded then, and for seconds no other thread of the process runs
-_SAY_AGAIN_S: Final = 30.0
+_RETRY_S: Final = 0.5
+_FIRST_LEASE_S: Final = 60.0  # torch is loaded then, and for seconds no other thread of the process runs
+_LOG_AGAIN_S: Final = 30.0
 _SETTLED_S: Final = 15.0  # replicas start within seconds of one another: a slot still free then has nobody coming
 # One step each: between a GET and the next command another process may have taken the slot.
 _RENEW: Final = """
@@ -43,7 +43,7 @@ return 0
 """
 
 
-class Slots:
+class SlotLeases:
     """The leases of a job's slots, as one process sees them.
 
     Args:
@@ -103,32 +103,32 @@ class Slots:
         return f"doll:{self._job}:slot:{slot}"
 
 
-class Held:
-    """A slot that this process holds until the end of the context, from `keep` on by a thread that renews its lease.
+class HeldSlot:
+    """A slot that this process holds until the end of the context, from `start_renewing` on by a thread that renews its lease.
 
     Attributes:
         number: the slot.
         lost: another process has taken it: this one is told to leave (SIGTERM) and may look for another slot.
     """
 
-    def __init__(self, slots: Slots, number: int, config: JobConfig, leave: Callable[[], None]) -> None:
+    def __init__(self, slots: SlotLeases, number: int, config: JobConfig, leave: Callable[[], None]) -> None:
         self.number = number
         self.lost = False
         self._slots = slots
         self._config = config
         self._leave = leave
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="slot", daemon=True)
+        self._exited = threading.Event()
+        self._thread = threading.Thread(target=self._renew_until_exit, name="slot", daemon=True)
 
-    def keep(self) -> None:
+    def start_renewing(self) -> None:
         """Renew the lease from now on."""
         self._thread.start()
 
-    def __enter__(self) -> Held:
+    def __enter__(self) -> HeldSlot:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._over.set()
+        self._exited.set()
         if self._thread.is_alive():
             self._thread.join()
         if not self.lost:
@@ -137,12 +137,12 @@ class Held:
             except redis.RedisError as error:  # it ends by itself
                 log.info("slot_not_released", worker=self.number, reason=str(error))
 
-    def _keep(self) -> None:
+    def _renew_until_exit(self) -> None:
         pause_s = self._config.worker.lease_s / 4
         started_s = time.monotonic()
         said_s = float("-inf")
         pauses = chain([0.0], repeat(pause_s))
-        while not self._over.wait(next(pauses)):
+        while not self._exited.wait(next(pauses)):
             try:
                 if not self._slots.renew(self.number):
                     self.lost = True
@@ -150,13 +150,13 @@ class Held:
                     self._leave()
                     return
                 now_s = time.monotonic()
-                if now_s - started_s >= _SETTLED_S and now_s - said_s >= _SAY_AGAIN_S:
+                if now_s - started_s >= _SETTLED_S and now_s - said_s >= _LOG_AGAIN_S:
                     said_s = now_s
-                    self._tell_free()
+                    self._warn_of_free_slots()
             except redis.RedisError:  # Redis is away: everybody waits for it, and says so
                 continue
 
-    def _tell_free(self) -> None:
+    def _warn_of_free_slots(self) -> None:
         free = self._slots.free()
         if free and self.number == min(set(range(self._config.data.workers)) - set(free), default=None):
             log.warning(
@@ -167,38 +167,38 @@ class Held:
 
 
 @contextmanager
-def held_slot(
+def lease_slot(
     config: JobConfig, client: redis.Redis, stop: threading.Event, leave: Callable[[], None]
-) -> Iterator[Held | None]:
+) -> Iterator[HeldSlot | None]:
     """A free slot of the job, waited for as long as it takes; None if `stop` was set before.
 
     Who waits answers health probes as `worker`, and is healthy but not ready.
 
-    Its lease is a long one at first, so that what loads for long can be loaded: call `keep` then.
+    Its lease is a long one at first, so that what loads for long can be loaded: call `start_renewing` then.
 
     Args:
         leave: called, from another thread, when another process has taken the slot.
     """
-    slots = Slots(client, config.job, config.data.workers, config.worker.lease_s)
-    with pulse_of("worker", config) as pulse:
-        pulse.waits_for("a free slot")
+    slots = SlotLeases(client, config.job, config.data.workers, config.worker.lease_s)
+    with heartbeat_of("worker", config) as heartbeat:
+        heartbeat.set_waiting_for("a free slot")
         number = _wait(slots, config, stop)
     if number is None:
         yield None
         return
-    log.info("slot_taken", worker=number, workers=config.data.workers)
-    with Held(slots, number, config, leave) as held:
+    log.info("slot_acquired", worker=number, workers=config.data.workers)
+    with HeldSlot(slots, number, config, leave) as held:
         yield held
 
 
-def _wait(slots: Slots, config: JobConfig, stop: threading.Event) -> int | None:
+def _wait(slots: SlotLeases, config: JobConfig, stop: threading.Event) -> int | None:
     started_s = time.monotonic()
     said_s = float("-inf")
     while not stop.is_set():
         now_s = time.monotonic()
-        say = now_s - said_s >= _SAY_AGAIN_S
+        say = now_s - said_s >= _LOG_AGAIN_S
         try:
-            if (slot := slots.take(_FIRST_S)) is not None:
+            if (slot := slots.take(_FIRST_LEASE_S)) is not None:
                 return slot
             if say and now_s - started_s >= config.worker.lease_s:  # a predecessor's lease has run out by then
                 said_s = now_s
@@ -209,6 +209,6 @@ def _wait(slots: Slots, config: JobConfig, stop: threading.Event) -> int | None:
         except redis.RedisError as error:
             if say:
                 said_s = now_s
-                log.warning("redis_away", reason=str(error), action="waiting")
-        stop.wait(_LOOK_S)
+                log.warning("redis_unavailable", reason=str(error), action="waiting")
+        stop.wait(_RETRY_S)
     return None

@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 ENDPOINT_ENV: Final = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
-NOTICES_ENV: Final = "DOLL_NOTICES"
+NOTICES_ENV: Final = "DOLL_SPOT_NOTICES"
 _ENDPOINT: Final = "http://169.254.169.254"
 _TOKEN_S: Final = 21_600
 _TIMEOUT_S: Final = 2.0
-_MOST_BYTES: Final = 65_536
-_MOST_CHARS: Final = 256  # of a tag, as AWS has it
+_MAX_BYTES: Final = 65_536
+_MAX_TAG_CHARS: Final = 256  # of a tag, as AWS has it
 POLL_S: Final = 5.0  # as AWS recommends
 _ACTION: Final = "spot/instance-action"
 _REBALANCE: Final = "events/recommendations/rebalance"
 
 # Where each fact of an identity goes: what `doll worker` reads, whoever has started it.
-_FROM_TAGS: Final = {"DOLL_WORKER": "doll:worker", "DOLL_INCARNATION": "doll:epoch", "DOLL_MARKET": "doll:market"}
+_FROM_TAGS: Final = {"DOLL_WORKER": "doll:worker", "DOLL_INCARNATION": "doll:incarnation", "DOLL_MARKET": "doll:market"}
 _INSTANCE_ENV: Final = "DOLL_INSTANCE"
 
 
@@ -91,11 +91,11 @@ class Imds:
     def _request(self, path: str, headers: dict[str, str], method: str = "GET") -> str:
         request = urllib.request.Request(self._endpoint + path, headers=headers, method=method)
         with self._opener.open(request, timeout=self.timeout_s) as answer:
-            text: str = answer.read(_MOST_BYTES).decode()
+            text: str = answer.read(_MAX_BYTES).decode()
             return text
 
 
-def take_identity(imds: Imds, environment: MutableMapping[str, str] | None = None) -> None:
+def set_identity_from_tags(imds: Imds, environment: MutableMapping[str, str] | None = None) -> None:
     """Put slot, incarnation, market and machine into the environment, as a fleet on this machine would; and ask for
     notices. What stands there already is kept.
 
@@ -113,15 +113,15 @@ def take_identity(imds: Imds, environment: MutableMapping[str, str] | None = Non
                 f"this machine shows no tag {tag}: launch it with `doll provision` from a template with "
                 "InstanceMetadataTags=enabled, or name the slot with --worker"
             )
-        environment[name] = _word(value, f"tag {tag}")
+        environment[name] = _checked_text(value, f"tag {tag}")
     if not environment.get(_INSTANCE_ENV):
-        environment[_INSTANCE_ENV] = _word(imds.get("instance-id") or "", "instance-id")
+        environment[_INSTANCE_ENV] = _checked_text(imds.get("instance-id") or "", "instance-id")
     environment[NOTICES_ENV] = environment.get(NOTICES_ENV) or "imds"
 
 
-def _word(value: str, what: str) -> str:
-    if len(value) > _MOST_CHARS or not value.isprintable():
-        raise ConfigError(f"{what}: expected at most {_MOST_CHARS} printable characters, got {short(value, 60)!r}")
+def _checked_text(value: str, what: str) -> str:
+    if len(value) > _MAX_TAG_CHARS or not value.isprintable():
+        raise ConfigError(f"{what}: expected at most {_MAX_TAG_CHARS} printable characters, got {short(value, 60)!r}")
     return value
 
 
@@ -129,7 +129,7 @@ class NoticeWatcher:
     """Asks every few seconds whether spot takes this machine, from a thread, and tells once.
 
     Args:
-        tell: called with the seconds that are left.
+        on_notice: called with the seconds that are left.
         every_s: between two questions.
         wall: Unix seconds, to compare with the time in a notice.
     """
@@ -137,13 +137,13 @@ class NoticeWatcher:
     def __init__(
         self,
         imds: Imds,
-        tell: Callable[[float], object],
+        on_notice: Callable[[float], object],
         *,
         every_s: float = POLL_S,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._imds = imds
-        self._tell = tell
+        self._on_notice = on_notice
         self._every_s = every_s
         self._wall = wall
         self._stop = threading.Event()
@@ -160,14 +160,14 @@ class NoticeWatcher:
         if self._thread.is_alive():
             self._thread.join(self._imds.timeout_s)
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Ask once; whether there is a notice, which has been told then."""
         try:
             text = self._imds.get(_ACTION)
             hint = self._imds.get(_REBALANCE) if text is None else None
         except ServiceUnavailableError as error:
             if not self._silent:
-                log.warning("no_notices", reason=str(error))
+                log.warning("spot_notices_unavailable", reason=str(error))
             self._silent = True
             return False
         self._silent = False
@@ -178,35 +178,35 @@ class NoticeWatcher:
         if text is None:
             return False
         left_s = self._left_s(text)
-        log.info("spot_notice", says=text[:200], left_s=round(left_s, 1))
-        self._tell(left_s)
+        log.info("interruption_notice", says=text[:200], left_s=round(left_s, 1))
+        self._on_notice(left_s)
         return True
 
     def _left_s(self, text: str) -> float:
         try:
             return max(0.0, datetime.fromisoformat(json_object(text)["time"]).timestamp() - self._wall())
         except (ValueError, KeyError, TypeError, OverflowError):
-            log.warning("notice_without_time", says=text[:200])
+            log.warning("interruption_notice_without_time", says=text[:200])
             return 0.0  # it is a notice all the same, and may be an old one: leave at once
 
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                if self.look():
+                if self.poll():
                     return
             except Exception:  # a thread that ends here would never hear the notice
-                log.exception("notice_not_read", action="asking again")
+                log.exception("spot_notice_poll_failed", action="asking again")
             self._stop.wait(self._every_s)
 
 
 @contextmanager
-def watching(config: JobConfig, departure: Departure) -> Iterator[None]:
-    """Meanwhile a spot notice tells this process to leave, where the job file or $DOLL_NOTICES asks for that.
+def watch_spot_notices(config: JobConfig, departure: Departure) -> Iterator[None]:
+    """Meanwhile a spot notice tells this process to leave, where the job file or $DOLL_SPOT_NOTICES asks for that.
 
     Raises:
-        ConfigError: $DOLL_NOTICES is neither none nor imds.
+        ConfigError: $DOLL_SPOT_NOTICES is neither none nor imds.
     """
-    source = config.worker.notices or os.environ.get(NOTICES_ENV) or "none"
+    source = config.worker.spot_notices or os.environ.get(NOTICES_ENV) or "none"
     if source not in ("none", "imds"):
         raise ConfigError(f"{NOTICES_ENV}: expected none or imds, got {source!r}")
     if source == "none":

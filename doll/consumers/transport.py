@@ -2,10 +2,10 @@
 
 Worker n reads partition n, always. A consumer group would stop all workers whenever one joins or leaves, and give a
 dead worker's partition away only after a session timeout; with `assign` a restart takes a second (reference
-faust-kafka 1.3, 1.4). Two processes on one partition are told apart by epochs at the parameter server.
+faust-kafka 1.3, 1.4). Two processes on one partition are told apart by sessions at the parameter server.
 
 The app carries `fixed_partitions: {topic: [partition]}`, `start_offsets: {TP: offset}`, `fetch_max_wait_ms: int`,
-`on_out_of_range` (see `OutOfRange`), and `reached: {TP: (handed, position)}`, which is kept here: the records below
+`on_out_of_range` (see `OutOfRange`), and `fetch_progress: {TP: (handed, position)}`, which is kept here: the records below
 `handed` have been handed out, and from there to `position` are none (markers of transactions, for instance). A fetch
 waits `fetch_max_wait_ms` for `FETCH_MIN_BYTES`: one request of a slow stream brings many records, not one.
 
@@ -27,7 +27,7 @@ from faust.transport.drivers import aiokafka as driver
 from faust.types import TP
 
 FETCH_MIN_BYTES: Final = 65_536
-_LOOK_AGAIN_S: Final = 1.0  # whether to stop
+_RECHECK_S: Final = 1.0  # whether to stop
 
 # Told the partition and the offset that the log does not hold. Answers from where to go on; the same offset: try
 # again; None: not at all.
@@ -60,12 +60,12 @@ class AssignedThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
     async def _fetch_records(self, consumer: Any, active_partitions: Any, *args: Any, **options: Any) -> Any:
         records = await super()._fetch_records(consumer, active_partitions, *args, **options)
         subscription = consumer._subscription.subscription
-        for tp, reached in self.app.reached.items() if subscription is not None else ():
+        for tp, fetch_progress in self.app.fetch_progress.items() if subscription is not None else ():
             state = subscription.assignment.state_value(TopicPartition(*tp))
             if state is not None and state.has_valid_position:
-                found = records.get(TopicPartition(*tp))
-                handed = found[-1].offset + 1 if found else min(reached[0], state.position)
-                self.app.reached[tp] = (handed, state.position)
+                fetched = records.get(TopicPartition(*tp))
+                handed = fetched[-1].offset + 1 if fetched else min(fetch_progress[0], state.position)
+                self.app.fetch_progress[tp] = (handed, state.position)
         return records
 
     async def _out_of_range(self, tp: TP, offset: int) -> None:
@@ -73,13 +73,13 @@ class AssignedThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
         consumer = self._ensure_consumer()
         if await self.call_thread(consumer.position, partition) != offset:
             return  # an answer to a fetch from before a seek
-        go_on = await self.app.on_out_of_range(tp, offset)
-        if go_on is None or go_on == offset:  # the process is about to end, or the broker is not sure
-            await asyncio.sleep(_LOOK_AGAIN_S)
+        resume_offset = await self.app.on_out_of_range(tp, offset)
+        if resume_offset is None or resume_offset == offset:  # the process is about to end, or the broker is not sure
+            await asyncio.sleep(_RECHECK_S)
             return
         # Faust would list every offset that it has not seen before it commits one behind them.
-        self.consumer._read_offset[tp] = self.consumer._committed_offset[tp] = go_on - 1
-        consumer.seek(partition, go_on)
+        self.consumer._read_offset[tp] = self.consumer._committed_offset[tp] = resume_offset - 1
+        consumer.seek(partition, resume_offset)
 
     async def subscribe(self, topics: Iterable[str]) -> None:
         await self.call_thread(self._assign, sorted(topics))
@@ -131,7 +131,7 @@ class AssignedConsumer(driver.Consumer):  # type: ignore[misc]
         if self._room.is_set():
             return await super()._wait_next_records(timeout)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._room.wait(), _LOOK_AGAIN_S)
+            await asyncio.wait_for(self._room.wait(), _RECHECK_S)
         return {}, set()
 
     def _new_consumer_thread(self) -> AssignedThread:

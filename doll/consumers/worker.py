@@ -40,7 +40,7 @@ class Batch:
     `data` is what the gradient needs (opaque here), `num_samples` how many usable samples it has.
     """
 
-    token: int
+    number: int
     data: Any
     num_samples: int
     complete_at_s: float
@@ -101,7 +101,7 @@ class Exit:
     reason: str
 
 
-Action = Send | Compute | Acknowledge | Exit
+WorkerAction = Send | Compute | Acknowledge | Exit
 
 
 class WorkerCore:
@@ -112,20 +112,20 @@ class WorkerCore:
     ) -> None:
         self.worker = welcome.worker
         self.instance = welcome.instance
-        self.epoch = welcome.epoch
-        self.ps_epoch = welcome.ps_epoch
+        self.session = welcome.session
+        self.term = welcome.term
         self.origin = welcome.origin
         self.generation = welcome.generation
         self.max_pending = max_pending
         self.market = market
         self.incarnation = incarnation
         self.draining = False
-        self._batches: deque[Batch] = deque()  # not durable, consecutive tokens from self._durable
-        self._durable = welcome.next_token
+        self._batches: deque[Batch] = deque()  # not durable, consecutive numbers from self._durable
+        self._durable = welcome.next_batch
         # What the server says is durable; ahead of `_durable` while what a predecessor announced is still to be read.
-        self._said_durable = welcome.next_token
-        self._announced = welcome.next_token
-        self._grants: dict[int, Grant] = {}  # token -> newest grant that is not answered
+        self._reported_durable = welcome.next_batch
+        self._announced = welcome.next_batch
+        self._grants: dict[int, Grant] = {}  # batch -> newest grant that is not answered
         self._alive_at_s = now
         self._announced_at_s = now
         self.next_offset = 0
@@ -137,12 +137,12 @@ class WorkerCore:
         return len(self._batches)
 
     @property
-    def said_durable(self) -> int:
+    def reported_durable(self) -> int:
         """Batches below this one are in the durable model, as the server has said last."""
-        return self._said_durable
+        return self._reported_durable
 
     @property
-    def next_token(self) -> int:
+    def next_batch(self) -> int:
         """The batch that comes next out of the stream."""
         return self._durable + len(self._batches)
 
@@ -156,7 +156,7 @@ class WorkerCore:
         """A granted gradient is still owed."""
         return bool(self._grants)
 
-    def batch_ready(self, batch: Batch) -> list[Action]:
+    def batch_ready(self, batch: Batch) -> list[WorkerAction]:
         """The next batch of the stream is complete and decoded.
 
         It is announced at once where nothing is being computed; else together with the next push, or after a tick: a
@@ -165,97 +165,97 @@ class WorkerCore:
         Raises:
             ValueError: it is not the next one.
         """
-        if batch.token != self.next_token:
-            raise ValueError(f"expected batch {self.next_token}, got {batch.token}")
+        if batch.number != self.next_batch:
+            raise ValueError(f"expected batch {self.next_batch}, got {batch.number}")
         self._batches.append(batch)
-        if batch.token < self._said_durable:
+        if batch.number < self._reported_durable:
             return self._forget_durable()  # the server will not say it again
         return [] if self.busy else self._announce_new()
 
-    def mail(self, record: AnyRecord, now: float) -> list[Action]:
-        """A record came on this worker's `down` partition."""
+    def on_record(self, record: AnyRecord, now: float) -> list[WorkerAction]:
+        """A record came on this worker's `commands` partition."""
         match record:
             case Fence() if record.instance == self.instance:
                 return [Exit(0, "fenced: a newer incarnation of this worker is alive")]
             case Fence():
                 return []
-            case Hello() if record.ps_epoch >= self.ps_epoch:
+            case Hello() if record.term >= self.term:
                 # Old grants are void: their server is gone, or it has lost track of us.
-                self.ps_epoch = record.ps_epoch
+                self.term = record.term
                 self._grants.clear()
                 return [] if self.draining else [Send(self.join())]
-            case Welcome() if record.ps_epoch >= self.ps_epoch:
+            case Welcome() if record.term >= self.term:
                 return self._on_welcome(record)
-            case Grant() if record.ps_epoch == self.ps_epoch and record.epoch == self.epoch:
+            case Grant() if record.term == self.term and record.session == self.session:
                 return self._on_grant(record)
-            case Durable() if record.ps_epoch == self.ps_epoch:
+            case Durable() if record.term == self.term:
                 return self._on_durable(record.until)
-            case Stop() if record.ps_epoch >= self.ps_epoch:
+            case Stop() if record.term >= self.term:
                 return [Exit(0, f"job ended ({record.reason})")]
         return []
 
     def join(self) -> Join:
         """What to answer to a Hello."""
-        return Join(worker=self.worker, instance=self.instance, epoch=self.epoch, incarnation=self.incarnation)
+        return Join(worker=self.worker, instance=self.instance, session=self.session, incarnation=self.incarnation)
 
-    def _on_welcome(self, record: Welcome) -> list[Action]:
+    def _on_welcome(self, record: Welcome) -> list[WorkerAction]:
         if record.instance != self.instance:
             if 0 < record.incarnation < self.incarnation:
                 # The server has restarted and forgotten this machine, so it gave the slot back to an older one.
                 return [] if self.draining else [Send(self.join())]
-            if record.epoch > self.epoch:
+            if record.session > self.session:
                 return [Exit(0, "fenced: a newer incarnation of this worker has been welcomed")]
             return []
-        self.ps_epoch, self.epoch = record.ps_epoch, record.epoch
+        self.term, self.session = record.term, record.session
         if record.generation != self.generation:
             # The letters of what is held here are of the run before.
             return [Exit(1, "another run of the job has begun: reading again")]
         if record.origin != self.origin:
             # The same batch number would be other offsets: what is held here must not be announced.
             return [Exit(1, f"the job now begins at offset {record.origin}, not at {self.origin}: reading again")]
-        if record.next_token < self._durable:
+        if record.next_batch < self._durable:
             return [
                 Exit(
                     1,
-                    f"the durable model went back to batch {record.next_token} of {self._durable}: reading again",
+                    f"the durable model went back to batch {record.next_batch} of {self._durable}: reading again",
                 )
             ]
-        if record.next_token > self.next_token:
+        if record.next_batch > self.next_batch:
             return [
                 Exit(
                     1,
-                    f"the durable model is at batch {record.next_token}, {self.next_token} were read: reading again",
+                    f"the durable model is at batch {record.next_batch}, {self.next_batch} were read: reading again",
                 )
             ]
-        self._said_durable = record.next_token
+        self._reported_durable = record.next_batch
         return [*self._forget_durable(), *self._announce_all()]
 
-    def _on_grant(self, grant: Grant) -> list[Action]:
-        at = grant.token - self._durable
+    def _on_grant(self, grant: Grant) -> list[WorkerAction]:
+        at = grant.batch - self._durable
         if not 0 <= at < len(self._batches):
             nack = Nack(
                 worker=self.worker,
-                epoch=self.epoch,
-                token=grant.token,
-                ps_epoch=grant.ps_epoch,
+                session=self.session,
+                batch=grant.batch,
+                term=grant.term,
                 grant=grant.grant,
                 reason="batch",
             )
             return [Send(nack)]
-        self._grants[grant.token] = grant
+        self._grants[grant.batch] = grant
         return [Compute(grant, self._batches[at])]
 
     def is_current(self, grant: Grant) -> bool:
         """Is this grant's gradient still wanted, as far as this worker knows? A later grant replaces it."""
-        return self._grants.get(grant.token) == grant
+        return self._grants.get(grant.batch) == grant
 
-    def gradient_done(self, grant: Grant, batch: Batch, done: GradientDone, granted_at_s: float) -> list[Action]:
+    def gradient_done(self, grant: Grant, batch: Batch, done: GradientDone, granted_at_s: float) -> list[WorkerAction]:
         """The gradient is in the blob store."""
         if not self.is_current(grant):
             return []
-        del self._grants[grant.token]
+        del self._grants[grant.batch]
         push = Push(
-            worker=self.worker, epoch=self.epoch, token=grant.token, ps_epoch=grant.ps_epoch, grant=grant.grant,
+            worker=self.worker, session=self.session, batch=grant.batch, term=grant.term, grant=grant.grant,
             version=grant.version, key=done.key, n_samples=done.num_samples, loss_sum=done.loss_sum,
             metric_sums=done.metric_sums, dead=done.dead, gaps=batch.gaps, lost=batch.lost,
             dead_samples=done.dead_samples, compute_s=done.compute_s, fetch_s=done.fetch_s, store_s=done.store_s,
@@ -263,44 +263,44 @@ class WorkerCore:
         )  # fmt: skip
         return [*self._announce_new(), Send(push)]
 
-    def weights_missing(self, grant: Grant) -> list[Action]:
+    def weights_missing(self, grant: Grant) -> list[WorkerAction]:
         """The weights of this grant are not in the blob store: never compute on others (reference 4.3)."""
         if not self.is_current(grant):
             return []
-        del self._grants[grant.token]
+        del self._grants[grant.batch]
         nack = Nack(
             worker=self.worker,
-            epoch=self.epoch,
-            token=grant.token,
-            ps_epoch=grant.ps_epoch,
+            session=self.session,
+            batch=grant.batch,
+            term=grant.term,
             grant=grant.grant,
             reason="weights",
         )
         return [Send(nack)]
 
-    def _on_durable(self, until: int) -> list[Action]:
-        self._said_durable = max(self._said_durable, until)
+    def _on_durable(self, until: int) -> list[WorkerAction]:
+        self._reported_durable = max(self._reported_durable, until)
         return self._forget_durable()
 
-    def _forget_durable(self) -> list[Action]:
+    def _forget_durable(self) -> list[WorkerAction]:
         before = self._durable
-        while self._batches and self._durable < self._said_durable:
-            self._grants.pop(self._batches.popleft().token, None)
+        while self._batches and self._durable < self._reported_durable:
+            self._grants.pop(self._batches.popleft().number, None)
             self._durable += 1
         self._announced = max(self._announced, self._durable)
         return [Acknowledge(self._durable)] if self._durable > before else []
 
-    def _announce_all(self) -> list[Action]:
+    def _announce_all(self) -> list[WorkerAction]:
         self._announced = self._durable
         return self._announce_new()
 
-    def _announce_new(self) -> list[Action]:
-        if self.draining or self._announced == self.next_token:
+    def _announce_new(self) -> list[WorkerAction]:
+        if self.draining or self._announced == self.next_batch:
             return []
-        first, self._announced = self._announced, self.next_token
-        return [Send(Announce(worker=self.worker, epoch=self.epoch, first=first, until=self.next_token))]
+        first, self._announced = self._announced, self.next_batch
+        return [Send(Announce(worker=self.worker, session=self.session, first=first, until=self.next_batch))]
 
-    def tick(self, now: float) -> list[Action]:
+    def tick(self, now: float) -> list[WorkerAction]:
         """Time has passed: announce what is new, now and then what is not durable again; sign of life."""
         actions = self._announce_new()
         if now - self._alive_at_s >= ALIVE_EVERY_S:
@@ -309,7 +309,7 @@ class WorkerCore:
                 Send(
                     Alive(
                         worker=self.worker,
-                        epoch=self.epoch,
+                        session=self.session,
                         retained=self.retained,
                         next_offset=self.next_offset,
                         lag=self.lag,
@@ -325,7 +325,7 @@ class WorkerCore:
         """The end is near (SIGTERM, a spot notice): announce nothing more; finish what is under way."""
         self.draining = True
 
-    def leave(self, cause: str) -> Sequence[Action]:
+    def leave(self, cause: str) -> Sequence[WorkerAction]:
         """Say goodbye: what is held goes back to the queue and waits for the next incarnation."""
         self._grants.clear()
-        return [Send(Leave(worker=self.worker, epoch=self.epoch, cause=cause))]
+        return [Send(Leave(worker=self.worker, session=self.session, cause=cause))]

@@ -7,23 +7,23 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from doll.drill.conductor import Conductor
-from doll.drill.metadata_service import Metadata
-from doll.drill.routes import Wires
+from doll.drill.conductor import FaultInjector
+from doll.drill.metadata_service import FakeMetadataService
+from doll.drill.routes import RoleRelays
 from doll.errors import AuditError, ConfigError
 from doll.run.folder import RunFolder, write_json
 from doll.run.job import PARAMETER_SERVERS, run_up
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
-    from doll.monitor.display import View
+    from doll.monitor.display import Display
 
 
-class _Drill(Conductor):
+class _Drill(FaultInjector):
     """Also keeps every fault in the run folder."""
 
-    def __init__(self, config: JobConfig, run: RunFolder, view: View, **plan: Any) -> None:
-        super().__init__(config, say=view.say, run_folder=run.path, **plan)
+    def __init__(self, config: JobConfig, run: RunFolder, display: Display, **plan: Any) -> None:
+        super().__init__(config, say=display.say, run_folder=run.path, **plan)
         self._run = run
 
     def problem(self) -> str | None:
@@ -72,15 +72,15 @@ def run_drill(
     endless = config.model_copy(update={"stop": StopConfig(), "blobs": blobs, "kafka": kafka})
     roles = [*PARAMETER_SERVERS, *(f"worker-{worker}" for worker in range(config.data.workers)), "producer"]
     drills: list[_Drill] = []
-    with Wires(roles, brokers) as wires, Metadata() as metadata:
+    with RoleRelays(roles, brokers) as wires, FakeMetadataService() as metadata:
 
-        def companion(run: RunFolder, view: View) -> _Drill:
+        def hook(run: RunFolder, display: Display) -> _Drill:
             drills.append(
-                _Drill(endless, run, view, faults=faults, seed=seed, wires=wires, metadata=metadata, standby=standby)
+                _Drill(endless, run, display, faults=faults, seed=seed, wires=wires, metadata=metadata, standby=standby)
             )
             return drills[-1]
 
-        code = run_up(endless, runs_folder, as_json=as_json, fresh=fresh, companion=companion)
+        code = run_up(endless, runs_folder, as_json=as_json, fresh=fresh, hook=hook)
     if code == 0 and (problem := drills[0].problem()) is not None:
         sys.stderr.write(f"doll: {problem}\n")
         return AuditError.exit_code

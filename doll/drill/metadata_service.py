@@ -26,7 +26,7 @@ UNREADABLE: Final = (
 )  # fmt: skip
 
 
-class Metadata:
+class FakeMetadataService:
     """Answers on loopback, from a thread. Use it as a context manager around the whole run."""
 
     def __init__(self) -> None:
@@ -40,22 +40,22 @@ class Metadata:
         """What makes a worker ask here for its notices."""
         return {NOTICES_ENV: "imds", ENDPOINT_ENV: f"http://{LOOPBACK}:{self._server.server_port}/{role}"}
 
-    def spoil(self, role: str, number: int) -> None:
+    def serve_bad_notice(self, role: str, number: int) -> None:
         """From now on the role is answered with something that cannot be read; `number` chooses what."""
         self._served[role] = 0
         self._answers[role] = UNREADABLE[number % len(UNREADABLE)]
 
-    def served(self, role: str) -> int:
+    def num_bad_notices_served(self, role: str) -> int:
         """How often the role has asked for its notice and got the bad one."""
         return self._served[role]
 
-    def take(self, role: str) -> None:
+    def serve_notice(self, role: str) -> None:
         """From now on the role is told that it is taken in 20 s. It may be repeated."""
         self._served[role] = 0
         at = datetime.now(UTC) + timedelta(seconds=_NOTICE_S)
         self._answers[role] = json.dumps({"action": "terminate", "time": at.strftime("%Y-%m-%dT%H:%M:%SZ")}).encode()
 
-    def spare(self, role: str) -> None:
+    def clear_notice(self, role: str) -> None:
         """From now on there is no notice for the role."""
         self._answers.pop(role, None)
 

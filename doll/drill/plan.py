@@ -7,33 +7,33 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Literal
 
-Target = Literal["worker", "ps", "producer", "evaluator", "redis", "kafka", "broker", "stream"]
-Action = Literal[
-    "kill", "freeze", "zombie", "preempt", "cut_kafka", "cut_redis", "poison", "truncate", "bad_notice"
+FaultTarget = Literal["worker", "ps", "producer", "evaluator", "redis", "kafka", "broker", "stream"]
+FaultAction = Literal[
+    "kill", "freeze", "zombie", "preempt", "cut_kafka", "cut_redis", "poison", "truncate", "malformed_notice"
 ]  # fmt: skip
 Cut = Literal["silent", "reset"]
 
 # A fault in so many (of 10) does not wait until the one before it is recovered from: faults meet in the real world too.
-_HURRIED: Final = 0.2
+_OVERLAP_SHARE: Final = 0.2
 _GAP_S: Final = (0.3, 1.5)
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FaultKind:
     """A way to disturb a job.
 
     Attributes:
         action: kill is SIGKILL; freeze is SIGSTOP and later SIGCONT; zombie is a freeze during which a successor
             starts; preempt is SIGTERM, and a successor when the process has gone; cut_kafka and cut_redis break this
             process's connections to that service, and no others. poison is a record that cannot be learned from, put
-            into a stream; truncate deletes what a stream holds of what is durable; bad_notice is a spot notice that
+            into a stream; truncate deletes what a stream holds of what is durable; malformed_notice is a spot notice that
             cannot be read, and a good one after it.
         weight: how often it is drawn, relative to the others.
         hold_s: the shortest and the longest freeze or cut.
     """
 
-    target: Target
-    action: Action
+    target: FaultTarget
+    action: FaultAction
     weight: float
     hold_s: tuple[float, float] = (0.0, 0.0)
 
@@ -53,32 +53,32 @@ class Kind:
                 return None
 
 
-KINDS: Final = (
-    Kind("worker", "kill", 30),
-    Kind("worker", "freeze", 8, (1.0, 6.0)),
-    Kind("worker", "zombie", 8, (1.0, 3.0)),
-    Kind("worker", "preempt", 8),
-    Kind("ps", "kill", 15),
-    Kind("ps", "freeze", 5, (0.5, 3.0)),
-    Kind("ps", "zombie", 5, (1.0, 3.0)),
-    Kind("ps", "preempt", 4),
-    Kind("redis", "kill", 8),
-    Kind("redis", "freeze", 3, (0.5, 3.0)),
-    Kind("kafka", "kill", 4),
-    Kind("kafka", "freeze", 3, (0.5, 4.0)),
-    Kind("worker", "cut_kafka", 6, (1.0, 8.0)),
-    Kind("worker", "cut_redis", 5, (1.0, 6.0)),
-    Kind("ps", "cut_kafka", 4, (0.5, 4.0)),
-    Kind("ps", "cut_redis", 4, (0.5, 4.0)),
-    Kind("producer", "cut_kafka", 2, (0.5, 3.0)),
-    Kind("producer", "kill", 2),
-    Kind("evaluator", "kill", 2),
-    Kind("producer", "preempt", 2),
-    Kind("broker", "kill", 6),
-    Kind("broker", "freeze", 3, (0.5, 4.0)),
-    Kind("stream", "poison", 4),
-    Kind("stream", "truncate", 3),
-    Kind("worker", "bad_notice", 3),
+FAULT_KINDS: Final = (
+    FaultKind("worker", "kill", 30),
+    FaultKind("worker", "freeze", 8, (1.0, 6.0)),
+    FaultKind("worker", "zombie", 8, (1.0, 3.0)),
+    FaultKind("worker", "preempt", 8),
+    FaultKind("ps", "kill", 15),
+    FaultKind("ps", "freeze", 5, (0.5, 3.0)),
+    FaultKind("ps", "zombie", 5, (1.0, 3.0)),
+    FaultKind("ps", "preempt", 4),
+    FaultKind("redis", "kill", 8),
+    FaultKind("redis", "freeze", 3, (0.5, 3.0)),
+    FaultKind("kafka", "kill", 4),
+    FaultKind("kafka", "freeze", 3, (0.5, 4.0)),
+    FaultKind("worker", "cut_kafka", 6, (1.0, 8.0)),
+    FaultKind("worker", "cut_redis", 5, (1.0, 6.0)),
+    FaultKind("ps", "cut_kafka", 4, (0.5, 4.0)),
+    FaultKind("ps", "cut_redis", 4, (0.5, 4.0)),
+    FaultKind("producer", "cut_kafka", 2, (0.5, 3.0)),
+    FaultKind("producer", "kill", 2),
+    FaultKind("evaluator", "kill", 2),
+    FaultKind("producer", "preempt", 2),
+    FaultKind("broker", "kill", 6),
+    FaultKind("broker", "freeze", 3, (0.5, 4.0)),
+    FaultKind("stream", "poison", 4),
+    FaultKind("stream", "truncate", 3),
+    FaultKind("worker", "malformed_notice", 3),
 )
 
 
@@ -92,16 +92,16 @@ class Fault:
         gap_s: at the earliest so long after the fault before it, or after the recovery from that one.
         hold_s: how long it is frozen or cut off.
         cut: what a cut does to connections; see `doll.drill.relay`.
-        hurried: it does not wait for the recovery from the fault before it.
+        overlapping: it does not wait for the recovery from the fault before it.
         broker: which broker of several, from 0, where the kind is about one.
     """
 
     number: int
-    kind: Kind
+    kind: FaultKind
     worker: int
     gap_s: float
     hold_s: float
-    hurried: bool
+    overlapping: bool
     cut: Cut = "silent"
     broker: int = 0
 
@@ -122,7 +122,7 @@ def make_plan(
     seed: int,
     *,
     workers: int,
-    targets: Collection[Target],
+    targets: Collection[FaultTarget],
     standby: bool = False,
     brokers: int = 1,
     without: Collection[str] = (),
@@ -140,7 +140,7 @@ def make_plan(
     """
     kinds = [
         kind
-        for kind in KINDS
+        for kind in FAULT_KINDS
         if kind.target in targets
         and (kind.cut_from is None or kind.cut_from in targets)
         and not (standby and kind.name == "ps_zombie")
@@ -162,7 +162,7 @@ def make_plan(
             worker=rng.randrange(workers),
             gap_s=rng.uniform(*_GAP_S),
             hold_s=rng.uniform(*kind.hold_s),
-            hurried=rng.random() < _HURRIED,
+            overlapping=rng.random() < _OVERLAP_SHARE,
             cut=rng.choice(("silent", "reset")),
             broker=rng.randrange(brokers),
         )

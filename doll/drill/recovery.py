@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from doll.drill.plan import Fault
-from doll.records import AnyRecord, Epoch, Update
+from doll.records import AnyRecord, TermStarted, Update
 
 _RECENT = 500  # updates that may come before Kafka says where a record is
 
 
 @dataclass(slots=True)
-class Poisoned:
+class PoisonTracker:
     """Records that were put into a stream and that nobody shall learn from.
 
     Attributes:
@@ -35,7 +35,7 @@ class Poisoned:
     learned: set[int] = field(default_factory=set)
     seen_s: float = 0.0
 
-    def note(self, update: Update) -> None:
+    def on_update(self, update: Update) -> None:
         """What an update says of them; one that comes later is right."""
         for member in update.members:
             if member.worker == self.partition:
@@ -53,14 +53,14 @@ class Poisoned:
 
 
 @dataclass(slots=True)
-class Injected:
+class InjectedFault:
     """A fault that has happened.
 
     Attributes:
         time_s: wall clock, as in `Update.time_s`.
-        above_epoch: the update that ends it is of a later parameter server than this one; -1: of any.
-        ps_epoch: the newest parameter server's when it happened.
-        mended_s: until then a server that is cut off may still apply what it has, and tell nobody.
+        after_term: the update that ends it is of a later parameter server than this one; -1: of any.
+        term: the newest parameter server's when it happened.
+        restored_s: until then a server that is cut off may still apply what it has, and tell nobody.
         poison: the records that updates must have counted before it is ended.
         left: what was told to leave has done so, or nothing was.
         recovery_s: from the fault to the first update that came after it; None while there is none.
@@ -68,10 +68,10 @@ class Injected:
 
     fault: Fault
     time_s: float
-    above_epoch: int
-    ps_epoch: int
-    mended_s: float
-    poison: Poisoned | None = None
+    after_term: int
+    term: int
+    restored_s: float
+    poison: PoisonTracker | None = None
     left: bool = True
     recovery_s: float | None = None
 
@@ -84,33 +84,33 @@ class Injected:
         """Whether this update shows that the job goes on."""
         if not self.left or (self.poison is not None and not self.poison.is_counted):
             return False
-        if update.ps_epoch > self.ps_epoch:
+        if update.term > self.term:
             return update.time_s > self.time_s
-        return update.ps_epoch > self.above_epoch and update.time_s > max(self.time_s, self.mended_s)
+        return update.term > self.after_term and update.time_s > max(self.time_s, self.restored_s)
 
 
-class Recoveries:
+class RecoveryTracker:
     """Faults, and the updates that show that the job goes on. Feed it each record of `updates`."""
 
     def __init__(self) -> None:
-        self.injected: list[Injected] = []
-        self._ps_epoch = 0
-        self._open: list[Injected] = []
+        self.injected: list[InjectedFault] = []
+        self._term = 0
+        self._open: list[InjectedFault] = []
         self._recent: deque[Update] = deque(maxlen=_RECENT)
 
-    def inject(self, fault: Fault, time_s: float, poison: Poisoned | None = None) -> Injected:
+    def inject(self, fault: Fault, time_s: float, poison: PoisonTracker | None = None) -> InjectedFault:
         """A fault happens now."""
         # A message may be on its way when its sender dies: only the successor's updates show that there is one.
         of_ps = fault.kind.target == "ps"
-        above = self._ps_epoch if of_ps and fault.kind.action in ("kill", "zombie", "preempt") else -1
-        mended_s = time_s + fault.hold_s if of_ps and fault.kind.cut_from is not None else time_s
-        one = Injected(fault, time_s, above, self._ps_epoch, mended_s, poison)
-        one.left = fault.kind.action != "bad_notice"
+        above = self._term if of_ps and fault.kind.action in ("kill", "zombie", "preempt") else -1
+        restored_s = time_s + fault.hold_s if of_ps and fault.kind.cut_from is not None else time_s
+        one = InjectedFault(fault, time_s, above, self._term, restored_s, poison)
+        one.left = fault.kind.action != "malformed_notice"
         self.injected.append(one)
         self._open.append(one)
         return one
 
-    def poisoned_at(self, one: Injected, offset: int) -> None:
+    def add_poison_offset(self, one: InjectedFault, offset: int) -> None:
         """Kafka has put one of the poison records there: updates that count it may have come already."""
         assert one.poison is not None
         one.poison.offsets.add(offset)
@@ -120,10 +120,10 @@ class Recoveries:
     def feed(self, record: AnyRecord) -> None:
         """A record of the `updates` topic."""
         match record:
-            case Epoch():
-                self._ps_epoch = max(self._ps_epoch, record.ps_epoch)
+            case TermStarted():
+                self._term = max(self._term, record.term)
             case Update():
-                self._ps_epoch = max(self._ps_epoch, record.ps_epoch)
+                self._term = max(self._term, record.term)
                 self._recent.append(record)
                 self._take(record)
             case _:
@@ -132,20 +132,20 @@ class Recoveries:
     def _take(self, update: Update) -> None:
         for one in self.injected:
             if one.poison is not None:
-                one.poison.note(update)  # also after the recovery: a later update may count the batch again
+                one.poison.on_update(update)  # also after the recovery: a later update may count the batch again
         for one in self._open:
             if one.is_ended_by(update):
                 one.recovery_s = update.time_s - one.time_s
         self._open = [one for one in self._open if one.recovery_s is None]
 
     @property
-    def open(self) -> tuple[Injected, ...]:
+    def open(self) -> tuple[InjectedFault, ...]:
         """Faults that no update has followed yet, in order."""
         return tuple(self._open)
 
     def report(self) -> dict[str, Any]:
         """What `report.json` says of a drill. `ps_recovery_s` is of the parameter server's deaths by SIGKILL alone."""
-        by_kind: dict[str, list[Injected]] = {}
+        by_kind: dict[str, list[InjectedFault]] = {}
         for one in self.injected:
             by_kind.setdefault(one.fault.kind.name, []).append(one)
         deaths = [one for one in self.injected if one.fault.kind.name == "ps_kill"]
@@ -158,7 +158,7 @@ class Recoveries:
         }
 
 
-def _spread(injected: Iterable[Injected]) -> dict[str, float | None]:
+def _spread(injected: Iterable[InjectedFault]) -> dict[str, float | None]:
     found = [one.recovery_s for one in injected if one.recovery_s is not None]
     return {
         "p50": round(statistics.median(found), 3) if found else None,

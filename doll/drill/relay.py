@@ -46,18 +46,18 @@ class Relay:
         self.target_port = 0
         self.cut: Cut | None = None
 
-    def break_off(self, how: Cut) -> None:
-        """Cut it, until `mend`."""
-        self._on_loop(self._break_off(how))
+    def start_cut(self, how: Cut) -> None:
+        """Cut it, until `restore`."""
+        self._on_loop(self._start_cut(how))
 
-    def mend(self) -> None:
+    def restore(self) -> None:
         """It leads through again. It may be repeated."""
-        self._on_loop(self._mend())
+        self._on_loop(self._restore())
 
     def _on_loop(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(_ANSWER_S)
 
-    async def _break_off(self, how: Cut) -> None:
+    async def _start_cut(self, how: Cut) -> None:
         self.cut = how
         if how == "silent":
             self._open.clear()
@@ -65,7 +65,7 @@ class Relay:
             for task in self._tasks:
                 task.cancel()
 
-    async def _mend(self) -> None:
+    async def _restore(self) -> None:
         self.cut = None
         self._open.set()
 

@@ -109,7 +109,7 @@ class SamplesTopic:
 
     def _durable_until(self, partition: int) -> int | None:
         """The first offset that the newest checkpoint does not hold; None while there is no checkpoint."""
-        from doll.ledger.audit import counts_of
+        from doll.ledger.audit import read_counts
         from doll.storage.stores import open_store
 
         try:
@@ -118,5 +118,5 @@ class SamplesTopic:
             return None
         if checkpoint is None:
             return None
-        counts = counts_of(self._config, checkpoint)
+        counts = read_counts(self._config, checkpoint)
         return counts.origins[partition] + counts.applied[partition] * counts.records_per_batch

@@ -38,7 +38,7 @@ log = telemetry.get_logger(__name__)
 class Evaluation(NamedTuple):
     """Held-out error of one version."""
 
-    ps_epoch: int
+    term: int
     version: int
     error: HeldOutError
     seconds: float
@@ -52,7 +52,7 @@ class Evaluator:
         blobs: where weights are published; its calls may raise `ServiceUnavailableError`: that round is then left out.
         checkpointed: reads (version, weights) of the newest checkpoint, for a last version whose blob is gone.
         run_folder: gets `updates.csv` and `evaluations.csv`.
-        above: epochs up to this one are of earlier runs, see `History`.
+        after_term: terms up to this one are of earlier runs, see `History`.
 
     Raises:
         ConfigError: the task cannot be loaded, or its model or held-out set fails.
@@ -66,7 +66,7 @@ class Evaluator:
         checkpointed: CheckpointedWeights,
         run_folder: Path,
         *,
-        above: int = 0,
+        after_term: int = 0,
     ) -> None:
         self._config = config
         self._blobs = blobs
@@ -74,9 +74,9 @@ class Evaluator:
         task = load_task(config)
         self._model = build(config, task)
         self._held_out = HeldOut(task, config.evaluation.max_samples)
-        self._redis_away = False
+        self._redis_unavailable = False
         self._last: tuple[int, int] | None = None
-        self.history = History(above=above)
+        self.history = History(after_term=after_term)
         run_folder.mkdir(parents=True, exist_ok=True)
         self._restore(run_folder / "evaluations.csv")
         self._updates_file = CsvFile(run_folder / "updates.csv", self.history.updates)
@@ -88,11 +88,11 @@ class Evaluator:
         if not path.exists():
             return
         for row in read_rows(path):
-            whole = (row.get("ps_epoch", math.nan), row.get("version", math.nan))
+            whole = (row.get("term", math.nan), row.get("version", math.nan))
             if {"time_s", "loss"} <= row.keys() and all(map(math.isfinite, whole)):
                 self.history.evaluated(
                     time_s=row["time_s"],
-                    ps_epoch=int(row["ps_epoch"]),
+                    term=int(row["term"]),
                     version=int(row["version"]),
                     loss=row["loss"],
                     accuracy=row.get("accuracy"),
@@ -109,7 +109,7 @@ class Evaluator:
         if any(changed):
             self._evaluations_file.sync(changed=True)
 
-    def newest(self) -> Evaluation | None:
+    def evaluate_newest(self) -> Evaluation | None:
         """Measure the newest published weights; None when they are measured already, or cannot be had now."""
         if not self.has_held_out:
             return None
@@ -118,29 +118,29 @@ class Evaluator:
             if pointer is None:
                 return None
             latest = decode_latest(pointer)
-            if (latest.ps_epoch, latest.version) == self._last or latest.ps_epoch < self.history.ps_epoch:
+            if (latest.term, latest.version) == self._last or latest.term < self.history.term:
                 return None
-            if not self.history.is_ours(latest.ps_epoch):
+            if not self.history.is_current(latest.term):
                 return None  # Redis still has the weights of the run before
             weights = self._fetch(latest.key, latest.version)
         except ServiceUnavailableError as exc:
-            self._tell_redis(away=str(exc))
+            self._log_redis_state(away=str(exc))
             return None
         except BlobError as exc:
             log.warning("blob_refused", reason=str(exc))
             return None
-        self._tell_redis(away="")
-        return None if weights is None else self._measure(latest.ps_epoch, latest.version, weights)
+        self._log_redis_state(away="")
+        return None if weights is None else self._measure(latest.term, latest.version, weights)
 
-    def final(self, ps_epoch: int, version: int) -> Evaluation | None:
+    def evaluate_final(self, term: int, version: int) -> Evaluation | None:
         """Measure exactly `version`, the last one: from Redis, else from the checkpoint that must hold it.
 
         None when there is nothing to measure on, it is measured already, or neither has it (logged).
         """
-        if not self.has_held_out or self._last == (ps_epoch, version):
+        if not self.has_held_out or self._last == (term, version):
             return None
         try:
-            weights = self._fetch(weights_key(self._config.job, ps_epoch, version), version)
+            weights = self._fetch(weights_key(self._config.job, term, version), version)
         except (ServiceUnavailableError, BlobError) as exc:
             log.warning("final_weights_not_in_redis", reason=str(exc))
             weights = None
@@ -154,7 +154,7 @@ class Evaluator:
                 log.warning("final_weights_not_found", version=version, checkpoint=stored and stored[0])
                 return None
             weights = stored[1]
-        return self._measure(ps_epoch, version, weights)
+        return self._measure(term, version, weights)
 
     def _fetch(self, key: str, version: int) -> npt.NDArray[np.float32] | None:
         data = self._blobs.get(key)
@@ -162,23 +162,23 @@ class Evaluator:
             return None
         return decode_blob(data, job=self._config.job, kind="w", version=version, numel=self._model.flat.numel())
 
-    def _measure(self, ps_epoch: int, version: int, weights: npt.NDArray[np.float32]) -> Evaluation:
+    def _measure(self, term: int, version: int, weights: npt.NDArray[np.float32]) -> Evaluation:
         started_s = time.monotonic()
-        self._model.take(weights)
+        self._model.load_weights(weights)
         error = self._held_out.evaluate(self._model.module)
-        self._last = (ps_epoch, version)
-        found = Evaluation(ps_epoch, version, error, time.monotonic() - started_s, time.time())
+        self._last = (term, version)
+        found = Evaluation(term, version, error, time.monotonic() - started_s, time.time())
         self.history.evaluated(
-            time_s=found.time_s, ps_epoch=ps_epoch, version=version, loss=error.loss, accuracy=error.accuracy
+            time_s=found.time_s, term=term, version=version, loss=error.loss, accuracy=error.accuracy
         )
         self._evaluations_file.sync()
         return found
 
-    def _tell_redis(self, away: str) -> None:
-        if bool(away) == self._redis_away:
+    def _log_redis_state(self, away: str) -> None:
+        if bool(away) == self._redis_unavailable:
             return
-        self._redis_away = bool(away)
+        self._redis_unavailable = bool(away)
         if away:
-            log.warning("redis_away", reason=away, hint="held-out evaluation goes on when it is back")
+            log.warning("redis_unavailable", reason=away, hint="held-out evaluation goes on when it is back")
         else:
-            log.info("redis_back")
+            log.info("redis_available")

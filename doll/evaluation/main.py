@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from doll import telemetry
 from doll.kafka.tail import Tail
-from doll.monitor.heartbeats import BEAT_S
-from doll.process.health import Pulse, pulse_of
-from doll.process.signals import told_to_stop
+from doll.monitor.heartbeats import HEARTBEAT_EVERY_S
+from doll.process.health import Heartbeat, heartbeat_of
+from doll.process.signals import stop_requested
 from doll.records import AnyRecord, Evaluated, Metric, encode
 from doll.services import Services, kafka_settings
 
@@ -27,20 +27,20 @@ log = telemetry.get_logger(__name__)
 NICENESS = 10  # measuring must not slow learning down
 POLL_S = 0.2
 FLUSH_S = 10.0
-ASK_KAFKA_S = 5.0
-MEASURE_S = 300.0  # one round over a large held-out set, on a machine whose workers come first
+CHECK_KAFKA_EVERY_S = 5.0
+MAX_EVALUATION_S = 300.0  # one round over a large held-out set, on a machine whose workers come first
 # A job that finished before this process started may be about to go on: a new parameter server says so within seconds,
 # a standby after its lease too.
 RESUME_GRACE_S = 30.0
 
 
-def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, above: int = 0) -> int:
+def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, after_term: int = 0) -> int:
     """Evaluate until the job has finished or SIGTERM comes; 0.
 
     Needs the main thread: it takes over SIGTERM and SIGINT while it runs.
 
     Args:
-        above: epochs up to this one are of earlier runs: neither their models nor their end are this job's.
+        after_term: terms up to this one are of earlier runs: neither their models nor their end are this job's.
 
     Raises:
         ConfigError: the task cannot be used.
@@ -48,12 +48,17 @@ def run_evaluator(config: JobConfig, services: Services, run_folder: Path, *, ab
     """
     with suppress(OSError):
         os.nice(NICENESS)
-    with told_to_stop() as stop, pulse_of("evaluator", config) as pulse:
-        return _run(config, services, run_folder, stop, pulse, above)
+    with stop_requested() as stop, heartbeat_of("evaluator", config) as heartbeat:
+        return _run(config, services, run_folder, stop, heartbeat, after_term)
 
 
 def _run(
-    config: JobConfig, services: Services, run_folder: Path, stop: threading.Event, pulse: Pulse, above: int
+    config: JobConfig,
+    services: Services,
+    run_folder: Path,
+    stop: threading.Event,
+    heartbeat: Heartbeat,
+    after_term: int,
 ) -> int:
     import torch
     from confluent_kafka import Producer
@@ -66,9 +71,9 @@ def _run(
     blobs = open_blobs(config, services, give_up=lambda: True, timeout_s=5.0)
     producer = Producer(kafka_settings(config, services, acks="all", linger_ms=5))
     try:
-        evaluator = Evaluator(config, blobs, _checkpoint_reader(config, run_folder), run_folder, above=above)
+        evaluator = Evaluator(config, blobs, _checkpoint_reader(config, run_folder), run_folder, after_term=after_term)
         with Tail(config, services, (config.topic("updates"),)) as tail:
-            _follow(config, evaluator, tail, producer, stop, pulse)
+            _follow(config, evaluator, tail, producer, stop, heartbeat)
     finally:
         producer.flush(FLUSH_S)
         blobs.close()
@@ -76,62 +81,62 @@ def _run(
 
 
 def _follow(
-    config: JobConfig, evaluator: Evaluator, tail: Tail, producer: Any, stop: threading.Event, pulse: Pulse
+    config: JobConfig, evaluator: Evaluator, tail: Tail, producer: Any, stop: threading.Event, heartbeat: Heartbeat
 ) -> None:
     topic = config.topic("updates")
     started_s = next_s = ask_s = beat_s = time.monotonic()
     grace_s = config.ps.lease_s + RESUME_GRACE_S
-    pulse.expect("loop", within_s=MEASURE_S)
-    pulse.expect("kafka", within_s=MEASURE_S + 3 * ASK_KAFKA_S, vital=False)
-    pulse.waits_for("")
+    heartbeat.expect("loop", within_s=MAX_EVALUATION_S)
+    heartbeat.expect("kafka", within_s=MAX_EVALUATION_S + 3 * CHECK_KAFKA_EVERY_S, vital=False)
+    heartbeat.set_waiting_for("")
     while not stop.is_set():
-        pulse.beat("loop")
+        heartbeat.beat("loop")
         if time.monotonic() >= ask_s:
-            ask_s = time.monotonic() + ASK_KAFKA_S
+            ask_s = time.monotonic() + CHECK_KAFKA_EVERY_S
             if tail.partition_ends(topic, 1) is not None:
-                pulse.beat("kafka")
+                heartbeat.beat("kafka")
         if time.monotonic() >= beat_s:
-            beat_s = time.monotonic() + BEAT_S
+            beat_s = time.monotonic() + HEARTBEAT_EVERY_S
             _send(producer, config.topic("metrics"), Metric(source="evaluator", values={}, time_s=time.time()))
-        tailed = tail.poll(POLL_S)
-        evaluator.feed([one.record for one in tailed])
+        topic_records = tail.poll(POLL_S)
+        evaluator.feed([one.record for one in topic_records])
         producer.poll(0)
         finished = evaluator.history.finished
         # What is in the topic from before is history, unless nothing follows it.
-        news = tail.past(topic) and (
-            any(one.offset >= tail.ends[topic] for one in tailed) or time.monotonic() - started_s > grace_s
+        news = tail.has_read_history(topic) and (
+            any(one.offset >= tail.ends[topic] for one in topic_records) or time.monotonic() - started_s > grace_s
         )
         if finished is not None and news:
-            _publish(config, evaluator, producer, evaluator.final(finished.ps_epoch, finished.version))
+            _publish(config, evaluator, producer, evaluator.evaluate_final(finished.term, finished.version))
             log.info("job_finished", version=finished.version, reason=finished.reason)
             return
         now_s = time.monotonic()
-        if now_s < next_s or not tail.past(topic):
+        if now_s < next_s or not tail.has_read_history(topic):
             continue
-        _publish(config, evaluator, producer, evaluator.newest())
+        _publish(config, evaluator, producer, evaluator.evaluate_newest())
         # At most half of a processor, however large the model or the held-out set.
         ended_s = time.monotonic()
         next_s = max(now_s + config.evaluation.every_s, 2 * ended_s - now_s)
 
 
-def _publish(config: JobConfig, evaluator: Evaluator, producer: Any, found: Evaluation | None) -> None:
-    if found is None:
+def _publish(config: JobConfig, evaluator: Evaluator, producer: Any, evaluation: Evaluation | None) -> None:
+    if evaluation is None:
         return
-    error = found.error
+    error = evaluation.error
     running, window = evaluator.history.prequential.running(), evaluator.history.prequential.windowed()
     values = {
         **error.metrics,
-        "version": float(found.version),
-        "ps_epoch": float(found.ps_epoch),
+        "version": float(evaluation.version),
+        "term": float(evaluation.term),
         "loss": error.loss,
-        "evaluate_s": found.seconds,
+        "evaluate_s": evaluation.seconds,
         "prequential_loss": running.loss,
         "prequential_window_loss": window.loss,
     }
-    evaluated = Evaluated(ps_epoch=found.ps_epoch, version=found.version, loss=error.loss, accuracy=error.accuracy)
+    evaluated = Evaluated(term=evaluation.term, version=evaluation.version, loss=error.loss, accuracy=error.accuracy)
     known = {name: value for name, value in values.items() if not math.isnan(value)}
-    _send(producer, config.topic("up"), evaluated, key=b"evaluator")
-    _send(producer, config.topic("metrics"), Metric(source="evaluator", values=known, time_s=found.time_s))
+    _send(producer, config.topic("events"), evaluated, key=b"evaluator")
+    _send(producer, config.topic("metrics"), Metric(source="evaluator", values=known, time_s=evaluation.time_s))
 
 
 def _send(producer: Any, topic: str, record: AnyRecord, key: bytes | None = None) -> None:

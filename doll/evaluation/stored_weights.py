@@ -11,7 +11,7 @@ import numpy.typing as npt
 from doll.errors import CheckpointError
 from doll.model import FlatModel, fingerprint
 from doll.ps.optimizer import WEIGHTS
-from doll.storage.stores import checkpoint_place, open_store
+from doll.storage.stores import checkpoint_location, open_store
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -22,7 +22,7 @@ class StoredWeights(NamedTuple):
 
     version: int
     weights: npt.NDArray[np.float32]
-    ps_epoch: int
+    term: int
     fingerprint: str
 
 
@@ -38,7 +38,7 @@ def newest_weights(config: JobConfig, run_folder: Path, model: FlatModel) -> Sto
     weights = checkpoint.tensors.get(WEIGHTS)
     if weights is None or weights.shape not in ((model.flat.numel(),), (model.num_floats,)):
         raise CheckpointError(
-            f"{checkpoint_place(config, run_folder)}: expected {WEIGHTS!r} of shape ({model.flat.numel()},), got "
+            f"{checkpoint_location(config, run_folder)}: expected {WEIGHTS!r} of shape ({model.flat.numel()},), got "
             f"{'nothing' if weights is None else weights.shape} in version {checkpoint.version}"
         )
-    return StoredWeights(checkpoint.version, weights, checkpoint.ps_epoch, checkpoint.fingerprint)
+    return StoredWeights(checkpoint.version, weights, checkpoint.term, checkpoint.fingerprint)

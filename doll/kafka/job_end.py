@@ -32,13 +32,13 @@ def on_finish(config: JobConfig, services: Services, call: Callable[[], None]) -
 
     def watch() -> None:
         while not over.is_set():
-            for one in tail.poll(_POLL_S):
-                if isinstance(one.record, Finished):
-                    log.info("job_finished", version=one.record.version, reason=one.record.reason)
+            for topic_record in tail.poll(_POLL_S):
+                if isinstance(topic_record.record, Finished):
+                    log.info("job_finished", version=topic_record.record.version, reason=topic_record.record.reason)
                     call()
                     return
 
-    with Tail(config, services, (config.topic("updates"),), from_now_on=True) as tail:
+    with Tail(config, services, (config.topic("updates"),), from_end=True) as tail:
         thread = threading.Thread(target=watch, name="finish", daemon=True)
         thread.start()
         try:

@@ -1,4 +1,4 @@
-"""What the provisioner reads of a job on Kafka: `updates`, `up`, `metrics` and every partition of `down`.
+"""What the provisioner reads of a job on Kafka: `updates`, `events`, `metrics` and every partition of `commands`.
 
 It joins no group and commits nothing; where it stands is kept with the provisioner's own state.
 """
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 log = telemetry.get_logger(__name__)
 
 _LOOKUP_S: Final = 10.0
-_AT_ONCE: Final = 5000
+_MAX_MESSAGES: Final = 5000
 
 
-class Letter(NamedTuple):
+class TimedRecord(NamedTuple):
     """A record and when it was written, Unix seconds."""
 
     record: AnyRecord
     at_s: float
 
 
-class Mail:
+class JobRecords:
     """All records of a job that say how it stands. Use as a context manager.
 
     Args:
@@ -58,9 +58,9 @@ class Mail:
         )  # fmt: skip
         self._next: dict[tuple[str, int], int] = {}
         self._ends: dict[tuple[str, int], int] = {}
-        single = [(config.topic("updates"), 0), (config.topic("up"), 0), (config.topic("metrics"), 0)]
+        single = [(config.topic("updates"), 0), (config.topic("events"), 0), (config.topic("metrics"), 0)]
         try:
-            for topic, part in [*single, *((config.topic("down"), slot) for slot in range(self._slots))]:
+            for topic, part in [*single, *((config.topic("commands"), slot) for slot in range(self._slots))]:
                 low, high = watermarks(self._consumer, services.kafka, topic, part, _LOOKUP_S)
                 at = positions.get(f"{topic}/{part}", low)
                 # Outside of what is kept: retention has removed it, or the topic is a new one of the same name.
@@ -71,7 +71,7 @@ class Mail:
             raise
         self._consumer.assign([TopicPartition(topic, part, at) for (topic, part), at in self._next.items()])
 
-    def __enter__(self) -> Mail:
+    def __enter__(self) -> JobRecords:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -82,14 +82,14 @@ class Mail:
         """Next offset by `topic/partition`: all before it has been returned by `poll`."""
         return {f"{topic}/{part}": at for (topic, part), at in self._next.items()}
 
-    def poll(self, timeout_s: float) -> list[Letter]:
+    def poll(self, timeout_s: float) -> list[TimedRecord]:
         """The next records; as soon as there are any, at the latest after `timeout_s`."""
         message = self._consumer.poll(timeout_s)
-        messages = [] if message is None else [message, *self._consumer.consume(_AT_ONCE, timeout=0)]
-        found = []
+        messages = [] if message is None else [message, *self._consumer.consume(_MAX_MESSAGES, timeout=0)]
+        timed_records = []
         for message in messages:
             if message.error() is not None:
-                log.warning("topic_trouble", reason=message.error().str())
+                log.warning("topic_error", reason=message.error().str())
                 continue
             self._next[message.topic(), message.partition()] = message.offset() + 1
             try:
@@ -98,8 +98,8 @@ class Mail:
                 self.refused += 1
                 log.warning("record_refused", topic=message.topic(), offset=message.offset(), reason=str(exc))
                 continue
-            found.append(Letter(record, self._written_s(message)))
-        return found
+            timed_records.append(TimedRecord(record, self._written_s(message)))
+        return timed_records
 
     def _written_s(self, message: Any) -> float:
         """Of what comes while we listen, our own clock tells: the writers' clocks need not agree. Else theirs."""
@@ -109,19 +109,19 @@ class Mail:
             return now_s
         return min(now_s, float(stamp_ms) / 1000)
 
-    def history(self, timeout_s: float = 120.0) -> list[Letter]:
+    def history(self, timeout_s: float = 120.0) -> list[TimedRecord]:
         """Everything that was there when this object was made.
 
         Raises:
             ServiceUnavailableError: the broker did not hand it out within `timeout_s`.
         """
-        found: list[Letter] = []
+        timed_records: list[TimedRecord] = []
         deadline_s = time.monotonic() + timeout_s
         while any(at < self._ends[place] for place, at in self._next.items()):
             if time.monotonic() > deadline_s:
                 raise ServiceUnavailableError(f"Kafka did not hand out the job's records within {timeout_s:g} s")
-            found += self.poll(0.2)
-        return found
+            timed_records += self.poll(0.2)
+        return timed_records
 
     def sample_ends(self, timeout_s: float = 1.0) -> list[int] | None:
         """The end of each partition of samples; None where the broker does not say in time."""

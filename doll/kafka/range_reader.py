@@ -24,12 +24,12 @@ class TopicReader:
         problems: what is no record of its topic, one sentence each.
     """
 
-    def __init__(self, config: JobConfig, services: Services, stall_s: float = STALL_S) -> None:
+    def __init__(self, config: JobConfig, services: Services, stall_timeout_s: float = STALL_S) -> None:
         from confluent_kafka import Consumer
 
         self.problems: list[str] = []
         self._services = services
-        self._stall_s = stall_s
+        self._stall_s = stall_timeout_s
         settings = {
             "group.id": f"doll.{config.job}.read",  # librdkafka asks for one, also where no group is joined
             "enable.auto.commit": False,
@@ -53,7 +53,7 @@ class TopicReader:
         from confluent_kafka import KafkaException, TopicPartition
 
         try:
-            low, high = topics.patiently(
+            low, high = topics.retry_while_leaderless(
                 lambda: self._consumer.get_watermark_offsets(TopicPartition(topic, partition), self._stall_s)
             )
         except KafkaException as exc:
@@ -90,13 +90,13 @@ class TopicReader:
         """The records in [lo, hi) that the log holds, in order, with their headers.
 
         Raises:
-            ServiceUnavailableError: the broker refuses, or sends nothing for `stall_s`.
+            ServiceUnavailableError: the broker refuses, or sends nothing for `stall_timeout_s`.
         """
         from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
         if lo >= hi:
             return
-        at, heard_s = lo, time.monotonic()
+        at, last_message_s = lo, time.monotonic()
         try:
             self._consumer.assign([TopicPartition(topic, partition, lo)])
             while at < hi:
@@ -111,8 +111,8 @@ class TopicReader:
                     yield message
                     at = message.offset() + 1
                 if messages:
-                    heard_s = time.monotonic()
-                elif time.monotonic() - heard_s > self._stall_s:
+                    last_message_s = time.monotonic()
+                elif time.monotonic() - last_message_s > self._stall_s:
                     raise ServiceUnavailableError(
                         f"Kafka at {self._services.kafka} has sent nothing of {topic}, partition {partition}, for "
                         f"{self._stall_s:g} s, but holds records from offset {at} to {hi - 1}: is the broker up?"

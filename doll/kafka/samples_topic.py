@@ -20,14 +20,14 @@ from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
-    from doll.ledger.audit import Counts
+    from doll.ledger.audit import SnapshotCounts
 
 log = get_logger(__name__)
 
 # A broker that has just become the leader may not know for seconds how far its log is committed.
-_SETTLES_S: Final = 30.0
-_LOOK_AGAIN_S: Final = 0.5
-_TO_DO = (
+_LEADER_SETTLE_S: Final = 30.0
+_RETRY_S: Final = 0.5
+_ADVICE = (
     "what was not learned before is gone. Begin anew on this topic (doll up --fresh, or doll ps --fresh with an empty "
     "checkpoint.folder), or take another job name; the model is in the checkpoints (doll export)"
 )
@@ -52,7 +52,7 @@ def describe_samples(
     config: JobConfig,
     services: Services,
     watermarks: Callable[[str, int], tuple[int, int]],
-    counts: Counts | None = None,
+    counts: SnapshotCounts | None = None,
 ) -> SampleLog:
     """Ask the broker.
 
@@ -73,34 +73,34 @@ def describe_samples(
         )  # fmt: skip
     reach = [0] * num
     if counts is not None:
-        refuse_other_topic(name, counts.samples_id, topic_id)
+        refuse_replaced_topic(name, counts.samples_id, topic_id)
         both = zip(counts.origins, counts.applied, strict=True)
         reach = [origin + applied * counts.records_per_batch for origin, applied in both]
-    bounds = [reaching(name, partition, reach[partition], watermarks) for partition in range(num)]
+    bounds = [bounds_reaching(name, partition, reach[partition], watermarks) for partition in range(num)]
     return SampleLog(name, topic_id, tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
 
 
-def refuse_other_topic(name: str, expected: str, came: str) -> None:
+def refuse_replaced_topic(name: str, expected: str, actual_id: str) -> None:
     """Return unless both ids are known and differ.
 
     Raises:
         ConfigError: they do.
     """
-    if problem := other_topic(name, expected, came):
-        raise ConfigError(f"{problem}; {_TO_DO}")
+    if problem := replaced_topic(name, expected, actual_id):
+        raise ConfigError(f"{problem}; {_ADVICE}")
 
 
-def other_topic(name: str, expected: str, came: str) -> str:
+def replaced_topic(name: str, expected: str, actual_id: str) -> str:
     """What is wrong if both ids are known and differ, else ""."""
-    if not expected or not came or expected == came:
+    if not expected or not actual_id or expected == actual_id:
         return ""
     return (
         f"topic {name} was deleted and created again since this job began (expected Kafka's topic id {expected}, found "
-        f"{came}): its offsets are other records now"
+        f"{actual_id}): its offsets are other records now"
     )
 
 
-def reaching(
+def bounds_reaching(
     name: str, partition: int, next_offset: int, watermarks: Callable[[str, int], tuple[int, int]]
 ) -> tuple[int, int]:
     """(low, high) of a log that reaches as far as what is to be read next; a new leader is given time to know it.
@@ -109,17 +109,17 @@ def reaching(
         ServiceUnavailableError: Kafka does not answer.
         ConfigError: the log ends before, and stays so.
     """
-    deadline_s = time.monotonic() + _SETTLES_S
+    deadline_s = time.monotonic() + _LEADER_SETTLE_S
     while True:
         low, high = watermarks(name, partition)
         if next_offset <= high:
             return low, high
         if time.monotonic() > deadline_s:
-            raise ConfigError(f"{beyond_end(name, partition, next_offset, high)}; {_TO_DO}")
-        time.sleep(_LOOK_AGAIN_S)
+            raise ConfigError(f"{truncated_message(name, partition, next_offset, high)}; {_ADVICE}")
+        time.sleep(_RETRY_S)
 
 
-def beyond_end(name: str, partition: int, next_offset: int, high: int) -> str:
+def truncated_message(name: str, partition: int, next_offset: int, high: int) -> str:
     """The message for a log that ends before what was read of it."""
     return (
         f"{name}/{partition} ends at offset {high}, but it was read up to offset {next_offset}: the topic was cut "
@@ -132,6 +132,6 @@ def lost_records(topic: str, partition: int, lo: int, hi: int) -> str:
     return (
         f"{topic}/{partition}: records {lo} to {hi - 1} were deleted, by retention or by hand, before they were "
         "learned; expected them in the log. Keep records for longer (data.retention_hours, or retention.ms and "
-        "retention.bytes of the topic); then go on without these (--set data.on_loss=skip: they are counted, and named "
+        "retention.bytes of the topic); then go on without these (--set data.on_data_loss=skip: they are counted, and named "
         "by the audit), or begin a new job"
     )

@@ -21,7 +21,7 @@ log = telemetry.get_logger(__name__)
 _LOOKUP_S = 10.0
 
 
-class Tailed(NamedTuple):
+class TopicRecord(NamedTuple):
     """One record and where it stood."""
 
     topic: str
@@ -44,7 +44,7 @@ class Tail:
     """
 
     def __init__(
-        self, config: JobConfig, services: Services, topics: tuple[str, ...], *, from_now_on: bool = False
+        self, config: JobConfig, services: Services, topics: tuple[str, ...], *, from_end: bool = False
     ) -> None:
         from confluent_kafka import Consumer, TopicPartition
 
@@ -66,7 +66,7 @@ class Tail:
             raise
         self._address = services.kafka
         self.ends: dict[str, int] = {topic: high for topic, (_, high) in marks.items()}
-        self._next: dict[str, int] = {topic: high if from_now_on else low for topic, (low, high) in marks.items()}
+        self._next: dict[str, int] = {topic: high if from_end else low for topic, (low, high) in marks.items()}
         self._consumer.assign([TopicPartition(topic, 0, offset) for topic, offset in self._next.items()])
 
     def __enter__(self) -> Tail:
@@ -75,40 +75,40 @@ class Tail:
     def __exit__(self, *exc: object) -> None:
         self._consumer.close()
 
-    def poll(self, timeout_s: float, limit: int = 1000) -> list[Tailed]:
+    def poll(self, timeout_s: float, limit: int = 1000) -> list[TopicRecord]:
         """The next records, in order within each topic; as soon as there are any, at the latest after `timeout_s`."""
         message = self._consumer.poll(timeout_s)
         messages = [] if message is None else [message, *self._consumer.consume(limit - 1, timeout=0)]
-        found = []
+        records = []
         for message in messages:
             if message.error() is not None:
-                log.warning("topic_trouble", reason=message.error().str())
+                log.warning("topic_error", reason=message.error().str())
                 continue
             topic, offset = message.topic(), message.offset()
             self._next[topic] = offset + 1
             try:
-                found.append(Tailed(topic, offset, decode(message.value())))
+                records.append(TopicRecord(topic, offset, decode(message.value())))
             except RecordError as exc:
                 self.refused += 1
                 log.warning("record_refused", topic=topic, offset=offset, reason=str(exc))
-        return found
+        return records
 
-    def past(self, topic: str) -> bool:
+    def has_read_history(self, topic: str) -> bool:
         """Whether everything that `topic` held when this tail was opened has been returned."""
         return self._next[topic] >= self.ends[topic]
 
-    def read_on(self, timeout_s: float = 10.0) -> list[Tailed]:
+    def read_to_end(self, timeout_s: float = 10.0) -> list[TopicRecord]:
         """What the topics hold by now and has not been returned yet; less of it if `timeout_s` is over before."""
-        found: list[Tailed] = []
+        records: list[TopicRecord] = []
         deadline_s = time.monotonic() + timeout_s
         try:
             ends = {topic: watermarks(self._consumer, self._address, topic, 0, _LOOKUP_S)[1] for topic in self.ends}
         except ServiceUnavailableError as exc:
-            log.warning("topic_trouble", reason=str(exc))
-            return found
+            log.warning("topic_error", reason=str(exc))
+            return records
         while any(self._next[topic] < end for topic, end in ends.items()) and time.monotonic() < deadline_s:
-            found += self.poll(0.2)
-        return found
+            records += self.poll(0.2)
+        return records
 
     def partition_bounds(self, topic: str, partition: int) -> tuple[int, int]:
         """First offset that a partition of any topic still holds, and one above its last.
@@ -130,16 +130,16 @@ class Tail:
         except KafkaException:
             return None
 
-    def read_history(self, timeout_s: float = 30.0) -> list[Tailed]:
+    def read_history(self, timeout_s: float = 30.0) -> list[TopicRecord]:
         """Everything that the topics held when this tail was opened.
 
         Raises:
             ServiceUnavailableError: the broker did not hand it out within `timeout_s`.
         """
-        found: list[Tailed] = []
+        records: list[TopicRecord] = []
         deadline_s = time.monotonic() + timeout_s
-        while not all(self.past(topic) for topic in self.ends):
+        while not all(self.has_read_history(topic) for topic in self.ends):
             if time.monotonic() > deadline_s:
                 raise ServiceUnavailableError(f"Kafka did not hand out {', '.join(self.ends)} within {timeout_s:g} s")
-            found += self.poll(0.2)
-        return found
+            records += self.poll(0.2)
+        return records

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 T = TypeVar("T")
-Kind = Literal["samples", "down", "up", "updates", "metrics", "dead"]
-KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+TopicKind = Literal["samples", "commands", "events", "updates", "metrics", "dead"]
+TOPIC_KINDS: Final[tuple[TopicKind, ...]] = get_args(TopicKind)
 
 _TIMEOUT_S: Final = 15.0
 _NEW_TOPIC_S: Final = 10.0
 # UNKNOWN_TOPIC_OR_PART, LEADER_NOT_AVAILABLE, NOT_LEADER_FOR_PARTITION: a topic in the making (all seen).
-_PASSING: Final = (3, 5, 6)
+_TRANSIENT_ERRORS: Final = (3, 5, 6)
 _HOUR_MS: Final = 3_600_000
 _CONTROL_RETENTION_MS: Final = 6 * _HOUR_MS
 _KEEP_FOREVER_MS: Final = -1
-_IN_SYNC: Final = "min.insync.replicas"
-_NO_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"  # base64 of 16 bytes of zero
+_MIN_ISR_SETTING: Final = "min.insync.replicas"
+_ZERO_TOPIC_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"  # base64 of 16 bytes of zero
 _MIN_SAMPLE_LIMIT_BYTES: Final = 16 * 1024 * 1024
 
 
@@ -62,7 +62,7 @@ class TopicPlan:
 
 
 def plan(config: JobConfig) -> list[TopicPlan]:
-    """The job's topics, in the order of `KINDS`. Pure."""
+    """The job's topics, in the order of `TOPIC_KINDS`. Pure."""
     # An oversized record must be able to arrive, or nobody could dead-letter it.
     sample_limit_bytes = str(max(2 * config.data.max_record_bytes, _MIN_SAMPLE_LIMIT_BYTES))
     samples = {
@@ -73,22 +73,22 @@ def plan(config: JobConfig) -> list[TopicPlan]:
     # By size too: a broker may have a limit of its own for topics that do not say.
     forever = {"retention.ms": str(_KEEP_FOREVER_MS), "retention.bytes": str(_KEEP_FOREVER_MS)}
     # What is acknowledged outlives any one broker, and the loss of one stops nobody.
-    in_sync = {"cleanup.policy": "delete", _IN_SYNC: str(max(1, config.kafka.replication_factor - 1))}
+    in_sync = {"cleanup.policy": "delete", _MIN_ISR_SETTING: str(max(1, config.kafka.replication_factor - 1))}
     # Kafka's own limit of 1 MB is too low for a Push or an Update that names many refused records.
     long = {"max.message.bytes": str(RECORD_LIMIT_BYTES)}
-    settings: dict[Kind, dict[str, str]] = {
+    settings: dict[TopicKind, dict[str, str]] = {
         "samples": samples,
-        "down": control,
-        "up": control | long,
+        "commands": control,
+        "events": control | long,
         "updates": forever | long,
         "metrics": control,
         "dead": forever | {"max.message.bytes": sample_limit_bytes},
     }
     return [
         TopicPlan(
-            config.topic(kind), config.data.workers if kind in ("samples", "down") else 1, settings[kind] | in_sync
+            config.topic(kind), config.data.workers if kind in ("samples", "commands") else 1, settings[kind] | in_sync
         )
-        for kind in KINDS
+        for kind in TOPIC_KINDS
     ]
 
 
@@ -134,7 +134,7 @@ def ensure(config: JobConfig, services: Services) -> list[str]:
                     if exc.args[0].code() not in (KafkaError.INVALID_CONFIG, KafkaError.POLICY_VIOLATION):
                         raise
                     # Some services set it themselves, and let nobody say it.
-                    del requests[name].config[_IN_SYNC]
+                    del requests[name].config[_MIN_ISR_SETTING]
                     create([requests[name]])[name].result()
             except KafkaException as exc:
                 error = exc.args[0]
@@ -161,15 +161,17 @@ def _check_settings(admin: AdminClient, config: JobConfig, services: Services) -
     Raises:
         ConfigError: they have settings that the job cannot live with.
     """
-    wanted = {topic.name: (kind, topic) for kind, topic in zip(KINDS, plan(config), strict=True)}
+    wanted = {topic.name: (kind, topic) for kind, topic in zip(TOPIC_KINDS, plan(config), strict=True)}
     metadata = _metadata(admin, services)
     if not _has_controller(metadata):
         return []
     there = {name: topic for name, topic in metadata.topics.items() if name in wanted}
     findings = [
         finding
-        for name, found in topic_settings.look(admin, there, _TIMEOUT_S).items()
-        for finding in topic_settings.judge(wanted[name][1], wanted[name][0], found, config.kafka.replication_factor)
+        for name, found in topic_settings.fetch(admin, there, _TIMEOUT_S).items()
+        for finding in topic_settings.find_problems(
+            wanted[name][1], wanted[name][0], found, config.kafka.replication_factor
+        )
     ]
     if fatal := [finding.text for finding in findings if finding.fatal]:
         raise ConfigError("; and ".join(fatal))
@@ -204,7 +206,7 @@ def exists(config: JobConfig, services: Services, name: str) -> bool:
     return name in _partition_counts(_admin(config, services), services)
 
 
-def topic_id(config: JobConfig, services: Services, kind: Kind) -> str:
+def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
     """Kafka's own id of one of the job's topics: another one once the topic was deleted and created again.
 
     "" where Kafka does not say: it is older than 2.8, or is librdkafka's mock.
@@ -220,13 +222,13 @@ def topic_id(config: JobConfig, services: Services, kind: Kind) -> str:
         if not _has_controller(_metadata(admin, services)):
             return ""
         wanted = TopicCollection([name])
-        found = patiently(lambda: admin.describe_topics(wanted, request_timeout=_TIMEOUT_S)[name].result())
+        found = retry_while_leaderless(lambda: admin.describe_topics(wanted, request_timeout=_TIMEOUT_S)[name].result())
         told = str(found.topic_id)
     except KafkaException as exc:
         if exc.args[0].code() == KafkaError._UNSUPPORTED_FEATURE:
             return ""
         raise ServiceUnavailableError(f"Kafka at {services.kafka} does not describe topic {name}: {exc}") from exc
-    return "" if told == _NO_ID else told
+    return "" if told == _ZERO_TOPIC_ID else told
 
 
 def _has_controller(metadata: Any) -> bool:
@@ -240,27 +242,27 @@ def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int]) -> None:
     Raises:
         ConfigError: one has not; says the way out.
     """
-    per_worker = [existing[name] for name in (config.topic("samples"), config.topic("down")) if name in existing]
+    per_worker = [existing[name] for name in (config.topic("samples"), config.topic("commands")) if name in existing]
     for topic in plan(config):
-        came = existing.get(topic.name, topic.partitions)
-        if came == topic.partitions:
+        actual = existing.get(topic.name, topic.partitions)
+        if actual == topic.partitions:
             continue
-        told = f"topic {topic.name}: expected {topic.partitions} partitions, found {came}"
+        told = f"topic {topic.name}: expected {topic.partitions} partitions, found {actual}"
         other_name = f"choose another `job` name (--set job={config.job}-2)"
-        if topic.name not in (config.topic("samples"), config.topic("down")):
+        if topic.name not in (config.topic("samples"), config.topic("commands")):
             raise ConfigError(f"{told}; delete the topic, or {other_name}")
         told += f" (data.workers is {config.data.workers})"
         if len(set(per_worker)) == 1:
-            raise ConfigError(f"{told}; set data.workers to {came}, or {other_name}")
+            raise ConfigError(f"{told}; set data.workers to {actual}, or {other_name}")
         # Kafka adds partitions but never removes one, and a number of workers that one of them fits the other refuses.
         raise ConfigError(
-            f"{told}, and of samples and down {per_worker[0]} and {per_worker[1]}: the number of partitions was "
+            f"{told}, and of samples and commands {per_worker[0]} and {per_worker[1]}: the number of partitions was "
             f"changed since the job began, and no data.workers fits both; {other_name}"
         )
 
 
 def describe(config: JobConfig, services: Services) -> list[TopicInfo]:
-    """The job's topics that exist, in the order of `KINDS`, with their watermarks.
+    """The job's topics that exist, in the order of `TOPIC_KINDS`, with their watermarks.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
@@ -280,7 +282,7 @@ def describe(config: JobConfig, services: Services) -> list[TopicInfo]:
         return {(key.topic, key.partition): future.result().offset for key, future in futures.items()}
 
     try:
-        low, high = patiently(lambda: offsets(OffsetSpec.earliest())), offsets(OffsetSpec.latest())
+        low, high = retry_while_leaderless(lambda: offsets(OffsetSpec.earliest())), offsets(OffsetSpec.latest())
     except KafkaException as exc:
         raise _unavailable(services, exc) from exc
     return [
@@ -304,12 +306,12 @@ def watermarks(
     """
     from confluent_kafka import KafkaException, TopicPartition
 
-    def look() -> tuple[int, int]:
+    def fetch() -> tuple[int, int]:
         low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=timeout_s, cached=False)
         return int(low), int(high)
 
     try:
-        return patiently(look)
+        return retry_while_leaderless(fetch)
     except KafkaException as exc:
         raise ServiceUnavailableError(
             f"Kafka at {address} does not say where {topic}/{partition} begins and ends ({exc.args[0].str()}): "
@@ -317,7 +319,7 @@ def watermarks(
         ) from exc
 
 
-def patiently(call: Callable[[], T]) -> T:
+def retry_while_leaderless(call: Callable[[], T]) -> T:
     """What `call` returns; a topic that is a moment old may lack its leader still, which is waited for.
 
     Raises:
@@ -330,7 +332,7 @@ def patiently(call: Callable[[], T]) -> T:
         try:
             return call()
         except KafkaException as exc:
-            if exc.args[0].code() not in _PASSING or time.monotonic() > deadline_s:
+            if exc.args[0].code() not in _TRANSIENT_ERRORS or time.monotonic() > deadline_s:
                 raise
             time.sleep(0.1)
 

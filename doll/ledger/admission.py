@@ -12,25 +12,25 @@ from typing import TYPE_CHECKING, Final
 from doll.errors import ConfigError, RecordError
 from doll.kafka import topics
 from doll.kafka.range_reader import TopicReader
-from doll.ledger.audit import counts_of
+from doll.ledger.audit import read_counts
 from doll.ledger.generations import Lineage
-from doll.records import Epoch, Finished, Update, decode
+from doll.records import Finished, TermStarted, Update, decode
 from doll.services import Services
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
     from doll.storage.checkpoints import CheckpointStore
 
-ABOVE_ENV: Final = "DOLL_FRESH_ABOVE"  # epochs up to this one are of earlier runs; from `doll up` to its roles
-ANY_EPOCH: Final = 1 << 62
-_END: Final = 1000  # records: who was fenced writes a few more at most, so the newest epoch is among the last
+AFTER_TERM_ENV: Final = "DOLL_AFTER_TERM"  # terms up to this one are of earlier runs; from `doll up` to its roles
+ANY_TERM: Final = 1 << 62
+_TAIL_RECORDS: Final = 1000  # records: who was fenced writes a few more at most, so the newest term is among the last
 
 
-def read(config: JobConfig, services: Services, *, only_end: bool = False) -> Lineage:
+def read(config: JobConfig, services: Services, *, tail_only: bool = False) -> Lineage:
     """What the job's `updates` says; nothing where the topic does not exist.
 
     Args:
-        only_end: read the last records only, which say the newest epoch; origins and generation may then be unknown.
+        tail_only: read the last records only, which say the newest term; origins and generation may then be unknown.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
@@ -41,22 +41,22 @@ def read(config: JobConfig, services: Services, *, only_end: bool = False) -> Li
         return lineage
     with TopicReader(config, services) as reader:
         low, high = reader.bounds(topic, 0)
-        for _, value in reader.read(topic, 0, max(low, high - _END) if only_end else low, high):
+        for _, value in reader.read(topic, 0, max(low, high - _TAIL_RECORDS) if tail_only else low, high):
             try:
                 record = decode(value)
             except RecordError:
                 continue  # the audit tells of it
-            if isinstance(record, Epoch | Update | Finished):
+            if isinstance(record, TermStarted | Update | Finished):
                 lineage.feed(record)
     return lineage
 
 
-def admit(config: JobConfig, services: Services, store: CheckpointStore, place: object, above: int) -> Lineage:
+def admit(config: JobConfig, services: Services, store: CheckpointStore, place: object, after_term: int) -> Lineage:
     """What `updates` says, if a parameter server may serve the job from `store`; asked before anything is claimed.
 
     Args:
         place: of the store, for messages.
-        above: epochs up to this one are known to be of earlier runs.
+        after_term: terms up to this one are known to be of earlier runs.
 
     Raises:
         ConfigError: the topics hold a run whose checkpoints are not in the store; the message says what to do.
@@ -66,22 +66,22 @@ def admit(config: JobConfig, services: Services, store: CheckpointStore, place: 
     versions = store.versions()
     if not versions:
         seen = read(config, services)
-        refuse_earlier_run(config, services, seen, above, place)
+        refuse_earlier_run(config, services, seen, after_term, place)
         return seen
-    seen = read(config, services, only_end=True)
-    if seen.newest_epoch > versions[-1][0]:
+    seen = read(config, services, tail_only=True)
+    if seen.newest_term > versions[-1][0]:
         # Of a later run; or of a server of this one that saved nothing, or whose checkpoints a backup does not have.
         seen = read(config, services)
         checkpoint = store.load_newest(None)
         if checkpoint is not None:
-            refuse_later_run(config, services, seen, counts_of(config, checkpoint).generation, place)
+            refuse_later_run(config, services, seen, read_counts(config, checkpoint).generation, place)
     return seen
 
 
 def refuse_earlier_run(
-    config: JobConfig, services: Services, lineage: Lineage, above: int, place: object, resume: str = "RUN"
+    config: JobConfig, services: Services, lineage: Lineage, after_term: int, place: object, resume: str = "RUN"
 ) -> None:
-    """Return if a new generation may begin: there are no records, or only such of epochs up to `above`.
+    """Return if a new generation may begin: there are no records, or only such of terms up to `after_term`.
 
     Args:
         place: where no checkpoint is.
@@ -90,7 +90,7 @@ def refuse_earlier_run(
     Raises:
         ConfigError: there are others; it says the three ways to go on.
     """
-    if lineage.newest_epoch <= above:
+    if lineage.newest_term <= after_term:
         return
     raise ConfigError(
         f"the topics of job {config.job} on Kafka at {services.kafka} hold an earlier run ({lineage}), and there is no "

@@ -18,11 +18,11 @@ from doll import telemetry
 from doll.errors import CheckpointError
 from doll.kafka import topics
 from doll.kafka.range_reader import STALL_S, TopicReader
-from doll.kafka.samples_topic import other_topic
+from doll.kafka.samples_topic import replaced_topic
 from doll.ledger import generations
 from doll.ledger.balance import DurableModel, Ledger, LedgerReport, Range
 from doll.ledger.valid_updates import UpdatesRecord
-from doll.records import DeadLetter, Epoch, Finished, Update
+from doll.records import DeadLetter, Finished, TermStarted, Update
 from doll.services import Services
 
 if TYPE_CHECKING:
@@ -31,15 +31,19 @@ if TYPE_CHECKING:
 
 log = telemetry.get_logger(__name__)
 
-_ROUNDS: Final = 3
-_NEAR: Final = 5000  # gaps nearer than this are read in one go: a new position costs as much as some thousand records
+_ATTEMPTS: Final = 3
+_MAX_GAP_RECORDS: Final = (
+    5000  # gaps nearer than this are read in one go: a new position costs as much as some thousand records
+)
 
 
-def audit(config: JobConfig, services: Services, store: CheckpointStore, *, stall_s: float = STALL_S) -> LedgerReport:
+def audit(
+    config: JobConfig, services: Services, store: CheckpointStore, *, stall_timeout_s: float = STALL_S
+) -> LedgerReport:
     """Balance the ledger of a job from what is durable. Reads only; commits no offset.
 
     Args:
-        stall_s: how long the broker may deliver nothing before the audit is given up.
+        stall_timeout_s: how long the broker may deliver nothing before the audit is given up.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer, or the job has no topics there.
@@ -47,57 +51,59 @@ def audit(config: JobConfig, services: Services, store: CheckpointStore, *, stal
         CheckpointError: the newest checkpoint is of another job, unreadable, or does not fit the job file.
     """
     topics.check(config, services)
-    for rounds in range(1, _ROUNDS + 1):
+    for rounds in range(1, _ATTEMPTS + 1):
         checkpoint = store.load_newest(None)
-        report = _audit_once(config, services, checkpoint, stall_s)
+        report = _audit_once(config, services, checkpoint, stall_timeout_s)
         newest = store.versions()[-1:]
-        unchanged = newest == ([] if checkpoint is None else [(checkpoint.ps_epoch, checkpoint.version)])
+        unchanged = newest == ([] if checkpoint is None else [(checkpoint.term, checkpoint.version)])
         if report.ok or unchanged:
             break
-        log.info("audit_again", round=rounds, reason="a checkpoint was saved while the topics were read")
+        log.info("audit_retried", round=rounds, reason="a checkpoint was saved while the topics were read")
     return report
 
 
-def _audit_once(config: JobConfig, services: Services, checkpoint: Checkpoint | None, stall_s: float) -> LedgerReport:
+def _audit_once(
+    config: JobConfig, services: Services, checkpoint: Checkpoint | None, stall_timeout_s: float
+) -> LedgerReport:
     dead, samples = config.topic("dead"), config.topic("samples")
-    with TopicReader(config, services, stall_s) as reader:
-        ledger, own = ledger_of(config, reader, checkpoint)
+    with TopicReader(config, services, stall_timeout_s) as reader:
+        ledger, own = build_ledger(config, reader, checkpoint)
         for letter in own.letters(reader.records(dead, (DeadLetter,))):
-            ledger.enter_letter(letter)
+            ledger.add_dead_letter(letter)
         bounds = [reader.bounds(samples, n) for n in range(config.data.workers)]
         lows, ends = [low for low, _ in bounds], [high for _, high in bounds]
-        loss_allowed = config.data.on_loss == "skip"
+        loss_allowed = config.data.on_data_loss == "skip"
         report = ledger.report(ends, lows=lows, loss_allowed=loss_allowed)
         # What retention has deleted cannot be looked up: there the worker's word stands.
         kept = [gap._replace(lo=max(gap.lo, lows[gap.partition])) for gap in report.gap_ranges]
         held = _held(reader, samples, [gap for gap in kept if gap.lo < gap.hi])
         if held:
             report = ledger.report(ends, held=held, lows=lows, loss_allowed=loss_allowed)
-        other = [] if checkpoint is None else _other_topic(config, services, counts_of(config, checkpoint).samples_id)
+        other = [] if checkpoint is None else _other_topic(config, services, read_counts(config, checkpoint).samples_id)
         return dataclasses.replace(report, problems=(*report.problems, *reader.problems, *other))
 
 
 def _other_topic(config: JobConfig, services: Services, expected: str) -> list[str]:
     """What is wrong if the samples are in another topic of the same name than those that were learned."""
     came = topics.topic_id(config, services, "samples") if expected else ""
-    problem = other_topic(config.topic("samples"), expected, came)
+    problem = replaced_topic(config.topic("samples"), expected, came)
     return [problem] if problem else []
 
 
-def ledger_of(
+def build_ledger(
     config: JobConfig, reader: TopicReader, checkpoint: Checkpoint | None
-) -> tuple[Ledger, generations.OfGeneration]:
+) -> tuple[Ledger, generations.GenerationFilter]:
     """The job's books with the updates that `checkpoint` contains and no letters yet; and which letters belong there.
 
     Raises:
         ServiceUnavailableError: Kafka does not hand out the updates.
         CheckpointError: the checkpoint does not fit the job file.
     """
-    records = _OwnUpdates(config, reader, checkpoint)
+    records = _GenerationUpdates(config, reader, checkpoint)
     return Ledger(_durable(config, reader, checkpoint, records), records), records.own
 
 
-class _OwnUpdates:
+class _GenerationUpdates:
     """`updates` as it stood when this was made, of the checkpoint's generation (without one, of the newest).
 
     It may be iterated over again and again, and keeps nothing.
@@ -107,18 +113,20 @@ class _OwnUpdates:
         self._name = config.topic("updates")
         self._reader = reader
         self._bounds = reader.bounds(self._name, 0)
-        generation = generations.newest(self._all()) if checkpoint is None else counts_of(config, checkpoint).generation
-        self.own = generations.OfGeneration(generation)
+        generation = (
+            generations.newest(self._all()) if checkpoint is None else read_counts(config, checkpoint).generation
+        )
+        self.own = generations.GenerationFilter(generation)
 
     def _all(self) -> Iterator[UpdatesRecord]:
         self._reader.problems.clear()  # they are found again each time
-        return self._reader.records(self._name, (Epoch, Update, Finished), self._bounds)
+        return self._reader.records(self._name, (TermStarted, Update, Finished), self._bounds)
 
     def __iter__(self) -> Iterator[UpdatesRecord]:
         return self.own.records(self._all())
 
 
-class Counts(msgspec.Struct, frozen=True):
+class SnapshotCounts(msgspec.Struct, frozen=True):
     """What the ledger needs of the engine's snapshot; the rest is ignored."""
 
     version: int
@@ -129,7 +137,7 @@ class Counts(msgspec.Struct, frozen=True):
     samples_id: str = ""
 
 
-def counts_of(config: JobConfig, checkpoint: Checkpoint) -> Counts:
+def read_counts(config: JobConfig, checkpoint: Checkpoint) -> SnapshotCounts:
     """How much of each stream a checkpoint holds.
 
     Raises:
@@ -137,7 +145,7 @@ def counts_of(config: JobConfig, checkpoint: Checkpoint) -> Counts:
     """
     num, per_batch = config.data.workers, config.data.records_per_batch
     try:
-        counts = msgspec.msgpack.decode(checkpoint.state, type=Counts)
+        counts = msgspec.msgpack.decode(checkpoint.state, type=SnapshotCounts)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise CheckpointError(f"the newest checkpoint holds no engine state that this build reads: {exc}") from exc
     if (len(counts.applied), len(counts.origins), counts.records_per_batch) != (num, num, per_batch):
@@ -149,18 +157,18 @@ def counts_of(config: JobConfig, checkpoint: Checkpoint) -> Counts:
 
 
 def _durable(
-    config: JobConfig, reader: TopicReader, checkpoint: Checkpoint | None, records: _OwnUpdates
+    config: JobConfig, reader: TopicReader, checkpoint: Checkpoint | None, records: _GenerationUpdates
 ) -> DurableModel:
     """What the checkpoint holds; without one, nothing since the origins that the first server recorded."""
     num, per_batch = config.data.workers, config.data.records_per_batch
     if checkpoint is None:
-        first = next((record for record in records if isinstance(record, Epoch)), None)
+        first = next((record for record in records if isinstance(record, TermStarted)), None)
         low = (reader.bounds(config.topic("samples"), n)[0] for n in range(num))
         origins = tuple(low) if first is None else first.origins
-        return DurableModel(ps_epoch=0, version=0, applied=(0,) * num, origins=origins, records_per_batch=per_batch)
-    counts = counts_of(config, checkpoint)
+        return DurableModel(term=0, version=0, applied=(0,) * num, origins=origins, records_per_batch=per_batch)
+    counts = read_counts(config, checkpoint)
     return DurableModel(
-        ps_epoch=checkpoint.ps_epoch,
+        term=checkpoint.term,
         version=checkpoint.version,
         applied=counts.applied,
         origins=counts.origins,
@@ -173,7 +181,7 @@ def _held(reader: TopicReader, topic: str, gaps: Sequence[Range]) -> list[Range]
     clusters: list[list[Range]] = []
     for gap in sorted(gaps):
         last = clusters[-1][-1] if clusters else None
-        if last is not None and last.partition == gap.partition and gap.lo - last.hi < _NEAR:
+        if last is not None and last.partition == gap.partition and gap.lo - last.hi < _MAX_GAP_RECORDS:
             clusters[-1].append(gap)
         else:
             clusters.append([gap])

@@ -19,13 +19,13 @@ from typing import Literal, NamedTuple
 
 from doll.ledger import intervals
 from doll.ledger.intervals import Span
-from doll.ledger.report import LedgerReport, PartitionLine, Range, named
+from doll.ledger.report import LedgerReport, PartitionCounts, Range, named
 from doll.ledger.valid_updates import DurableModel, UpdatesRecord, ValidUpdates
 from doll.records import DeadLetter, Member, Update
 
-__all__ = ["DurableModel", "Fate", "Ledger", "LedgerReport", "PartitionLine", "Range", "balance"]
+__all__ = ["DurableModel", "Ledger", "LedgerReport", "OffsetState", "PartitionCounts", "Range", "balance"]
 
-Fate = Literal["pending", "applied", "partly", "dead", "absent"]
+OffsetState = Literal["pending", "applied", "partly", "dead", "absent"]
 
 
 def balance(
@@ -38,12 +38,12 @@ def balance(
     lows: Sequence[int] | None = None,
     loss_allowed: bool = False,
 ) -> LedgerReport:
-    """Balance the books of a job: a `Ledger` with its letters, and its report; see there."""
+    """Balance the accounts of a job: a `Ledger` with its letters, and its report; see there."""
     if len(ends) != len(durable.origins):
         raise ValueError(_SHAPES.format(len(durable.origins), len(durable.applied), len(ends)))
     ledger = Ledger(durable, records)
     for letter in dead_letters:
-        ledger.enter_letter(letter)
+        ledger.add_dead_letter(letter)
     return ledger.report(ends, held=held, lows=lows, loss_allowed=loss_allowed)
 
 
@@ -51,7 +51,7 @@ _SHAPES = "expected {} partitions, got {} counts of applied batches and {} ends"
 
 
 class Ledger:
-    """The books of a job: one for each partition, and what does not fit.
+    """The accounts of a job: one for each partition, and what does not fit.
 
     It keeps ranges of offsets, not records: a sound history of any length takes little memory.
     """
@@ -71,48 +71,48 @@ class Ledger:
         if len(durable.applied) != num:
             raise ValueError(_SHAPES.format(num, len(durable.applied), num))
         self._durable = durable
-        self._books = [_Book(n, durable) for n in range(num)]
+        self._accounts = [_PartitionAccount(n, durable) for n in range(num)]
         self._partly_dead_samples = 0
         self._valid = ValidUpdates(records, durable)
         self._update_problems: list[str] = []
         self._letter_problems: list[str] = []
         for update in self._valid:
             self._enter(update)
-        for book in self._books:
-            book.seal()
+        for account in self._accounts:
+            account.finish_updates()
 
     def _enter(self, update: Update) -> None:
-        books, problems, name = self._books, self._update_problems, f"update {update.version}"
+        accounts, problems, name = self._accounts, self._update_problems, f"update {update.version}"
         if update.n_samples != sum(member.n_samples for member in update.members):
             problems.append(f"{name}: its batches do not have the {update.n_samples} samples that it says")
         for member in update.members:
-            if not 0 <= member.worker < len(books):
-                problems.append(f"{name}: expected a worker from 0 to {len(books) - 1}, got {member.worker}")
+            if not 0 <= member.worker < len(accounts):
+                problems.append(f"{name}: expected a worker from 0 to {len(accounts) - 1}, got {member.worker}")
                 continue
             if member.base_version >= update.version:
                 problems.append(
-                    f"{name}: batch {member.token} of worker {member.worker} used version {member.base_version}"
+                    f"{name}: batch {member.batch} of worker {member.worker} used version {member.base_version}"
                 )
             self._partly_dead_samples += member.dead_samples
-            books[member.worker].enter(member, name, problems)
+            accounts[member.worker].enter(member, name, problems)
 
-    def enter_letter(self, letter: DeadLetter) -> None:
+    def add_dead_letter(self, letter: DeadLetter) -> None:
         """Enter one dead letter, in any order; the same may come twice, after a crash."""
-        if not 0 <= letter.partition < len(self._books):
+        if not 0 <= letter.partition < len(self._accounts):
             self._letter_problems.append(
-                f"a dead letter names partition {letter.partition}, expected 0 to {len(self._books) - 1}"
+                f"a dead letter names partition {letter.partition}, expected 0 to {len(self._accounts) - 1}"
             )
         else:
-            self._books[letter.partition].enter_letter(letter)
+            self._accounts[letter.partition].add_dead_letter(letter)
 
-    def fate(self, partition: int, offset: int) -> Fate:
+    def offset_state(self, partition: int, offset: int) -> OffsetState:
         """What became of an offset in the durable model.
 
         Returns:
             "pending": nothing yet; "applied"; "partly": applied, in a batch of which samples were refused inside packed
             records; "dead": by the update that counts; "absent": the log held no record when the batch was read.
         """
-        return self._books[partition].fate(offset) if 0 <= partition < len(self._books) else "pending"
+        return self._accounts[partition].offset_state(offset) if 0 <= partition < len(self._accounts) else "pending"
 
     def report(
         self,
@@ -122,7 +122,7 @@ class Ledger:
         lows: Sequence[int] | None = None,
         loss_allowed: bool = False,
     ) -> LedgerReport:
-        """Balance the books. It may be repeated.
+        """Balance the accounts. It may be repeated.
 
         Args:
             ends: end of each partition of the samples topic: one above its last offset.
@@ -132,19 +132,19 @@ class Ledger:
             loss_allowed: records that were deleted before they were learned are no failure.
         """
         problems = [*self._valid.problems, *self._update_problems, *self._letter_problems]
-        found = [[(item.lo, item.hi) for item in held if item.partition == n] for n in range(len(self._books))]
-        first = [None] * len(self._books) if lows is None else lows
+        found = [[(item.lo, item.hi) for item in held if item.partition == n] for n in range(len(self._accounts))]
+        first = [None] * len(self._accounts) if lows is None else lows
         closed = [
-            book.close(first[n], ends[n], found[n], self._valid.finished, problems)
-            for n, book in enumerate(self._books)
+            account.close(first[n], ends[n], found[n], self._valid.finished, problems)
+            for n, account in enumerate(self._accounts)
         ]
         lines = [item.line for item in closed]
         return LedgerReport(
             version=self._durable.version,
-            ps_epoch=self._durable.ps_epoch,
+            term=self._durable.term,
             updates=self._valid.updates,
             unsaved=self._valid.unsaved,
-            redone=self._valid.redone,
+            voided=self._valid.voided,
             produced=sum(line.produced for line in lines),
             applied=sum(line.applied for line in lines),
             pending=sum(line.pending for line in lines),
@@ -163,15 +163,15 @@ class Ledger:
         )
 
 
-class _Closed(NamedTuple):
-    line: PartitionLine
+class _PartitionResult(NamedTuple):
+    line: PartitionCounts
     missing: list[Range]
     twice: list[Range]
     gaps: list[Range]
     lost: list[Range]
 
 
-class _Book:
+class _PartitionAccount:
     """The account of one partition: what the durable model's updates and the dead letters say."""
 
     def __init__(self, partition: int, durable: DurableModel) -> None:
@@ -189,16 +189,16 @@ class _Book:
 
     def enter(self, member: Member, name: str, problems: list[str]) -> None:
         """Count one applied batch."""
-        lo = self.origin + member.token * self._records_per_batch
+        lo = self.origin + member.batch * self._records_per_batch
         hi = lo + self._records_per_batch
-        if (member.lo, member.hi) != (lo, hi) or member.token < 0:
+        if (member.lo, member.hi) != (lo, hi) or member.batch < 0:
             problems.append(
-                f"{name}: batch {member.token} of partition {self.partition} is offsets {lo}-{hi - 1}, got "
+                f"{name}: batch {member.batch} of partition {self.partition} is offsets {lo}-{hi - 1}, got "
                 f"{member.lo}-{member.hi - 1}"
             )
         inside = [*((offset, offset + 1) for offset in member.dead), *member.gaps, *member.lost]
         if any(not member.lo <= a < b <= member.hi for a, b in inside):
-            problems.append(f"{name}: batch {member.token} of partition {self.partition} names offsets outside itself")
+            problems.append(f"{name}: batch {member.batch} of partition {self.partition} names offsets outside itself")
         _append(self._spans, member.lo, member.hi)
         self._dead.extend(member.dead)
         for gap in member.gaps:
@@ -208,7 +208,7 @@ class _Book:
         if member.dead_samples:
             self._partly.append((member.lo, member.hi))
 
-    def seal(self) -> None:
+    def finish_updates(self) -> None:
         """All updates are entered."""
         self._covered, self._doubled = intervals.union(self._spans), intervals.overlaps(self._spans)
         self._dead_spans, self._gap_spans = intervals.points(self._dead), intervals.union(self._gaps)
@@ -216,10 +216,10 @@ class _Book:
         self._partly_spans = intervals.union(self._partly)
         self._dead, self._gaps, self._lost, self._spans = array("q"), [], [], []
 
-    def enter_letter(self, letter: DeadLetter) -> None:
+    def add_dead_letter(self, letter: DeadLetter) -> None:
         (self._whole_letters if letter.whole else self._part_letters).append(letter.offset)
 
-    def fate(self, offset: int) -> Fate:
+    def offset_state(self, offset: int) -> OffsetState:
         if not self.origin <= offset < self.until or not intervals.contains(self._covered, offset):
             return "pending"
         if intervals.contains(self._dead_spans, offset):
@@ -228,7 +228,9 @@ class _Book:
             return "absent"
         return "partly" if intervals.contains(self._partly_spans, offset) else "applied"
 
-    def close(self, low: int | None, end: int, held: Iterable[Span], finished: bool, problems: list[str]) -> _Closed:
+    def close(
+        self, low: int | None, end: int, held: Iterable[Span], finished: bool, problems: list[str]
+    ) -> _PartitionResult:
         """Sort every offset below the durable model's reach into exactly one of missing, twice, gap, lost, dead and
         applied, and every one above it into lost (no longer in the log) and pending."""
         end = max(end, self.origin)
@@ -269,7 +271,7 @@ class _Book:
         missing, twice, lost, empty, dead = sorted_out
         # Not in the durable model, and not in the log any more.
         unread = [] if finished else _span(self.until, min(low, end))
-        line = PartitionLine(
+        line = PartitionCounts(
             partition=self.partition,
             origin=self.origin,
             applied_until=self.until,
@@ -284,7 +286,7 @@ class _Book:
             superseded=intervals.size(superseded),
             lost=intervals.size(lost) + intervals.size(unread),
         )
-        return _Closed(
+        return _PartitionResult(
             line, self._ranges(missing), self._ranges(twice), self._ranges(empty),
             self._ranges(intervals.union([*lost, *unread])),
         )  # fmt: skip

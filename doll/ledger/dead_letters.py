@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.range_reader import TopicReader
-from doll.ledger.audit import ledger_of
-from doll.ledger.balance import Fate
+from doll.ledger.audit import build_ledger
+from doll.ledger.balance import OffsetState
 from doll.records import DeadLetter, encode
 from doll.services import Services, kafka_settings
 
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
 
 _REPLAYED: Final = re.compile(r"replayed as offset (\d+)")
 _FLUSH_S: Final = 30.0
-_TOGETHER: Final = 500  # records of one transaction
+_RECORDS_PER_TRANSACTION: Final = 500  # records of one transaction
 
 
 State = Literal["dead", "replayed", "superseded", "in part", "pending"]
 
 
 @dataclass(frozen=True)
-class Dead:
+class DeadRecord:
     """One record that could not be learned, wholly or in part, when somebody tried.
 
     Attributes:
         letter: the newest word on it from a worker; of a record that is dead, the newest that refuses all of it.
         replayed_as: the offsets at which it was put into the stream again, in the same partition.
-        fate: what became of its offset in the durable model.
+        offset_state: what became of its offset in the durable model.
     """
 
     letter: DeadLetter
     replayed_as: tuple[int, ...] = ()
-    fate: Fate = "pending"
+    offset_state: OffsetState = "pending"
 
     @property
     def state(self) -> State:
         """`dead`, and perhaps `replayed`; `superseded`: learned since; `in part`: its other samples are learned;
         `pending`: not in a checkpoint yet."""
-        match self.fate:
+        match self.offset_state:
             case "pending":
                 return "pending"
             case "dead" | "absent":
@@ -84,14 +84,14 @@ class Replay:
         source: where its bytes come from: the samples topic or the letter; None where it is not replayed.
         value: the bytes; None where it is not replayed.
         offset: its new place in the partition; None where it was not sent.
-        why_not: why it is not replayed; "" where it is.
+        skip_reason: why it is not replayed; "" where it is.
     """
 
-    dead: Dead
+    dead: DeadRecord
     source: Literal["topic", "letter"] | None = None
     value: bytes | None = None
     offset: int | None = None
-    why_not: str = ""
+    skip_reason: str = ""
 
 
 def dead_records(
@@ -101,7 +101,7 @@ def dead_records(
     *,
     reason: str = "",
     at: Sequence[tuple[int, int]] = (),
-) -> list[Dead]:
+) -> list[DeadRecord]:
     """The records that letters tell of, by partition and offset. Reads only.
 
     Args:
@@ -116,23 +116,23 @@ def dead_records(
     topics.check(config, services)
     checkpoint = store.load_newest(None)
     with TopicReader(config, services) as reader:
-        ledger, own = ledger_of(config, reader, checkpoint)
+        ledger, own = build_ledger(config, reader, checkpoint)
         letters = own.letters(reader.records(config.topic("dead"), (DeadLetter,)))
-        return collect(letters, ledger.fate, reason=reason, at=at)
+        return collect(letters, ledger.offset_state, reason=reason, at=at)
 
 
 def collect(
     letters: Iterable[DeadLetter],
-    fate: Callable[[int, int], Fate],
+    offset_state: Callable[[int, int], OffsetState],
     *,
     reason: str = "",
     at: Sequence[tuple[int, int]] = (),
-) -> list[Dead]:
-    """One `Dead` for each record that letters tell of, by partition and offset. Pure.
+) -> list[DeadRecord]:
+    """One `DeadRecord` for each record that letters tell of, by partition and offset. Pure.
 
     Args:
         letters: in the order of the topic.
-        fate: of a partition and offset in the durable model.
+        offset_state: of a partition and offset in the durable model.
     """
     newest: dict[tuple[int, int], DeadLetter] = {}
     newest_whole: dict[tuple[int, int], DeadLetter] = {}
@@ -149,14 +149,14 @@ def collect(
             newest_whole[key] = letter
     found = []
     for key in sorted(newest):
-        known = fate(*key)
+        known = offset_state(*key)
         letter = newest_whole.get(key, newest[key]) if known in ("dead", "absent") else newest[key]
-        found.append(Dead(letter, replayed.get(key, ()), known))
+        found.append(DeadRecord(letter, replayed.get(key, ()), known))
     return [dead for dead in found if reason.lower() in dead.letter.reason.lower()]
 
 
 def replay(
-    config: JobConfig, services: Services, chosen: Sequence[Dead], *, dry_run: bool = False, again: bool = False
+    config: JobConfig, services: Services, chosen: Sequence[DeadRecord], *, dry_run: bool = False, again: bool = False
 ) -> list[Replay]:
     """Put dead records into the stream again, each at the end of its partition, in their order.
 
@@ -181,22 +181,22 @@ def replay(
         sending = [item for item in planned if item.value is not None]
         sent = {
             item.dead.at: item
-            for at in range(0, len(sending), _TOGETHER)
-            for item in replayer.send(sending[at : at + _TOGETHER])
+            for at in range(0, len(sending), _RECORDS_PER_TRANSACTION)
+            for item in replayer.send(sending[at : at + _RECORDS_PER_TRANSACTION])
         }
     return [sent.get(item.dead.at, item) for item in planned]
 
 
-def _planned(config: JobConfig, services: Services, chosen: Sequence[Dead], again: bool) -> list[Replay]:
+def _planned(config: JobConfig, services: Services, chosen: Sequence[DeadRecord], again: bool) -> list[Replay]:
     found = []
     with TopicReader(config, services) as reader:
         for dead in chosen:
-            why_not = _obstacle(config, dead, again)
-            found.append(Replay(dead, why_not=why_not) if why_not else _with_bytes(config, reader, dead))
+            skip_reason = _skip_reason(config, dead, again)
+            found.append(Replay(dead, skip_reason=skip_reason) if skip_reason else _with_payload(config, reader, dead))
     return found
 
 
-def _obstacle(config: JobConfig, dead: Dead, again: bool) -> str:
+def _skip_reason(config: JobConfig, dead: DeadRecord, again: bool) -> str:
     letter = dead.letter
     if not 0 <= letter.partition < config.data.workers:
         return f"it names partition {letter.partition}, the job has {config.data.workers}"
@@ -216,7 +216,7 @@ def _obstacle(config: JobConfig, dead: Dead, again: bool) -> str:
     return ""
 
 
-def _with_bytes(config: JobConfig, reader: TopicReader, dead: Dead) -> Replay:
+def _with_payload(config: JobConfig, reader: TopicReader, dead: DeadRecord) -> Replay:
     letter = dead.letter
     low, _ = reader.bounds(config.topic("samples"), letter.partition)
     if letter.offset >= low:
@@ -227,7 +227,7 @@ def _with_bytes(config: JobConfig, reader: TopicReader, dead: Dead) -> Replay:
         return Replay(dead, "letter", letter.payload)
     return Replay(
         dead,
-        why_not=f"the samples topic no longer holds it, and the letter kept only the first {len(letter.payload)} of "
+        skip_reason=f"the samples topic no longer holds it, and the letter kept only the first {len(letter.payload)} of "
         f"{letter.payload_bytes} bytes",
     )
 
@@ -252,7 +252,7 @@ class _Replayer:
         )  # fmt: skip
 
     def __enter__(self) -> _Replayer:
-        with self._translated("start a transaction"):
+        with self._translate_errors("start a transaction"):
             self._producer.init_transactions(2 * _FLUSH_S)
         return self
 
@@ -268,7 +268,7 @@ class _Replayer:
         from confluent_kafka import KafkaException
 
         samples, dead = self._config.topic("samples"), self._config.topic("dead")
-        with self._translated("take records"):
+        with self._translate_errors("take records"):
             self._producer.begin_transaction()
             try:
                 places = [(samples, item.dead.letter.partition, item.value or b"") for item in items]
@@ -276,7 +276,7 @@ class _Replayer:
                     dataclasses.replace(item, offset=offset)
                     for item, offset in zip(items, self._deliver(places), strict=True)
                 ]
-                (*_, last) = self._deliver([(dead, 0, encode(_told(item))) for item in done])
+                (*_, last) = self._deliver([(dead, 0, encode(_replay_letter(item))) for item in done])
                 self._producer.commit_transaction(2 * _FLUSH_S)
             except (KafkaException, ServiceUnavailableError):
                 with contextlib.suppress(KafkaException):
@@ -312,7 +312,7 @@ class _Replayer:
                 continue
 
     @contextlib.contextmanager
-    def _translated(self, what: str) -> Iterator[None]:
+    def _translate_errors(self, what: str) -> Iterator[None]:
         from confluent_kafka import KafkaException
 
         try:
@@ -331,10 +331,10 @@ class _Replayer:
             ) from exc
 
 
-def _told(item: Replay) -> DeadLetter:
+def _replay_letter(item: Replay) -> DeadLetter:
     letter = item.dead.letter
     return DeadLetter(
         worker=letter.worker, partition=letter.partition, offset=letter.offset,
         reason=f"replayed as offset {item.offset}", payload=b"", payload_bytes=0, samples=letter.samples,
-        whole=letter.whole, time_s=time.time(), ps_epoch=letter.ps_epoch,
+        whole=letter.whole, time_s=time.time(), term=letter.term,
     )  # fmt: skip

@@ -1,9 +1,9 @@
 """Generations: which records of a job's topics are of the run at hand, and which are of an earlier one.
 
 The topics of a job on a given Kafka outlive its runs. A *generation* is one model with its checkpoints, from its first
-version to its last, over any number of parameter servers. Its name is the `ps_epoch` of its first server, 0 for the
-first one on the topics: epochs are claimed above all that `updates` holds, so a later generation has the higher name,
-and what servers of earlier ones may still write carries lower epochs. Each Epoch record names its generation.
+version to its last, over any number of parameter servers. Its name is the `term` of its first server, 0 for the
+first one on the topics: terms are claimed above all that `updates` holds, so a later generation has the higher name,
+and what servers of earlier ones may still write carries lower terms. Each TermStarted record names its generation.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from doll.records import DeadLetter, Epoch, Finished, Update
+from doll.records import DeadLetter, Finished, TermStarted, Update
 
-T = TypeVar("T", bound=Epoch | Update | Finished)
+T = TypeVar("T", bound=TermStarted | Update | Finished)
 
 
 @dataclass(slots=True)
@@ -22,26 +22,26 @@ class Lineage:
     """What `updates` says, folded in the order of the log. Pure.
 
     Attributes:
-        newest_epoch: the highest `ps_epoch` in it; 0 where there is no record.
+        newest_term: the highest `term` in it; 0 where there is no record.
         generation: the newest one.
-        origins: of that generation, per partition; empty where no Epoch record was seen.
+        origins: of that generation, per partition; empty where no TermStarted record was seen.
         version: its last one.
         finished: why it ended; "" where it has not.
     """
 
-    newest_epoch: int = 0
+    newest_term: int = 0
     generation: int = 0
     origins: tuple[int, ...] = ()
     version: int = 0
     finished: str = ""
 
-    def feed(self, record: Epoch | Update | Finished) -> None:
+    def feed(self, record: TermStarted | Update | Finished) -> None:
         """Take in the next record."""
-        if record.ps_epoch < self.newest_epoch:
+        if record.term < self.newest_term:
             return  # of a server that was fenced
-        self.newest_epoch = record.ps_epoch
+        self.newest_term = record.term
         match record:
-            case Epoch():
+            case TermStarted():
                 self.generation = max(self.generation, record.generation)
                 self.origins, self.version, self.finished = record.origins, record.resumed_version, ""
             case Update():
@@ -51,39 +51,39 @@ class Lineage:
 
     def __str__(self) -> str:
         ended = f"finished: {self.finished}" if self.finished else "not finished"
-        return f"epoch {self.newest_epoch}, version {self.version}, {ended}"
+        return f"term {self.newest_term}, version {self.version}, {ended}"
 
 
-class OfGeneration:
+class GenerationFilter:
     """Passes on what is of one generation. Pure.
 
     Attributes:
-        following: the name of the generation after it, as far as the records have been read; None: it is the newest.
+        next_generation: the name of the generation after it, as far as the records have been read; None: it is the newest.
     """
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
-        self.following: int | None = None
+        self.next_generation: int | None = None
 
     def records(self, records: Iterable[T]) -> Iterator[T]:
         """Those records of `updates` that are of it, in the order of the log; ends where the next generation begins."""
         current = 0
         for record in records:
-            if isinstance(record, Epoch):
+            if isinstance(record, TermStarted):
                 current = max(current, record.generation)
             if current > self.generation:
-                self.following = current
+                self.next_generation = current
                 return
-            if current == self.generation and record.ps_epoch >= self.generation:
+            if current == self.generation and record.term >= self.generation:
                 yield record
 
     def letters(self, letters: Iterable[DeadLetter]) -> Iterator[DeadLetter]:
         """The letters of its workers; ask after `records` has been read, in any order."""
         for letter in letters:
-            if letter.ps_epoch >= self.generation and (self.following is None or letter.ps_epoch < self.following):
+            if letter.term >= self.generation and (self.next_generation is None or letter.term < self.next_generation):
                 yield letter
 
 
-def newest(records: Iterable[Epoch | Update | Finished]) -> int:
+def newest(records: Iterable[TermStarted | Update | Finished]) -> int:
     """The newest generation among records of `updates`. Pure."""
-    return max((record.generation for record in records if isinstance(record, Epoch)), default=0)
+    return max((record.generation for record in records if isinstance(record, TermStarted)), default=0)

@@ -23,7 +23,7 @@ class Range(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PartitionLine:
+class PartitionCounts:
     """The account of one partition, in offsets; produced is the sum of the counts after it, `superseded` excepted."""
 
     partition: int
@@ -46,10 +46,10 @@ class LedgerReport:
     """The account of a job.
 
     Attributes:
-        version: of the durable model, written by parameter server epoch `ps_epoch`.
+        version: of the durable model, written by parameter server term `term`.
         updates: update records that the durable model contains.
         unsaved: update records after it, not durable yet.
-        redone: void update records: their batches were lost with a server and applied again.
+        voided: void update records: their batches were lost with a server and applied again.
         produced: offsets from the job's origin to the partitions' ends; the sum of the counts below.
         gaps: offsets at which the log holds no record.
         missing: ranges below the durable model's reach that are in no update, or dead without a dead letter.
@@ -59,15 +59,15 @@ class LedgerReport:
         superseded: applied offsets that an earlier process had dead-lettered; they are in `applied`.
         lost: offsets that were deleted from the log before they were in the durable model.
         lost_ranges: where they are.
-        loss_allowed: the job file allows that (`data.on_loss: skip`).
+        loss_allowed: the job file allows that (`data.on_data_loss: skip`).
         problems: what else does not fit, one sentence each.
     """
 
     version: int
-    ps_epoch: int
+    term: int
     updates: int
     unsaved: int
-    redone: int
+    voided: int
     produced: int
     applied: int
     pending: int
@@ -77,7 +77,7 @@ class LedgerReport:
     twice: tuple[Range, ...]
     gap_ranges: tuple[Range, ...]
     partly_dead_samples: int
-    partitions: tuple[PartitionLine, ...]
+    partitions: tuple[PartitionCounts, ...]
     problems: tuple[str, ...]
     superseded: int = 0
     lost: int = 0
@@ -101,7 +101,7 @@ class LedgerReport:
             f"{self.dead} dead-lettered{superseded}{gaps}{others}"
         )
 
-    def complaints(self) -> list[str]:
+    def violations(self) -> list[str]:
         """What is wrong, one line each, with offsets; empty where all is well."""
         lines = [f"missing: {named(self.missing)}"] if self.missing else []
         lines += [f"applied twice: {named(self.twice)}"] if self.twice else []
@@ -110,7 +110,7 @@ class LedgerReport:
 
     def losses(self) -> list[str]:
         """What was deleted before it was learned, allowed or not, in at most one line."""
-        allowed = "allowed by data.on_loss: skip" if self.loss_allowed else "see data.on_loss"
+        allowed = "allowed by data.on_data_loss: skip" if self.loss_allowed else "see data.on_data_loss"
         told = f"lost: {named(self.lost_ranges)}: deleted from the log before they were learned ({allowed})"
         return [told] if self.lost_ranges else []
 

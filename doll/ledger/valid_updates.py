@@ -13,16 +13,16 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from doll.ledger import intervals
-from doll.records import Epoch, Finished, Update
+from doll.records import Finished, TermStarted, Update
 
-UpdatesRecord: TypeAlias = Epoch | Update | Finished
+UpdatesRecord: TypeAlias = TermStarted | Update | Finished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DurableModel:
     """What the newest checkpoint says: `applied[n]` batches of partition n are in it, always the first ones."""
 
-    ps_epoch: int
+    term: int
     version: int
     applied: tuple[int, ...]
     origins: tuple[int, ...]
@@ -40,7 +40,7 @@ class ValidUpdates:
         records: of `updates`, of one generation. They are iterated over twice and must be the same both times.
         updates: number of updates that were yielded.
         unsaved: valid updates after the durable version.
-        redone: void updates.
+        voided: void updates.
         finished: the job has ended, with the durable version.
         problems: what does not fit, one sentence each.
     """
@@ -49,46 +49,46 @@ class ValidUpdates:
     durable: DurableModel
     updates: int = 0
     unsaved: int = 0
-    redone: int = 0
+    voided: int = 0
     finished: bool = False
     problems: list[str] = field(default_factory=list)
     _versions: list[intervals.Span] = field(default_factory=list)  # of the updates that stand at this moment
 
     def __iter__(self) -> Iterator[Update]:
-        cuts = _cuts(self.records)
+        void_limits = _void_limits(self.records)
         servers, newest = 0, 0
         finished: Finished | None = None
         above: Update | None = None
         for record in self.records:
-            if record.ps_epoch < newest:  # written by a fenced server
-                self.redone += isinstance(record, Update)
+            if record.term < newest:  # written by a fenced server
+                self.voided += isinstance(record, Update)
                 continue
             match record:
-                case Epoch():
-                    if record.ps_epoch == newest:
+                case TermStarted():
+                    if record.term == newest:
                         self.problems.append(
-                            f"parameter server epoch {newest} begins twice: two servers had the same epoch"
+                            f"parameter server term {newest} begins twice: two servers had the same term"
                         )
-                    self._check_epoch(record)
-                    newest, finished = record.ps_epoch, None
+                    self._check_term(record)
+                    newest, finished = record.term, None
                     servers += 1
                     self._void_above(record.resumed_version)
                 case Update():
-                    if record.ps_epoch > newest:
-                        self.problems.append(f"no record says from which version epoch {record.ps_epoch} began")
-                        newest = record.ps_epoch
-                    if not self._stands(record.version):
+                    if record.term > newest:
+                        self.problems.append(f"no record says from which version term {record.term} began")
+                        newest = record.term
+                    if not self._append_version(record.version):
                         last = self._versions[-1][1] - 1
-                        self.problems.append(f"epoch {newest} records version {record.version} after version {last}")
-                    elif record.version <= min(cuts[servers], self.durable.version):
-                        if above is None and record.ps_epoch > self.durable.ps_epoch:
+                        self.problems.append(f"term {newest} records version {record.version} after version {last}")
+                    elif record.version <= min(void_limits[servers], self.durable.version):
+                        if above is None and record.term > self.durable.term:
                             above = record
                         yield record
                 case Finished():
                     finished = record
         self._close(finished, above)
 
-    def _stands(self, version: int) -> bool:
+    def _append_version(self, version: int) -> bool:
         """Add a version behind the last one; False where it is not behind it."""
         versions = self._versions
         if not versions or version > versions[-1][1]:
@@ -105,19 +105,19 @@ class ValidUpdates:
             lo, hi = versions.pop()
             if lo <= version:
                 versions.append((lo, version + 1))
-            self.redone += hi - max(lo, version + 1)
+            self.voided += hi - max(lo, version + 1)
 
-    def _check_epoch(self, record: Epoch) -> None:
+    def _check_term(self, record: TermStarted) -> None:
         durable = self.durable
-        if record.ps_epoch > durable.ps_epoch and record.resumed_version < durable.version:
+        if record.term > durable.term and record.resumed_version < durable.version:
             self.problems.append(
-                f"epoch {record.ps_epoch} began again from version {record.resumed_version}, but the newest checkpoint "
-                f"is of version {durable.version}, epoch {durable.ps_epoch}"
+                f"term {record.term} began again from version {record.resumed_version}, but the newest checkpoint "
+                f"is of version {durable.version}, term {durable.term}"
             )
         said = (record.origins, record.records_per_batch)
         if said != (durable.origins, durable.records_per_batch):
             self.problems.append(
-                f"epoch {record.ps_epoch} began with origins {list(said[0])} and {said[1]} records per batch, the "
+                f"term {record.term} began with origins {list(said[0])} and {said[1]} records per batch, the "
                 f"checkpoint has {list(durable.origins)} and {durable.records_per_batch}"
             )
 
@@ -126,7 +126,7 @@ class ValidUpdates:
         self.finished = finished is not None and finished.version == durable.version
         if finished is not None and finished.version > durable.version:
             there = f"the newest checkpoint is of version {durable.version}"
-            if not durable.ps_epoch:  # servers save version 0 before anything else: these are not the job's
+            if not durable.term:  # servers save version 0 before anything else: these are not the job's
                 there = "no checkpoint was found: name the run's folder (doll audit RUN), or set checkpoint.folder"
             self.problems.append(f"the job ended at version {finished.version}, but {there}")
         counted = intervals.intersect(self._versions, [(0, durable.version + 1)])
@@ -140,19 +140,19 @@ class ValidUpdates:
             )
         if above is not None:
             self.problems.append(
-                f"version {above.version} was recorded by epoch {above.ps_epoch}, but the newest checkpoint, version "
-                f"{durable.version}, is of epoch {durable.ps_epoch}"
+                f"version {above.version} was recorded by term {above.term}, but the newest checkpoint, version "
+                f"{durable.version}, is of term {durable.term}"
             )
 
 
-def _cuts(records: Iterable[UpdatesRecord]) -> list[float]:
+def _void_limits(records: Iterable[UpdatesRecord]) -> list[float]:
     """For updates after so many servers have begun: the highest version that no later server took back."""
     resumed: list[float] = []
     newest = 0
     for record in records:
-        if record.ps_epoch < newest:
+        if record.term < newest:
             continue
-        newest = record.ps_epoch
-        if isinstance(record, Epoch):
+        newest = record.term
+        if isinstance(record, TermStarted):
             resumed.append(record.resumed_version)
     return list(accumulate(reversed([*resumed, float("inf")]), min))[::-1]

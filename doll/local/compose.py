@@ -15,9 +15,9 @@ from doll.errors import ServiceUnavailableError
 
 FILE_NAME: Final = "docker-compose.yml"
 _PORTS: Final = {"kafka": 9092, "redis": 6379}  # ports in the containers, published on loopback
-_ASK_S: Final = 15.0
+_QUERY_TIMEOUT_S: Final = 15.0
 _NO_PLUGIN: Final = "docker has no compose plugin (v2)"
-_UP_S: Final = 600.0  # the first time images are pulled
+_UP_TIMEOUT_S: Final = 600.0  # the first time images are pulled
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Compose:
 
     def is_running(self) -> bool:
         """Whether somebody has started the service before us."""
-        return bool(self._run("ps", "--quiet", "--status", "running", self.service, timeout_s=_ASK_S).strip())
+        return bool(self._run("ps", "--quiet", "--status", "running", self.service, timeout_s=_QUERY_TIMEOUT_S).strip())
 
     def up(self) -> str:
         """Start the service, wait until it is healthy, and return `host:port`.
@@ -42,8 +42,8 @@ class Compose:
         Raises:
             ServiceUnavailableError: docker fails; the message ends with its output.
         """
-        self._run("up", "--detach", "--wait", self.service, timeout_s=_UP_S)
-        address = self._run("port", self.service, str(_PORTS[self.service]), timeout_s=_ASK_S).strip()
+        self._run("up", "--detach", "--wait", self.service, timeout_s=_UP_TIMEOUT_S)
+        address = self._run("port", self.service, str(_PORTS[self.service]), timeout_s=_QUERY_TIMEOUT_S).strip()
         return address.replace("0.0.0.0", "127.0.0.1").replace("localhost", "127.0.0.1")
 
     def down(self) -> None:
@@ -53,15 +53,15 @@ class Compose:
     def _run(self, *arguments: str, timeout_s: float) -> str:
         command = ["docker", "compose", "--file", str(self.file), *arguments]
         try:
-            told = subprocess.run(
+            completed = subprocess.run(
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False
             )
         except subprocess.TimeoutExpired as exc:
             raise ServiceUnavailableError(f"`{' '.join(command)}` did not end within {timeout_s:g} s") from exc
-        if told.returncode != 0:
-            output = "\n".join(told.stderr.splitlines()[-15:])
+        if completed.returncode != 0:
+            output = "\n".join(completed.stderr.splitlines()[-15:])
             raise ServiceUnavailableError(f"`{' '.join(command)}` failed:\n{output}")
-        return told.stdout
+        return completed.stdout
 
 
 def find(job_folder: Path) -> Path | str:
@@ -73,10 +73,12 @@ def find(job_folder: Path) -> Path | str:
         return "no docker on PATH"
     for question, missing in ((["info"], "docker's engine does not answer"), (["compose", "version"], _NO_PLUGIN)):
         try:
-            told = subprocess.run(["docker", *question], capture_output=True, timeout=_ASK_S, check=False)
+            completed = subprocess.run(
+                ["docker", *question], capture_output=True, timeout=_QUERY_TIMEOUT_S, check=False
+            )
         except (OSError, subprocess.TimeoutExpired):
             return missing
-        if told.returncode != 0:
+        if completed.returncode != 0:
             return missing
     return file
 

@@ -26,7 +26,7 @@ PRELOAD: Final = (
 # One thread each: N processes with a pool of threads per core would fight over the cores.
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 _START_S: Final = 120.0  # torch's import takes 7 s here, and far longer from a cold disk
-_LOST: Final = -signal.SIGKILL
+_LOST_EXIT_CODE: Final = -signal.SIGKILL
 
 
 class Role:
@@ -78,10 +78,10 @@ class ForkServer:
         self._log_path = log_path
         self._preload = tuple(preload)
         self._process: subprocess.Popen[bytes] | None = None
-        self._channel: socket.socket | None = None
+        self._socket: socket.socket | None = None
         self._unread = b""
         self._roles: dict[int, Role] = {}
-        self._started: list[int] = []
+        self._started_pids: list[int] = []
         self._ended_early: dict[int, int] = {}  # exit codes of roles that ended before they were handed out
         self.preload_s: float | None = None
 
@@ -102,7 +102,7 @@ class ForkServer:
                 _ONE_THREAD,
                 pass_fds=[theirs.fileno()],
             )
-        self._channel = ours
+        self._socket = ours
 
     def start_role(
         self, target: str, args: Sequence[Any] = (), *, log_path: Path, name: str, env: Mapping[str, str] | None = None
@@ -124,14 +124,14 @@ class ForkServer:
         order = {"target": target, "args": list(args), "log": str(log_path.resolve()), "env": dict(env or {})}
         self._send({"start": order})
         deadline_s = time.monotonic() + _START_S
-        while not self._started:
-            if self._channel is None or time.monotonic() > deadline_s:
+        while not self._started_pids:
+            if self._socket is None or time.monotonic() > deadline_s:
                 self.close()  # a late answer must not be taken for the next role's
                 raise ServiceUnavailableError(
                     f"cannot start {name}: the process that forks does not answer:\n{processes.tail(self._log_path)}"
                 )
             self._read(1.0)
-        role = Role(self, self._started.pop(0), name, log_path)
+        role = Role(self, self._started_pids.pop(0), name, log_path)
         role.exitcode = self._ended_early.pop(role.pid, None)
         if role.exitcode is None:
             self._roles[role.pid] = role
@@ -148,34 +148,34 @@ class ForkServer:
 
     def close(self) -> None:
         """Kill the roles that still run, and the server. It may be repeated."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
         if self._process is not None:
             self._process.kill()  # its children are killed with it
             self._process.wait()
-        self._lose_all()
+        self._mark_all_lost()
 
     def _send(self, request: dict[str, Any]) -> None:
-        if self._channel is not None:
+        if self._socket is not None:
             try:
-                self._channel.sendall(json.dumps(request).encode() + b"\n")
+                self._socket.sendall(json.dumps(request).encode() + b"\n")
             except OSError:
-                self._lose_all()
+                self._mark_all_lost()
 
     def _read(self, timeout_s: float | None) -> None:
         """Take in what the server tells; wait at most `timeout_s` for something."""
-        if self._channel is None:
+        if self._socket is None:
             return
-        ready, _, _ = select.select([self._channel], [], [], timeout_s)
+        ready, _, _ = select.select([self._socket], [], [], timeout_s)
         if not ready:
             return
         try:
-            data = self._channel.recv(65_536)
+            data = self._socket.recv(65_536)
         except OSError:
             data = b""
         if not data:
-            self._lose_all()
+            self._mark_all_lost()
             return
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
@@ -183,20 +183,20 @@ class ForkServer:
                 case {"ready": float() | int() as seconds}:
                     self.preload_s = seconds
                 case {"started": int() as pid}:
-                    self._started.append(pid)
+                    self._started_pids.append(pid)
                 case {"ended": int() as pid, "code": int() as code}:
                     if pid in self._roles:
                         self._roles.pop(pid).exitcode = code
                     else:
                         self._ended_early[pid] = code
 
-    def _lose_all(self) -> None:
+    def _mark_all_lost(self) -> None:
         """The server is gone, and by Linux's death signal its children are too."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
         for role in self._roles.values():
-            role.exitcode = _LOST
+            role.exitcode = _LOST_EXIT_CODE
         self._roles.clear()
 
     def __enter__(self) -> Self:

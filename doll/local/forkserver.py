@@ -27,7 +27,7 @@ from doll.local.processes import die_with_parent
 
 def main(argv: list[str]) -> int:
     """Preload the modules, then serve until the socket ends."""
-    channel = socket.socket(fileno=int(argv[0]))
+    server_socket = socket.socket(fileno=int(argv[0]))
     began_s = time.monotonic()
     for name in argv[1:]:
         try:
@@ -40,12 +40,12 @@ def main(argv: list[str]) -> int:
         sys.modules["torch"].set_num_threads(1)
     gc.collect()
     gc.freeze()  # the children's collector then leaves our pages alone, and they stay shared
-    return _Server(channel).run(time.monotonic() - began_s)
+    return _Server(server_socket).run(time.monotonic() - began_s)
 
 
 class _Server:
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
+    def __init__(self, server_socket: socket.socket) -> None:
+        self._socket = server_socket
         self._children: set[int] = set()
         self._unread = b""
         self._wake_read, self._wake_write = socket.socketpair()
@@ -60,7 +60,7 @@ class _Server:
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         self._send({"ready": round(preload_s, 3)})
         with selectors.DefaultSelector() as selector:
-            selector.register(self._channel, selectors.EVENT_READ)
+            selector.register(self._socket, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select():
@@ -72,7 +72,7 @@ class _Server:
                         return 0
 
     def _serve(self, selector: selectors.BaseSelector) -> bool:
-        data = self._channel.recv(65_536)
+        data = self._socket.recv(65_536)
         *lines, self._unread = (self._unread + data).split(b"\n")
         for line in lines:
             request = json.loads(line)
@@ -103,7 +103,7 @@ class _Server:
         die_with_parent(server_pid)
         os.setsid()
         selector.close()
-        for end in (self._channel, self._wake_read, self._wake_write):
+        for end in (self._socket, self._wake_read, self._wake_write):
             end.close()
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         os.dup2(descriptor, 1)
@@ -120,7 +120,7 @@ class _Server:
 
     def _send(self, answer: dict[str, Any]) -> None:
         with contextlib.suppress(BrokenPipeError):  # the parent is going: the next read ends us
-            self._channel.sendall(json.dumps(answer).encode() + b"\n")
+            self._socket.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def _run_role(target: str, args: list[Any]) -> NoReturn:

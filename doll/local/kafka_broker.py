@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 READY_TOPIC: Final = "doll-ready"  # holds the record that shows that a broker works
 _START_S: Final = 240.0  # 3 s on a quiet machine; 50 s were seen with 20 processes to a core, or a log to recover
 _BIND_TRIES: Final = 5
-_SECURE: Final = """\
+_TLS_PROPERTIES: Final = """\
 sasl.enabled.mechanisms=SCRAM-SHA-512
 listener.name.sasl_ssl.scram-sha-512.sasl.jaas.config=\
   org.apache.kafka.common.security.scram.ScramLoginModule required;
@@ -34,7 +34,7 @@ _JVM_FLAGS: Final = (
     "-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto", "-XX:-UsePerfData",
 )  # fmt: skip
 _HEAP_MB: Final = 512
-_HEAP_OF_SEVERAL_MB: Final = 256
+_CLUSTER_HEAP_MB: Final = 256
 
 # Few threads and no idle records in the metadata log: 15 ms of CPU a second with nothing to do, not 25.
 # Sessions of 3 s: with Kafka's 9 s a killed broker needs 14 s, not 6, until it serves again.
@@ -75,7 +75,7 @@ metadata.max.idle.interval.ms=0
 """
 # How soon a death is noticed. Writes wait until the controller has taken a dead replica out, and where it was the
 # controller itself, for an election before that: with Kafka's own 9 s and 2 s a job would stand still for 12 s.
-_OF_SEVERAL: Final = """\
+_CLUSTER_PROPERTIES: Final = """\
 controller.quorum.fetch.timeout.ms=800
 controller.quorum.election.timeout.ms=400
 controller.quorum.election.backoff.max.ms=200
@@ -83,7 +83,7 @@ controller.quorum.request.timeout.ms=1000
 """
 
 
-def numbers(brokers: int) -> dict[str, int]:
+def replication_settings(brokers: int) -> dict[str, int]:
     """The settings that depend on the number of brokers."""
     session_ms, heartbeat_ms = (3000, 500) if brokers == 1 else (1000, 200)
     return {
@@ -92,7 +92,7 @@ def numbers(brokers: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ClusterMember:
     """A node's place in a cluster.
 
     Attributes:
@@ -115,9 +115,9 @@ class LocalKafka(LocalServer):
     Args:
         identity: a PEM file with a private key (PKCS 8) and its certificates: then there is also a listener with TLS
             and SCRAM-SHA-512, at `secure_address`. Its users are made by an admin client at `address`.
-        detours: more plain listeners by name (letters, digits, `-`), each with the loopback port that it tells its
-            clients to use: whoever listens there passes on to `detour_port`.
-        seat: the place in a cluster; see `doll.local.kafka_cluster`.
+        advertised_ports: more plain listeners by name (letters, digits, `-`), each with the loopback port that it tells its
+            clients to use: whoever listens there passes on to `listener_port`.
+        member: the place in a cluster; see `doll.local.kafka_cluster`.
     """
 
     _grace_s: ClassVar[float] = 10.0
@@ -128,19 +128,19 @@ class LocalKafka(LocalServer):
         *,
         say: Callable[[str], None] = lambda text: None,
         identity: Path | None = None,
-        detours: Mapping[str, int] | None = None,
-        seat: Seat | None = None,
+        advertised_ports: Mapping[str, int] | None = None,
+        member: ClusterMember | None = None,
     ) -> None:
         self._folder = folder.resolve()
         super().__init__(self._folder / "kafka.log")
         self._say = say
         self._identity = identity
-        self._detours = dict(detours or {})
+        self._advertised_ports = dict(advertised_ports or {})
         self._port = 0
         self._secure_port = 0
-        self._detour_ports: dict[str, int] = {}
+        self._listener_ports: dict[str, int] = {}
         self._cluster_id = ""
-        self._seat = seat
+        self._member = member
 
     @property
     def cluster_id(self) -> str:
@@ -151,7 +151,7 @@ class LocalKafka(LocalServer):
         """As of a cluster: [1] if its process has ended."""
         return [] if self.pid is not None else [1]
 
-    def revive(self) -> None:
+    def restart_dead(self) -> None:
         """As of a cluster: start it again if it has died, and wait until it serves, since nobody else does.
 
         Raises:
@@ -175,9 +175,9 @@ class LocalKafka(LocalServer):
         """As `address`, of the listener with TLS and SASL; empty where there is none."""
         return f"{processes.LOOPBACK}:{self._secure_port}" if self._secure_port else ""
 
-    def detour_port(self, name: str) -> int:
-        """Where the listener `name` of `detours` listens; known from the first start on."""
-        return self._detour_ports[name]
+    def listener_port(self, name: str) -> int:
+        """Where the listener `name` of `advertised_ports` listens; known from the first start on."""
+        return self._listener_ports[name]
 
     def start(self) -> None:
         """Start the node and return when it has acknowledged a record and committed an offset.
@@ -199,7 +199,7 @@ class LocalKafka(LocalServer):
             f"Kafka does not start; the end of {self.log_path}:\n{processes.tail(self.log_path)}"
         )
 
-    def begin(self) -> None:
+    def launch(self) -> None:
         """Start the process and return at once; it serves when it has joined the others of its cluster.
 
         Raises:
@@ -216,30 +216,30 @@ class LocalKafka(LocalServer):
         self._folder.mkdir(parents=True, exist_ok=True)
         self.log_path.unlink(missing_ok=True)
         self._port, self._secure_port = processes.free_port(), processes.free_port() if self._identity else 0
-        self._detour_ports = {name: processes.free_port() for name in self._detours}
-        controllers = self._seat.controllers if self._seat is not None else (processes.free_port(),)
-        node, several = (self._seat.node, True) if self._seat is not None else (1, False)
+        self._listener_ports = {name: processes.free_port() for name in self._advertised_ports}
+        controllers = self._member.controllers if self._member is not None else (processes.free_port(),)
+        node, several = (self._member.node, True) if self._member is not None else (1, False)
         controller_port = controllers[node - 1]
         listeners = {"PLAINTEXT": self._port, "CONTROLLER": controller_port}  # our probe and the broker use the first
         if self._identity is not None:
             listeners["SASL_SSL"] = self._secure_port
         advertised = {name: port for name, port in listeners.items() if name != "CONTROLLER"}
-        named = {name: name.upper().replace("-", "_") for name in self._detours}
-        listeners |= {named[name]: port for name, port in self._detour_ports.items()}
-        advertised |= {named[name]: port for name, port in self._detours.items()}
+        named = {name: name.upper().replace("-", "_") for name in self._advertised_ports}
+        listeners |= {named[name]: port for name, port in self._listener_ports.items()}
+        advertised |= {named[name]: port for name, port in self._advertised_ports.items()}
         protocols = {name: "SASL_SSL" if name == "SASL_SSL" else "PLAINTEXT" for name in listeners}
         text = _PROPERTIES.format(
             node=node, folder=self._folder,
             voters=",".join(f"{number}@{processes.LOOPBACK}:{port}" for number, port in enumerate(controllers, 1)),
             listeners=_endpoints(listeners), advertised=_endpoints(advertised),
             protocols=",".join(f"{name}:{protocol}" for name, protocol in protocols.items()),
-            **numbers(len(controllers)),
+            **replication_settings(len(controllers)),
         )  # fmt: skip
-        text += _OF_SEVERAL if several else ""
+        text += _CLUSTER_PROPERTIES if several else ""
         # One client each: Kafka's three threads per listener would be many.
         text += "".join(f"listener.name.{name.lower()}.num.network.threads=1\n" for name in named.values())
         if self._identity is not None:
-            text += _SECURE.format(identity=self._identity.resolve())
+            text += _TLS_PROPERTIES.format(identity=self._identity.resolve())
         self._properties.write_text(text, encoding="utf-8")
 
     def _format(self, jars: Path) -> None:
@@ -250,7 +250,7 @@ class LocalKafka(LocalServer):
                 line.split("=", 1) for line in meta.read_text(encoding="utf-8").splitlines() if "=" in line
             )["cluster.id"]
             return
-        self._cluster_id = self._seat.cluster_id if self._seat is not None else new_cluster_id()
+        self._cluster_id = self._member.cluster_id if self._member is not None else new_cluster_id()
         # With `=`: one id in 64 begins with a dash, and would be taken for an option.
         arguments = ["format", f"--cluster-id={self._cluster_id}", "-c", str(self._properties)]
         if self._java(jars, "kafka.tools.StorageTool", arguments).wait() != 0:
@@ -264,7 +264,7 @@ class LocalKafka(LocalServer):
         java = kafka_jars.find_java()
         assert java is not None, "kafka_jars.ensure has found it"
         quiet = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", "-Dorg.slf4j.simpleLogger.showDateTime=true"
-        heap = f"-Xmx{_HEAP_MB if self._seat is None else _HEAP_OF_SEVERAL_MB}m"
+        heap = f"-Xmx{_HEAP_MB if self._member is None else _CLUSTER_HEAP_MB}m"
         command = [java, heap, *_JVM_FLAGS, *quiet, "-cp", f"{jars}/*", main_class, *arguments]
         return processes.spawn(command, self.log_path)
 
@@ -272,7 +272,7 @@ class LocalKafka(LocalServer):
         """Whether our own node serves; False where its process has ended or does not come up in time."""
         self._process = self._java(jars, "kafka.Kafka", [str(self._properties)])
         try:
-            if Probe(self.address, self._cluster_id, lambda: self.pid is not None).run():
+            if ReadinessProbe(self.address, self._cluster_id, lambda: self.pid is not None).run():
                 return True
         except BaseException:
             self.kill()
@@ -290,7 +290,7 @@ def _endpoints(listeners: Mapping[str, int]) -> str:
     return ",".join(f"{name}://{processes.LOOPBACK}:{port}" for name, port in listeners.items())
 
 
-class Probe:
+class ReadinessProbe:
     """Find out whether a node, or all `brokers` of a cluster, serve: an open port says little.
 
     A record acknowledged to an idempotent producer shows that it writes and hands out producer ids; a committed offset,

@@ -10,12 +10,12 @@ from typing import Final, Self
 
 from doll.errors import ServiceUnavailableError
 from doll.local import processes
-from doll.local.kafka_broker import LocalKafka, Probe, Seat, new_cluster_id
+from doll.local.kafka_broker import ClusterMember, LocalKafka, ReadinessProbe, new_cluster_id
 
 _BIND_TRIES: Final = 5
 _GRACE_S: Final = 5.0
-_STILLBORN_S: Final = 3.0  # no node serves so soon
-_MAX_STILLBORN: Final = 5
+_EARLY_EXIT_S: Final = 3.0  # no node serves so soon
+_MAX_EARLY_EXITS: Final = 5
 
 
 class KafkaCluster:
@@ -24,20 +24,24 @@ class KafkaCluster:
     Their data, in `folder`, and their ports outlive a death. A node has 256 MB of heap and takes 210 MB at first.
 
     Args:
-        detours: for each node, as of `LocalKafka`; as many nodes as there are mappings. 3 for a cluster that goes on
+        advertised_ports: for each node, as of `LocalKafka`; as many nodes as there are mappings. 3 for a cluster that goes on
             without one.
     """
 
     def __init__(
-        self, folder: Path, detours: Sequence[Mapping[str, int]], *, say: Callable[[str], None] = lambda text: None
+        self,
+        folder: Path,
+        advertised_ports: Sequence[Mapping[str, int]],
+        *,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        if len(detours) < 2:
-            raise ValueError(f"expected at least 2 nodes, got {len(detours)}")
+        if len(advertised_ports) < 2:
+            raise ValueError(f"expected at least 2 nodes, got {len(advertised_ports)}")
         self._folder = folder
-        self._detours = tuple(detours)
+        self._advertised_ports = tuple(advertised_ports)
         self._say = say
-        self._begun_s: dict[int, float] = {}
-        self._stillborn = 0
+        self._restarted_s: dict[int, float] = {}
+        self._early_exits = 0
         self.nodes: tuple[LocalKafka, ...] = ()
 
     @property
@@ -53,15 +57,17 @@ class KafkaCluster:
         """
         for _ in range(_BIND_TRIES):
             cluster_id = new_cluster_id()
-            ports = tuple(processes.free_port() for _ in self._detours)
+            ports = tuple(processes.free_port() for _ in self._advertised_ports)
             self.nodes = tuple(
-                LocalKafka(node_folder(self._folder, number), say=self._say, detours=detours, seat=seat)
-                for number, detours in enumerate(self._detours, 1)
-                for seat in (Seat(number, ports, cluster_id),)
+                LocalKafka(
+                    node_folder(self._folder, number), say=self._say, advertised_ports=advertised_ports, member=member
+                )
+                for number, advertised_ports in enumerate(self._advertised_ports, 1)
+                for member in (ClusterMember(number, ports, cluster_id),)
             )
             try:
                 for node in self.nodes:
-                    node.begin()
+                    node.launch()
                 if self._probe():
                     return
             except BaseException:
@@ -71,20 +77,20 @@ class KafkaCluster:
             logs = [processes.tail(node.log_path, 200) for node in self.nodes]
             if not any("Address already in use" in log for log in logs):
                 break  # else another run was faster to take a port: choose others
-        told = "\n".join(f"the end of {node.log_path}:\n{processes.tail(node.log_path)}" for node in self.nodes)
-        raise ServiceUnavailableError(f"the Kafka cluster does not start; {told}")
+        log_tails = "\n".join(f"the end of {node.log_path}:\n{processes.tail(node.log_path)}" for node in self.nodes)
+        raise ServiceUnavailableError(f"the Kafka cluster does not start; {log_tails}")
 
     def _probe(self) -> bool:
         def alive() -> bool:
             return all(node.pid is not None for node in self.nodes)
 
-        return Probe(self.address, self.nodes[0].cluster_id, alive, len(self.nodes)).run()
+        return ReadinessProbe(self.address, self.nodes[0].cluster_id, alive, len(self.nodes)).run()
 
     def dead_nodes(self) -> list[int]:
         """The numbers, from 1, of the nodes whose process has ended."""
         return [number for number, node in enumerate(self.nodes, 1) if node.pid is None]
 
-    def revive(self) -> None:
+    def restart_dead(self) -> None:
         """Start each node again that has died, without waiting for it: the others serve.
 
         Raises:
@@ -94,14 +100,14 @@ class KafkaCluster:
             node = self.nodes[number - 1]
             now_s = time.monotonic()
             # One that is killed on purpose while it starts is no failure; so several in a row are needed.
-            early = now_s - self._begun_s.get(number, float("-inf")) < _STILLBORN_S
-            self._stillborn = self._stillborn + 1 if early else 0
-            if self._stillborn >= _MAX_STILLBORN:
+            early = now_s - self._restarted_s.get(number, float("-inf")) < _EARLY_EXIT_S
+            self._early_exits = self._early_exits + 1 if early else 0
+            if self._early_exits >= _MAX_EARLY_EXITS:
                 raise ServiceUnavailableError(
                     f"Kafka's node {number} dies at once; the end of {node.log_path}:\n{processes.tail(node.log_path)}"
                 )
-            self._begun_s[number] = now_s
-            node.begin()
+            self._restarted_s[number] = now_s
+            node.launch()
 
     def kill(self) -> None:
         """SIGKILL to all."""

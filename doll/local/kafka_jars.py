@@ -17,7 +17,7 @@ from typing import Final
 
 from doll.errors import ServiceUnavailableError
 
-CACHE_ENV: Final = "DOLL_CACHE"
+CACHE_ENV: Final = "DOLL_CACHE_DIR"
 MIN_JAVA: Final = 17
 _MAVEN_TIMEOUT_S: Final = 900.0
 _VERSION: Final = re.compile(r"<kafka\.version>([^<]+)</kafka\.version>")
@@ -31,7 +31,7 @@ def pom_path() -> Path:
 
 
 def folder() -> Path:
-    """Where the jars are, or will be: $DOLL_CACHE or ~/.cache/doll, then kafka-<version>."""
+    """Where the jars are, or will be: $DOLL_CACHE_DIR or ~/.cache/doll, then kafka-<version>."""
     match = _VERSION.search(pom_path().read_text(encoding="utf-8"))
     if match is None:
         raise ServiceUnavailableError(f"expected <kafka.version> in {pom_path()}")
@@ -58,14 +58,14 @@ def find_java() -> str | None:
 def java_version(executable: str) -> int:
     """Major version of a `java` program; 0 where it does not tell."""
     try:
-        told = subprocess.run([executable, "-version"], capture_output=True, text=True, timeout=30, check=False)
+        completed = subprocess.run([executable, "-version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    match = _JAVA_VERSION.search(told.stderr + told.stdout)
+    match = _JAVA_VERSION.search(completed.stderr + completed.stdout)
     return int(match.group(1)) if match else 0
 
 
-def obstacle() -> str | None:
+def unavailable_reason() -> str | None:
     """None if a local broker can be started here; else what is missing."""
     if find_java() is None:
         return f"no Java >= {MIN_JAVA} on PATH or in JAVA_HOME"
@@ -83,7 +83,7 @@ def ensure(say: Callable[[str], None]) -> Path:
     Raises:
         ServiceUnavailableError: Java >= 17 or Maven is missing, or Maven fails.
     """
-    problem = obstacle()
+    problem = unavailable_reason()
     if problem is not None:
         raise ServiceUnavailableError(
             f"cannot start a local Kafka broker: {problem}; install it, or set DOLL_KAFKA=host:port"
@@ -117,7 +117,7 @@ def _fetch(target: Path) -> None:
         command = ["mvn", "--batch-mode", "--quiet", "--strict-checksums", "--file", str(pom_path())]
         command += ["dependency:copy-dependencies", f"-DoutputDirectory={libs}", "-DincludeScope=runtime"]
         try:
-            told = subprocess.run(
+            completed = subprocess.run(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
@@ -131,9 +131,11 @@ def _fetch(target: Path) -> None:
             raise ServiceUnavailableError(
                 f"Maven did not fetch Kafka's jars in {_MAVEN_TIMEOUT_S:g} s: check the network and Maven's settings"
             ) from exc
-        if told.returncode != 0 or not any(libs.glob("kafka_2.13-*.jar")):
-            output = "\n".join(told.stdout.splitlines()[-15:])
-            raise ServiceUnavailableError(f"Maven cannot fetch Kafka's jars (exit code {told.returncode}):\n{output}")
+        if completed.returncode != 0 or not any(libs.glob("kafka_2.13-*.jar")):
+            output = "\n".join(completed.stdout.splitlines()[-15:])
+            raise ServiceUnavailableError(
+                f"Maven cannot fetch Kafka's jars (exit code {completed.returncode}):\n{output}"
+            )
         libs.chmod(0o755)
         libs.rename(target)
 
@@ -145,7 +147,7 @@ def main() -> int:
         sys.stdout.write(f"{text}\n")
         sys.stdout.flush()
 
-    problem = obstacle()
+    problem = unavailable_reason()
     if problem is None:
         say(str(ensure(say)))
     else:

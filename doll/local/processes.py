@@ -98,7 +98,7 @@ def tail(log_path: Path, lines: int = 15) -> str:
     return "\n".join(text.splitlines()[-lines:]) or "(its log is empty)"
 
 
-def exit_text(code: int) -> str:
+def describe_exit(code: int) -> str:
     """`exit code 3`, or the name of the signal that ended a process."""
     if code >= 0:
         return f"exit code {code}"

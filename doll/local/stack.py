@@ -51,7 +51,11 @@ class Stack:
 
 @contextlib.contextmanager
 def local_stack(
-    config: JobConfig, run_folder: Path, say: Callable[[str], None], *, detours: Sequence[Mapping[str, int]] = ({},)
+    config: JobConfig,
+    run_folder: Path,
+    say: Callable[[str], None],
+    *,
+    advertised_ports: Sequence[Mapping[str, int]] = ({},),
 ) -> Iterator[Stack]:
     """Services for the job that answer; what is started here is ended at the exit of the context, however that comes.
 
@@ -63,7 +67,7 @@ def local_stack(
     Args:
         run_folder: data and logs of what is started go to `services/` in it.
         say: told each step, for a person.
-        detours: of each broker of ours, as in `LocalKafka`; more than one mapping asks for a cluster, which only
+        advertised_ports: of each broker of ours, as in `LocalKafka`; more than one mapping asks for a cluster, which only
             brokers of ours can be.
 
     Raises:
@@ -75,7 +79,7 @@ def local_stack(
             f"kafka.security is {config.kafka.security}: set kafka.address or {connections.KAFKA_ENV} too"
         )
     with contextlib.ExitStack() as started:
-        chooser = _Chooser(config, run_folder / "services", say, started, detours)
+        chooser = _Chooser(config, run_folder / "services", say, started, advertised_ports)
         redis_url, redis_kind, redis = chooser.redis()
         blobs = chooser.blobs(redis_kind)
         address, kafka_kind, kafka = chooser.kafka()
@@ -99,13 +103,13 @@ class _Chooser:
         folder: Path,
         say: Callable[[str], None],
         started: contextlib.ExitStack,
-        detours: Sequence[Mapping[str, int]],
+        advertised_ports: Sequence[Mapping[str, int]],
     ) -> None:
         self._config = config
         self._folder = folder
         self._say = say
         self._started = started
-        self._detours = detours
+        self._advertised_ports = advertised_ports
         self._compose_file = _once(lambda: compose.find(config.base_folder))
         self.notes: list[str] = []
 
@@ -155,19 +159,23 @@ class _Chooser:
     def kafka(self) -> tuple[str, KafkaKind, LocalKafka | KafkaCluster | None]:
         """Bootstrap servers, kind, and our own broker or cluster if one was started."""
         why_not: list[str] = []
-        if len(self._detours) > 1:
+        if len(self._advertised_ports) > 1:
             if connections.kafka_address(self._config) is not None:
                 raise ConfigError(
-                    f"{len(self._detours)} brokers are to be started, but Kafka is given: unset kafka.address and "
+                    f"{len(self._advertised_ports)} brokers are to be started, but Kafka is given: unset kafka.address and "
                     f"{connections.KAFKA_ENV}"
                 )
-            if (obstacle := self._jars_obstacle()) is not None:
-                raise ServiceUnavailableError(f"cannot start {len(self._detours)} brokers: {obstacle}")
+            if (unavailable_reason := self._jars_unavailable_reason()) is not None:
+                raise ServiceUnavailableError(
+                    f"cannot start {len(self._advertised_ports)} brokers: {unavailable_reason}"
+                )
             broker = self._local_broker(why_not)
             return broker.address, "local", broker
         if not self._config.kafka.address and has_kafka_data(self._folder.parent):
-            if (obstacle := self._jars_obstacle()) is not None:
-                raise ServiceUnavailableError(f"cannot serve the data in {self._folder / 'kafka'} again: {obstacle}")
+            if (unavailable_reason := self._jars_unavailable_reason()) is not None:
+                raise ServiceUnavailableError(
+                    f"cannot serve the data in {self._folder / 'kafka'} again: {unavailable_reason}"
+                )
             broker = self._local_broker(why_not)
             return broker.address, "local", broker
         address = connections.kafka_address(self._config)
@@ -180,10 +188,10 @@ class _Chooser:
             if self._config.kafka.address or self._config.kafka.security != "plaintext":
                 raise ServiceUnavailableError(problem)
             why_not.append(f"{connections.KAFKA_ENV}={address} does not answer")
-        if (obstacle := self._jars_obstacle()) is None:
+        if (unavailable_reason := self._jars_unavailable_reason()) is None:
             broker = self._local_broker(why_not)
             return broker.address, "local", broker
-        why_not.append(obstacle)
+        why_not.append(unavailable_reason)
         file = self._compose_file()
         if isinstance(file, Path):
             address = self._compose_up(Compose(file, "kafka"))
@@ -195,14 +203,16 @@ class _Chooser:
     def _local_broker(self, why_not: Sequence[str]) -> LocalKafka | KafkaCluster:
         folder = self._folder / "kafka"
         # Data of several nodes are served by as many.
-        detours = (*self._detours, *({},) * (nodes_with_data(folder) - len(self._detours)))
-        if len(detours) > 1:
-            self._say(f"Kafka: starting {len(detours)} brokers on this machine (about 15 s)")
-            cluster = self._started.enter_context(KafkaCluster(folder, detours, say=self._say))
-            self._note(f"Kafka: {cluster.address}, {len(detours)} real brokers started on this machine", why_not)
+        advertised_ports = (*self._advertised_ports, *({},) * (nodes_with_data(folder) - len(self._advertised_ports)))
+        if len(advertised_ports) > 1:
+            self._say(f"Kafka: starting {len(advertised_ports)} brokers on this machine (about 15 s)")
+            cluster = self._started.enter_context(KafkaCluster(folder, advertised_ports, say=self._say))
+            self._note(
+                f"Kafka: {cluster.address}, {len(advertised_ports)} real brokers started on this machine", why_not
+            )
             return cluster
         self._say("Kafka: starting a broker on this machine (about 6 s)")
-        broker = self._started.enter_context(LocalKafka(folder, say=self._say, detours=detours[0]))
+        broker = self._started.enter_context(LocalKafka(folder, say=self._say, advertised_ports=advertised_ports[0]))
         self._note(f"Kafka: {broker.address}, a real broker started on this machine", why_not)
         return broker
 
@@ -216,10 +226,10 @@ class _Chooser:
         )
         return mock.address
 
-    def _jars_obstacle(self) -> str | None:
+    def _jars_unavailable_reason(self) -> str | None:
         """None once everything for a local broker is there; else what is missing."""
-        if (obstacle := kafka_jars.obstacle()) is not None:
-            return obstacle
+        if (unavailable_reason := kafka_jars.unavailable_reason()) is not None:
+            return unavailable_reason
         try:
             kafka_jars.ensure(self._say)
         except ServiceUnavailableError as exc:
@@ -247,11 +257,11 @@ _ORIGIN: Final[dict[KafkaKind, str]] = {
 
 def _once(ask: Callable[[], Path | str]) -> Callable[[], Path | str]:
     """`ask`, called at most once: a container engine that hangs answers late."""
-    found: list[Path | str] = []
+    cached: list[Path | str] = []
 
     def answer() -> Path | str:
-        if not found:
-            found.append(ask())
-        return found[0]
+        if not cached:
+            cached.append(ask())
+        return cached[0]
 
     return answer

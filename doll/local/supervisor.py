@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from doll.errors import ConfigError, DataLossError, DollError
-from doll.local.processes import exit_text, tail
+from doll.local.processes import describe_exit, tail
 
 FIRST_BACKOFF_S: Final = 0.5
 MAX_BACKOFF_S: Final = 5.0
@@ -56,7 +56,7 @@ class Restart:
 
 
 @dataclass
-class _Slot:
+class _RoleState:
     spec: RoleSpec
     handle: Handle | None = None
     started_s: float = 0.0
@@ -92,15 +92,15 @@ class Supervisor:
         self._on_restart = on_restart
         self._clock = clock
         self._sleep = sleep
-        self._slots: dict[str, _Slot] = {}
+        self._states: dict[str, _RoleState] = {}
 
     def start(self, spec: RoleSpec) -> Handle:
         """Start a role and keep it running from now on. A name that has ended may be used again."""
-        old = self._slots.get(spec.name)
+        old = self._states.get(spec.name)
         if old is not None and old.exit_code is None:
             raise ValueError(f"role {spec.name!r} runs already")
-        slot = self._slots[spec.name] = _Slot(spec)
-        return self._run(slot)
+        state = self._states[spec.name] = _RoleState(spec)
+        return self._run(state)
 
     def poll(self) -> None:
         """Look after the roles: note which have ended, start again those whose wait is over.
@@ -111,45 +111,45 @@ class Supervisor:
                 vain.
             DataLossError: a role says (by exit code 4) that records are gone before they were learned.
         """
-        for slot in self._slots.values():
-            if slot.handle is not None and (code := slot.handle.poll()) is not None:
-                slot.handle = None
-                self._ended(slot, code)
-            if slot.restart_at_s is not None and self._clock() >= slot.restart_at_s:
-                slot.restart_at_s = None
-                self._run(slot)
+        for state in self._states.values():
+            if state.handle is not None and (code := state.handle.poll()) is not None:
+                state.handle = None
+                self._ended(state, code)
+            if state.restart_at_s is not None and self._clock() >= state.restart_at_s:
+                state.restart_at_s = None
+                self._run(state)
 
-    def _run(self, slot: _Slot) -> Handle:
-        slot.started_s = self._clock()
-        slot.handle = self._launch(slot.spec)
-        return slot.handle
+    def _run(self, state: _RoleState) -> Handle:
+        state.started_s = self._clock()
+        state.handle = self._launch(state.spec)
+        return state.handle
 
-    def _ended(self, slot: _Slot, code: int) -> None:
+    def _ended(self, state: _RoleState, code: int) -> None:
         if code == 0:
-            slot.exit_code = 0
+            state.exit_code = 0
             return
-        lived_s = self._clock() - slot.started_s
-        slot.failures = slot.failures + 1 if lived_s < HEALTHY_AFTER_S else 1
-        last_words = f"the end of {slot.spec.log_path}:\n{tail(slot.spec.log_path)}"
+        uptime_s = self._clock() - state.started_s
+        state.failures = state.failures + 1 if uptime_s < HEALTHY_AFTER_S else 1
+        log_tail = f"the end of {state.spec.log_path}:\n{tail(state.spec.log_path)}"
         if code == ConfigError.exit_code:
-            slot.exit_code = code
-            raise ConfigError(f"{slot.spec.name} cannot run this job as it is; {last_words}")
+            state.exit_code = code
+            raise ConfigError(f"{state.spec.name} cannot run this job as it is; {log_tail}")
         if code == DataLossError.exit_code:
-            slot.exit_code = code
-            raise DataLossError(f"{slot.spec.name}: records are gone before they were learned; {last_words}")
-        if slot.failures >= MAX_FAILURES:
-            slot.exit_code = code
+            state.exit_code = code
+            raise DataLossError(f"{state.spec.name}: records are gone before they were learned; {log_tail}")
+        if state.failures >= MAX_FAILURES:
+            state.exit_code = code
             raise RoleFailedError(
-                f"{slot.spec.name} failed {slot.failures} times in a row within {HEALTHY_AFTER_S:g} s of its start, "
-                f"the last time with {exit_text(code)}; {last_words}"
+                f"{state.spec.name} failed {state.failures} times in a row within {HEALTHY_AFTER_S:g} s of its start, "
+                f"the last time with {describe_exit(code)}; {log_tail}"
             )
-        wait_s = backoff_s(slot.failures)
-        slot.restart_at_s = self._clock() + wait_s
-        self._on_restart(Restart(slot.spec.name, code, slot.failures, wait_s))
+        wait_s = backoff_s(state.failures)
+        state.restart_at_s = self._clock() + wait_s
+        self._on_restart(Restart(state.spec.name, code, state.failures, wait_s))
 
-    def forgive(self, name: str) -> None:
+    def reset_failures(self, name: str) -> None:
         """Forget how often this role has failed: it is about to be killed on purpose."""
-        self._slots[name].failures = 0
+        self._states[name].failures = 0
 
     def release(self, name: str) -> tuple[RoleSpec, Handle]:
         """Look after this role no more; the process lives on, and the name is free.
@@ -157,26 +157,26 @@ class Supervisor:
         Raises:
             ValueError: it does not run.
         """
-        slot = self._slots.get(name)
-        if slot is None or slot.handle is None:
+        state = self._states.get(name)
+        if state is None or state.handle is None:
             raise ValueError(f"expected a role that runs, got {name!r}")
-        del self._slots[name]
-        return slot.spec, slot.handle
+        del self._states[name]
+        return state.spec, state.handle
 
     def adopt(self, spec: RoleSpec, handle: Handle) -> None:
         """Look after a process that runs already; its name must be free or have ended."""
-        old = self._slots.get(spec.name)
+        old = self._states.get(spec.name)
         if old is not None and old.exit_code is None:
             raise ValueError(f"role {spec.name!r} runs already")
-        self._slots[spec.name] = _Slot(spec, handle, self._clock())
+        self._states[spec.name] = _RoleState(spec, handle, self._clock())
 
     def handles(self) -> dict[str, Handle]:
         """The roles that run now, by name."""
-        return {name: slot.handle for name, slot in self._slots.items() if slot.handle is not None}
+        return {name: state.handle for name, state in self._states.items() if state.handle is not None}
 
     def exit_codes(self) -> dict[str, int | None]:
         """For each name 0 once it has ended well, its code once it is given up, else None."""
-        return {name: slot.exit_code for name, slot in self._slots.items()}
+        return {name: state.exit_code for name, state in self._states.items()}
 
     def stop(self, order: Iterable[str] = (), grace_s: float = 10.0) -> None:
         """End all roles: SIGTERM, and SIGKILL for those that still run after `grace_s`. Nothing is started again.
@@ -186,32 +186,32 @@ class Supervisor:
                 no pattern names at last.
             grace_s: for each pattern.
         """
-        for slot in self._slots.values():
-            slot.restart_at_s = None
+        for state in self._states.values():
+            state.restart_at_s = None
         for pattern in (*order, "*"):
             self._stop_matching(pattern, grace_s)
 
     def _stop_matching(self, pattern: str, grace_s: float) -> None:
-        slots = [
-            slot for name, slot in self._slots.items() if slot.handle is not None and fnmatch.fnmatch(name, pattern)
+        states = [
+            state for name, state in self._states.items() if state.handle is not None and fnmatch.fnmatch(name, pattern)
         ]
-        for slot in slots:
-            if slot.handle is not None:
-                slot.handle.terminate()
+        for state in states:
+            if state.handle is not None:
+                state.handle.terminate()
         deadline_s = self._clock() + grace_s
-        while slots := self._still_running(slots):
+        while states := self._still_running(states):
             if self._clock() >= deadline_s:
-                for slot in slots:
-                    if slot.handle is not None:
-                        slot.handle.kill()
+                for state in states:
+                    if state.handle is not None:
+                        state.handle.kill()
             self._sleep(_POLL_S)
 
-    def _still_running(self, slots: Iterable[_Slot]) -> list[_Slot]:
+    def _still_running(self, states: Iterable[_RoleState]) -> list[_RoleState]:
         left = []
-        for slot in slots:
-            code = slot.handle.poll() if slot.handle is not None else None
-            if slot.handle is not None and code is None:
-                left.append(slot)
+        for state in states:
+            code = state.handle.poll() if state.handle is not None else None
+            if state.handle is not None and code is None:
+                left.append(state)
             else:
-                slot.handle, slot.exit_code = None, code
+                state.handle, state.exit_code = None, code
         return left

@@ -41,7 +41,7 @@ class Calibration:
     """Measured constants of a run.
 
     Attributes:
-        fit: the fitted error curve; None where the run has too few evaluations (`why_no_fit` says so).
+        fit: the fitted error curve; None where the run has too few evaluations (`no_fit_reason` says so).
         updates_to_target: J(ε) with its 90 % interval; None without a target or a fit.
         reached_at: update at which the run itself reached the target; None if it did not.
         service_s, service_sd_s: μ_C and σ_C, mean and standard deviation over updates of a batch's gradient time.
@@ -54,7 +54,7 @@ class Calibration:
     measure: Measure
     target_error: float | None
     fit: CurveFit | None
-    why_no_fit: str
+    no_fit_reason: str
     updates_to_target: Interval | None
     reached_at: float | None
     service_s: float
@@ -83,7 +83,7 @@ class Calibration:
                 "first_update": fit.first_update,
                 "last_update": fit.last_update,
             },
-            "why_no_fit": self.why_no_fit or None,
+            "no_fit_reason": self.no_fit_reason or None,
             "service_s": self.service_s,
             "service_sd_s": self.service_sd_s,
             "update_rate_per_s": self.update_rate_per_s,
@@ -115,7 +115,7 @@ def calibrate(
     Raises:
         InfeasiblePlanError: the fitted noise floor is above the target and the run did not reach it.
     """
-    kept = [row for row in updates if not row.get("void")]
+    valid_rows = [row for row in updates if not row.get("void")]
     at, errors = _curve([row for row in evaluations if not row.get("void")], measure)
     fit, why = None, ""
     if len(at) < MIN_EVALUATIONS:
@@ -123,10 +123,10 @@ def calibrate(
     else:
         fit = fit_tail(at, errors, rng)
     reached = first_crossing(at, errors, target_error) if target_error is not None else None
-    wanted = _updates_to(fit, reached, target_error) if target_error is not None else None
-    service, spread = _service(kept)
-    rate = steady_update_rate([row["time_s"] for row in kept])
-    samples = float(np.mean([row["n_samples"] for row in kept])) if kept else math.nan
+    updates_to_target = _updates_to(fit, reached, target_error) if target_error is not None else None
+    service, spread = _service(valid_rows)
+    rate = steady_update_rate([row["time_s"] for row in valid_rows])
+    samples = float(np.mean([row["n_samples"] for row in valid_rows])) if valid_rows else math.nan
     total = rate * samples
     margin = stability(total, group_size, batch_size, service) if service > 0 and total > 0 else None
     noise = None
@@ -138,8 +138,8 @@ def calibrate(
         measure=measure,
         target_error=target_error,
         fit=fit,
-        why_no_fit=why,
-        updates_to_target=wanted,
+        no_fit_reason=why,
+        updates_to_target=updates_to_target,
         reached_at=reached,
         service_s=service,
         service_sd_s=spread,

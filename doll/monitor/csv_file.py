@@ -14,7 +14,7 @@ from typing import IO
 from doll.monitor.history import Table
 
 _ROWS = 1_000  # written at a time
-_WHOLE = frozenset({"ps_epoch", "version", "n_samples", "samples_total", "batches", "void"})
+_INTEGER_COLUMNS = frozenset({"term", "version", "n_samples", "samples_total", "batches", "void"})
 
 
 class CsvFile:
@@ -32,11 +32,11 @@ class CsvFile:
             OSError: the folder cannot be written.
         """
         if changed or self._written < 0:
-            beside = self.path.with_suffix(".tmp")
-            with beside.open("w", encoding="utf-8") as file:
+            temporary = self.path.with_suffix(".tmp")
+            with temporary.open("w", encoding="utf-8") as file:
                 file.write(_text([self._table.names]))
                 self._write(file, 0)
-            os.replace(beside, self.path)
+            os.replace(temporary, self.path)
         elif len(self._table) > self._written:
             with self.path.open("a", encoding="utf-8") as file:
                 self._write(file, self._written)
@@ -71,7 +71,7 @@ def read_rows(path: Path) -> list[dict[str, float]]:
 def _cell(name: str, value: float) -> str:
     if math.isnan(value):
         return ""
-    if name in _WHOLE:
+    if name in _INTEGER_COLUMNS:
         return str(int(value))
     return f"{value:.3f}" if name == "time_s" else f"{value:.6g}"
 

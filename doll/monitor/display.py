@@ -16,30 +16,30 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.live import Live
 
-    from doll.monitor.progress import Snapshot
+    from doll.monitor.progress import JobSnapshot
 
 LINE_EVERY_S = 5.0
 REFRESH_EVERY_S = 0.25
 _WORKERS_SHOWN = 16
 
 
-class View(Protocol):
+class Display(Protocol):
     """Shows what happens. `say` is for single messages; `show` is called often and draws when it is time."""
 
     def say(self, text: str) -> None: ...
-    def show(self, snapshot: Callable[[], Snapshot]) -> None: ...
+    def show(self, snapshot: Callable[[], JobSnapshot]) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
 
 
-def make_view(stop: StopConfig) -> View:
-    """A live view where standard error is a terminal, else plain lines."""
-    return LiveView(stop) if sys.stderr.isatty() else LineView(stop)
+def make_display(stop: StopConfig) -> Display:
+    """A live display where standard error is a terminal, else plain lines."""
+    return LiveDisplay(stop) if sys.stderr.isatty() else LineDisplay(stop)
 
 
-class LineView:
+class LineDisplay:
     """One line per message and per `LINE_EVERY_S`."""
 
     def __init__(self, stop: StopConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,7 +54,7 @@ class LineView:
             sys.stderr.write(f"[{seconds:6.1f} s] {line}\n")
         sys.stderr.flush()
 
-    def show(self, snapshot: Callable[[], Snapshot]) -> None:
+    def show(self, snapshot: Callable[[], JobSnapshot]) -> None:
         if self._clock() >= self._next_s:
             self._next_s = self._clock() + LINE_EVERY_S
             self.say(one_line(snapshot(), self._stop))
@@ -68,7 +68,7 @@ class LineView:
         return None
 
 
-class LiveView:
+class LiveDisplay:
     """A panel that is redrawn in place; messages scroll above it."""
 
     def __init__(self, stop: StopConfig) -> None:
@@ -98,14 +98,14 @@ class LiveView:
             self._live.console.print(f"[{seconds:6.1f} s] {text}", markup=False, highlight=False)
             self._live.refresh()
 
-    def show(self, snapshot: Callable[[], Snapshot]) -> None:
+    def show(self, snapshot: Callable[[], JobSnapshot]) -> None:
         now_s = time.monotonic()
         if self._live is not None and now_s >= self._next_s:
             self._next_s = now_s + REFRESH_EVERY_S
             self._live.update(panel(snapshot(), self._stop), refresh=True)
 
 
-def one_line(snapshot: Snapshot, stop: StopConfig) -> str:
+def one_line(snapshot: JobSnapshot, stop: StopConfig) -> str:
     """The state of the job in one line.
 
     Every number says its unit; what is not known yet is left out.
@@ -133,13 +133,13 @@ def one_line(snapshot: Snapshot, stop: StopConfig) -> str:
     return ", ".join(parts)
 
 
-def _readiness(snapshot: Snapshot) -> str:
-    up = sum(line.up is True for line in snapshot.workers)
+def _readiness(snapshot: JobSnapshot) -> str:
+    up = sum(line.is_live is True for line in snapshot.workers)
     sent = "" if snapshot.sent is None else f", {snapshot.sent} samples sent"
     return f" ({up} of {len(snapshot.workers)} workers up{sent})"
 
 
-def panel(snapshot: Snapshot, stop: StopConfig) -> RenderableType:
+def panel(snapshot: JobSnapshot, stop: StopConfig) -> RenderableType:
     """The live panel."""
     from rich.console import Group
     from rich.panel import Panel
@@ -168,7 +168,7 @@ def panel(snapshot: Snapshot, stop: StopConfig) -> RenderableType:
     return Panel(Group(*parts), title=_escape(title), title_align="left", border_style="cyan")
 
 
-def _facts(snapshot: Snapshot, stop: StopConfig) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+def _facts(snapshot: JobSnapshot, stop: StopConfig) -> list[tuple[tuple[str, str], tuple[str, str]]]:
     goal = "" if stop.accuracy is None else f" of {stop.accuracy:g}"
     means = snapshot.prequential
     accuracy = means.metrics.get("accuracy", math.nan)
@@ -203,7 +203,7 @@ def _facts(snapshot: Snapshot, stop: StopConfig) -> list[tuple[tuple[str, str], 
     ]
 
 
-def verdict(snapshot: Snapshot) -> str:
+def verdict(snapshot: JobSnapshot) -> str:
     """What Proposition 1 says about the job, in a word."""
     margin = snapshot.margin
     if not known(margin.sufficient):
@@ -213,24 +213,24 @@ def verdict(snapshot: Snapshot) -> str:
     return "stable only if batches run in parallel" if margin.necessary > 1 else "overloaded"
 
 
-def _workers(snapshot: Snapshot) -> RenderableType:
+def _workers(snapshot: JobSnapshot) -> RenderableType:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2), header_style="dim")
-    for name in ("worker", "state", "epoch", "queue (batches)", "lag (records)"):
+    for name in ("worker", "state", "session", "queue (batches)", "lag (records)"):
         table.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
     machines = any(line.machine for line in snapshot.workers)
     if machines:
         table.add_column("USD", justify="right", no_wrap=True)
         table.add_column("machine", no_wrap=True)
     for line in snapshot.workers[:_WORKERS_SHOWN]:
-        state = {None: "[dim]starting[/]", True: "[green]up[/]", False: "[red]down[/]"}[line.up]
-        cells = (line.epoch, line.retained_batches, line.lag_records)
+        state = {None: "[dim]starting[/]", True: "[green]up[/]", False: "[red]down[/]"}[line.is_live]
+        cells = (line.session, line.retained_batches, line.lag_records)
         more = (f"{line.usd:.3f}" if known(line.usd) else "", _escape(line.machine)) if machines else ()
         table.add_row(str(line.worker), state, *("" if cell is None else str(cell) for cell in cells), *more)
     hidden = snapshot.workers[_WORKERS_SHOWN:]
     if hidden:
-        up = sum(line.up is True for line in hidden)
+        up = sum(line.is_live is True for line in hidden)
         table.add_row("...", f"{up} of {len(hidden)} more up")
     return table
 
@@ -270,11 +270,11 @@ def _escape(text: str) -> str:
     return escape(text)
 
 
-def worker_table(snapshot: Snapshot) -> str:
+def worker_table(snapshot: JobSnapshot) -> str:
     """One plain line per worker."""
-    lines = ["worker  state     epoch  queue (batches)  lag (records)"]
+    lines = ["worker  state     session  queue (batches)  lag (records)"]
     for line in snapshot.workers:
-        state = {None: "unknown", True: "up", False: "down"}[line.up]
-        cells = ["" if cell is None else str(cell) for cell in (line.epoch, line.retained_batches, line.lag_records)]
+        state = {None: "unknown", True: "up", False: "down"}[line.is_live]
+        cells = ["" if cell is None else str(cell) for cell in (line.session, line.retained_batches, line.lag_records)]
         lines.append(f"{line.worker:>6}  {state:<8}  {cells[0]:>5}  {cells[1]:>15}  {cells[2]:>13}")
     return "\n".join(lines)

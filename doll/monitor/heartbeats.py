@@ -11,45 +11,54 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
-from doll.records import AnyRecord, Epoch, Metric
+from doll.records import AnyRecord, Metric, TermStarted
 
 LEFT: Final = "left"
-BEAT_S: Final = 10.0
+HEARTBEAT_EVERY_S: Final = 10.0
 """Whoever has nothing to measure gives a sign of life this often."""
-SILENT_S: Final[Mapping[str, float]] = {"ps": 30.0, "producer": 60.0, "evaluator": 120.0, "provisioner": 120.0}
+HEARTBEAT_TIMEOUTS_S: Final[Mapping[str, float]] = {
+    "ps": 30.0,
+    "producer": 60.0,
+    "evaluator": 120.0,
+    "provisioner": 120.0,
+}
 """So long a role may be silent; the evaluator is while it evaluates, the provisioner while its fleet answers."""
-_WORKER_SILENT_S: Final = 30.0
-_OF_A_WORKER: Final = re.compile(r"worker_(\d{1,6})_silent_s")
+_WORKER_HEARTBEAT_TIMEOUT_S: Final = 30.0
+_WORKER_METRIC: Final = re.compile(r"worker_(\d{1,6})_silent_s")
 
 
-class Heartbeats:
+class RoleHeartbeats:
     """Feed it records of `metrics` and `updates`; ask it who is silent."""
 
     def __init__(self) -> None:
-        self._heard_s: dict[str, float] = {}
+        self._last_seen_s: dict[str, float] = {}
         self._generation = 0
 
     def feed(self, record: AnyRecord) -> None:
-        """Take in one record; others than measurements and epochs are passed over."""
-        if isinstance(record, Epoch) and record.generation > self._generation:
-            self._generation, self._heard_s = record.generation, {}
-        if not isinstance(record, Metric) or record.source not in SILENT_S:
+        """Take in one record; others than measurements and starts of terms are passed over."""
+        if isinstance(record, TermStarted) and record.generation > self._generation:
+            self._generation, self._last_seen_s = record.generation, {}
+        if not isinstance(record, Metric) or record.source not in HEARTBEAT_TIMEOUTS_S:
             return
-        if record.values.get("ps_epoch", self._generation) < self._generation:
+        if record.values.get("term", self._generation) < self._generation:
             return  # of an earlier run
         if record.values.get(LEFT):
-            self._heard_s.pop(record.source, None)
+            self._last_seen_s.pop(record.source, None)
             return
-        self._heard_s[record.source] = max(record.time_s, self._heard_s.get(record.source, record.time_s))
+        self._last_seen_s[record.source] = max(record.time_s, self._last_seen_s.get(record.source, record.time_s))
         for name, silent_s in record.values.items():
-            if record.source == "ps" and (found := _OF_A_WORKER.fullmatch(name)) is not None:
-                self._heard_s[f"worker-{found[1]}"] = record.time_s - silent_s
+            if record.source == "ps" and (match := _WORKER_METRIC.fullmatch(name)) is not None:
+                self._last_seen_s[f"worker-{match[1]}"] = record.time_s - silent_s
 
     def ages_s(self, now_s: float) -> dict[str, float]:
         """Seconds since the last sign of life of each role that was heard and has not left; `now_s` is Unix time."""
-        return {role: max(0.0, now_s - at_s) for role, at_s in sorted(self._heard_s.items())}
+        return {role: max(0.0, now_s - at_s) for role, at_s in sorted(self._last_seen_s.items())}
 
     def silent(self, now_s: float) -> dict[str, float]:
         """Those of `ages_s` that are above what their role is allowed."""
         ages_s = self.ages_s(now_s)
-        return {role: age_s for role, age_s in ages_s.items() if age_s > SILENT_S.get(role, _WORKER_SILENT_S)}
+        return {
+            role: age_s
+            for role, age_s in ages_s.items()
+            if age_s > HEARTBEAT_TIMEOUTS_S.get(role, _WORKER_HEARTBEAT_TIMEOUT_S)
+        }

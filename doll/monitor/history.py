@@ -1,8 +1,8 @@
 """The history of a run, folded from the `updates` topic: one row per update and per held-out evaluation.
 
-After a restart the parameter server repeats the versions above its checkpoint: the `Epoch` record that says so voids
+After a restart the parameter server repeats the versions above its checkpoint: the `TermStarted` record that says so voids
 the earlier rows. They stay in the tables, marked, since they did happen; no mean, rate or plot counts them. Where an
-`Epoch` record begins a new generation (`doll.ledger.generations`), what came before is of another run, and goes.
+`TermStarted` record begins a new generation (`doll.ledger.generations`), what came before is of another run, and goes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from doll.monitor.loss_trend import Course
+from doll.monitor.loss_trend import LossTrend
 from doll.monitor.prequential import Prequential
-from doll.records import AnyRecord, Epoch, Finished, Update
+from doll.records import AnyRecord, Finished, TermStarted, Update
 
 UPDATE_COLUMNS = (
-    "time_s", "ps_epoch", "version", "n_samples", "samples_total", "batches", "prequential_loss",
+    "time_s", "term", "version", "n_samples", "samples_total", "batches", "prequential_loss",
     "apply_s", "grant_to_update_s", "mean_compute_s", "mean_service_s",
 )  # fmt: skip
-EVALUATION_COLUMNS = ("time_s", "ps_epoch", "version", "loss", "accuracy")
+EVALUATION_COLUMNS = ("time_s", "term", "version", "loss", "accuracy")
 
 
 class Table:
@@ -52,20 +52,20 @@ class Table:
         self._void.append(void)
         return grown
 
-    def void_above(self, version: int, below_epoch: int) -> int:
-        """Void the rows of epochs below `below_epoch` with versions above `version`; how many were not void before."""
-        versions, epochs = self._columns["version"], self._columns["ps_epoch"]
+    def void_above(self, version: int, below_term: int) -> int:
+        """Void the rows of terms below `below_term` with versions above `version`; how many were not void before."""
+        versions, terms = self._columns["version"], self._columns["term"]
         # From the end: rows at or below the version are in front of all that can be void.
         count = 0
         for row in range(len(self) - 1, -1, -1):
-            if epochs[row] < below_epoch and versions[row] > version and not self._void[row]:
+            if terms[row] < below_term and versions[row] > version and not self._void[row]:
                 self._void[row] = 1
                 count += 1
         return count
 
-    def drop_below(self, epoch: int) -> bool:
-        """Drop the rows of epochs below `epoch`; whether there were any."""
-        kept = [row for row, of in enumerate(self._columns["ps_epoch"]) if of >= epoch]
+    def drop_below(self, term: int) -> bool:
+        """Drop the rows of terms below `term`; whether there were any."""
+        kept = [row for row, of in enumerate(self._columns["term"]) if of >= term]
         dropped = len(kept) < len(self)
         if dropped:
             self._columns = {name: array("d", [column[row] for row in kept]) for name, column in self._columns.items()}
@@ -96,79 +96,79 @@ class History:
 
     Args:
         window: updates in the windowed prequential mean.
-        above: records of epochs up to this one are of earlier runs, and are passed over.
+        after_term: records of terms up to this one are of earlier runs, and are passed over.
     """
 
-    def __init__(self, window: int = 50, *, above: int = 0) -> None:
+    def __init__(self, window: int = 50, *, after_term: int = 0) -> None:
         self._window = window
-        self._above = above
+        self._after_term = after_term
         self.generation = 0
         """The newest one; no record of an earlier one counts."""
         self.updates = Table(UPDATE_COLUMNS)
         self.evaluations = Table(EVALUATION_COLUMNS)
         self.prequential = Prequential(window)
-        self.course = Course(window)
-        self.ps_epoch = 0
+        self.loss_trend = LossTrend(window)
+        self.term = 0
         self.version = 0
         self.samples_total = 0
         self.restarts = 0
-        """Epochs beyond the first: starts of a parameter server that followed another one's updates."""
+        """Terms beyond the first: starts of a parameter server that followed another one's updates."""
         self.finished: Finished | None = None
         self.first_time_s = math.nan
         self.last_time_s = math.nan
 
     def feed(self, record: AnyRecord) -> bool:
         """Take in one record; True when earlier rows changed (were voided, or a column was added)."""
-        if isinstance(record, Epoch | Update | Finished) and not self.is_ours(record.ps_epoch):
+        if isinstance(record, TermStarted | Update | Finished) and not self.is_current(record.term):
             return False
         match record:
-            case Epoch():
-                return self._epoch(record)
+            case TermStarted():
+                return self._term_started(record)
             case Update():
                 return self._update(record)
             case Finished():
-                if record.ps_epoch >= self.ps_epoch:
+                if record.term >= self.term:
                     self.finished = record
                 return False
             case _:
                 return False
 
-    def evaluated(self, *, time_s: float, ps_epoch: int, version: int, loss: float, accuracy: float | None) -> None:
+    def evaluated(self, *, time_s: float, term: int, version: int, loss: float, accuracy: float | None) -> None:
         """A held-out evaluation. It is void from the start when its version has been taken back.
 
         One of another run is passed over.
         """
-        if not self.is_ours(ps_epoch):
+        if not self.is_current(term):
             return
-        row = {"time_s": time_s, "ps_epoch": ps_epoch, "version": version, "loss": loss}
+        row = {"time_s": time_s, "term": term, "version": version, "loss": loss}
         if accuracy is not None:
             row["accuracy"] = accuracy
-        self.evaluations.append(row, void=ps_epoch < self.ps_epoch and version > self.version)
+        self.evaluations.append(row, void=term < self.term and version > self.version)
 
-    def is_ours(self, ps_epoch: int) -> bool:
-        """Whether what a server of this epoch has written is of the run at hand."""
-        return ps_epoch > self._above and ps_epoch >= self.generation
+    def is_current(self, term: int) -> bool:
+        """Whether what a server of this term has written is of the run at hand."""
+        return term > self._after_term and term >= self.generation
 
     def _begin(self, generation: int) -> bool:
         """What came before is of another run; whether rows went with it."""
-        self.generation, self.course = generation, Course(self.prequential.window)
+        self.generation, self.loss_trend = generation, LossTrend(self.prequential.window)
         dropped = [table.drop_below(generation) for table in (self.updates, self.evaluations)]
         self.prequential = Prequential(self._window)
-        self.ps_epoch = self.restarts = self.version = self.samples_total = 0
+        self.term = self.restarts = self.version = self.samples_total = 0
         self.finished = None
         self.first_time_s = self.last_time_s = math.nan
         return any(dropped)
 
-    def _epoch(self, record: Epoch) -> bool:
-        if record.ps_epoch <= self.ps_epoch:
+    def _term_started(self, record: TermStarted) -> bool:
+        if record.term <= self.term:
             return False
         dropped = record.generation > self.generation and self._begin(record.generation)
-        if self.ps_epoch:
+        if self.term:
             self.restarts += 1
-        self.ps_epoch = record.ps_epoch
+        self.term = record.term
         self.finished = None
-        voided = self.updates.void_above(record.resumed_version, record.ps_epoch)
-        voided += self.evaluations.void_above(record.resumed_version, record.ps_epoch)
+        voided = self.updates.void_above(record.resumed_version, record.term)
+        voided += self.evaluations.void_above(record.resumed_version, record.term)
         self.prequential.rollback(record.resumed_version)
         self.version = record.resumed_version
         last = self.updates.last()
@@ -176,11 +176,11 @@ class History:
         return voided > 0 or dropped
 
     def _update(self, record: Update) -> bool:
-        void = record.ps_epoch < self.ps_epoch
+        void = record.term < self.term
         service = [member.compute_s + member.fetch_s + member.store_s for member in record.members]
         row: dict[str, float] = {
             "time_s": record.time_s,
-            "ps_epoch": record.ps_epoch,
+            "term": record.term,
             "version": record.version,
             "n_samples": record.n_samples,
             "samples_total": record.samples_total,
@@ -197,15 +197,15 @@ class History:
             self.version = record.version
             self.samples_total = record.samples_total
             self.prequential.add(record.version, record.n_samples, record.loss, record.metrics)
-            self.course.add(record.version, record.n_samples, record.loss)
+            self.loss_trend.add(record.version, record.n_samples, record.loss)
             if math.isnan(self.first_time_s):
                 self.first_time_s = record.time_s
             self.last_time_s = record.time_s
         return grown
 
-    def held_out_course(self) -> Course:
+    def held_out_loss_trend(self) -> LossTrend:
         """The course of the held-out loss."""
-        return Course.of(self.evaluations.valid("version"), self.evaluations.valid("loss"))
+        return LossTrend.of(self.evaluations.valid("version"), self.evaluations.valid("loss"))
 
     def service_s(self) -> float:
         """μ_C: mean seconds from a granted batch to its stored gradient (fetch + compute + store), over batches."""
@@ -219,12 +219,12 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values) if values else math.nan
 
 
-def plain(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """`value` as JSON can say it: NaN and infinities become None, also inside containers."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: plain(inner) for key, inner in value.items()}
+        return {key: json_safe(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner) for inner in value]
+        return [json_safe(inner) for inner in value]
     return value

@@ -11,7 +11,7 @@ from typing import Final
 _AT_LEAST: Final = 10
 
 
-class Course:
+class LossTrend:
     """Windowed means of a loss: the first, the best and the last of them.
 
     Attributes:
@@ -25,7 +25,7 @@ class Course:
         self.best_version: int | None = None
 
     @classmethod
-    def of(cls, versions: Iterable[float], losses: Iterable[float]) -> Course:
+    def of(cls, versions: Iterable[float], losses: Iterable[float]) -> LossTrend:
         """The course of single losses, without windows: of held-out samples, which are the same each time."""
         course = cls(1)
         for version, loss in zip(versions, losses, strict=True):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from doll.errors import ConfigError
-from doll.provisioner.planning.assessment import Outlook, risk_curve
+from doll.provisioner.planning.assessment import Assessment, risk_curve
 
 _COST, _RISK, _CHOICE = "#4c78a8", "#e45756", "#333333"
 
 
-def draw(outlook: Outlook, path: Path) -> None:
+def draw(assessment: Assessment, path: Path) -> None:
     """Write the picture to `path`.
 
     Raises:
@@ -19,25 +19,25 @@ def draw(outlook: Outlook, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    costs, misses = risk_curve(outlook.question)
+    costs, misses = risk_curve(assessment.request)
     spot = range(len(costs))
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     cost_axes = figure.add_subplot()
-    cost_axes.plot(spot, costs / outlook.on_demand_usd * 100, color=_COST, marker=".")
+    cost_axes.plot(spot, costs / assessment.all_on_demand_usd * 100, color=_COST, marker=".")
     cost_axes.set(xlabel="workers on spot, slowest streams first", ylabel="expected cost, % of all on-demand")
     cost_axes.yaxis.label.set_color(_COST)
-    cost_axes.axvline(outlook.num_spot, color=_CHOICE, linestyle="--", linewidth=1)
-    cost_axes.annotate(f" plan: {outlook.num_spot}", (outlook.num_spot, 0.02), xycoords=("data", "axes fraction"))
-    if outlook.question.deadline_s is not None:
+    cost_axes.axvline(assessment.num_spot, color=_CHOICE, linestyle="--", linewidth=1)
+    cost_axes.annotate(f" plan: {assessment.num_spot}", (assessment.num_spot, 0.02), xycoords=("data", "axes fraction"))
+    if assessment.request.deadline_s is not None:
         risk_axes = cost_axes.twinx()
         risk_axes.plot(spot, misses, color=_RISK)
         risk_axes.set(ylabel="P(late), if the mix is kept", ylim=(-0.02, 1.02))
         risk_axes.yaxis.label.set_color(_RISK)
-    question = outlook.question
-    limit = f", deadline {question.deadline_s:g} s" if question.deadline_s else ""
+    request = assessment.request
+    limit = f", deadline {request.deadline_s:g} s" if request.deadline_s else ""
     cost_axes.set_title(
-        f"{question.num_workers} workers, J = {question.updates:g}, availability {question.alpha:g}{limit}"
+        f"{request.num_workers} workers, J = {request.updates:g}, availability {request.alpha:g}{limit}"
     )
     try:
         figure.savefig(path, dpi=120, format="png")

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 # Updates that can be taken back: far more than lie between two checkpoints. 24 bytes each, and 8 for each metric.
-KEPT: Final = 100_000
+MAX_ROLLBACK_UPDATES: Final = 100_000
 
 
 class Means(NamedTuple):
@@ -26,7 +26,7 @@ class Means(NamedTuple):
 class Prequential:
     """Running and windowed prequential means, that can be taken back to an earlier version.
 
-    It keeps, for each of the last `KEPT` updates, sums over all samples up to and with it, by column: the difference of
+    It keeps, for each of the last `MAX_ROLLBACK_UPDATES` updates, sums over all samples up to and with it, by column: the difference of
     two is a window. An object for each update would take 400 bytes more, which an hour of a fast job shows.
 
     Args:
@@ -37,7 +37,7 @@ class Prequential:
         if window < 1:
             raise ValueError(f"expected a window of at least 1 update, got {window}")
         self.window = window
-        self._kept = max(KEPT, window + 1)
+        self._kept = max(MAX_ROLLBACK_UPDATES, window + 1)
         self._begin()
 
     def _begin(self) -> None:
@@ -49,11 +49,11 @@ class Prequential:
 
         An update without samples (all of them dead letters) counts in the window but changes no mean.
         """
-        told = dict(metrics or {}) if samples > 0 else {}
-        for name in told.keys() - self._metrics.keys():
+        values = dict(metrics or {}) if samples > 0 else {}
+        for name in values.keys() - self._metrics.keys():
             self._metrics[name] = array("d", [math.nan]) * len(self._versions)
         for name, sums in self._metrics.items():
-            before, value = sums[-1], told.get(name)
+            before, value = sums[-1], values.get(name)
             sums.append(before if value is None else (0.0 if math.isnan(before) else before) + value * samples)
         self._versions.append(version)
         self._samples.append(self._samples[-1] + max(samples, 0))

@@ -14,21 +14,21 @@ from doll.ledger.report import Range, named
 from doll.monitor.history import History
 from doll.monitor.prequential import Means
 from doll.monitor.rates import (
-    ArrivalMeter,
+    ArrivalRateEstimator,
     Margin,
     predicted_lockstep_rate,
     predicted_update_rate,
     stability_margin,
     steady_update_rate,
 )
-from doll.ps.stuck import PATIENCE_S, reason
-from doll.records import AnyRecord, Epoch, Metric, Update
+from doll.ps.stuck import STALL_REPORT_S, reason
+from doll.records import AnyRecord, Metric, TermStarted, Update
 
 EVENTS_KEPT = 6
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLine:
+class WorkerStatus:
     """One worker as the parameter server last described it; None where it has said nothing.
 
     Attributes:
@@ -37,8 +37,8 @@ class WorkerLine:
     """
 
     worker: int
-    up: bool | None
-    epoch: int | None
+    is_live: bool | None
+    session: int | None
     retained_batches: int | None
     lag_records: int | None
     machine: str = ""
@@ -46,8 +46,8 @@ class WorkerLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Everything that a view shows at one moment. Unknown numbers are NaN or None."""
+class JobSnapshot:
+    """Everything that a display shows at one moment. Unknown numbers are NaN or None."""
 
     job: str
     seconds: float
@@ -64,7 +64,7 @@ class Snapshot:
     service_s: float
     durable_version: int | None
     waiting_batches: int | None
-    workers: tuple[WorkerLine, ...]
+    workers: tuple[WorkerStatus, ...]
     sent: int | None
     send_rate_per_s: float
     eta_s: float
@@ -76,23 +76,23 @@ class Snapshot:
 
 
 class ProgressModel:
-    """Feed it records of the topics `updates` and `metrics`; ask for a `Snapshot`.
+    """Feed it records of the topics `updates` and `metrics`; ask for a `JobSnapshot`.
 
     Args:
         config: the job.
         started_s: monotonic seconds at the start, zero point of the times that are shown.
-        above: epochs up to this one are of earlier runs on the same topics.
+        after_term: terms up to this one are of earlier runs on the same topics.
     """
 
-    def __init__(self, config: JobConfig, started_s: float, *, above: int = 0) -> None:
+    def __init__(self, config: JobConfig, started_s: float, *, after_term: int = 0) -> None:
         self.config = config
-        self.history = History(above=above)
+        self.history = History(after_term=after_term)
         self._started_s = started_s
         self._metrics: dict[str, Mapping[str, float]] = {}
-        self._arrivals = ArrivalMeter(config.data.samples_per_record)
+        self._arrivals = ArrivalRateEstimator(config.data.samples_per_record)
         self._stuck = False
         self._lost: dict[int, list[Span]] = {}
-        self.reached: dict[int, int] = {}  # per partition: one above the last offset in an update
+        self.next_offsets: dict[int, int] = {}  # per partition: one above the last offset in an update
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
         self.all_events: list[tuple[float, str]] = []
 
@@ -100,8 +100,8 @@ class ProgressModel:
         """Take in one record of `updates` or `metrics`; other types are ignored."""
         restarts, generation = self.history.restarts, self.history.generation
         if isinstance(record, Metric):
-            of = record.values.get("ps_epoch")
-            if of is not None and not self.history.is_ours(int(of)):
+            of = record.values.get("term")
+            if of is not None and not self.history.is_current(int(of)):
                 return
             if not record.values:
                 return  # a sign of life
@@ -109,41 +109,41 @@ class ProgressModel:
             if record.source == "evaluator":
                 self._evaluated(record)
             elif record.source == "ps":
-                self._look_if_stuck(record.values)
+                self._check_stuck(record.values)
             elif (lost := _lost(record)) is not None:
-                self.lose(*lost)
+                self.add_lost(*lost)
         else:
             self.history.feed(record)
         if self.history.generation > generation:
             self._metrics.clear()
             self._lost.clear()
-        if isinstance(record, Epoch) and record.resumed_version == 0:
-            self.reached = dict(enumerate(record.origins))
+        if isinstance(record, TermStarted) and record.resumed_version == 0:
+            self.next_offsets = dict(enumerate(record.origins))
         elif isinstance(record, Update):
             for member in record.members:
-                self.reached[member.worker] = member.hi
+                self.next_offsets[member.worker] = member.hi
                 for lo, hi in member.lost:
-                    self.lose(member.worker, lo, hi)
+                    self.add_lost(member.worker, lo, hi)
         if self.history.restarts > restarts:
-            self.note(f"parameter server resumed from version {self.history.version}", None)
+            self.add_event(f"parameter server resumed from version {self.history.version}", None)
 
-    def lose(self, partition: int, lo: int, hi: int) -> None:
+    def add_lost(self, partition: int, lo: int, hi: int) -> None:
         """Offsets [lo, hi) of a partition were deleted before they were learned."""
         known = self._lost.get(partition, [])
         self._lost[partition] = intervals.union([*known, (lo, hi)])
         if self._lost[partition] != known:
-            self.note(
+            self.add_event(
                 f"records lost: {named([Range(partition, lo, hi)])}: deleted before they were learned "
-                f"(data.on_loss: {self.config.data.on_loss})",
+                f"(data.on_data_loss: {self.config.data.on_data_loss})",
                 None,
             )
 
-    def _look_if_stuck(self, values: Mapping[str, float]) -> None:
-        stuck = values.get("stuck_s", 0.0) >= PATIENCE_S
+    def _check_stuck(self, values: Mapping[str, float]) -> None:
+        stuck = values.get("stuck_s", 0.0) >= STALL_REPORT_S
         if stuck and not self._stuck:
-            config, up = self.config, sum(line.up is True for line in self.worker_lines())
+            config, up = self.config, sum(line.is_live is True for line in self.worker_statuses())
             policy, pending = config.training.policy.name, config.worker.max_pending_batches
-            self.note(reason(policy, values.get("short_of_batches", 0.0), up, config.data.workers, pending), None)
+            self.add_event(reason(policy, values.get("shortfall_batches", 0.0), up, config.data.workers, pending), None)
         self._stuck = stuck
 
     def _evaluated(self, record: Metric) -> None:
@@ -151,17 +151,17 @@ class ProgressModel:
         if "version" in values and "loss" in values:
             self.history.evaluated(
                 time_s=record.time_s,
-                ps_epoch=int(values.get("ps_epoch", self.history.ps_epoch)),
+                term=int(values.get("term", self.history.term)),
                 version=int(values["version"]),
                 loss=values["loss"],
                 accuracy=values.get("accuracy"),
             )
 
-    def look_at_ends(self, now_s: float, ends: Sequence[int]) -> None:
+    def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
         """The ends of the sample partitions, seen at monotonic `now_s`: the arrival rates come from them."""
-        self._arrivals.look(now_s, ends)
+        self._arrivals.observe(now_s, ends)
 
-    def note(self, text: str, now_s: float | None) -> None:
+    def add_event(self, text: str, now_s: float | None) -> None:
         """Something happened that people should see (a death, a restart)."""
         at_s = math.nan if now_s is None else now_s - self._started_s
         self._events.append((at_s, text))
@@ -196,7 +196,7 @@ class ProgressModel:
         rates = self.arrival_rates_per_s()
         return stability_margin(rates, self.config.data.batch_size, self.config.group_size, self.history.service_s())
 
-    def worker_lines(self) -> tuple[WorkerLine, ...]:
+    def worker_statuses(self) -> tuple[WorkerStatus, ...]:
         """One line per worker slot, from the parameter server's last metrics."""
         values = self._metrics.get("ps", {})
 
@@ -206,12 +206,12 @@ class ProgressModel:
 
         lines = []
         for worker in range(self.config.data.workers):
-            up = number(worker, "up")
+            is_live = number(worker, "live")
             lines.append(
-                WorkerLine(
+                WorkerStatus(
                     worker=worker,
-                    up=None if up is None else bool(up),
-                    epoch=number(worker, "epoch"),
+                    is_live=None if is_live is None else bool(is_live),
+                    session=number(worker, "session"),
                     retained_batches=number(worker, "retained_batches"),
                     lag_records=number(worker, "lag_records"),
                 )
@@ -222,12 +222,12 @@ class ProgressModel:
         """The last value of one metric of one process."""
         return self._metrics.get(source, {}).get(name)
 
-    def snapshot(self, now_s: float) -> Snapshot:
+    def snapshot(self, now_s: float) -> JobSnapshot:
         """What is known at monotonic `now_s`."""
         history = self.history
         evaluation = history.evaluations.last()
         measured = self.rate_measured()
-        return Snapshot(
+        return JobSnapshot(
             job=self.config.job,
             seconds=now_s - self._started_s,
             version=history.version,
@@ -241,10 +241,10 @@ class ProgressModel:
             rate_stated=self.rate_is_stated,
             margin=self.margin(),
             service_s=history.service_s(),
-            durable_version=_whole(self.metric("ps", "durable_version")),
-            waiting_batches=_whole(self.metric("ps", "waiting_tokens")),
-            workers=self.worker_lines(),
-            sent=_whole(self.metric("producer", "delivered_total")),
+            durable_version=_int_or_none(self.metric("ps", "durable_version")),
+            waiting_batches=_int_or_none(self.metric("ps", "waiting_batches")),
+            workers=self.worker_statuses(),
+            sent=_int_or_none(self.metric("producer", "delivered_total")),
             send_rate_per_s=_or_nan(self.metric("producer", "rate_per_s")),
             eta_s=self._eta_s(measured),
             ps_restarts=history.restarts,
@@ -261,7 +261,7 @@ class ProgressModel:
 
 
 def _lost(record: Metric) -> Range | None:
-    """What a worker that stops for it says (`WorkerLink.lost`)."""
+    """What a worker that stops for it says (`WorkerChannel.lost`)."""
     lo, hi = (record.values.get(name, math.nan) for name in ("lost_from", "lost_until"))
     worker = record.source.removeprefix("worker-")
     if not (worker.isdecimal() and math.isfinite(lo) and math.isfinite(hi)):
@@ -269,7 +269,7 @@ def _lost(record: Metric) -> Range | None:
     return Range(int(worker), int(lo), int(hi))
 
 
-def _whole(value: float | None) -> int | None:
+def _int_or_none(value: float | None) -> int | None:
     return None if value is None or not math.isfinite(value) else int(value)
 
 

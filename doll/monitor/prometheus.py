@@ -20,11 +20,11 @@ from prometheus_client.registry import Collector
 
 from doll.bounded import short
 from doll.kafka.tail import Tail
-from doll.monitor.heartbeats import Heartbeats
-from doll.monitor.loss_trend import Course
-from doll.process.health import pulse_of
-from doll.process.signals import told_to_stop
-from doll.records import AnyRecord, Epoch, Finished, Metric, Update
+from doll.monitor.heartbeats import RoleHeartbeats
+from doll.monitor.loss_trend import LossTrend
+from doll.process.health import heartbeat_of
+from doll.process.signals import stop_requested
+from doll.records import AnyRecord, Finished, Metric, TermStarted, Update
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
@@ -37,11 +37,11 @@ Family = CounterMetricFamily | GaugeMetricFamily
 PATH: Final = "/metrics"
 DEFAULT_PORT: Final = 9464
 _POLL_S: Final = 0.5
-_ASK_KAFKA_S: Final = 15.0
-_OF_A_WORKER: Final = re.compile(r"worker_(\d+)_(\w+)")
+_CHECK_KAFKA_EVERY_S: Final = 15.0
+_WORKER_METRIC: Final = re.compile(r"worker_(\d+)_(\w+)")
 _NOT_A_NAME: Final = re.compile(r"[^a-zA-Z0-9_]")
-_MOST_ORIGINS: Final = 10_000  # sources: workers, and a handful of others
-_MOST_CHARS: Final = 200  # of a name
+_MAX_SOURCES: Final = 10_000  # sources: workers, and a handful of others
+_MAX_NAME_CHARS: Final = 200  # of a name
 _SECONDS: Final = (("_per_s", "_per_second"), ("_s", "_seconds"))
 
 
@@ -62,14 +62,14 @@ def samples_of(source: str, values: Mapping[str, float]) -> Iterator[Sample]:
     own: tuple[tuple[str, str], ...] = (("worker", number),) if kind == "worker" and number.isdecimal() else ()
     prefix = "worker" if own else source
     for name, value in values.items():
-        found = _OF_A_WORKER.fullmatch(name)
+        found = _WORKER_METRIC.fullmatch(name)
         if found is not None and not own:
-            yield Sample(f"doll_worker_{_plain(found[2])}", (("worker", found[1]),), value)
+            yield Sample(f"doll_worker_{_prometheus_name(found[2])}", (("worker", found[1]),), value)
         else:
-            yield Sample(f"doll_{_plain(prefix)}_{_plain(name)}", own, value)
+            yield Sample(f"doll_{_prometheus_name(prefix)}_{_prometheus_name(name)}", own, value)
 
 
-def _plain(name: str) -> str:
+def _prometheus_name(name: str) -> str:
     plain = _NOT_A_NAME.sub("_", name)
     short, long = next((pair for pair in _SECONDS if plain.endswith(pair[0])), ("", ""))
     return plain.removesuffix(short) + long
@@ -81,27 +81,29 @@ class Measurements(Collector):
     def __init__(self, job: str, workers: int, *, clock: Callable[[], float] = time.time) -> None:
         self._job = job
         self._clock = clock
-        self._heartbeats = Heartbeats()
-        self._by_origin: dict[str, tuple[Sample, ...]] = {"job": (Sample("doll_job_workers", (), workers),)}
+        self._heartbeats = RoleHeartbeats()
+        self._by_source: dict[str, tuple[Sample, ...]] = {"job": (Sample("doll_job_workers", (), workers),)}
         self._finished = False
-        self._course = Course()
+        self._loss_trend = LossTrend()
         self._full = False
-        self._ps_epoch = self._generation = 0
+        self._term = self._generation = 0
 
     def feed(self, record: AnyRecord) -> None:
         """Take in one record of `metrics` or `updates`; others are passed over."""
         self._heartbeats.feed(record)
         match record:
-            case Metric() if len(record.source) > _MOST_CHARS or any(len(name) > _MOST_CHARS for name in record.values):
+            case Metric() if len(record.source) > _MAX_NAME_CHARS or any(
+                len(name) > _MAX_NAME_CHARS for name in record.values
+            ):
                 log.warning("measurement_refused", source=short(record.source, 60), reason="a name is too long")
-            case Metric() if record.values.get("ps_epoch", self._generation) < self._generation:
+            case Metric() if record.values.get("term", self._generation) < self._generation:
                 pass  # of an earlier run
-            case Epoch() | Update() | Finished() if record.ps_epoch < self._ps_epoch:
+            case TermStarted() | Update() | Finished() if record.term < self._term:
                 pass  # of a server that was fenced
             case Metric() if not record.values:
                 pass  # a sign of life: what was measured before stands
             case Metric():
-                at = Sample("doll_measured_at_seconds", (("source", record.source),), record.time_s)
+                at = Sample("doll_last_metric_timestamp_seconds", (("source", record.source),), record.time_s)
                 self._put(record.source, (*samples_of(record.source, record.values), at))
             case Update():
                 values = {
@@ -111,10 +113,10 @@ class Measurements(Collector):
                     **{f"prequential_{name}": value for name, value in record.metrics.items()},
                 }  # fmt: skip
                 self._put("update", tuple(samples_of("update", values)))
-                self._course.add(record.version, record.n_samples, record.loss)
+                self._loss_trend.add(record.version, record.n_samples, record.loss)
                 course = {
-                    "window_loss": self._course.last, "best_window_loss": self._course.best,
-                    "loss_worsened": float(self._course.worsened),
+                    "window_loss": self._loss_trend.last, "best_window_loss": self._loss_trend.best,
+                    "loss_worsened": float(self._loss_trend.worsened),
                 }  # fmt: skip
                 self._put("course", tuple(samples_of("job", course)))
                 for member in record.members:
@@ -123,37 +125,39 @@ class Measurements(Collector):
                         "wait_s": member.wait_s,
                     }  # fmt: skip
                     self._put(f"member {member.worker}", tuple(samples_of(f"worker-{member.worker}", own)))
-            case Epoch():
-                self._finished, self._ps_epoch = False, record.ps_epoch
+            case TermStarted():
+                self._finished, self._term = False, record.term
                 if record.generation > self._generation:
-                    self._generation, self._course = record.generation, Course()
-                    self._by_origin = {"job": self._by_origin["job"]}
+                    self._generation, self._loss_trend = record.generation, LossTrend()
+                    self._by_source = {"job": self._by_source["job"]}
             case Finished():
                 self._finished = True
             case _:
                 pass
 
-    def _put(self, origin: str, samples: tuple[Sample, ...]) -> None:
-        if origin not in self._by_origin and len(self._by_origin) >= _MOST_ORIGINS:
+    def _put(self, source: str, samples: tuple[Sample, ...]) -> None:
+        if source not in self._by_source and len(self._by_source) >= _MAX_SOURCES:
             if not self._full:
-                log.warning("too_many_sources", at_most=_MOST_ORIGINS, refused=short(origin), action="not served")
+                log.warning("too_many_sources", at_most=_MAX_SOURCES, refused=short(source), action="not served")
             self._full = True
             return
-        self._by_origin = {**self._by_origin, origin: samples}  # a new dictionary: a scrape may be under way
+        self._by_source = {**self._by_source, source: samples}  # a new dictionary: a scrape may be under way
 
     def collect(self) -> Iterable[Family]:
         families: dict[str, Family] = {}
         names: dict[str, tuple[str, ...]] = {}
-        told: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        values_by_series: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
         finished = Sample("doll_job_finished", (), float(self._finished))
         ages = [
             Sample("doll_heartbeat_age_seconds", (("role", role),), age_s)
             for role, age_s in self._heartbeats.ages_s(self._clock()).items()
         ]
-        for samples in (*self._by_origin.values(), (finished, *ages)):
+        for samples in (*self._by_source.values(), (finished, *ages)):
             for one in samples:
-                told[one.name, one.labels] = one.value  # of two for one name and labels a scrape may hold one only
-        for (name, own), value in told.items():
+                values_by_series[one.name, one.labels] = (
+                    one.value
+                )  # of two for one name and labels a scrape may hold one only
+        for (name, own), value in values_by_series.items():
             labels = {"job_name": self._job, **dict(own)}
             if name not in families:
                 make = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
@@ -177,21 +181,21 @@ def serve_metrics(config: JobConfig, services: Services) -> int:
     registry.register(measurements)
     topics = (config.topic("updates"), config.topic("metrics"))
     with (
-        told_to_stop() as stop,
-        pulse_of("prometheus", config, default_port=DEFAULT_PORT) as pulse,
+        stop_requested() as stop,
+        heartbeat_of("prometheus", config, default_port=DEFAULT_PORT) as heartbeat,
         Tail(config, services, topics) as tail,
     ):
-        pulse.expect("loop")
-        pulse.expect("kafka", within_s=3 * _ASK_KAFKA_S, vital=False)
-        pulse.waits_for("the history of the job")
-        pulse.pages[PATH] = lambda: (CONTENT_TYPE_PLAIN_0_0_4, generate_latest(registry))
+        heartbeat.expect("loop")
+        heartbeat.expect("kafka", within_s=3 * _CHECK_KAFKA_EVERY_S, vital=False)
+        heartbeat.set_waiting_for("the history of the job")
+        heartbeat.pages[PATH] = lambda: (CONTENT_TYPE_PLAIN_0_0_4, generate_latest(registry))
         while not stop.is_set():
-            pulse.beat("loop")
+            heartbeat.beat("loop")
             found = tail.poll(_POLL_S)
             for one in found:
                 measurements.feed(one.record)
             if found or tail.partition_ends(topics[0], 1) is not None:
-                pulse.beat("kafka")
-            if all(map(tail.past, topics)):
-                pulse.waits_for("")
+                heartbeat.beat("kafka")
+            if all(map(tail.has_read_history, topics)):
+                heartbeat.set_waiting_for("")
     return 0

@@ -104,7 +104,7 @@ def stability_margin(rates_per_s: Sequence[float], batch_size: int, group_size: 
     return Margin(sufficient, sufficient * group_size / harmonic(group_size))
 
 
-class ArrivalMeter:
+class ArrivalRateEstimator:
     """Arrival rates measured from the ends (high watermarks) of the partitions, for sources whose rate nobody states.
 
     The rate of a stream is the growth of its end between the first look and the last look that saw it grow, so that a
@@ -116,7 +116,7 @@ class ArrivalMeter:
         self._first: dict[int, tuple[float, int]] = {}
         self._last: dict[int, tuple[float, int]] = {}
 
-    def look(self, now_s: float, ends: Sequence[int]) -> None:
+    def observe(self, now_s: float, ends: Sequence[int]) -> None:
         """The partitions' ends as seen at `now_s` (monotonic seconds)."""
         for partition, end in enumerate(ends):
             # The clock of a stream starts with its first growth: before that the producer was still starting.

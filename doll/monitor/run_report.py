@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import doll
 from doll.monitor.display import clock, number, of
-from doll.monitor.history import plain
+from doll.monitor.history import json_safe
 
 if TYPE_CHECKING:
     from doll.ledger.report import LedgerReport
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Outcome:
+class RunOutcome:
     """How a run ended, apart from what its records say.
 
     Attributes:
@@ -25,7 +25,7 @@ class Outcome:
         error: what went wrong; None for a job that ended as it should.
         seconds: from the start of the first role to the end of learning.
         restarts: how often each role was started again.
-        more: further entries of the report.
+        extra: further entries of the report.
     """
 
     reason: str
@@ -37,15 +37,15 @@ class Outcome:
     redis_kind: str = ""
     notes: tuple[str, ...] = ()
     files: dict[str, str] = field(default_factory=dict)
-    more: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
-def build_report(model: ProgressModel, outcome: Outcome, ledger: LedgerReport | None) -> dict[str, Any]:
+def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport | None) -> dict[str, Any]:
     """What stands in `report.json`: numbers with units in their names; null where nothing was measured."""
     history, config = model.history, model.config
     evaluation = history.evaluations.last() or {}
     running, window = history.prequential.running(), history.prequential.windowed()
-    margin, held_out = model.margin(), history.held_out_course()
+    margin, held_out = model.margin(), history.held_out_loss_trend()
     report = {
         "job": config.job,
         "doll_version": doll.__version__,
@@ -67,14 +67,14 @@ def build_report(model: ProgressModel, outcome: Outcome, ledger: LedgerReport | 
             "window_updates": history.prequential.window,
             "window_loss": window.loss,
             **{f"window_{name}": value for name, value in window.metrics.items()},
-            "best_window_loss": history.course.best,
-            "best_window_version": history.course.best_version,
+            "best_window_loss": history.loss_trend.best,
+            "best_window_version": history.loss_trend.best_version,
         },
         "best_loss": held_out.best,
         "best_loss_version": held_out.best_version,
-        "loss_worsened": history.course.worsened or held_out.worsened,
-        "lambda_u_measured": model.rate_measured(),
-        "lambda_u_predicted": model.rate_predicted(),
+        "loss_worsened": history.loss_trend.worsened or held_out.worsened,
+        "update_rate_measured_per_s": model.rate_measured(),
+        "update_rate_predicted_per_s": model.rate_predicted(),
         "arrival_rates_per_s": model.arrival_rates_per_s(),
         "arrival_rates_stated": model.rate_is_stated,
         "proposition_1": {
@@ -97,14 +97,14 @@ def build_report(model: ProgressModel, outcome: Outcome, ledger: LedgerReport | 
         "notes": list(outcome.notes),
         "audit": None if ledger is None else audit_counts(ledger),
         "files": outcome.files,
-        **outcome.more,
+        **outcome.extra,
     }
-    cleaned: dict[str, Any] = plain(report)
+    cleaned: dict[str, Any] = json_safe(report)
     return cleaned
 
 
 def audit_counts(ledger: LedgerReport) -> dict[str, Any]:
-    """The ledger in counts of offsets, and its sentence; `complaints` name the offsets where it does not balance."""
+    """The ledger in counts of offsets, and its sentence; `violations` name the offsets where it does not balance."""
     return {
         "ok": ledger.ok,
         "produced": ledger.produced,
@@ -117,7 +117,7 @@ def audit_counts(ledger: LedgerReport) -> dict[str, Any]:
         "lost": ledger.lost,
         "losses": ledger.losses(),
         "summary": ledger.summary(),
-        "complaints": ledger.complaints(),
+        "violations": ledger.violations(),
     }
 
 
@@ -132,7 +132,7 @@ def summary(report: Mapping[str, Any]) -> str:
         lines.append(f"  {error}")
     if report["loss_worsened"]:
         lines.append(f"  warning: {_worsened(report)}")
-    measured, predicted = _number(report["lambda_u_measured"]), _number(report["lambda_u_predicted"])
+    measured, predicted = _number(report["update_rate_measured_per_s"]), _number(report["update_rate_predicted_per_s"])
     margin = _number(report["proposition_1"]["margin"])
     lines.append(f"  update rate {measured}/s, by theory Nλ/(Kb) {predicted}/s; Proposition 1 margin {margin}")
     if report["restarts"]:
@@ -140,9 +140,9 @@ def summary(report: Mapping[str, Any]) -> str:
         lines.append(f"  restarts: {report['restarts']} ({roles})")
     audit = report["audit"]
     lines.append(f"  {audit['summary']}" if audit else "  audit: not made")
-    complaints = (audit or {}).get("complaints", [])
-    lines.extend(f"  {complaint}" for complaint in complaints)
-    lines.extend(f"  {loss}" for loss in (audit or {}).get("losses", []) if loss not in complaints)
+    violations = (audit or {}).get("violations", [])
+    lines.extend(f"  {violation}" for violation in violations)
+    lines.extend(f"  {loss}" for loss in (audit or {}).get("losses", []) if loss not in violations)
     if report["error"]:
         lines.append(f"  failed: {report['error']}")
     if "cost_predicted_usd" in report:

@@ -1,4 +1,4 @@
-"""What happened on a spot market: moves with their reasons, money and progress over time, and the last words. Pure."""
+"""What happened on a spot market: moves with their reasons, money and progress over time, and the result. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Move:
 
 
 @dataclass(frozen=True)
-class Moment:
+class TimelinePoint:
     """One turn of the controller; seconds on the job's clock."""
 
     at_s: float
@@ -44,16 +44,16 @@ class Moment:
 
 
 @dataclass
-class Story:
+class MarketTimeline:
     """Feed it the controller's decisions."""
 
-    moments: list[Moment] = field(default_factory=list)
+    points: list[TimelinePoint] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     _markets: tuple[str | None, ...] | None = None
 
     def feed(self, decision: Decision) -> None:
         """One turn, while the job's clock runs."""
-        at_s = decision.clock_s
+        at_s = decision.elapsed_s
         if decision.phase == "run":
             if self._markets is not None:
                 for slot, (before, now) in enumerate(zip(self._markets, decision.markets, strict=True)):
@@ -62,34 +62,38 @@ class Story:
             self._markets = decision.markets
         alive = decision.alive
         spot = sum(one.market == "spot" for one in alive)
-        moment = Moment(at_s, decision.bill.usd, decision.updates_done, spot, len(alive) - spot)
-        if self.moments and self.moments[-1].at_s == at_s:
-            self.moments[-1] = moment
+        point = TimelinePoint(at_s, decision.bill.usd, decision.updates_done, spot, len(alive) - spot)
+        if self.points and self.points[-1].at_s == at_s:
+            self.points[-1] = point
         else:
-            self.moments.append(moment)
+            self.points.append(point)
 
 
 @dataclass(frozen=True)
-class Ending:
+class SpotResult:
     """How it ended, in figures that are not in the controller's decisions.
 
     Attributes:
         finish_s: when the job ended, seconds on its clock.
         reached: its stop rule was met.
         cost_usd: until then.
-        cost_with_hand_back_usd: until the last machine was given back.
+        cost_until_terminated_usd: until the last machine was given back.
     """
 
     finish_s: float
     reached: bool
     deadline_s: float
     cost_usd: float
-    cost_with_hand_back_usd: float
-    on_demand_usd: float
+    cost_until_terminated_usd: float
+    all_on_demand_usd: float
 
 
 def facts(
-    ending: Ending, predictions: Mapping[str, Prediction], planned: str, story: Story, machines: Sequence[Machine]
+    result: SpotResult,
+    predictions: Mapping[str, Prediction],
+    planned: str,
+    timeline: MarketTimeline,
+    machines: Sequence[Machine],
 ) -> dict[str, Any]:
     """What `report.json` says of the market.
 
@@ -99,29 +103,29 @@ def facts(
     """
     predicted = predictions[planned]
     preempted = [one for one in machines if one.preempted]
-    percent = 100.0 * ending.cost_usd / ending.on_demand_usd
-    predicted_percent = 100.0 * predicted.cost_usd / ending.on_demand_usd
+    percent = 100.0 * result.cost_usd / result.all_on_demand_usd
+    predicted_percent = 100.0 * predicted.cost_usd / result.all_on_demand_usd
     return {
-        "deadline_met": ending.reached and ending.finish_s <= ending.deadline_s,
-        "deadline_s": ending.deadline_s,
-        "finish_s": round(ending.finish_s, 3),
+        "deadline_met": result.reached and result.finish_s <= result.deadline_s,
+        "deadline_s": result.deadline_s,
+        "finish_s": round(result.finish_s, 3),
         "finish_predicted_s": round(predicted.finish_s, 3),
-        "cost_usd": ending.cost_usd,
-        "on_demand_usd": ending.on_demand_usd,
-        "cost_with_hand_back_usd": ending.cost_with_hand_back_usd,
+        "cost_usd": result.cost_usd,
+        "all_on_demand_usd": result.all_on_demand_usd,
+        "cost_until_terminated_usd": result.cost_until_terminated_usd,
         "cost_predicted_usd": predicted.cost_usd,
         "cost_percent": percent,
         "cost_predicted_percent": predicted_percent,
-        "cost_off_points": percent - predicted_percent,
-        "moves": len(story.moves),
+        "cost_error_points": percent - predicted_percent,
+        "moves": len(timeline.moves),
         "moves_predicted": predicted.moves,
         "preemptions": len(preempted),
         "preemptions_predicted": predicted.preemptions,
         "preemptions_killed": sum(one.exit_code == -signal.SIGKILL for one in preempted),
-        "preemptions_without_notice": sum(one.surprise for one in preempted),
+        "preemptions_without_notice": sum(one.without_notice for one in preempted),
         "instances": len(machines),
         "predictions": {name: asdict(one) for name, one in predictions.items()},
-        "moves_log": [asdict(one) for one in story.moves],
+        "moves_log": [asdict(one) for one in timeline.moves],
     }
 
 
@@ -132,9 +136,9 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     found = [
         f"  deadline {clock(report['deadline_s'])}: {met}, at {report['finish_s']:.1f} s of {report['deadline_s']:g} s "
         f"(predicted {report['finish_predicted_s']:.1f} s)",
-        f"  cost {report['cost_usd']:.3f} USD, {report['cost_percent']:.1f} % of {report['on_demand_usd']:.3f} USD all "
+        f"  cost {report['cost_usd']:.3f} USD, {report['cost_percent']:.1f} % of {report['all_on_demand_usd']:.3f} USD all "
         f"on-demand; predicted {report['cost_predicted_usd']:.3f} USD, {report['cost_predicted_percent']:.1f} % "
-        f"({report['cost_off_points']:+.1f} points)",
+        f"({report['cost_error_points']:+.1f} points)",
         *(
             f"  {one['policy']} would have cost {one['cost_usd']:.3f} USD and ended at {one['finish_s']:.1f} s"
             + ("" if one["finish_s"] <= report["deadline_s"] else ": too late")

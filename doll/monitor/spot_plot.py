@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from doll.monitor.spot_history import Ending, Story
+from doll.monitor.spot_history import MarketTimeline, SpotResult
 from doll.simulation.spot_prediction import Prediction
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ _SPOT, _ON_DEMAND, _DRY, _LINE = "#4c78a8", "#f58518", "#dddddd", "#333333"
 
 
 def draw(
-    path: Path, *, story: Story, ending: Ending, predicted: Prediction, market: SpotMarket,
+    path: Path, *, timeline: MarketTimeline, result: SpotResult, predicted: Prediction, market: SpotMarket,
     machines: Sequence[Machine], opened_s: float, updates: int, job: str,
 ) -> None:  # fmt: skip
     """Write the picture to `path`.
@@ -36,34 +36,34 @@ def draw(
     figure = Figure(figsize=(9, 8), layout="constrained")
     FigureCanvasAgg(figure)
     slots, cost, progress = figure.subplots(3, 1, sharex=True, height_ratios=(1.4, 1, 1))
-    end_s = max(ending.finish_s, ending.deadline_s)
-    _slots(slots, market, machines, opened_s, min(end_s, ending.finish_s))
-    times = [one.at_s for one in story.moments]
-    cost.plot(times, [one.usd for one in story.moments], color=_SPOT, label="spent")
-    rate = ending.on_demand_usd / max(predicted_on_demand_s(ending, market), 1e-9)
-    full_s = ending.on_demand_usd / rate if rate else 0.0
-    cost.plot([0, full_s], [0, ending.on_demand_usd], color=_ON_DEMAND, label="all on-demand")
+    end_s = max(result.finish_s, result.deadline_s)
+    _slots(slots, market, machines, opened_s, min(end_s, result.finish_s))
+    times = [one.at_s for one in timeline.points]
+    cost.plot(times, [one.usd for one in timeline.points], color=_SPOT, label="spent")
+    rate = result.all_on_demand_usd / max(predicted_on_demand_s(result, market), 1e-9)
+    full_s = result.all_on_demand_usd / rate if rate else 0.0
+    cost.plot([0, full_s], [0, result.all_on_demand_usd], color=_ON_DEMAND, label="all on-demand")
     cost.plot([predicted.finish_s], [predicted.cost_usd], color=_LINE, marker="x", linestyle="", label="predicted")
     cost.set(ylabel="USD")
     cost.legend(loc="upper left", frameon=False)
-    progress.plot(times, [one.updates for one in story.moments], color=_SPOT, label="updates")
-    progress.plot([0, ending.deadline_s], [0, updates], color=_LINE, linestyle=":", label="even pace to the deadline")
+    progress.plot(times, [one.updates for one in timeline.points], color=_SPOT, label="updates")
+    progress.plot([0, result.deadline_s], [0, updates], color=_LINE, linestyle=":", label="even pace to the deadline")
     progress.axhline(updates, color=_LINE, linewidth=0.8)
     progress.set(xlabel="seconds", ylabel="updates", xlim=(0, end_s * 1.02))
     progress.legend(loc="upper left", frameon=False)
     for axes in (slots, cost, progress):
-        axes.axvline(ending.deadline_s, color="#e45756", linestyle="--", linewidth=1)
-    met = "met" if ending.reached and ending.finish_s <= ending.deadline_s else "missed"
+        axes.axvline(result.deadline_s, color="#e45756", linestyle="--", linewidth=1)
+    met = "met" if result.reached and result.finish_s <= result.deadline_s else "missed"
     slots.set_title(
-        f"{job}: deadline of {ending.deadline_s:g} s {met} at {ending.finish_s:.1f} s, "
-        f"{100 * ending.cost_usd / ending.on_demand_usd:.1f} % of the on-demand cost"
+        f"{job}: deadline of {result.deadline_s:g} s {met} at {result.finish_s:.1f} s, "
+        f"{100 * result.cost_usd / result.all_on_demand_usd:.1f} % of the on-demand cost"
     )
     figure.savefig(path, dpi=120, format="png")
 
 
-def predicted_on_demand_s(ending: Ending, market: SpotMarket) -> float:
+def predicted_on_demand_s(result: SpotResult, market: SpotMarket) -> float:
     """Seconds that all on-demand takes for its money."""
-    return ending.on_demand_usd / (market.num_slots * market.on_demand_usd_per_h) * 3600
+    return result.all_on_demand_usd / (market.num_slots * market.on_demand_usd_per_h) * 3600
 
 
 def _slots(axes: Any, market: SpotMarket, machines: Sequence[Machine], opened_s: float, end_s: float) -> None:
@@ -72,9 +72,9 @@ def _slots(axes: Any, market: SpotMarket, machines: Sequence[Machine], opened_s:
     for slot in range(market.num_slots):
         at_s = 0.0
         while at_s < end_s:
-            spell = market.spell(slot, at_s)
-            until_s = min(spell.end_s, end_s)
-            if not spell.up:
+            interval = market.interval(slot, at_s)
+            until_s = min(interval.end_s, end_s)
+            if not interval.up:
                 axes.broken_barh([(at_s, until_s - at_s)], (slot - 0.45, 0.9), color=_DRY)
             at_s = until_s
     for machine in machines:

@@ -38,11 +38,11 @@ MARKER_ENV: Final = "DOLL_FAULT_MARKER"
 _hits: Counter[str] = Counter()
 
 
-def fault_point(name: str, settle: Callable[[], object] | None = None) -> None:
+def fault_point(name: str, before_exit: Callable[[], object] | None = None) -> None:
     """Die here if the environment says so.
 
     Args:
-        settle: called before dying, so that the effect that the point comes after has left this process.
+        before_exit: called before dying, so that the effect that the point comes after has left this process.
 
     Raises:
         ConfigError: `DOLL_FAULT` is not `point@count`, or names no point.
@@ -57,8 +57,8 @@ def fault_point(name: str, settle: Callable[[], object] | None = None) -> None:
         return
     _hits[name] += 1
     if _hits[name] == int(count) and _is_first():
-        if settle is not None:
-            settle()
+        if before_exit is not None:
+            before_exit()
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Final
 
 from doll.errors import ConfigError
-from doll.process.loopback import require_safe
+from doll.process.loopback import require_loopback
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
@@ -29,22 +29,22 @@ log = get_logger(__name__)
 
 PORT_ENV: Final = "DOLL_HEALTH_PORT"
 HOST: Final = "127.0.0.1"
-LATE_S: Final = 15.0  # a beat comes several times a second; a loaded machine may hold it up for seconds
-_LOOK_S: Final = 1.0
+BEAT_TIMEOUT_S: Final = 15.0  # a beat comes several times a second; a loaded machine may hold it up for seconds
+_CHECK_S: Final = 1.0
 _REQUEST_S: Final = 5.0
-_MOST_AT_ONCE: Final = 64  # a thread each: whoever opens thousands must not end the process
+_MAX_REQUESTS: Final = 64  # a thread each: whoever opens thousands must not end the process
 _OFFSETS: Final = {"ps": 0, "evaluator": 1, "producer": 2, "ps-standby": 3, "prometheus": 4, "provisioner": 5}
 _FIRST_WORKER: Final = 10
 
 
 @dataclass(slots=True)
-class _Beat:
+class _ExpectedBeat:
     within_s: float
     vital: bool
     at_s: float
 
 
-class Pulse:
+class Heartbeat:
     """What a process knows of its own progress. Safe to use from any thread; costs nothing per beat.
 
     Args:
@@ -59,19 +59,19 @@ class Pulse:
         self.process = process
         self.pages: dict[str, Callable[[], tuple[str, bytes]]] = {}
         self._clock = clock
-        self._beats: dict[str, _Beat] = {}
+        self._beats: dict[str, _ExpectedBeat] = {}
         self._waiting = "starting"
 
-    def expect(self, name: str, *, within_s: float = LATE_S, vital: bool = True) -> None:
+    def expect(self, name: str, *, within_s: float = BEAT_TIMEOUT_S, vital: bool = True) -> None:
         """From now on `name` beats at least once in `within_s`. `vital`: if it does not, a restart would help."""
-        self._beats = {**self._beats, name: _Beat(within_s, vital, self._clock())}
+        self._beats = {**self._beats, name: _ExpectedBeat(within_s, vital, self._clock())}
 
     def beat(self, name: str) -> None:
         """`name` has made progress. One that is not expected is ignored."""
-        if (found := self._beats.get(name)) is not None:
-            found.at_s = self._clock()
+        if (expected := self._beats.get(name)) is not None:
+            expected.at_s = self._clock()
 
-    def waits_for(self, what: str) -> None:
+    def set_waiting_for(self, what: str) -> None:
         """Not ready, in good health: what for. An empty text: ready."""
         self._waiting = what
 
@@ -79,44 +79,46 @@ class Pulse:
         """Seconds since the last beat of each that is late, among the vital ones or the others."""
         now = self._clock()
         return {
-            name: now - found.at_s
-            for name, found in self._beats.items()
-            if found.vital == vital and now - found.at_s > found.within_s
+            name: now - expected.at_s
+            for name, expected in self._beats.items()
+            if expected.vital == vital and now - expected.at_s > expected.within_s
         }
 
     def report(self) -> dict[str, Any]:
         """What the probes say: healthy, ready, and the reasons where not."""
         now = self._clock()
-        ill = [f"{name}: no progress for {age_s:.0f} s" for name, age_s in self.overdue(vital=True).items()]
+        unhealthy = [f"{name}: no progress for {age_s:.0f} s" for name, age_s in self.overdue(vital=True).items()]
         late = [f"{name}: nothing heard for {age_s:.0f} s" for name, age_s in self.overdue(vital=False).items()]
-        reasons = [*ill, *late, *([self._waiting] if self._waiting else [])]
+        reasons = [*unhealthy, *late, *([self._waiting] if self._waiting else [])]
         return {
             "process": self.process,
-            "healthy": not ill,
+            "healthy": not unhealthy,
             "ready": not reasons,
             "reasons": reasons,
-            "ages_s": {name: round(now - found.at_s, 3) for name, found in self._beats.items()},
+            "ages_s": {name: round(now - expected.at_s, 3) for name, expected in self._beats.items()},
         }
 
 
 class Watchdog:
-    """Counts the seconds in which a vital beat was overdue; `look` is called about once a second."""
+    """Counts the seconds in which a vital beat was overdue; `check` is called about once a second."""
 
-    def __init__(self, pulse: Pulse, stuck_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pulse = pulse
-        self._stuck_s = stuck_s
+    def __init__(
+        self, heartbeat: Heartbeat, liveness_timeout_s: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._heartbeat = heartbeat
+        self._stuck_s = liveness_timeout_s
         self._clock = clock
         self._looked_s = clock()
-        self._ill_s = 0.0
+        self._unhealthy_s = 0.0
 
-    def look(self) -> str:
+    def check(self) -> str:
         """Why this process must end, or an empty text."""
         now = self._clock()
-        awake_s = min(now - self._looked_s, 2 * _LOOK_S)
+        awake_s = min(now - self._looked_s, 2 * _CHECK_S)
         self._looked_s = now
-        overdue = self._pulse.overdue(vital=True)
-        self._ill_s = self._ill_s + awake_s if overdue else 0.0
-        if self._ill_s <= self._stuck_s:
+        overdue = self._heartbeat.overdue(vital=True)
+        self._unhealthy_s = self._unhealthy_s + awake_s if overdue else 0.0
+        if self._unhealthy_s <= self._stuck_s:
             return ""
         return "; ".join(f"{name}: no progress for {age_s:.0f} s" for name, age_s in overdue.items())
 
@@ -139,8 +141,8 @@ def port_of(config: JobConfig, process: str) -> int | None:
 
 
 @contextmanager
-def pulse_of(process: str, config: JobConfig, *, default_port: int | None = None) -> Iterator[Pulse]:
-    """The pulse of this process, watched, and answering probes on loopback where a port is given.
+def heartbeat_of(process: str, config: JobConfig, *, default_port: int | None = None) -> Iterator[Heartbeat]:
+    """The heartbeat of this process, watched, and answering probes on loopback where a port is given.
 
     Args:
         default_port: for a process that is of no use without one.
@@ -148,13 +150,15 @@ def pulse_of(process: str, config: JobConfig, *, default_port: int | None = None
     Raises:
         ConfigError: the port is none.
     """
-    pulse = Pulse(process)
+    heartbeat = Heartbeat(process)
     port = port_of(config, process) or default_port
     over = threading.Event()
-    threading.Thread(target=_watch, args=(pulse, config.health.stuck_s, over), name="watchdog", daemon=True).start()
-    server = None if port is None else _serve(pulse, port)
+    threading.Thread(
+        target=_watch, args=(heartbeat, config.health.liveness_timeout_s, over), name="watchdog", daemon=True
+    ).start()
+    server = None if port is None else _serve(heartbeat, port)
     try:
-        yield pulse
+        yield heartbeat
     finally:
         over.set()
         if server is not None:
@@ -162,19 +166,19 @@ def pulse_of(process: str, config: JobConfig, *, default_port: int | None = None
             server.server_close()
 
 
-def _watch(pulse: Pulse, stuck_s: float, over: threading.Event) -> None:
-    dog = Watchdog(pulse, stuck_s)
-    while not over.wait(_LOOK_S):
-        if reason := dog.look():
+def _watch(heartbeat: Heartbeat, liveness_timeout_s: float, over: threading.Event) -> None:
+    watchdog = Watchdog(heartbeat, liveness_timeout_s)
+    while not over.wait(_CHECK_S):
+        if reason := watchdog.check():
             log.error("stuck", reason=reason, action="ending, to be started again")
             os._exit(1)  # what is stuck would not hear anything milder
 
 
-def _serve(pulse: Pulse, port: int) -> ThreadingHTTPServer | None:
+def _serve(heartbeat: Heartbeat, port: int) -> ThreadingHTTPServer | None:
     try:
-        server = _Server((require_safe(HOST, authenticated=False, what="health probe"), port), pulse)
+        server = _Server((require_loopback(HOST, authenticated=False, what="health probe"), port), heartbeat)
     except OSError as exc:  # the work is more than its probe
-        log.warning("no_health_probe", port=port, reason=exc.strerror or str(exc))
+        log.warning("health_probe_unavailable", port=port, reason=exc.strerror or str(exc))
         return None
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.5}, name="health", daemon=True).start()
     return server
@@ -183,10 +187,10 @@ def _serve(pulse: Pulse, port: int) -> ThreadingHTTPServer | None:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, address: tuple[str, int], pulse: Pulse) -> None:
+    def __init__(self, address: tuple[str, int], heartbeat: Heartbeat) -> None:
         super().__init__(address, _Handler)
-        self.pulse = pulse
-        self._free = threading.BoundedSemaphore(_MOST_AT_ONCE)
+        self.heartbeat = heartbeat
+        self._free = threading.BoundedSemaphore(_MAX_REQUESTS)
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._free.acquire(blocking=False):
@@ -212,14 +216,14 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        pulse = self.server.pulse
-        if (page := pulse.pages.get(path)) is not None:
+        heartbeat = self.server.heartbeat
+        if (page := heartbeat.pages.get(path)) is not None:
             self._answer(200, *page())
             return
-        report = pulse.report()
+        report = heartbeat.report()
         good = {"/healthz": report["healthy"], "/readyz": report["ready"]}.get(path)
         status, content = (
-            (404, {"expected": ["/healthz", "/readyz", *pulse.pages]})
+            (404, {"expected": ["/healthz", "/readyz", *heartbeat.pages]})
             if good is None
             else (200 if good else 503, report)
         )

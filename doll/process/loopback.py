@@ -7,7 +7,7 @@ import ipaddress
 from doll.errors import ConfigError
 
 
-def require_safe(host: str, *, authenticated: bool, what: str) -> str:
+def require_loopback(host: str, *, authenticated: bool, what: str) -> str:
     """`host`, if a server without authentication may listen there.
 
     Args:

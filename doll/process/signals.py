@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def told_to_stop() -> Iterator[threading.Event]:
+def stop_requested() -> Iterator[threading.Event]:
     """An event that SIGTERM or SIGINT sets; only the main thread may take signals over, others get an event that waits.
 
     What the signals did before, they do again at the end.

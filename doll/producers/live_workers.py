@@ -8,7 +8,7 @@ from doll.records import Metric
 from doll.services import Services
 
 
-class Workers:
+class LiveWorkers:
     """Follows the `metrics` topic. A worker of which nothing is known is down.
 
     Raises:
@@ -17,21 +17,21 @@ class Workers:
 
     def __init__(self, config: JobConfig, services: Services) -> None:
         self._tail = Tail(config, services, (config.topic("metrics"),))
-        self._up: frozenset[int] = frozenset()
+        self._live: frozenset[int] = frozenset()
         self._count = config.data.workers
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Take in what has been said; does not wait."""
-        for one in self._tail.poll(0.0):
-            if isinstance(one.record, Metric) and one.record.source == "ps":
-                values = one.record.values
-                self._up = frozenset(n for n in range(self._count) if values.get(f"worker_{n}_up", 0.0) > 0)
+        for timed in self._tail.poll(0.0):
+            if isinstance(timed.record, Metric) and timed.record.source == "ps":
+                values = timed.record.values
+                self._live = frozenset(n for n in range(self._count) if values.get(f"worker_{n}_live", 0.0) > 0)
 
     def is_down(self, stream: int) -> bool:
         """Whether the worker of this stream is down."""
-        return stream not in self._up
+        return stream not in self._live
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> LiveWorkers:
         return self
 
     def __exit__(self, *exc: object) -> None:

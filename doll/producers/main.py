@@ -18,12 +18,12 @@ from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.job_end import on_finish
 from doll.monitor.heartbeats import LEFT
-from doll.process.health import Pulse, pulse_of
-from doll.process.signals import told_to_stop
-from doll.producers.live_workers import Workers
+from doll.process.health import Heartbeat, heartbeat_of
+from doll.process.signals import stop_requested
+from doll.producers.live_workers import LiveWorkers
 from doll.producers.pacing import Pacer
-from doll.producers.position import find_positions, headers, name_of
-from doll.producers.schedule import Event, events
+from doll.producers.position import find_positions, headers, source_name
+from doll.producers.schedule import Event, scheduled_samples
 from doll.producers.sender import Counts, SampleSender
 from doll.services import Services
 from doll.telemetry import get_logger
@@ -64,23 +64,23 @@ def run_producer(
     topics.ensure(config, services)
     sender = SampleSender(config, services, say)
     with (
-        told_to_stop() if stop is None else contextlib.nullcontext(stop) as stopped,
-        pulse_of("producer", config) as pulse,
-        Workers(config, services) if config.arrivals.while_down == "pause" else contextlib.nullcontext() as workers,
+        stop_requested() if stop is None else contextlib.nullcontext(stop) as stopped,
+        heartbeat_of("producer", config) as heartbeat,
+        LiveWorkers(config, services) if config.arrivals.while_down == "pause" else contextlib.nullcontext() as workers,
         on_finish(config, services, stopped.set) if until_finished else contextlib.nullcontext(),
     ):
         positions = find_positions(config, services)
-        there = _samples_there(config, services)
-        feed = events(config, there, positions=positions, paused=workers.is_down if workers else _never)
-        run = _Run(config, sender, stopped, pulse, workers, positions)
+        there = _samples_in_topic(config, services)
+        feed = scheduled_samples(config, there, positions=positions, paused=workers.is_down if workers else _never)
+        run = _Run(config, sender, stopped, heartbeat, workers, positions)
         ended = False
         try:
             run.send_all(feed)
             ended = True
         finally:
-            sender.drain(run.told_to_stop, _DRAIN_S)
+            sender.drain(run.stop_requested, _DRAIN_S)
             run.report(time.monotonic(), last=ended)
-            sender.drain(run.told_to_stop, _DRAIN_S)
+            sender.drain(run.stop_requested, _DRAIN_S)
             counts = sender.counts
             unsent = f", {run.unsent} read from the source and not sent" if run.unsent else ""
             say(f"{counts.delivered} samples delivered, {counts.failed} failed{unsent}")
@@ -101,33 +101,33 @@ class _Run:
         config: JobConfig,
         sender: SampleSender,
         stop: threading.Event,
-        pulse: Pulse,
-        workers: Workers | None,
+        heartbeat: Heartbeat,
+        workers: LiveWorkers | None,
         positions: Sequence[int],
     ) -> None:
         self.unsent = 0
         self._workers = workers
-        self._pulse = pulse
+        self._heartbeat = heartbeat
         self._sender = sender
         self._stop = stop
         self._per_record = config.data.samples_per_record
         self._limit = config.source.limit_samples if config.source else None
-        self._source = name_of(config.source)
+        self._source = source_name(config.source)
         self._positions = list(positions)  # of a file: samples that each stream has been given
         self._packs: list[list[bytes]] = [[] for _ in range(config.data.workers)]
         self._behind_s = 0.0
         self._reported_s = time.monotonic()
         self._reported_sent = 0
 
-    def told_to_stop(self) -> bool:
+    def stop_requested(self) -> bool:
         """Asked by all that waits, so it is a sign of life too."""
-        self._pulse.beat("loop")
-        self._pulse.waits_for("Kafka" if self._sender.away else "")
+        self._heartbeat.beat("loop")
+        self._heartbeat.set_waiting_for("Kafka" if self._sender.away else "")
         return self._stop.is_set()
 
     def send_all(self, feed: Iterator[Event]) -> None:
-        self._pulse.expect("loop", within_s=_READ_S)
-        self._pulse.waits_for("")
+        self._heartbeat.expect("loop", within_s=_READ_S)
+        self._heartbeat.set_waiting_for("")
         pacer = Pacer(time.monotonic())
         taken = sum(self._positions)
         if self._limit is not None and taken >= self._limit:
@@ -177,8 +177,8 @@ class _Run:
     def _tick(self) -> float:
         self._sender.poll()
         if self._workers is not None:
-            self._workers.look()
-        self.told_to_stop()
+            self._workers.poll()
+        self.stop_requested()
         now_s = time.monotonic()
         if now_s - self._reported_s >= _REPORT_S:
             self.report(now_s)
@@ -200,7 +200,7 @@ class _Run:
 
     def _send(self, stream: int, record: bytes, samples: int) -> None:
         marks = headers(self._source, self._positions[stream])
-        if not self._sender.send(stream, record, samples, self.told_to_stop, marks):
+        if not self._sender.send(stream, record, samples, self.stop_requested, marks):
             self.unsent += samples
 
 
@@ -208,7 +208,7 @@ def _never(stream: int) -> bool:
     return False
 
 
-def _samples_there(config: JobConfig, services: Services) -> list[int]:
+def _samples_in_topic(config: JobConfig, services: Services) -> list[int]:
     """Samples that each stream holds already (some fewer where a record was packed in part).
 
     Raises:

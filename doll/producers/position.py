@@ -29,21 +29,21 @@ log = get_logger(__name__)
 
 HEADER: Final = "doll-position"
 _VALUE: Final = re.compile(rb"([0-9a-f]{16}) ([0-9]{1,18})")
-_FIRST_LOOK: Final = 64  # records from the end of a partition; each further look is eight times as far
+_FIRST_WINDOW: Final = 64  # records from the end of a partition; each further look is eight times as far
 
 
-def name_of(source: SourceConfig | None) -> str:
+def source_name(source: SourceConfig | None) -> str:
     """A name for what is read in order, from a file; "" for sources that draw at random, and for a pipe."""
     match source:
         case CsvSource():
-            said: list[Any] = ["csv", str(source.path), source.header]
+            identity: list[Any] = ["csv", str(source.path), source.header]
         case JsonlSource():
-            said = ["jsonl", str(source.path)]
+            identity = ["jsonl", str(source.path)]
         case IdxSource(augment=False):
-            said = ["idx", str(source.images), str(source.labels), source.skip]
+            identity = ["idx", str(source.images), str(source.labels), source.skip]
         case _:
             return ""
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
 def headers(name: str, position: int) -> list[tuple[str, bytes]]:
@@ -67,7 +67,7 @@ def find_positions(config: JobConfig, services: Services) -> list[int]:
         ServiceUnavailableError: Kafka does not answer.
         ConfigError: records of the stream are gone, and with them the last position.
     """
-    name, repeats = name_of(config.source), bool(getattr(config.source, "repeat", False))
+    name, repeats = source_name(config.source), bool(getattr(config.source, "repeat", False))
     streams = range(config.data.workers)
     if not name:
         return [0 for _ in streams]
@@ -78,7 +78,7 @@ def find_positions(config: JobConfig, services: Services) -> list[int]:
     with TopicReader(config, services) as reader:
         positions = [_last(reader, topic, stream, origins[stream], name, repeats) for stream in streams]
     if any(positions):
-        log.info("file_goes_on", positions=positions)
+        log.info("file_resumed", positions=positions)
     return positions
 
 
@@ -86,7 +86,7 @@ def _last(reader: TopicReader, topic: str, stream: int, origin: int, name: str, 
     """The newest position in one partition, looked for from its end."""
     low, high = reader.bounds(topic, stream)
     first = max(low, origin)
-    until, width = high, _FIRST_LOOK
+    until, width = high, _FIRST_WINDOW
     while until > first:
         since = max(first, until - width)
         found = None

@@ -14,10 +14,10 @@ from doll.producers import arrivals, sources
 Event = tuple[float, int, bytes | None]  # arrival time in seconds, stream, sample; None: nothing comes at this time
 
 _STDIN = 0
-_MOST_TRACE_BYTES = 256_000_000
+_MAX_TRACE_BYTES = 256_000_000
 
 
-def events(
+def scheduled_samples(
     config: JobConfig,
     starts: Sequence[int],
     *,
@@ -69,7 +69,7 @@ def arrival_times(config: JobConfig, starts: Sequence[int]) -> list[Iterator[flo
             assert config.arrivals.trace is not None  # checked with the job file
             path = config.path(config.arrivals.trace)
             try:
-                text = read_text(path, max_bytes=_MOST_TRACE_BYTES)
+                text = read_text(path, max_bytes=_MAX_TRACE_BYTES)
             except (OSError, MalformedError) as exc:
                 reason = getattr(exc, "strerror", None) or exc
                 raise ConfigError(f"arrivals.trace: expected a text file of gaps at {path}: {reason}") from exc

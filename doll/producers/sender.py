@@ -46,8 +46,8 @@ class SampleSender:
         self._metrics_topic = config.topic("metrics")
         self._producer: Any = None
         self._fatal: str | None = None
-        self._away = False
-        self._told: set[str] = set()
+        self._unreachable = False
+        self._reported_reasons: set[str] = set()
 
     def send(
         self,
@@ -109,12 +109,12 @@ class SampleSender:
     @property
     def away(self) -> bool:
         """Whether no broker answers; what is sent waits meanwhile."""
-        return self._away
+        return self._unreachable
 
-    def drain(self, give_up: Callable[[], bool], patience_s: float) -> None:
+    def drain(self, give_up: Callable[[], bool], grace_s: float) -> None:
         """Wait until every sample sent is delivered or failed.
 
-        Once `give_up()` is true, or after a fatal error, it waits `patience_s` more; what is left then is failed.
+        Once `give_up()` is true, or after a fatal error, it waits `grace_s` more; what is left then is failed.
         """
         if self._producer is None:
             return
@@ -123,7 +123,7 @@ class SampleSender:
             self._producer.poll(_FULL_QUEUE_POLL_S)
             now_s = time.monotonic()
             if deadline_s is None and (give_up() or self._fatal is not None):
-                deadline_s = now_s + patience_s
+                deadline_s = now_s + grace_s
             if deadline_s is not None and now_s >= deadline_s:
                 self._producer.purge()  # each purged record comes back through `_on_delivery` as failed
                 self._producer.flush(1.0)
@@ -152,14 +152,14 @@ class SampleSender:
     def _on_delivery(self, samples: int, error: Any, _message: Any) -> None:
         if error is None:
             self.counts.delivered += samples
-            if self._away:
-                self._away = False
+            if self._unreachable:
+                self._unreachable = False
                 self._say(f"Kafka at {self._services.kafka} is back")
             return
         self.counts.failed += samples
         reason = error.str()
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._reported_reasons:
+            self._reported_reasons.add(reason)
             self._say(f"a record of {samples} sample{'s' * (samples > 1)} was not delivered: {reason}")
 
     def _on_error(self, error: Any) -> None:
@@ -167,8 +167,8 @@ class SampleSender:
 
         if error.fatal() or error.code() == KafkaError._FATAL:
             self._fatal = error.str()
-        elif error.code() == KafkaError._ALL_BROKERS_DOWN and not self._away:
-            self._away = True
+        elif error.code() == KafkaError._ALL_BROKERS_DOWN and not self._unreachable:
+            self._unreachable = True
             self._say(f"Kafka at {self._services.kafka} is away: samples wait until it is back")
 
 

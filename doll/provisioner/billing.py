@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from doll.provisioner.fleets.port import End, Instance
+from doll.provisioner.fleets.port import EndReason, Instance
 from doll.provisioner.planning.state import Market
 from doll.provisioner.traces.model import Series
 from doll.theory import checks
@@ -58,7 +58,7 @@ class BillingRule:
 
     def is_free(self, instance: Instance) -> bool:
         """Its owner took it back so soon that it costs nothing."""
-        if instance.end is not End.INTERRUPTED or instance.market != "spot" or instance.ended_s is None:
+        if instance.end is not EndReason.INTERRUPTED or instance.market != "spot" or instance.ended_s is None:
             return False
         return instance.ended_s - instance.launched_s < self.free_if_interrupted_s
 
@@ -84,7 +84,7 @@ RULES: Mapping[str, BillingRule] = {rule.name: rule for rule in (EC2_LINUX, LOCA
 
 
 @dataclass(frozen=True)
-class Line:
+class BillLine:
     """One instance on the bill.
 
     Attributes:
@@ -96,7 +96,7 @@ class Line:
 
     id: str
     slot: int
-    epoch: int
+    incarnation: int
     market: Market
     pool: str
     launched_s: float
@@ -119,7 +119,7 @@ class Bill:
     Attributes:
         usd: all of it.
         usd_by_market: USD by market.
-        usd_without_boots: as `Line`; the paper's cost (16), (22) counts no boots and no overlap.
+        usd_without_boots: as `BillLine`; the paper's cost (16), (22) counts no boots and no overlap.
         hours_by_market: billed instance-hours by market.
         instances: how many there were, the free ones included.
         free: how many cost nothing.
@@ -132,7 +132,7 @@ class Bill:
     hours_by_market: Mapping[Market, float] = field(default_factory=dict)
     instances: int = 0
     free: int = 0
-    lines: tuple[Line, ...] = ()
+    lines: tuple[BillLine, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("usd_by_market", "hours_by_market"):
@@ -140,7 +140,7 @@ class Bill:
             object.__setattr__(self, name, {market: float(given.get(market, 0.0)) for market in MARKETS})
 
     @classmethod
-    def of(cls, lines: Iterable[Line]) -> Bill:
+    def of(cls, lines: Iterable[BillLine]) -> Bill:
         """The sum of these lines."""
         kept = tuple(lines)
         usd, hours = dict.fromkeys(MARKETS, 0.0), dict.fromkeys(MARKETS, 0.0)
@@ -185,7 +185,7 @@ def bill_lines(
     *,
     ready_s: Mapping[str, float] | None = None,
     fenced_s: Mapping[str, float] | None = None,
-) -> list[Line]:
+) -> list[BillLine]:
     """What each instance has cost until `now_s`, or until it ended.
 
     Args:
@@ -228,15 +228,15 @@ def _integral(series: Series, at_s: Floats) -> Floats:
 
 def _line(
     one: Instance, rule: BillingRule, end_s: float, usd_per_s: float, ready_s: float | None, fenced_s: float | None
-) -> Line:
+) -> BillLine:
     free = rule.is_free(one)
     billed_s = 0.0 if free else rule.billed_s(end_s - one.launched_s)
     served_s = 0.0
     if ready_s is not None:
         until_s = end_s if fenced_s is None else min(end_s, fenced_s)
         served_s = min(billed_s, max(0.0, until_s - max(one.launched_s, ready_s)))
-    return Line(
-        id=one.id, slot=one.slot, epoch=one.epoch, market=one.market, pool=one.pool, launched_s=one.launched_s,
+    return BillLine(
+        id=one.id, slot=one.slot, incarnation=one.incarnation, market=one.market, pool=one.pool, launched_s=one.launched_s,
         ended_s=one.ended_s, end=one.end.value, billed_s=billed_s, usd=usd_per_s * billed_s,
         usd_without_boots=usd_per_s * served_s, free=free,
     )  # fmt: skip
@@ -260,7 +260,7 @@ def bill(
     return Bill.of(bill_lines(distinct.values(), price_of, rule, now_s, ready_s=ready_s, fenced_s=fenced_s))
 
 
-def on_demand_usd(samples: float, rates_per_s: Floats, on_demand_usd_per_h: float) -> float:
+def all_on_demand_usd(samples: float, rates_per_s: Floats, on_demand_usd_per_h: float) -> float:
     """What the same work costs with every worker on-demand: N π_o for the time that it takes at the rate of all.
 
     Args:
@@ -270,7 +270,7 @@ def on_demand_usd(samples: float, rates_per_s: Floats, on_demand_usd_per_h: floa
     Source: the DOLL paper, Eq. (3) and (5), for unequal streams.
 
     >>> import numpy as np
-    >>> round(on_demand_usd(10_000 * 20 * 256, np.full(64, 125.0), 0.286), 3)
+    >>> round(all_on_demand_usd(10_000 * 20 * 256, np.full(64, 125.0), 0.286), 3)
     32.54
     """
     rates = checks.rates(rates_per_s)
@@ -283,13 +283,13 @@ def usd_per_1000_updates(usd: float, updates: float) -> float:
     return usd / updates * 1000 if updates > 0 else math.nan
 
 
-def usd_per_point(usd: float, first_error: float, error: float) -> float:
+def usd_per_error_point(usd: float, first_error: float, error: float) -> float:
     """USD per percentage point by which the error has fallen; NaN where it has not.
 
     Args:
         first_error, error: held-out errors as fractions, at the first evaluation and now.
 
-    >>> usd_per_point(3.0, 0.9, 0.6)
+    >>> usd_per_error_point(3.0, 0.9, 0.6)
     0.1
     """
     points = (first_error - error) * 100

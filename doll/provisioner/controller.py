@@ -24,38 +24,47 @@ from doll.provisioner.billing import (
     MARKETS,
     Bill,
     BillingRule,
-    Line,
+    BillLine,
+    all_on_demand_usd,
     bill_lines,
-    on_demand_usd,
     usd_per_1000_updates,
-    usd_per_point,
+    usd_per_error_point,
 )
-from doll.provisioner.fleets.port import End, Fleet, Instance, InstanceState, LaunchError
+from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState, LaunchError
 from doll.provisioner.observation import Observed
 from doll.provisioner.planning import planner, work_estimate
 from doll.provisioner.planning.planner import slot_ranges
 from doll.provisioner.planning.state import Alpha, Bools, Market, PlannerSettings, PlannerState
 from doll.provisioner.prices.port import PriceFeed
-from doll.provisioner.reconcile import Action, Launch, Limits, Memory, Terminate, View, Wait, reconcile
-from doll.provisioner.state_store import Book
+from doll.provisioner.reconcile import (
+    FleetAction,
+    FleetStatus,
+    Launch,
+    LaunchLimits,
+    LaunchState,
+    Terminate,
+    Wait,
+    reconcile,
+)
+from doll.provisioner.state_store import StateStore
 from doll.theory.checks import Floats
 from doll.theory.cost import SECONDS_PER_HOUR, Prices, unequal_cost_usd
 
 log = telemetry.get_logger(__name__)
 
-Phase = Literal["run", "done", "drain", "budget", "stopped", "blind"]
+Phase = Literal["run", "done", "drain", "budget", "stopped", "unavailable"]
 
-_PASSES = 3  # a market found dry is planned around in the same turn, which may find the other one dry
-_KEEP_LINES_S = 24 * 3600.0  # an ended instance is not listed any more by then
+_MAX_PLANS_PER_TURN = 3  # a market found dry is planned around in the same turn, which may find the other one dry
+_BILL_LINES_KEPT_S = 24 * 3600.0  # an ended instance is not listed any more by then
 _RESERVE_TURNS = 3  # the bill of this many turns is held back: what is running cannot be ended at once
 _RE_ESTIMATE_EVERY = 3  # evaluations
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 
 
 class Probe(Protocol):
     """Whoever can tell, without buying, whether spot is to be had."""
 
-    def spot_open(self, slot: int) -> bool | None:
+    def spot_available(self, slot: int) -> bool | None:
         """Whether a spot launch for this slot would succeed now; None: nobody knows. May be repeated."""
 
 
@@ -71,7 +80,7 @@ class ControllerSettings:
         prior_alpha: of spot, before anything is seen.
         limits: how fast, and how often.
         billing: how the owner of the machines counts.
-        silent_s: a worker not heard for this long, while others are, does not work.
+        heartbeat_timeout_s: a worker not heard for this long, while others are, does not work.
         target_error, measure: J is re-estimated from the job's own held-out errors; None: J is as planned.
         started_s: beginning of the job's clock; None: the first turn.
     """
@@ -80,9 +89,9 @@ class ControllerSettings:
     rates_per_s: Floats
     samples_per_record: int = 1
     prior_alpha: float = 0.9
-    limits: Limits = field(default_factory=Limits)
+    limits: LaunchLimits = field(default_factory=LaunchLimits)
     billing: BillingRule = LOCAL
-    silent_s: float = 30.0
+    heartbeat_timeout_s: float = 30.0
     target_error: float | None = None
     measure: str = "error_rate"
     started_s: float | None = None
@@ -93,21 +102,21 @@ class ControllerSettings:
 
 
 @dataclass(frozen=True)
-class Done:
+class ActionResult:
     """An action and what came of it; "" where it did what it should."""
 
-    action: Action
-    trouble: str = ""
+    action: FleetAction
+    failure: str = ""
     id: str = ""
 
     def text(self) -> str:
         """For people."""
         match self.action:
             case Launch(order=order, why=why):
-                got = self.trouble or self.id or "as planned"
-                return f"slot {order.slot}: launch epoch {order.epoch} {order.market} ({why}): {got}"
+                got = self.failure or self.id or "as planned"
+                return f"slot {order.slot}: launch incarnation {order.incarnation} {order.market} ({why}): {got}"
             case Terminate(id=id_, slot=slot, why=why):
-                return f"slot {slot}: end {id_} ({why}){': ' + self.trouble if self.trouble else ''}"
+                return f"slot {slot}: end {id_} ({why}){': ' + self.failure if self.failure else ''}"
             case Wait(slot=slot, why=why):
                 return f"slot {slot}: wait: {why}"
 
@@ -118,7 +127,7 @@ class Decision:
 
     Attributes:
         phase: "run"; "done" (the job has ended), "drain", "budget" (it is spent): everything is ended; "stopped" (a
-            person must mend something); "blind" (the fleet or the prices do not answer: nothing is done).
+            person must mend something); "unavailable" (the fleet or the prices do not answer: nothing is done).
         markets, reasons: per slot; None: no machine.
         binding: what decides, as `Plan.binding`, or "budget".
         done: actions with their outcome; waits are in it.
@@ -136,14 +145,14 @@ class Decision:
     reasons: tuple[str, ...]
     binding: str
     feasible: bool
-    done: tuple[Done, ...]
+    done: tuple[ActionResult, ...]
     instances: tuple[Instance, ...]
     ready: frozenset[str]
-    epochs: tuple[int, ...]
+    incarnations: tuple[int, ...]
     bill: Bill
     updates_done: float
-    updates_wanted: float
-    on_demand_usd: float
+    target_updates: float
+    all_on_demand_usd: float
     expected_cost_usd: float
     expected_finish_s: float
     slack_s: float
@@ -151,7 +160,7 @@ class Decision:
     cycle_s: float
     prices: Prices | None
     rates_per_s: Floats
-    usd_per_point: float
+    usd_per_error_point: float
     moves: int
     interruptions: int
     alarms: tuple[str, ...]
@@ -159,7 +168,7 @@ class Decision:
     over: bool
 
     @property
-    def clock_s(self) -> float:
+    def elapsed_s(self) -> float:
         """Seconds on the job's clock."""
         return self.now_s - self.started_s
 
@@ -168,17 +177,17 @@ class Decision:
         return tuple(one for one in self.instances if one.is_alive)
 
     @property
-    def actions(self) -> tuple[Done, ...]:
+    def actions(self) -> tuple[ActionResult, ...]:
         """What was done, without the waits."""
         return tuple(one for one in self.done if not isinstance(one.action, Wait))
 
-    def record(self) -> records.Decision:
+    def record(self) -> records.ProvisionDecision:
         """As it is told on the job's topic `metrics`."""
         distinct = tuple(dict.fromkeys(self.reasons))
-        return records.Decision(
+        return records.ProvisionDecision(
             turn=self.turn, time_s=self.now_s, started_s=self.started_s, phase=self.phase, binding=self.binding,
             feasible=self.feasible, markets=tuple(market or "" for market in self.markets), reasons=distinct,
-            reason_of=tuple(distinct.index(one) for one in self.reasons), epochs=self.epochs,
+            reason_of=tuple(distinct.index(one) for one in self.reasons), incarnations=self.incarnations,
             actions=tuple(one.text() for one in self.actions), alarms=self.alarms, instances=len(self.alive),
             num_spot=sum(one.market == "spot" for one in self.alive), updates_done=self.updates_done,
             spent_usd=self.bill.usd, expected_cost_usd=self.expected_cost_usd,
@@ -189,21 +198,21 @@ class Decision:
         """Numbers for the topic `metrics`, finite ones only."""
         alive = self.alive
         found = {
-            "clock_s": self.clock_s,
+            "elapsed_s": self.elapsed_s,
             "spent_usd": self.bill.usd,
             "spent_spot_usd": self.bill.usd_by_market["spot"],
             "spent_on_demand_usd": self.bill.usd_by_market["on_demand"],
-            "on_demand_usd": self.on_demand_usd,
+            "all_on_demand_usd": self.all_on_demand_usd,
             "expected_cost_usd": self.expected_cost_usd,
             "expected_finish_s": self.expected_finish_s,
             "slack_s": self.slack_s,
             "usd_per_1000_updates": usd_per_1000_updates(self.bill.usd, self.updates_done),
-            "usd_per_point": self.usd_per_point,
+            "usd_per_error_point": self.usd_per_error_point,
             "instances_spot": sum(one.market == "spot" for one in alive),
             "instances_on_demand": sum(one.market == "on_demand" for one in alive),
             "instances_ready": len(self.ready),
-            "slots_wanted_spot": sum(one == "spot" for one in self.markets),
-            "slots_wanted_on_demand": sum(one == "on_demand" for one in self.markets),
+            "desired_slots_spot": sum(one == "spot" for one in self.markets),
+            "desired_slots_on_demand": sum(one == "on_demand" for one in self.markets),
             "availability": self.alpha.point,
             "spot_usd_per_h": self.prices.spot_usd_per_h if self.prices else math.nan,
             "on_demand_usd_per_h": self.prices.on_demand_usd_per_h if self.prices else math.nan,
@@ -224,7 +233,7 @@ class Decision:
             "binding": self.binding,
             "feasible": self.feasible,
             "updates_done": self.updates_done,
-            "updates_wanted": self.updates_wanted,
+            "target_updates": self.target_updates,
             "markets": [market or "" for market in self.markets],
             "reasons": _by_text(self.reasons),
             "actions": [one.text() for one in self.actions],
@@ -244,7 +253,7 @@ class Controller:
     made anew after a crash goes on where the old one was.
 
     Args:
-        book: keeps state and journal.
+        state_store: keeps state and journal.
         probe: who can tell whether spot is to be had without buying; None: it is inferred from what happened.
         check_lease: raises where another provisioner has taken over.
         dry_run: decide and say, but do nothing and keep nothing.
@@ -261,7 +270,7 @@ class Controller:
         settings: ControllerSettings,
         fleet: Fleet,
         prices: PriceFeed,
-        book: Book,
+        state_store: StateStore,
         *,
         probe: Probe | None = None,
         check_lease: Callable[[], None] | None = None,
@@ -272,16 +281,16 @@ class Controller:
         self.settings = settings
         self._fleet = fleet
         self._prices = prices
-        self._book = book
+        self._state_store = state_store
         self._probe = probe
         self._check_lease = check_lease
         self._dry_run = dry_run
         self._job = job
         self._topics_id = topics_id
-        self._forget()
+        self._reset()
         self._restore()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         """As at the very beginning."""
         settings, count = self.settings, self.settings.num_slots
         self.observed = Observed(
@@ -289,11 +298,11 @@ class Controller:
             samples_per_record=settings.samples_per_record,
             prior_alpha=settings.prior_alpha,
             prior_cycle_s=settings.planner.cycle_s,
-            silent_s=settings.silent_s,
+            heartbeat_timeout_s=settings.heartbeat_timeout_s,
         )
         self.positions: dict[str, int] = {}
         self._planner = settings.planner
-        self._memory = Memory(count, settings.limits)
+        self._launch_state = LaunchState(count, settings.limits)
         self._turn = 0
         self._started_s = settings.started_s
         self._generation = 0
@@ -302,16 +311,16 @@ class Controller:
         self._others = False  # machines of other jobs are left
         self._on_spot: Bools | None = None  # None: nothing was planned yet
         self._moved_s = np.full(count, -math.inf)
-        self._spot_open = np.ones(count, dtype=np.bool_)
+        self._spot_available = np.ones(count, dtype=np.bool_)
         self._spot_changed_s = np.full(count, -math.inf)
         self._pools = [""] * count
         self._known: dict[str, Instance] = {}  # not ended when last seen, or not billed yet
-        self._told: set[str] = set()  # instances whose notice or end is in the memory
+        self._ends_recorded: set[str] = set()  # instances whose notice or end has been counted
         self._ready_s: dict[str, float] = {}  # since when an instance's worker has, or had, its slot
         self._fenced_s: dict[str, float] = {}
-        self._lines: dict[str, Line] = {}  # of ended instances
-        self._settled = Bill()  # of those that ended long ago
-        self._carried_usd = 0.0
+        self._lines: dict[str, BillLine] = {}  # of ended instances
+        self._archived_bill = Bill()  # of those that ended long ago
+        self._earlier_usd = 0.0
         self._last_usd = 0.0
         self._last_prices: Prices | None = None
         self._spent_budget_usd: float | None = None  # the budget that is spent
@@ -322,12 +331,12 @@ class Controller:
     # --- what comes in ----------------------------------------------------------------------------------------------
 
     def feed(self, record: records.AnyRecord, at_s: float) -> None:
-        """A record of `updates`, `up`, `down` or `metrics`, written at about `at_s`."""
+        """A record of `updates`, `events`, `commands` or `metrics`, written at about `at_s`."""
         self.observed.feed(record, at_s)
 
-    def look_at_ends(self, now_s: float, ends: Sequence[int]) -> None:
+    def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
         """The end of each sample partition at `now_s`."""
-        self.observed.look_at_ends(now_s, ends)
+        self.observed.observe_ends(now_s, ends)
 
     def retarget(self, settings: ControllerSettings) -> None:
         """Another deadline, budget, work, K or behaviour, in mid-run. What is believed before anything is seen (rates,
@@ -342,7 +351,7 @@ class Controller:
         if after != before:
             raise ValueError(f"expected batches of {before} samples as before, got {after}: b stays within a job")
         self.settings, self._planner, self._evaluations = settings, settings.planner, 0
-        self._memory.limits, self.observed.silent_s = settings.limits, settings.silent_s
+        self._launch_state.limits, self.observed.heartbeat_timeout_s = settings.limits, settings.heartbeat_timeout_s
 
     # --- a turn -----------------------------------------------------------------------------------------------------
 
@@ -354,7 +363,7 @@ class Controller:
 
         Raises:
             FencedError: another provisioner has taken over. Nothing was done.
-            ConfigError: the book cannot be written.
+            ConfigError: state or journal cannot be written.
         """
         if self._check_lease is not None:
             self._check_lease()
@@ -363,44 +372,44 @@ class Controller:
         prices = self._current_prices(now_s, alarms)
         self._turn += 1
         if listed is None or prices is None:
-            return self._blind(now_s, prices, alarms)
+            return self._decide_nothing(now_s, prices, alarms)
         listed, others = self._own(listed)
         self._begin(now_s, listed)
         self._end_others(others, now_s, alarms)
-        instances = self._take_in(listed, now_s, alarms)
-        fleet = self._who_works(instances, now_s)
+        instances = self._merge_listing(listed, now_s, alarms)
+        fleet = self._readiness(instances, now_s)
         self._re_estimate()
         bill = self._bill(now_s, alarms)
         if not self._dry_run:
-            self._watch_spot(instances, fleet.ready_s, now_s)
+            self._observe_spot(instances, fleet.ready_s, now_s)
         phase = self._phase(draining)
-        done: list[Done] = []
-        for _ in range(_PASSES):
-            wish = self._wish(phase, instances, fleet, bill, prices, now_s, alarms)
-            view = self._view(wish, instances, fleet, bill, prices, now_s)
-            if wish.phase == "run" and view.spare_usd < 0:
+        done: list[ActionResult] = []
+        for _ in range(_MAX_PLANS_PER_TURN):
+            desired = self._desired_state(phase, instances, fleet, bill, prices, now_s, alarms)
+            status = self._fleet_status(desired, instances, fleet, bill, prices, now_s)
+            if desired.phase == "run" and status.spare_usd < 0:
                 self._spent_budget_usd = self._planner.budget_usd
                 phase = self._phase(draining)
-                wish = self._wish(phase, instances, fleet, bill, prices, now_s, alarms)
-                view = replace(view, wanted=wish.markets, reasons=wish.reasons)
-            actions = reconcile(view, self._memory, self.settings.limits, now_s)
+                desired = self._desired_state(phase, instances, fleet, bill, prices, now_s, alarms)
+                status = replace(status, wanted=desired.markets, reasons=desired.reasons)
+            actions = reconcile(status, self._launch_state, self.settings.limits, now_s)
             done = [one for one in done if not isinstance(one.action, Wait)]
             found = self._act(actions, instances, now_s)
             done += found
-            if self._dry_run or not any(self._is_news(one) for one in found):
+            if self._dry_run or not any(self._needs_replan(one) for one in found):
                 break
         if phase == "run" and not any(one.is_alive for one in instances):
             self._give_up(now_s)
-        if self._memory.stopped:
+        if self._launch_state.stopped:
             phase = "stopped" if phase == "run" else phase
             alarms.append(
-                f"nothing is launched any more: {self._memory.stopped}. Correct it, then start the provisioner again: "
+                f"nothing is launched any more: {self._launch_state.stopped}. Correct it, then start the provisioner again: "
                 "doll provision run JOB.yaml"
             )
-        alarms += self._standing_alarms(wish, now_s)
-        decision = self._decision(wish, phase, instances, fleet, bill, prices, done, alarms, now_s)
+        alarms += self._current_alarms(desired, now_s)
+        decision = self._decision(desired, phase, instances, fleet, bill, prices, done, alarms, now_s)
         if not self._dry_run:
-            self._book.note({"kind": "decision", **decision.to_dict()})
+            self._state_store.append({"kind": "decision", **decision.to_dict()})
             self._save()
         return decision
 
@@ -429,7 +438,7 @@ class Controller:
         if not ends or self._dry_run:
             return
         for one in ends:
-            self._note("end", now_s, id=one.id, slot=one.slot, why=f"it is of another job: {one.job}")
+            self._append_journal("end", now_s, id=one.id, slot=one.slot, why=f"it is of another job: {one.job}")
         try:
             self._fleet.terminate([one.id for one in ends])
         except ServiceUnavailableError as exc:
@@ -444,43 +453,43 @@ class Controller:
 
     def _begin(self, now_s: float, listed: Sequence[Instance]) -> None:
         """The job's clock begins with the first turn; a successor that knows nothing asks the topics and the tags."""
-        told = self.observed.decided
+        announced = self.observed.last_decision
         if self._is_new:
             self._is_new, self._begun_s = False, now_s
             self._started_s = now_s if self._started_s is None else self._started_s
         if self.observed.generation > self._generation:
             self._begin_generation(now_s)
-        self._memory.run = _run_of(self._job, self._topics_id, self._generation)
+        self._launch_state.run = _run_of(self._job, self._topics_id, self._generation)
         if self._started_s is None:
             begun = [one.launched_s for one in listed if one.is_alive or (one.ended_s or now_s) > self._begun_s]
             self._started_s = max(min([now_s, *begun]), min(now_s, self._begun_s))
             # Whoever can write to the topics could write anything: what is no past time began with the fleet.
-            if told is not None and 0 < told.started_s <= now_s:
-                self._started_s = told.started_s
-            if told is not None:
-                self._carried_usd = math.nan  # settled with the first bill
-            if listed or told is not None:
-                # No book, yet not the first: what was launched in the last moments may not be listed yet.
-                self._memory.hold_s = now_s + self.settings.limits.trust_s
+            if announced is not None and 0 < announced.started_s <= now_s:
+                self._started_s = announced.started_s
+            if announced is not None:
+                self._earlier_usd = math.nan  # settled with the first bill
+            if listed or announced is not None:
+                # No state, yet not the first: what was launched in the last moments may not be listed yet.
+                self._launch_state.launches_from_s = now_s + self.settings.limits.listing_lag_s
         for slot in range(self.settings.num_slots):
-            self._memory.seen(slot, self.observed.highest_incarnation(slot))
+            self._launch_state.seen(slot, self.observed.highest_incarnation(slot))
 
     def _begin_generation(self, now_s: float) -> None:
-        """The job has begun anew on the same topics: another clock, another bill. Epochs go on: each is used once."""
+        """The job has begun anew on the same topics: another clock, another bill. Incarnations go on: each is used once."""
         self._generation, began_s = self.observed.generation, self.observed.generation_s
         self._begun_s = began_s if 0 < began_s <= now_s else now_s
         if self._started_s is None:
             return  # nothing was known of an earlier one
-        log.info("generation_begins", generation=self._generation, action="clock, work and bill begin anew")
+        log.info("generation_started", generation=self._generation, action="clock, work and bill begin anew")
         settings = self.settings
         self._started_s = self._begun_s if settings.started_s is None else settings.started_s
         self._planner, self._evaluations = settings.planner, 0
         self._on_spot = None
-        self._lines, self._settled, self._carried_usd, self._last_usd = {}, Bill(), 0.0, 0.0
+        self._lines, self._archived_bill, self._earlier_usd, self._last_usd = {}, Bill(), 0.0, 0.0
         self._spent_budget_usd = None
         self._moves = self._interruptions = 0
 
-    def _take_in(self, listed: Sequence[Instance], now_s: float, alarms: list[str]) -> list[Instance]:
+    def _merge_listing(self, listed: Sequence[Instance], now_s: float, alarms: list[str]) -> list[Instance]:
         """The instances that count, and what is to be remembered of them."""
         limits, count = self.settings.limits, self.settings.num_slots
         found = {one.id: one for one in listed}
@@ -490,42 +499,48 @@ class Controller:
                 found[id_] = replace(found[id_], notice_s=one.notice_s)
             elif id_ not in found:
                 # A launch may take a moment to be listed; after that it is gone.
-                found[id_] = one if now_s - one.launched_s <= limits.trust_s else _vanished(one, now_s)
+                found[id_] = one if now_s - one.launched_s <= limits.listing_lag_s else _vanished(one, now_s)
         for one in found.values():
             ended = one.state is InstanceState.ENDED
             if ended and one.id in self._lines:
                 continue
             ended_s = now_s if one.ended_s is None else one.ended_s
-            if ended and one.id not in self._known and (now_s - ended_s > _KEEP_LINES_S or ended_s <= self._begun_s):
+            if (
+                ended
+                and one.id not in self._known
+                and (now_s - ended_s > _BILL_LINES_KEPT_S or ended_s <= self._begun_s)
+            ):
                 continue  # settled long ago, or with an earlier run
             if 0 <= one.slot < count:
                 self._remember(one, now_s)
             if ended:
-                self._settle(one, now_s, alarms)
+                self._bill_ended(one, now_s, alarms)
             else:
                 self._known[one.id] = one
         return list(found.values())
 
     def _remember(self, one: Instance, now_s: float) -> None:
-        memory = self._memory
-        memory.seen(one.slot, one.epoch)
-        pending = memory.pending.get(one.slot)
-        if pending is not None and (pending[0].epoch, pending[0].market) == (one.epoch, one.market):
-            memory.launched(pending[0])
+        launch_state = self._launch_state
+        launch_state.seen(one.slot, one.incarnation)
+        pending = launch_state.pending.get(one.slot)
+        if pending is not None and (pending[0].incarnation, pending[0].market) == (one.incarnation, one.market):
+            launch_state.launched(pending[0])
         if one.market == "spot" and one.is_alive:
             self._pools[one.slot] = one.pool
-        if one.id in self._told:
+        if one.id in self._ends_recorded:
             return
-        if one.notice_s is not None or one.end is End.INTERRUPTED:
-            self._told.add(one.id)
+        if one.notice_s is not None or one.end is EndReason.INTERRUPTED:
+            self._ends_recorded.add(one.id)
             self._interruptions += 1
-            memory.interrupted(one, now_s if one.ended_s is None else one.ended_s)
-            self._note("interrupted", now_s, id=one.id, slot=one.slot, epoch=one.epoch, pool=one.pool)
-        elif one.end is End.FAILED:
-            self._told.add(one.id)
-            memory.broke(one, now_s)
+            launch_state.interrupted(one, now_s if one.ended_s is None else one.ended_s)
+            self._append_journal(
+                "interrupted", now_s, id=one.id, slot=one.slot, incarnation=one.incarnation, pool=one.pool
+            )
+        elif one.end is EndReason.FAILED:
+            self._ends_recorded.add(one.id)
+            launch_state.instance_failed(one, now_s)
 
-    def _settle(self, one: Instance, now_s: float, alarms: list[str]) -> None:
+    def _bill_ended(self, one: Instance, now_s: float, alarms: list[str]) -> None:
         """The last bill of an instance that has ended."""
         try:
             (line,) = self._bill_lines([one], now_s)
@@ -535,10 +550,10 @@ class Controller:
             return
         self._lines[one.id] = line
         self._known.pop(one.id, None)
-        self._note("ended", now_s, **line.to_dict())
+        self._append_journal("ended", now_s, **line.to_dict())
 
-    def _who_works(self, instances: Sequence[Instance], now_s: float) -> _Fleet:
-        found = _Fleet()
+    def _readiness(self, instances: Sequence[Instance], now_s: float) -> _Readiness:
+        found = _Readiness()
         present_s = self.observed.ps_since_s(now_s)
         for slot in range(self.settings.num_slots):
             holder = self.observed.holder(slot)
@@ -549,7 +564,7 @@ class Controller:
                 continue
             holder = self.observed.holder(one.slot)
             held = found.held.get(one.slot, 0)
-            if holder is not None and held == one.epoch:
+            if holder is not None and held == one.incarnation:
                 if one.id not in self._ready_s:
                     self._ready_s[one.id] = max(holder.since_s, one.launched_s)
                     self._booted(one, present_s)
@@ -560,7 +575,7 @@ class Controller:
                     found.ready_s[one.id] = since_s
                 else:
                     found.silent_s[one.id] = max(0.0, self.observed.heard_s - holder.heard_s)
-            elif holder is not None and held > one.epoch and one.id in self._ready_s:
+            elif holder is not None and held > one.incarnation and one.id in self._ready_s:
                 self._fenced_s.setdefault(one.id, holder.since_s)
             elif one.is_alive and present_s is not None:
                 found.waited_s[one.id] = now_s - max(one.launched_s, present_s)
@@ -569,7 +584,7 @@ class Controller:
     def _booted(self, one: Instance, present_s: float | None) -> None:
         """Its worker has its slot for the first time. While there was no parameter server it could not have it."""
         seconds = self._ready_s[one.id] - one.launched_s
-        if present_s is not None and present_s <= one.launched_s and seconds <= self.settings.limits.boot_most_s:
+        if present_s is not None and present_s <= one.launched_s and seconds <= self.settings.limits.boot_timeout_s:
             self.observed.boots.observe(seconds)
 
     @property
@@ -577,7 +592,7 @@ class Controller:
         """What the planner is asked with: boots take what the plan says, or what nine of ten did where that is more."""
         return replace(self._planner, boot_s=max(self._planner.boot_s, self.observed.boots.slow_s))
 
-    def _watch_spot(self, instances: Sequence[Instance], ready_s: Mapping[str, float], now_s: float) -> None:
+    def _observe_spot(self, instances: Sequence[Instance], ready_s: Mapping[str, float], now_s: float) -> None:
         """Tell the estimator how slots on spot fare, boots included."""
         if self._on_spot is None:
             return
@@ -585,7 +600,7 @@ class Controller:
         for one in instances:
             if one.market == "spot" and one.notice_s is None and one.id in ready_s:
                 up[one.slot] = True
-        self.observed.watch_spot(now_s, up, self._on_spot, self._pools)
+        self.observed.observe_spot(now_s, up, self._on_spot, self._pools)
 
     def _re_estimate(self) -> None:
         """J anew from the job's own held-out errors, where that is asked for."""
@@ -603,27 +618,27 @@ class Controller:
             log.info("work_re_estimated", updates_before=before, updates=self._planner.updates)
 
     def _bill(self, now_s: float, alarms: list[str]) -> Bill:
-        lines, missing = list[Line](), False
+        lines, missing = list[BillLine](), False
         try:
             lines = self._bill_lines(self._known.values(), now_s)
         except ServiceUnavailableError as exc:
             alarms.append(f"what runs cannot be billed now: {exc}")
             missing = True
         for id_, line in list(self._lines.items()):
-            if now_s - (line.ended_s or now_s) > _KEEP_LINES_S:
-                self._settled = replace(self._settled.plus(Bill.of([line])), lines=())
+            if now_s - (line.ended_s or now_s) > _BILL_LINES_KEPT_S:
+                self._archived_bill = replace(self._archived_bill.plus(Bill.of([line])), lines=())
                 del self._lines[id_]
-        found = self._settled.plus(Bill.of(self._lines.values())).plus(Bill.of(lines))
-        if math.isnan(self._carried_usd):
-            told = self.observed.decided
-            spent_usd = told.spent_usd if told is not None and math.isfinite(told.spent_usd) else 0.0
-            self._carried_usd = max(0.0, spent_usd - found.usd)
+        found = self._archived_bill.plus(Bill.of(self._lines.values())).plus(Bill.of(lines))
+        if math.isnan(self._earlier_usd):
+            announced = self.observed.last_decision
+            spent_usd = announced.spent_usd if announced is not None and math.isfinite(announced.spent_usd) else 0.0
+            self._earlier_usd = max(0.0, spent_usd - found.usd)
         # Of what a lost file knew only the sum is left. An instance that cannot be billed now has not become free.
-        usd = found.usd + self._carried_usd
+        usd = found.usd + self._earlier_usd
         self._last_usd = max(usd, self._last_usd) if missing else usd
         return replace(found, usd=self._last_usd)
 
-    def _bill_lines(self, instances: Iterable[Instance], now_s: float) -> list[Line]:
+    def _bill_lines(self, instances: Iterable[Instance], now_s: float) -> list[BillLine]:
         return bill_lines(
             instances, self._prices.series, self.settings.billing, now_s, ready_s=self._ready_s, fenced_s=self._fenced_s
         )
@@ -639,10 +654,10 @@ class Controller:
             return "budget"
         return "run"
 
-    def _wish(
-        self, phase: Phase, instances: Sequence[Instance], fleet: _Fleet, bill: Bill, prices: Prices, now_s: float,
+    def _desired_state(
+        self, phase: Phase, instances: Sequence[Instance], fleet: _Readiness, bill: Bill, prices: Prices, now_s: float,
         alarms: list[str],
-    ) -> _Wish:  # fmt: skip
+    ) -> _DesiredState:  # fmt: skip
         """Which market each slot is to be in, and why."""
         count = self.settings.num_slots
         state = self._state(instances, fleet, bill, prices, now_s)
@@ -652,9 +667,9 @@ class Controller:
                 "done": f"the job has ended: {self.observed.finished}",
                 "budget": f"the budget of {self._planner.budget_usd} USD is spent",
             }[phase]
-            return _Wish(
+            return _DesiredState(
                 phase=phase, markets=(None,) * count, reasons=(why,) * count, binding=phase,
-                feasible=phase != "budget", expected_cost_usd=bill.usd, expected_finish_s=state.clock_s, slack_s=0.0,
+                feasible=phase != "budget", expected_cost_usd=bill.usd, expected_finish_s=state.elapsed_s, slack_s=0.0,
                 urgent=False, state=state,
             )  # fmt: skip
         first = self._on_spot is None and not any(one.is_alive for one in instances)
@@ -677,14 +692,14 @@ class Controller:
             if first:
                 self._moved_s[:] = now_s
             self._on_spot = on_spot.copy()
-        return _Wish(
+        return _DesiredState(
             phase=phase, markets=tuple("spot" if spot else "on_demand" for spot in on_spot), reasons=tuple(reasons),
             binding=binding, feasible=feasible, expected_cost_usd=expected_usd, expected_finish_s=finish_s,
             slack_s=plan.slack_s, urgent=binding in ("guard", "late"), state=state,
         )  # fmt: skip
 
     def _state(
-        self, instances: Sequence[Instance], fleet: _Fleet, bill: Bill, prices: Prices, now_s: float
+        self, instances: Sequence[Instance], fleet: _Readiness, bill: Bill, prices: Prices, now_s: float
     ) -> PlannerState:
         assert self._started_s is not None
         count = self.settings.num_slots
@@ -696,13 +711,13 @@ class Controller:
                 continue
             up[one.slot] |= one.id in fleet.ready_s
             running[one.slot] |= one.market == "spot" and one.notice_s is None
-            if one.epoch >= newest[one.slot]:
-                newest[one.slot], on_spot[one.slot] = one.epoch, one.market == "spot"
+            if one.incarnation >= newest[one.slot]:
+                newest[one.slot], on_spot[one.slot] = one.incarnation, one.market == "spot"
         if self._on_spot is not None:
             on_spot = self._on_spot.copy()
-        opened, changed_s = self._look_for_spot(on_spot, running, now_s)
+        opened, changed_s = self._spot_availability(on_spot, running, now_s)
         return PlannerState(
-            clock_s=max(0.0, now_s - self._started_s),
+            elapsed_s=max(0.0, now_s - self._started_s),
             updates_done=self.observed.updates_done,
             rates_per_s=self.observed.rates_per_s(),
             on_spot=on_spot,
@@ -710,36 +725,38 @@ class Controller:
             alpha=self.observed.alpha(),
             prices=prices,
             spent_usd=bill.usd,
-            spot_open=opened,
+            spot_available=opened,
             spot_changed_s=changed_s - self._started_s,
             moved_s=self._moved_s - self._started_s,
         )
 
-    def _look_for_spot(self, on_spot: Bools, running: Bools, now_s: float) -> tuple[Bools, Floats]:
+    def _spot_availability(self, on_spot: Bools, running: Bools, now_s: float) -> tuple[Bools, Floats]:
         """Whether spot is to be had, by slot, and since when that is so."""
-        memory, limits = self._memory, self.settings.limits
-        opened = self._spot_open.copy()
+        launch_state, limits = self._launch_state, self.settings.limits
+        opened = self._spot_available.copy()
         for slot in range(self.settings.num_slots):
-            free = now_s >= memory.quota_s("spot")
-            probed = self._probe.spot_open(slot) if self._probe is not None and not running[slot] else None
+            free = now_s >= launch_state.quota_s("spot")
+            probed = self._probe.spot_available(slot) if self._probe is not None and not running[slot] else None
             if running[slot]:
                 opened[slot] = True
             elif probed is not None:
                 opened[slot] = free and probed
             elif on_spot[slot]:
                 # After an end the next try tells; one that found nothing counts until another one succeeds.
-                opened[slot] = free and not memory.is_dry(slot) and now_s >= memory.blocked_s(slot, "spot")
+                opened[slot] = (
+                    free and not launch_state.lacks_capacity(slot) and now_s >= launch_state.blocked_s(slot, "spot")
+                )
             else:
-                quiet_s = max(limits.bad_pool_s, limits.retry_s)
-                trouble_s = max(memory.spot_bad_s(slot), memory.dry_since_s())
-                blocked = now_s < memory.blocked_s(slot, "spot")
-                opened[slot] = free and not blocked and now_s - trouble_s >= quiet_s
-        changed_s = np.where(opened != self._spot_open, now_s, self._spot_changed_s)
+                quiet_s = max(limits.pool_backoff_s, limits.retry_s)
+                no_spot_s = max(launch_state.no_spot_since_s(slot), launch_state.no_capacity_since_s())
+                blocked = now_s < launch_state.blocked_s(slot, "spot")
+                opened[slot] = free and not blocked and now_s - no_spot_s >= quiet_s
+        changed_s = np.where(opened != self._spot_available, now_s, self._spot_changed_s)
         if not self._dry_run:
-            self._spot_open, self._spot_changed_s = opened, changed_s
+            self._spot_available, self._spot_changed_s = opened, changed_s
         return opened, changed_s
 
-    def _within_budget(self, on_spot: Bools, state: PlannerState) -> _Within | None:
+    def _within_budget(self, on_spot: Bools, state: PlannerState) -> _BudgetFit | None:
         """The plan with so many more slots on spot that the budget suffices for what is left; None where it does."""
         budget_usd = self._planner.budget_usd
         work = self._planner.samples - state.updates_done * self._planner.group_size * self._planner.batch_size
@@ -762,174 +779,180 @@ class Controller:
         chosen = on_spot.copy()
         chosen[order[: max(0, missing)]] = True
         rate = float(rates[~chosen].sum() + alpha * rates[chosen].sum())
-        return _Within(chosen, float(costs[fewest]), state.clock_s + work / rate, short=not enough.size)
+        return _BudgetFit(chosen, float(costs[fewest]), state.elapsed_s + work / rate, short=not enough.size)
 
     def _reserve_usd(self, prices: Prices) -> float:
         """Held back for each machine, at the dearer price: it goes on for some turns whatever is decided."""
         seconds = max(_RESERVE_TURNS * self._planner.replan_s, self.settings.billing.billed_s(0.0))
         return max(prices.spot_usd_per_h, prices.on_demand_usd_per_h) * seconds / SECONDS_PER_HOUR
 
-    def _view(
-        self, wish: _Wish, instances: Sequence[Instance], fleet: _Fleet, bill: Bill, prices: Prices, now_s: float
-    ) -> View:
+    def _fleet_status(
+        self,
+        desired: _DesiredState,
+        instances: Sequence[Instance],
+        fleet: _Readiness,
+        bill: Bill,
+        prices: Prices,
+        now_s: float,
+    ) -> FleetStatus:
         budget_usd, spare_usd = self._planner.budget_usd, math.inf
         commit: dict[Market, float] = {}
         if budget_usd is not None:
             running = sum(one.state is not InstanceState.ENDED for one in instances)
             spare_usd = budget_usd - bill.usd - running * self._reserve_usd(prices)
             commit = dict.fromkeys(MARKETS, self._reserve_usd(prices))
-        return View(
-            wanted=wish.markets, reasons=wish.reasons, instances=instances, ready_s=fleet.ready_s,
-            silent_s=fleet.silent_s, waited_s=fleet.waited_s, held=fleet.held, urgent=wish.urgent,
+        return FleetStatus(
+            wanted=desired.markets, reasons=desired.reasons, instances=instances, ready_s=fleet.ready_s,
+            silent_s=fleet.silent_s, waited_s=fleet.waited_s, held=fleet.held, urgent=desired.urgent,
             spare_usd=spare_usd, commit_usd=commit,
         )  # fmt: skip
 
     # --- act --------------------------------------------------------------------------------------------------------
 
-    def _act(self, actions: Sequence[Action], instances: list[Instance], now_s: float) -> list[Done]:
+    def _act(self, actions: Sequence[FleetAction], instances: list[Instance], now_s: float) -> list[ActionResult]:
         """Do it; `instances` is brought up to date."""
         if self._dry_run:
-            return [Done(action) for action in actions]
-        done: list[Done] = [Done(action) for action in actions if isinstance(action, Wait)]
+            return [ActionResult(action) for action in actions]
+        done: list[ActionResult] = [ActionResult(action) for action in actions if isinstance(action, Wait)]
         ends = [action for action in actions if isinstance(action, Terminate)]
         if ends:
             for end in ends:
-                self._note("end", now_s, id=end.id, slot=end.slot, why=end.why)
-            trouble = ""
+                self._append_journal("end", now_s, id=end.id, slot=end.slot, why=end.why)
+            failure = ""
             ids = [end.id for end in ends]
             try:
                 self._fleet.terminate(ids)
                 instances[:] = [replace(one, state=InstanceState.ENDING) if one.id in ids else one for one in instances]
             except ServiceUnavailableError as exc:
-                trouble = str(exc)
-            done += [Done(end, trouble) for end in ends]
+                failure = str(exc)
+            done += [ActionResult(end, failure) for end in ends]
         launches = [action for action in actions if isinstance(action, Launch)]
         if launches:
             on_spot = {one.slot for one in instances if one.is_alive and one.market == "spot"}
             for launch in launches:
                 order = launch.order
-                self._memory.ordered(order, now_s, fallback=order.market == "on_demand" and order.slot in on_spot)
-                self._note("order", now_s, **_order_dict(launch))
+                self._launch_state.ordered(order, now_s, fallback=order.market == "on_demand" and order.slot in on_spot)
+                self._append_journal("order", now_s, **_order_dict(launch))
             self._save()
             done += [self._launch(launch, instances, now_s) for launch in launches]
         return done
 
     def _give_up(self, now_s: float) -> None:
         """Nothing runs, and no market gives a machine for reasons that do not go away by themselves."""
-        if not self._dry_run and all(self._memory.is_closed(market, now_s) for market in MARKETS):
-            said = dict.fromkeys(self._memory.refusal(market) for market in MARKETS)
-            self._memory.stopped = "every pool of both markets refuses: " + "; ".join(said)
+        if not self._dry_run and all(self._launch_state.is_closed(market, now_s) for market in MARKETS):
+            said = dict.fromkeys(self._launch_state.refusal(market) for market in MARKETS)
+            self._launch_state.stopped = "every pool of both markets refuses: " + "; ".join(said)
 
-    def _is_news(self, one: Done) -> bool:
+    def _needs_replan(self, one: ActionResult) -> bool:
         """A launch that failed though there should have been a machine; the plan has counted with the others."""
-        if not one.trouble or not isinstance(one.action, Launch):
+        if not one.failure or not isinstance(one.action, Launch):
             return False
-        return one.action.order.market == "on_demand" or bool(self._spot_open[one.action.order.slot])
+        return one.action.order.market == "on_demand" or bool(self._spot_available[one.action.order.slot])
 
-    def _launch(self, launch: Launch, instances: list[Instance], now_s: float) -> Done:
+    def _launch(self, launch: Launch, instances: list[Instance], now_s: float) -> ActionResult:
         order = launch.order
-        if self._memory.stopped:
-            self._memory.cancelled(order)
-            return Done(launch, f"not tried: {self._memory.stopped}")
+        if self._launch_state.stopped:
+            self._launch_state.cancelled(order)
+            return ActionResult(launch, f"not tried: {self._launch_state.stopped}")
         try:
             made = self._fleet.launch(order)
         except LaunchError as exc:
-            self._memory.failed(order, exc, now_s)
-            self._note(
-                "no_instance", now_s, **_order_dict(launch), trouble=exc.trouble.value, code=exc.code, error=str(exc)
+            self._launch_state.failed(order, exc, now_s)
+            self._append_journal(
+                "no_instance", now_s, **_order_dict(launch), failure=exc.failure.value, code=exc.code, error=str(exc)
             )
-            return Done(launch, f"{exc.trouble.value}: {exc}")
+            return ActionResult(launch, f"{exc.failure.value}: {exc}")
         self._known[made.id] = made
         if made.id not in {one.id for one in instances}:
             instances.append(made)
-        self._memory.launched(order)
-        self._memory.seen(order.slot, order.epoch)
+        self._launch_state.launched(order)
+        self._launch_state.seen(order.slot, order.incarnation)
         if order.market == "spot":
             self._pools[order.slot] = made.pool
-        self._note("instance", now_s, **_order_dict(launch), id=made.id, pool=made.pool)
-        return Done(launch, id=made.id)
+        self._append_journal("instance", now_s, **_order_dict(launch), id=made.id, pool=made.pool)
+        return ActionResult(launch, id=made.id)
 
-    def _note(self, kind: str, now_s: float, **facts: Any) -> None:
+    def _append_journal(self, kind: str, now_s: float, **facts: Any) -> None:
         if not self._dry_run:
-            self._book.note({"kind": kind, "turn": self._turn, "time_s": now_s, **facts})
+            self._state_store.append({"kind": kind, "turn": self._turn, "time_s": now_s, **facts})
 
     # --- what comes out ---------------------------------------------------------------------------------------------
 
-    def _standing_alarms(self, wish: _Wish, now_s: float) -> list[str]:
+    def _current_alarms(self, desired: _DesiredState, now_s: float) -> list[str]:
         found = []
         names: dict[Market, str] = {"spot": "spot", "on_demand": "on-demand"}
         for market, name in names.items():
-            if now_s < self._memory.quota_s(market):
+            if now_s < self._launch_state.quota_s(market):
                 found.append(f"the quota of {name} machines is used up: ask their owner for more")
-            elif says := self._memory.refusal(market):
+            elif says := self._launch_state.refusal(market):
                 found.append(f"no {name} machines, and not for lack of capacity: {says}")
-        if not wish.feasible and wish.phase == "run":
+        if not desired.feasible and desired.phase == "run":
             found.append(
                 "the budget does not suffice for the deadline: raise one of them, or accept a later end"
-                if wish.binding == "budget"
+                if desired.binding == "budget"
                 else "the deadline cannot be met any more: everything runs on-demand, this is the soonest"
             )
-        if wish.phase == "budget":
+        if desired.phase == "budget":
             found.append(
                 f"the budget of {self._planner.budget_usd} USD is spent: all machines are handed back, and the "
                 "provisioner ends. To go on with the job, raise plan.budget_usd in the job file, then start it again: "
                 "doll provision run JOB.yaml"
             )
-        if wish.binding == "done" and wish.phase == "run":
+        if desired.binding == "done" and desired.phase == "run":
             found.append("the planned updates are done, but the job goes on: set stop.updates, or plan for more")
         return found
 
     def _decision(
-        self, wish: _Wish, phase: Phase, instances: Sequence[Instance], fleet: _Fleet, bill: Bill, prices: Prices,
-        done: Sequence[Done], alarms: Sequence[str], now_s: float,
+        self, desired: _DesiredState, phase: Phase, instances: Sequence[Instance], fleet: _Readiness, bill: Bill, prices: Prices,
+        done: Sequence[ActionResult], alarms: Sequence[str], now_s: float,
     ) -> Decision:  # fmt: skip
         assert self._started_s is not None
         left = any(one.state is not InstanceState.ENDED for one in instances) or self._others
-        left = left or self._memory.may_have_launched(now_s)
+        left = left or self._launch_state.may_have_launched(now_s)
         return Decision(
-            turn=self._turn, now_s=now_s, started_s=self._started_s, phase=phase, markets=wish.markets,
-            reasons=wish.reasons, binding=wish.binding, feasible=wish.feasible, done=tuple(done),
-            instances=tuple(instances), ready=frozenset(fleet.ready_s), epochs=self._epochs(), bill=bill,
-            updates_done=self.observed.updates_done, updates_wanted=self._planner.updates,
-            on_demand_usd=self._on_demand_usd(wish.state.rates_per_s, prices),
-            expected_cost_usd=wish.expected_cost_usd, expected_finish_s=wish.expected_finish_s, slack_s=wish.slack_s,
-            alpha=wish.state.alpha, cycle_s=self.observed.spot.cycle_s, prices=prices,
-            rates_per_s=wish.state.rates_per_s, usd_per_point=self._usd_per_point(bill), moves=self._moves,
+            turn=self._turn, now_s=now_s, started_s=self._started_s, phase=phase, markets=desired.markets,
+            reasons=desired.reasons, binding=desired.binding, feasible=desired.feasible, done=tuple(done),
+            instances=tuple(instances), ready=frozenset(fleet.ready_s), incarnations=self._incarnations(), bill=bill,
+            updates_done=self.observed.updates_done, target_updates=self._planner.updates,
+            all_on_demand_usd=self._on_demand_usd(desired.state.rates_per_s, prices),
+            expected_cost_usd=desired.expected_cost_usd, expected_finish_s=desired.expected_finish_s, slack_s=desired.slack_s,
+            alpha=desired.state.alpha, cycle_s=self.observed.spot.cycle_s, prices=prices,
+            rates_per_s=desired.state.rates_per_s, usd_per_error_point=self._usd_per_point(bill), moves=self._moves,
             interruptions=self._interruptions, alarms=tuple(dict.fromkeys(alarms)), dry_run=self._dry_run,
             over=phase in ("done", "drain", "budget") and not left,
         )  # fmt: skip
 
-    def _blind(self, now_s: float, prices: Prices | None, alarms: Sequence[str]) -> Decision:
+    def _decide_nothing(self, now_s: float, prices: Prices | None, alarms: Sequence[str]) -> Decision:
         """Nothing can be seen, so nothing is done."""
         count = self.settings.num_slots
         rates = self.observed.rates_per_s()
         markets: tuple[Market | None, ...] = (None,) * count
         if self._on_spot is not None:
             markets = tuple("spot" if spot else "on_demand" for spot in self._on_spot)
-        bill = replace(self._settled.plus(Bill.of(self._lines.values())), usd=self._last_usd)
+        bill = replace(self._archived_bill.plus(Bill.of(self._lines.values())), usd=self._last_usd)
         return Decision(
             turn=self._turn, now_s=now_s, started_s=now_s if self._started_s is None else self._started_s,
-            phase="blind", markets=markets, reasons=("as before: fleet or prices do not answer",) * count,
-            binding="blind", feasible=True, done=(), instances=(), ready=frozenset(), epochs=self._epochs(), bill=bill,
-            updates_done=self.observed.updates_done, updates_wanted=self._planner.updates,
-            on_demand_usd=self._on_demand_usd(rates, prices), expected_cost_usd=math.nan, expected_finish_s=math.nan,
+            phase="unavailable", markets=markets, reasons=("as before: fleet or prices do not answer",) * count,
+            binding="unavailable", feasible=True, done=(), instances=(), ready=frozenset(), incarnations=self._incarnations(), bill=bill,
+            updates_done=self.observed.updates_done, target_updates=self._planner.updates,
+            all_on_demand_usd=self._on_demand_usd(rates, prices), expected_cost_usd=math.nan, expected_finish_s=math.nan,
             slack_s=math.nan, alpha=self.observed.alpha(), cycle_s=self.observed.spot.cycle_s, prices=prices,
-            rates_per_s=rates, usd_per_point=self._usd_per_point(bill), moves=self._moves,
+            rates_per_s=rates, usd_per_error_point=self._usd_per_point(bill), moves=self._moves,
             interruptions=self._interruptions, alarms=tuple(alarms), dry_run=self._dry_run, over=False,
         )  # fmt: skip
 
-    def _epochs(self) -> tuple[int, ...]:
-        return tuple(self._memory.epoch(slot) for slot in range(self.settings.num_slots))
+    def _incarnations(self) -> tuple[int, ...]:
+        return tuple(self._launch_state.incarnation(slot) for slot in range(self.settings.num_slots))
 
     def _on_demand_usd(self, rates_per_s: Floats, prices: Prices | None) -> float:
         if prices is None:
             return math.nan
         samples = self.observed.updates_done * self._planner.group_size * self._planner.batch_size
-        return on_demand_usd(samples, rates_per_s, prices.on_demand_usd_per_h)
+        return all_on_demand_usd(samples, rates_per_s, prices.on_demand_usd_per_h)
 
     def _usd_per_point(self, bill: Bill) -> float:
         _, errors = self.observed.errors(self.settings.measure)
-        return usd_per_point(bill.usd, errors[0], errors[-1]) if errors else math.nan
+        return usd_per_error_point(bill.usd, errors[0], errors[-1]) if errors else math.nan
 
     # --- kept over restarts -----------------------------------------------------------------------------------------
 
@@ -938,22 +961,22 @@ class Controller:
             return
         # What is not listed any more need not be remembered.
         about = self._known.keys() | self._lines.keys()
-        self._told &= about
+        self._ends_recorded &= about
         self._ready_s = {id_: at_s for id_, at_s in self._ready_s.items() if id_ in about}
         self._fenced_s = {id_: at_s for id_, at_s in self._fenced_s.items() if id_ in about}
-        self._book.save(
+        self._state_store.save(
             {
                 "state": _STATE_VERSION, "job": self._job, "topics_id": self._topics_id,
                 "generation": self._generation,
                 "begun_s": self._begun_s if math.isfinite(self._begun_s) else None,
                 "turn": self._turn, "started_s": self._started_s,
                 "on_spot": None if self._on_spot is None else self._on_spot.tolist(),
-                "moved_s": _plain(self._moved_s), "spot_open": self._spot_open.tolist(),
+                "moved_s": _plain(self._moved_s), "spot_available": self._spot_available.tolist(),
                 "spot_changed_s": _plain(self._spot_changed_s), "pools": self._pools,
-                "known": [_instance_dict(one) for one in self._known.values()], "told": sorted(self._told),
+                "known": [_instance_dict(one) for one in self._known.values()], "told": sorted(self._ends_recorded),
                 "ready_s": self._ready_s, "fenced_s": self._fenced_s,
-                "lines": [line.to_dict() for line in self._lines.values()], "settled": self._settled.to_dict(),
-                "carried_usd": 0.0 if math.isnan(self._carried_usd) else self._carried_usd,
+                "lines": [line.to_dict() for line in self._lines.values()], "settled": self._archived_bill.to_dict(),
+                "carried_usd": 0.0 if math.isnan(self._earlier_usd) else self._earlier_usd,
                 "last_usd": self._last_usd,
                 "prices": None if self._last_prices is None else asdict(self._last_prices),
                 "spent_budget_usd": self._spent_budget_usd,
@@ -961,13 +984,13 @@ class Controller:
                     "asked": self.settings.planner.updates, "updates": self._planner.updates,
                     "evaluations": self._evaluations,
                 },
-                "moves": self._moves, "interruptions": self._interruptions, "memory": self._memory.to_dict(),
+                "moves": self._moves, "interruptions": self._interruptions, "launch_state": self._launch_state.to_dict(),
                 "observed": self.observed.to_dict(), "positions": self.positions,
             }
         )  # fmt: skip
 
     def _restore(self) -> None:
-        kept = self._book.load()
+        kept = self._state_store.load()
         if kept is None:
             return
         try:
@@ -982,15 +1005,15 @@ class Controller:
             self._read(kept)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
             # Nothing that matters is only there: tags say what runs, topics what was decided.
-            log.warning("provision_state_unusable", error=f"{type(exc).__name__}: {exc}", action="from tags and topics")
-            self._forget()
+            log.warning("provision_state_invalid", error=f"{type(exc).__name__}: {exc}", action="from tags and topics")
+            self._reset()
 
     def _read(self, kept: Mapping[str, Any]) -> None:
         count = self.settings.num_slots
-        memory = Memory(count, self.settings.limits)
-        memory.restore(kept["memory"])
+        launch_state = LaunchState(count, self.settings.limits)
+        launch_state.restore(kept["launch_state"])
         self.observed.restore(kept["observed"])
-        self._memory = memory
+        self._launch_state = launch_state
         self._turn = int(kept["turn"])
         self._generation = int(kept.get("generation", 0))
         begun_s = kept.get("begun_s")
@@ -1000,16 +1023,16 @@ class Controller:
         on_spot = kept["on_spot"]
         self._on_spot = None if on_spot is None else _sized(np.asarray(on_spot, dtype=np.bool_), count)
         self._moved_s = _sized(_floats(kept["moved_s"]), count)
-        self._spot_open = _sized(np.asarray(kept["spot_open"], dtype=np.bool_), count)
+        self._spot_available = _sized(np.asarray(kept["spot_available"], dtype=np.bool_), count)
         self._spot_changed_s = _sized(_floats(kept["spot_changed_s"]), count)
         self._pools = [str(pool) for pool in kept["pools"]]
         self._known = {one["id"]: _instance(one) for one in kept["known"]}
-        self._told = set(kept["told"])
+        self._ends_recorded = set(kept["told"])
         self._ready_s = {id_: float(at_s) for id_, at_s in kept["ready_s"].items()}
         self._fenced_s = {id_: float(at_s) for id_, at_s in kept["fenced_s"].items()}
-        self._lines = {one["id"]: Line(**one) for one in kept["lines"]}
-        self._settled = Bill(**kept["settled"])
-        self._carried_usd, self._last_usd = float(kept["carried_usd"]), float(kept["last_usd"])
+        self._lines = {one["id"]: BillLine(**one) for one in kept["lines"]}
+        self._archived_bill = Bill(**kept["settled"])
+        self._earlier_usd, self._last_usd = float(kept["carried_usd"]), float(kept["last_usd"])
         self._last_prices = None if kept["prices"] is None else Prices(**kept["prices"])
         self._spent_budget_usd = kept["spent_budget_usd"]
         work = kept["work"]
@@ -1021,8 +1044,8 @@ class Controller:
 
 
 @dataclass
-class _Fleet:
-    """Who works: see `View`."""
+class _Readiness:
+    """Who works: see `FleetStatus`."""
 
     ready_s: dict[str, float] = field(default_factory=dict)
     silent_s: dict[str, float] = field(default_factory=dict)
@@ -1031,7 +1054,7 @@ class _Fleet:
 
 
 @dataclass(frozen=True)
-class _Wish:
+class _DesiredState:
     phase: Phase
     markets: tuple[Market | None, ...]
     reasons: tuple[str, ...]
@@ -1045,7 +1068,7 @@ class _Wish:
 
 
 @dataclass(frozen=True)
-class _Within:
+class _BudgetFit:
     on_spot: Bools
     expected_cost_usd: float
     expected_finish_s: float
@@ -1053,7 +1076,7 @@ class _Within:
 
 
 def _run_of(job: str, topics_id: str, generation: int) -> str:
-    """`Order.run`: what a successor whose book is lost knows, too, so that it repeats an order word by word."""
+    """`Order.run`: what a successor whose state is lost knows, too, so that it repeats an order word by word."""
     return hashlib.sha256(f"{job} {topics_id} {generation}".encode()).hexdigest()[:10] if job else ""
 
 
@@ -1074,8 +1097,8 @@ def _vanished(one: Instance, now_s: float) -> Instance:
     if one.state is InstanceState.ENDED:
         return one
     if one.notice_s is not None and one.notice_s <= now_s:
-        return replace(one, state=InstanceState.ENDED, ended_s=one.notice_s, end=End.INTERRUPTED)
-    end = End.TERMINATED if one.state is InstanceState.ENDING else End.FAILED
+        return replace(one, state=InstanceState.ENDED, ended_s=one.notice_s, end=EndReason.INTERRUPTED)
+    end = EndReason.TERMINATED if one.state is InstanceState.ENDING else EndReason.FAILED
     return replace(one, state=InstanceState.ENDED, ended_s=now_s, end=end)
 
 
@@ -1085,13 +1108,13 @@ def _instance_dict(one: Instance) -> dict[str, Any]:
 
 
 def _instance(kept: Mapping[str, Any]) -> Instance:
-    return Instance(**{**kept, "state": InstanceState(kept["state"]), "end": End(kept["end"])})
+    return Instance(**{**kept, "state": InstanceState(kept["state"]), "end": EndReason(kept["end"])})
 
 
 def _order_dict(launch: Launch) -> dict[str, Any]:
     order = launch.order
     return {
-        "slot": order.slot, "epoch": order.epoch, "market": order.market, "attempt": order.attempt,
+        "slot": order.slot, "incarnation": order.incarnation, "market": order.market, "attempt": order.attempt,
         "avoid": sorted(order.avoid), "why": launch.why,
     }  # fmt: skip
 

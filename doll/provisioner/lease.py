@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from doll.errors import FencedError
 from doll.storage.file_store import FileStore
-from doll.storage.stores import checkpoint_place
+from doll.storage.stores import checkpoint_location
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 class Claims(Protocol):
     """The part of `CheckpointStore` that orders claims."""
 
-    def claim_epoch(self) -> int: ...
+    def claim_term(self) -> int: ...
 
-    def newest_epoch(self) -> int: ...
+    def newest_term(self) -> int: ...
 
 
 class Lease:
@@ -34,7 +34,7 @@ class Lease:
 
     def __init__(self, claims: Claims) -> None:
         self._claims = claims
-        self.number = claims.claim_epoch()
+        self.number = claims.claim_term()
 
     def check(self) -> None:
         """Return while it is still ours.
@@ -43,7 +43,7 @@ class Lease:
             FencedError: another provisioner has claimed the job since.
             CheckpointError: where claims are kept cannot be read.
         """
-        newest = self._claims.newest_epoch()
+        newest = self._claims.newest_term()
         if newest > self.number:
             raise FencedError(
                 f"provisioner {self.number} of this job is over: provisioner {newest} has taken its place; this "
@@ -57,7 +57,7 @@ def claims_of(config: JobConfig, run_folder: Path) -> Claims:
     Raises:
         CheckpointError: it is in S3 and boto3 cannot be set up.
     """
-    place = checkpoint_place(config, run_folder)
+    place = checkpoint_location(config, run_folder)
     if isinstance(place, Path):
         return FileStore(place / "provision", config.job)
     from doll.storage.s3_store import S3Store

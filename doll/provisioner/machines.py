@@ -104,11 +104,11 @@ def _processes(config: JobConfig, services: Services, run: RunFolder, started: E
     )  # fmt: skip
     started.callback(fleet.close)
 
-    class Market:
-        def spot_open(self, slot: int) -> bool | None:
+    class MarketProbe:
+        def spot_available(self, slot: int) -> bool | None:
             return market.is_up(slot, clock.since(time.time()))
 
-    return Machines(fleet, TracePrices(market, clock), LOCAL, Market())
+    return Machines(fleet, TracePrices(market, clock), LOCAL, MarketProbe())
 
 
 def stated_prices(config: JobConfig) -> PriceFeed:

@@ -1,6 +1,6 @@
 """What the provisioner knows of a job, folded from its records: progress, rates, who holds which slot. Pure.
 
-Records come from the topics `updates`, `up`, `down` and `metrics`, in any order between the topics. Times are Unix
+Records come from the topics `updates`, `events`, `commands` and `metrics`, in any order between the topics. Times are Unix
 seconds.
 """
 
@@ -15,26 +15,26 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from doll.provisioner.planning.estimators import Availability, Boots, Rates
+from doll.provisioner.planning.estimators import AvailabilityEstimator, BootTimeEstimator, RateEstimator
 from doll.provisioner.planning.state import Alpha, Bools
 from doll.records import (
     Alive,
     Announce,
     AnyRecord,
-    Decision,
-    Epoch,
     Evaluated,
     Finished,
     Join,
     Leave,
     Metric,
+    ProvisionDecision,
     Push,
+    TermStarted,
     Update,
     Welcome,
 )
 from doll.theory.checks import Floats
 
-_MOST_EPOCHS: Final = 10**9
+_MAX_INCARNATION: Final = 10**9
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _Slot:
     """The process that the parameter server has welcomed last for one slot."""
 
     process: str = ""  # its random id
-    worker_epoch: int = 0  # the parameter server's number for it
+    session: int = 0  # the parameter server's number for it
     incarnation: int = 0  # the fleet's number for its instance
     highest: int = 0  # of all incarnations that have asked for the slot
     since_s: float = 0.0
@@ -51,10 +51,10 @@ class _Slot:
     read_to: int = -1  # offset in its partition
     read_at_s: float = 0.0
 
-    def used(self, epoch: int) -> None:
-        """An instance of this epoch was there. Whoever can write to the topics could name any: a wild one is none."""
-        if epoch <= _MOST_EPOCHS:
-            self.highest = max(self.highest, epoch)
+    def used(self, incarnation: int) -> None:
+        """An instance of this incarnation was there. Whoever can write to the topics could name any: a wild one is none."""
+        if incarnation <= _MAX_INCARNATION:
+            self.highest = max(self.highest, incarnation)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Holder:
     """Who holds a slot.
 
     Attributes:
-        incarnation: epoch of the fleet's instance (`Order.epoch`); 0: a worker that no fleet has started.
+        incarnation: of the fleet's instance (`Order.incarnation`); 0: a worker that no fleet has started.
         since_s: when it was welcomed.
         heard_s: its last sign of life.
         works: it has not left, and has been heard while others were.
@@ -81,7 +81,7 @@ class Observed:
         prior_rates_per_s: λ_n as the job file says, samples per second, shape (N,).
         samples_per_record: m of packed records.
         prior_alpha, prior_cycle_s: what is believed of spot before anything is seen.
-        silent_s: a worker that is not heard for this long, while others are, does not work.
+        heartbeat_timeout_s: a worker that is not heard for this long, while others are, does not work.
     """
 
     def __init__(
@@ -91,21 +91,21 @@ class Observed:
         samples_per_record: int = 1,
         prior_alpha: float = 0.9,
         prior_cycle_s: float = 36_000.0,
-        silent_s: float = 30.0,
+        heartbeat_timeout_s: float = 30.0,
     ) -> None:
-        self._arrived = Rates(prior_rates_per_s)
-        self._read = Rates(prior_rates_per_s)
+        self._arrived = RateEstimator(prior_rates_per_s)
+        self._read = RateEstimator(prior_rates_per_s)
         self._slots = [_Slot() for _ in self._arrived.per_s()]
         self._samples_per_record = samples_per_record
-        self.silent_s = silent_s
-        self.spot = Availability(prior_alpha=min(max(prior_alpha, 0.01), 0.99), prior_cycle_s=prior_cycle_s)
-        self.boots = Boots()
+        self.heartbeat_timeout_s = heartbeat_timeout_s
+        self.spot = AvailabilityEstimator(prior_alpha=min(max(prior_alpha, 0.01), 0.99), prior_cycle_s=prior_cycle_s)
+        self.boots = BootTimeEstimator()
         self._ends: tuple[float, list[int]] | None = None
         self.heard_s = -math.inf
         """The last sign of life of anybody."""
         self._ps_heard_s = self._ps_since_s = -math.inf
         self.version = 0
-        self.ps_epoch = 0
+        self.term = 0
         self.generation = 0
         """Of the job's run on these topics: a later one begins anew, with an origin of its own."""
         self.generation_s = -math.inf
@@ -116,7 +116,7 @@ class Observed:
         self.evaluations: list[tuple[int, float, float | None]] = []
         """(version, loss, accuracy) of each held-out evaluation that counts."""
         self._service = (0, 0.0)
-        self.decided: Decision | None = None
+        self.last_decision: ProvisionDecision | None = None
         """The newest decision that a provisioner has told of, ours included."""
 
     @property
@@ -133,8 +133,8 @@ class Observed:
     def feed(self, record: AnyRecord, at_s: float) -> None:
         """One record, written at about `at_s`. What it does not know, and slots that are none, it passes over."""
         self.heard_s = max(self.heard_s, at_s)
-        if isinstance(record, Welcome | Epoch | Update) or (isinstance(record, Metric) and record.source == "ps"):
-            if at_s - self._ps_heard_s > self.silent_s:
+        if isinstance(record, Welcome | TermStarted | Update) or (isinstance(record, Metric) and record.source == "ps"):
+            if at_s - self._ps_heard_s > self.heartbeat_timeout_s:
                 self._ps_since_s = at_s
             self._ps_heard_s = max(self._ps_heard_s, at_s)
         match record:
@@ -145,22 +145,20 @@ class Observed:
                 self._welcomed(self._slots[record.worker], record, at_s)
             case Alive() | Announce() | Push() if self._has(record.worker):
                 slot = self._slots[record.worker]
-                if record.epoch == slot.worker_epoch:
+                if record.session == slot.session:
                     if isinstance(record, Alive):
                         self._read_on(record, slot, at_s)
                     slot.heard_s = max(slot.heard_s, at_s)
             case Leave() if self._has(record.worker):
                 slot = self._slots[record.worker]
-                slot.left = slot.left or record.epoch == slot.worker_epoch
+                slot.left = slot.left or record.session == slot.session
             case Evaluated():
-                if record.ps_epoch >= self.generation and (
-                    record.ps_epoch >= self.ps_epoch or record.version <= self.version
-                ):
+                if record.term >= self.generation and (record.term >= self.term or record.version <= self.version):
                     self.evaluations.append((record.version, record.loss, record.accuracy))
-            case Epoch():
-                self._epoch(record)
-            case Update() if record.ps_epoch >= self.ps_epoch:
-                self.ps_epoch, self.version = record.ps_epoch, record.version
+            case TermStarted():
+                self._term_started(record)
+            case Update() if record.term >= self.term:
+                self.term, self.version = record.term, record.version
                 if record.n_samples:
                     self.loss = record.loss
                 count, seconds = self._service
@@ -168,10 +166,10 @@ class Observed:
                     count + len(record.members),
                     seconds + sum(one.compute_s + one.fetch_s + one.store_s for one in record.members),
                 )
-            case Finished() if record.ps_epoch >= self.ps_epoch:
+            case Finished() if record.term >= self.term:
                 self.finished = record.reason
-            case Decision():
-                self._decided(record)
+            case ProvisionDecision():
+                self._decision_recorded(record)
             case _:
                 pass
 
@@ -179,11 +177,11 @@ class Observed:
         return 0 <= worker < len(self._slots)
 
     def _welcomed(self, slot: _Slot, record: Welcome, at_s: float) -> None:
-        if record.epoch < slot.worker_epoch:
+        if record.session < slot.session:
             return
         if record.instance != slot.process:
             slot.process, slot.since_s, slot.read_to = record.instance, at_s, -1
-        slot.worker_epoch, slot.incarnation, slot.left = record.epoch, record.incarnation, False
+        slot.session, slot.incarnation, slot.left = record.session, record.incarnation, False
         slot.used(record.incarnation)
         slot.heard_s = max(slot.heard_s, at_s)
 
@@ -196,24 +194,24 @@ class Observed:
             self._read.observe(tally[0], tally[1])
         slot.read_to, slot.read_at_s = record.next_offset, at_s
 
-    def _decided(self, record: Decision) -> None:
-        for slot, epoch in zip(self._slots, record.epochs, strict=False):
-            slot.used(epoch)  # in whichever generation
-        newest = -math.inf if self.decided is None else self.decided.time_s
+    def _decision_recorded(self, record: ProvisionDecision) -> None:
+        for slot, incarnation in zip(self._slots, record.incarnations, strict=False):
+            slot.used(incarnation)  # in whichever generation
+        newest = -math.inf if self.last_decision is None else self.last_decision.time_s
         if record.time_s >= max(newest, self.generation_s):
-            self.decided = record
+            self.last_decision = record
 
-    def _epoch(self, record: Epoch) -> None:
-        if record.ps_epoch <= self.ps_epoch:
+    def _term_started(self, record: TermStarted) -> None:
+        if record.term <= self.term:
             return
         if (generation := record.generation) > self.generation:
             self.generation, self.generation_s, self.loss, self.evaluations = generation, record.time_s, math.nan, []
-            if self.decided is not None and self.decided.time_s < record.time_s:
-                self.decided = None
-        self.ps_epoch, self.version, self.finished = record.ps_epoch, record.resumed_version, None
+            if self.last_decision is not None and self.last_decision.time_s < record.time_s:
+                self.last_decision = None
+        self.term, self.version, self.finished = record.term, record.resumed_version, None
         self.evaluations = [one for one in self.evaluations if one[0] <= record.resumed_version]
 
-    def look_at_ends(self, now_s: float, ends: Sequence[int]) -> None:
+    def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
         """The end of each sample partition, offsets, as seen at `now_s`: how fast samples come."""
         if self._ends is not None and now_s > self._ends[0]:
             before_s, before = self._ends
@@ -221,8 +219,8 @@ class Observed:
             self._arrived.observe(grown, np.full(self.num_slots, now_s - before_s))
         self._ends = (now_s, list(ends))
 
-    def watch_spot(self, now_s: float, up: Bools, assigned: Bools, pools: Sequence[str]) -> None:
-        """How spot fares: as `Availability.observe`."""
+    def observe_spot(self, now_s: float, up: Bools, assigned: Bools, pools: Sequence[str]) -> None:
+        """How spot fares: as `AvailabilityEstimator.observe`."""
         self.spot.observe(now_s, up, assigned, pools)
 
     # --- what the planner asks --------------------------------------------------------------------------------------
@@ -248,27 +246,27 @@ class Observed:
         Args:
             measure: "error_rate" (1 - accuracy) or "loss".
         """
-        found: dict[int, float] = {}
+        errors_by_version: dict[int, float] = {}
         for version, loss, accuracy in self.evaluations:
             error = loss if measure == "loss" else math.nan if accuracy is None else 1 - accuracy
             if math.isfinite(error) and error > 0:
-                found[version] = error
-        return sorted(found), [found[version] for version in sorted(found)]
+                errors_by_version[version] = error
+        return sorted(errors_by_version), [errors_by_version[version] for version in sorted(errors_by_version)]
 
     def holder(self, slot: int) -> Holder | None:
         """Who holds the slot; None while nobody has been welcomed."""
         one = self._slots[slot]
         if not one.process:
             return None
-        works = not one.left and self.heard_s - one.heard_s <= self.silent_s
+        works = not one.left and self.heard_s - one.heard_s <= self.heartbeat_timeout_s
         return Holder(one.incarnation, one.since_s, one.heard_s, works)
 
     def ps_since_s(self, now_s: float) -> float | None:
         """Since when a parameter server has been there without a pause; None where none is: nobody can join then."""
-        return self._ps_since_s if now_s - self._ps_heard_s <= self.silent_s else None
+        return self._ps_since_s if now_s - self._ps_heard_s <= self.heartbeat_timeout_s else None
 
     def highest_incarnation(self, slot: int) -> int:
-        """The highest epoch of an instance that has ever asked for the slot, as far as is known."""
+        """The highest incarnation that has ever asked for the slot, as far as is known."""
         return self._slots[slot].highest
 
     # --- kept over restarts -----------------------------------------------------------------------------------------
@@ -278,7 +276,7 @@ class Observed:
         return {
             "slots": msgspec.to_builtins(self._slots),
             "heard_s": self.heard_s if math.isfinite(self.heard_s) else None,
-            "version": self.version, "ps_epoch": self.ps_epoch, "finished": self.finished,
+            "version": self.version, "term": self.term, "finished": self.finished,
             "generation": self.generation,
             "generation_s": self.generation_s if math.isfinite(self.generation_s) else None,
             "evaluations": [list(one) for one in self.evaluations], "service": list(self._service),
@@ -296,7 +294,7 @@ class Observed:
             raise ValueError(f"expected {len(self._slots)} slots, got {len(kept['slots'])}")
         self._slots = [_Slot(**one) for one in kept["slots"]]
         self.heard_s = -math.inf if kept["heard_s"] is None else float(kept["heard_s"])
-        self.version, self.ps_epoch, self.finished = int(kept["version"]), int(kept["ps_epoch"]), kept["finished"]
+        self.version, self.term, self.finished = int(kept["version"]), int(kept["term"]), kept["finished"]
         self.generation = int(kept.get("generation", 0))  # earlier releases had none
         generation_s = kept.get("generation_s")
         self.generation_s = -math.inf if generation_s is None else float(generation_s)

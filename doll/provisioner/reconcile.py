@@ -8,7 +8,7 @@ One slot at a time, by these rules:
 - An instance with a notice is left alone: its owner ends it, and may not charge for it. It is replaced at once.
 - What nobody wants (slots that are none, machines of a job that is over) is ended.
 
-`Memory` holds what must be known from one turn to the next: numbers of epochs and attempts, orders under way, pools
+`LaunchState` holds what must be known from one turn to the next: numbers of incarnations and attempts, orders under way, pools
 that were dry, pauses.
 """
 
@@ -19,12 +19,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from doll.provisioner.fleets.port import Instance, LaunchError, Order, Trouble
+from doll.provisioner.fleets.port import Instance, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
 
 
 @dataclass(frozen=True)
-class Limits:
+class LaunchLimits:
     """How fast, and how often.
 
     Attributes:
@@ -32,30 +32,30 @@ class Limits:
         fallbacks_per_min: of those, from spot to on-demand while the deadline is not in danger: all at once would drain
             the pools that are left.
         retry_s: until the next try after one that found no machine.
-        bad_pool_s: how long a pool is avoided that was dry, or has just taken a machine back; 0: never.
+        pool_backoff_s: how long a pool is avoided that was dry, or has just taken a machine back; 0: never.
         quota_s: how long a market is left alone after its quota was used up.
         early_s: a spot machine that is taken back within this time was taken early.
-        early_most: how many early ends in a row are borne before a slot's spot launches pause.
-        backoff_s, backoff_most_s: first and longest pause; each one doubles.
-        boot_most_s: an instance whose worker is not ready by then is replaced.
-        silent_most_s: so is one whose worker has not been heard for this long.
+        max_early_ends: how many early ends in a row are borne before a slot's spot launches pause.
+        backoff_s, max_backoff_s: first and longest pause; each one doubles.
+        boot_timeout_s: an instance whose worker is not ready by then is replaced.
+        silence_timeout_s: so is one whose worker has not been heard for this long.
         refusals: in so many turns a market must have refused machines, not for lack of capacity, to count as closed.
-        trust_s: how long a launch that the fleet acknowledged, or may have made, is waited for to be listed.
+        listing_lag_s: how long a launch that the fleet acknowledged, or may have made, is waited for to be listed.
     """
 
     launches_per_min: float = 120.0
     fallbacks_per_min: float = 60.0
     retry_s: float = 30.0
-    bad_pool_s: float = 180.0
+    pool_backoff_s: float = 180.0
     quota_s: float = 900.0
     early_s: float = 3600.0
-    early_most: int = 1
+    max_early_ends: int = 1
     backoff_s: float = 60.0
-    backoff_most_s: float = 3600.0
-    boot_most_s: float = 900.0
-    silent_most_s: float = 300.0
+    max_backoff_s: float = 3600.0
+    boot_timeout_s: float = 900.0
+    silence_timeout_s: float = 300.0
     refusals: int = 3
-    trust_s: float = 60.0
+    listing_lag_s: float = 60.0
 
 
 # --- what comes out -------------------------------------------------------------------------------------------------
@@ -86,14 +86,14 @@ class Wait:
     why: str
 
 
-Action = Launch | Terminate | Wait
+FleetAction = Launch | Terminate | Wait
 
 
 # --- what goes in ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class View:
+class FleetStatus:
     """The fleet and what is wanted of it, at one moment.
 
     Attributes:
@@ -103,7 +103,7 @@ class View:
         ready_s: since when an instance's worker has its slot, by id; those not in it are not ready.
         silent_s: for how long a worker that had its slot has not been heard, by id of its instance.
         waited_s: for how long one that is not ready could have become so, by id.
-        held: the highest epoch whose worker has had the slot, by slot.
+        held: the highest incarnation whose worker has had the slot, by slot.
         urgent: the deadline is in danger: fallbacks are not held back.
         spare_usd: what may still be committed; infinite without a budget.
         commit_usd: what one launch commits, by market.
@@ -122,16 +122,16 @@ class View:
 
 
 @dataclass
-class _Tries:
+class _SlotAttempts:
     """What is remembered of one slot."""
 
-    epoch: int = 0  # the highest that was ever ordered, seen or heard of
-    attempt: int = 0  # of the next order with that epoch
-    failed: bool = False  # the order of `epoch` got nothing for sure, so the epoch may be tried again
-    after_s: dict[Market, float] = field(default_factory=dict)  # no try before
+    incarnation: int = 0  # the highest that was ever ordered, seen or heard of
+    attempt: int = 0  # of the next order with that incarnation
+    failed: bool = False  # the order of `incarnation` got nothing for sure, so the incarnation may be tried again
+    retry_at_s: dict[Market, float] = field(default_factory=dict)  # no try before
     early: int = 0  # early ends in a row
-    bad_s: float = -math.inf  # last sign that spot is not to be had for this slot
-    dry: bool = False  # its last spot launch found nothing
+    no_spot_s: float = -math.inf  # last sign that spot is not to be had for this slot
+    no_capacity: bool = False  # its last spot launch found nothing
 
 
 @dataclass
@@ -143,27 +143,29 @@ class _Refusal:
     turns: int = 1
 
 
-class Memory:
+class LaunchState:
     """What the provisioner remembers between its turns. It is told of outcomes; `to_dict` and `restore` keep it.
 
     Attributes:
         limits: may be replaced at any time; pauses that have begun stay as they are.
     """
 
-    def __init__(self, num_slots: int, limits: Limits) -> None:
+    def __init__(self, num_slots: int, limits: LaunchLimits) -> None:
         self.limits = limits
-        self._slots = [_Tries() for _ in range(num_slots)]
+        self._slots = [_SlotAttempts() for _ in range(num_slots)]
         self.pending: dict[int, tuple[Order, float]] = {}
         """Orders whose outcome is not known yet, by slot, and since when: they are made again exactly as they were."""
-        self._bad_pools: dict[Market, dict[str, float]] = {"spot": {}, "on_demand": {}}  # until
+        self._avoided_pools: dict[Market, dict[str, float]] = {"spot": {}, "on_demand": {}}  # until
         self._quota: dict[Market, float] = {}  # until
         self._refused: dict[Market, _Refusal] = {}  # since the last launch; a successor asks anew
         self._launched_s: list[float] = []  # within the last minute
-        self._vain_s: list[float] = []  # tries that found no machine, within the last minute
-        self._fallen_s: list[float] = []
-        self._dry_s = -math.inf  # when a spot launch of any slot last found nothing; over when one finds something
-        self.hold_s = -math.inf
-        """Until when nothing is launched: a predecessor whose book is lost may have made what is not listed yet."""
+        self._failed_launches_s: list[float] = []  # tries that found no machine, within the last minute
+        self._fallbacks_s: list[float] = []
+        self._no_capacity_s = (
+            -math.inf
+        )  # when a spot launch of any slot last found nothing; over when one finds something
+        self.launches_from_s = -math.inf
+        """Until when nothing is launched: a predecessor whose state is lost may have made what is not listed yet."""
         self.run = ""
         """`Order.run` of new orders."""
         self.stopped = ""
@@ -171,30 +173,30 @@ class Memory:
 
     # --- outcomes
 
-    def seen(self, slot: int, epoch: int) -> None:
-        """There is, or was, an instance or a worker of this epoch."""
+    def seen(self, slot: int, incarnation: int) -> None:
+        """There is, or was, an instance or a worker of this incarnation."""
         one = self._slots[slot]
-        if epoch >= one.epoch:
-            one.epoch, one.attempt, one.failed = epoch, 0, False
+        if incarnation >= one.incarnation:
+            one.incarnation, one.attempt, one.failed = incarnation, 0, False
 
     def ordered(self, order: Order, now_s: float, *, fallback: bool) -> None:
         """The order is about to be made."""
         one = self._slots[order.slot]
-        one.epoch, one.attempt, one.failed = order.epoch, order.attempt, False
+        one.incarnation, one.attempt, one.failed = order.incarnation, order.attempt, False
         if order.slot not in self.pending or self.pending[order.slot][0] != order:
             self.pending[order.slot] = (order, now_s)
         self._launched_s.append(now_s)
         if fallback:
-            self._fallen_s.append(now_s)
+            self._fallbacks_s.append(now_s)
 
     def launched(self, order: Order) -> None:
         """It got an instance."""
         self.pending.pop(order.slot, None)
         one = self._slots[order.slot]
-        one.after_s.pop(order.market, None)
+        one.retry_at_s.pop(order.market, None)
         self._refused.pop(order.market, None)
         if order.market == "spot":
-            one.dry, self._dry_s = False, -math.inf
+            one.no_capacity, self._no_capacity_s = False, -math.inf
 
     def cancelled(self, order: Order) -> None:
         """It was not made after all."""
@@ -205,37 +207,37 @@ class Memory:
         """It got none."""
         limits, one = self.limits, self._slots[order.slot]
         retry_s = now_s + limits.retry_s
-        if error.trouble is Trouble.THROTTLED:
+        if error.failure is LaunchFailure.THROTTLED:
             # It may have been carried out: the same order again finds out.
-            one.after_s[order.market] = now_s + min(limits.retry_s, 5.0)
+            one.retry_at_s[order.market] = now_s + min(limits.retry_s, 5.0)
             return
-        if error.trouble is Trouble.TAKEN:
+        if error.failure is LaunchFailure.TAKEN:
             # Something has this order's name: wait for it to be listed.
-            one.after_s[order.market] = retry_s
+            one.retry_at_s[order.market] = retry_s
             return
         self.pending.pop(order.slot, None)
         # What bought nothing is no launch: slots that ask for spot in vain must not hold back those that go on-demand.
         if self._launched_s:
             self._launched_s.pop()
-        self._vain_s.append(now_s)
+        self._failed_launches_s.append(now_s)
         one.attempt, one.failed = order.attempt + 1, True
-        one.after_s[order.market] = retry_s
-        match error.trouble:
-            case Trouble.REFUSED:
+        one.retry_at_s[order.market] = retry_s
+        match error.failure:
+            case LaunchFailure.REFUSED:
                 self._refusal(order.market, str(error), now_s)
-            case Trouble.CAPACITY:
+            case LaunchFailure.CAPACITY:
                 if error.pools:  # some were asked, and would give machines if they had any
                     self._refused.pop(order.market, None)
-                for pool in error.pools if limits.bad_pool_s > 0 else ():
-                    self._bad_pools[order.market][pool] = now_s + limits.bad_pool_s
-            case Trouble.SPOT_QUOTA:
+                for pool in error.pools if limits.pool_backoff_s > 0 else ():
+                    self._avoided_pools[order.market][pool] = now_s + limits.pool_backoff_s
+            case LaunchFailure.SPOT_QUOTA:
                 self._quota["spot"] = now_s + limits.quota_s
-            case Trouble.ON_DEMAND_QUOTA:
+            case LaunchFailure.ON_DEMAND_QUOTA:
                 self._quota["on_demand"] = now_s + limits.quota_s
-            case Trouble.CONFIG:
+            case LaunchFailure.CONFIG:
                 self.stopped = str(error)
-        if order.market == "spot" and error.trouble is not Trouble.CONFIG:
-            one.dry, one.bad_s, self._dry_s = True, now_s, now_s
+        if order.market == "spot" and error.failure is not LaunchFailure.CONFIG:
+            one.no_capacity, one.no_spot_s, self._no_capacity_s = True, now_s, now_s
 
     def _refusal(self, market: Market, says: str, now_s: float) -> None:
         known = self._refused.setdefault(market, _Refusal(says, now_s))
@@ -246,34 +248,34 @@ class Memory:
     def interrupted(self, instance: Instance, at_s: float) -> None:
         """A spot machine has got its notice, or was taken without one."""
         limits, one = self.limits, self._slots[instance.slot]
-        one.bad_s = max(one.bad_s, at_s)
-        if limits.bad_pool_s > 0:
-            self._bad_pools["spot"][instance.pool] = at_s + limits.bad_pool_s
+        one.no_spot_s = max(one.no_spot_s, at_s)
+        if limits.pool_backoff_s > 0:
+            self._avoided_pools["spot"][instance.pool] = at_s + limits.pool_backoff_s
         if at_s - instance.launched_s >= limits.early_s:
             one.early = 0
             return
         one.early += 1
-        if one.early > limits.early_most:
-            pause_s = limits.backoff_s * 2.0 ** (one.early - limits.early_most - 1)
-            self._not_before(one, "spot", at_s + min(pause_s, limits.backoff_most_s))
+        if one.early > limits.max_early_ends:
+            pause_s = limits.backoff_s * 2.0 ** (one.early - limits.max_early_ends - 1)
+            self._not_before(one, "spot", at_s + min(pause_s, limits.max_backoff_s))
 
-    def broke(self, instance: Instance, now_s: float) -> None:
+    def instance_failed(self, instance: Instance, now_s: float) -> None:
         """A machine ended by itself, never got ready or fell silent: the next one of this slot waits a little."""
         self._not_before(self._slots[instance.slot], instance.market, now_s + self.limits.retry_s)
 
     @staticmethod
-    def _not_before(one: _Tries, market: Market, at_s: float) -> None:
-        one.after_s[market] = max(one.after_s.get(market, -math.inf), at_s)
+    def _not_before(one: _SlotAttempts, market: Market, at_s: float) -> None:
+        one.retry_at_s[market] = max(one.retry_at_s.get(market, -math.inf), at_s)
 
     # --- questions
 
-    def bad_pools(self, market: Market, now_s: float) -> frozenset[str]:
+    def avoided_pools(self, market: Market, now_s: float) -> frozenset[str]:
         """Pools to avoid in this market: one that is dry on spot may well have machines on demand."""
-        return frozenset(pool for pool, until_s in self._bad_pools[market].items() if now_s < until_s)
+        return frozenset(pool for pool, until_s in self._avoided_pools[market].items() if now_s < until_s)
 
     def blocked_s(self, slot: int, market: Market) -> float:
         """Until when nothing of this market is to be launched for the slot; in the past where it may be."""
-        return max(self._slots[slot].after_s.get(market, -math.inf), self._quota.get(market, -math.inf))
+        return max(self._slots[slot].retry_at_s.get(market, -math.inf), self._quota.get(market, -math.inf))
 
     def refusal(self, market: Market) -> str:
         """What the market said when it last refused a machine, not for lack of capacity; "" where it did not."""
@@ -288,38 +290,40 @@ class Memory:
         """Until when the market's quota is taken as used up."""
         return self._quota.get(market, -math.inf)
 
-    def spot_bad_s(self, slot: int) -> float:
+    def no_spot_since_s(self, slot: int) -> float:
         """When spot was last seen not to be had for this slot."""
-        return self._slots[slot].bad_s
+        return self._slots[slot].no_spot_s
 
-    def is_dry(self, slot: int) -> bool:
+    def lacks_capacity(self, slot: int) -> bool:
         """The slot's last spot launch found nothing."""
-        return self._slots[slot].dry
+        return self._slots[slot].no_capacity
 
-    def dry_since_s(self) -> float:
+    def no_capacity_since_s(self) -> float:
         """When a spot launch of any slot last found nothing, and none has found anything since; else long ago."""
-        return self._dry_s
+        return self._no_capacity_s
 
     def may_have_launched(self, now_s: float) -> bool:
-        """There may be a machine that is not listed yet: of an order without an answer, or of a book that is lost."""
-        trust_s = self.limits.trust_s
-        return now_s < self.hold_s or any(now_s - since_s <= trust_s for _, since_s in self.pending.values())
+        """There may be a machine that is not listed yet: of an order without an answer, or of a state that is lost."""
+        listing_lag_s = self.limits.listing_lag_s
+        return now_s < self.launches_from_s or any(
+            now_s - since_s <= listing_lag_s for _, since_s in self.pending.values()
+        )
 
-    def epoch(self, slot: int) -> int:
-        """The highest epoch that was ever used for the slot."""
-        return self._slots[slot].epoch
+    def incarnation(self, slot: int) -> int:
+        """The highest incarnation that was ever used for the slot."""
+        return self._slots[slot].incarnation
 
     def next_order(self, slot: int, market: Market, now_s: float) -> Order:
         """The order that gets the slot a machine: one that may have been carried out as it was, else a new one."""
         if slot in self.pending:
             order, since_s = self.pending[slot]
             # Whatever is wanted by now: it must first be known whether that machine is there.
-            if now_s - since_s <= self.limits.trust_s:
+            if now_s - since_s <= self.limits.listing_lag_s:
                 return order
         one = self._slots[slot]
         if one.failed:
-            return Order(slot, one.epoch, market, one.attempt, self.bad_pools(market, now_s), self.run)
-        return Order(slot, one.epoch + 1, market, 0, self.bad_pools(market, now_s), self.run)
+            return Order(slot, one.incarnation, market, one.attempt, self.avoided_pools(market, now_s), self.run)
+        return Order(slot, one.incarnation + 1, market, 0, self.avoided_pools(market, now_s), self.run)
 
     def launches_left(self, now_s: float) -> tuple[int, int, int]:
         """How many launches this minute still bears, and among them how many on spot and how many fallbacks.
@@ -327,11 +331,11 @@ class Memory:
         Tries in vain count against spot only.
         """
         self._launched_s = [at_s for at_s in self._launched_s if now_s - at_s < 60]
-        self._vain_s = [at_s for at_s in self._vain_s if now_s - at_s < 60]
-        self._fallen_s = [at_s for at_s in self._fallen_s if now_s - at_s < 60]
+        self._failed_launches_s = [at_s for at_s in self._failed_launches_s if now_s - at_s < 60]
+        self._fallbacks_s = [at_s for at_s in self._fallbacks_s if now_s - at_s < 60]
         left = max(0, int(self.limits.launches_per_min) - len(self._launched_s))
-        fallbacks = max(0, int(self.limits.fallbacks_per_min) - len(self._fallen_s))
-        return left, max(0, left - len(self._vain_s)), fallbacks
+        fallbacks = max(0, int(self.limits.fallbacks_per_min) - len(self._fallbacks_s))
+        return left, max(0, left - len(self._failed_launches_s)), fallbacks
 
     # --- kept over restarts
 
@@ -340,22 +344,22 @@ class Memory:
         return {
             "slots": [
                 {
-                    "epoch": one.epoch, "attempt": one.attempt, "failed": one.failed, "after_s": one.after_s,
-                    "early": one.early, "bad_s": one.bad_s if math.isfinite(one.bad_s) else None, "dry": one.dry,
+                    "incarnation": one.incarnation, "attempt": one.attempt, "failed": one.failed, "retry_at_s": one.retry_at_s,
+                    "early": one.early, "no_spot_s": one.no_spot_s if math.isfinite(one.no_spot_s) else None, "no_capacity": one.no_capacity,
                 }
                 for one in self._slots
             ],
             "pending": [
                 {
-                    "slot": order.slot, "epoch": order.epoch, "market": order.market, "attempt": order.attempt,
+                    "slot": order.slot, "incarnation": order.incarnation, "market": order.market, "attempt": order.attempt,
                     "avoid": sorted(order.avoid), "run": order.run, "since_s": since_s,
                 }
                 for order, since_s in self.pending.values()
             ],
-            "dry_s": self._dry_s if math.isfinite(self._dry_s) else None,
-            "hold_s": self.hold_s if math.isfinite(self.hold_s) else None,
-            "bad_pools": self._bad_pools, "quota": self._quota,
-            "launched_s": self._launched_s, "vain_s": self._vain_s, "fallen_s": self._fallen_s,
+            "no_capacity_s": self._no_capacity_s if math.isfinite(self._no_capacity_s) else None,
+            "launches_from_s": self.launches_from_s if math.isfinite(self.launches_from_s) else None,
+            "avoided_pools": self._avoided_pools, "quota": self._quota,
+            "launched_s": self._launched_s, "failed_launches_s": self._failed_launches_s, "fallbacks_s": self._fallbacks_s,
         }  # fmt: skip
 
     def restore(self, kept: Mapping[str, Any]) -> None:
@@ -367,10 +371,10 @@ class Memory:
         if len(kept["slots"]) != len(self._slots):
             raise ValueError(f"expected {len(self._slots)} slots, got {len(kept['slots'])}")
         self._slots = [
-            _Tries(
-                epoch=int(one["epoch"]), attempt=int(one["attempt"]), failed=bool(one["failed"]),
-                after_s={market: float(at_s) for market, at_s in one["after_s"].items()}, early=int(one["early"]),
-                bad_s=-math.inf if one["bad_s"] is None else float(one["bad_s"]), dry=bool(one["dry"]),
+            _SlotAttempts(
+                incarnation=int(one["incarnation"]), attempt=int(one["attempt"]), failed=bool(one["failed"]),
+                retry_at_s={market: float(at_s) for market, at_s in one["retry_at_s"].items()}, early=int(one["early"]),
+                no_spot_s=-math.inf if one["no_spot_s"] is None else float(one["no_spot_s"]), no_capacity=bool(one["no_capacity"]),
             )
             for one in kept["slots"]
         ]  # fmt: skip
@@ -378,7 +382,7 @@ class Memory:
             int(one["slot"]): (
                 Order(
                     int(one["slot"]),
-                    int(one["epoch"]),
+                    int(one["incarnation"]),
                     one["market"],
                     int(one["attempt"]),
                     frozenset(one["avoid"]),
@@ -388,59 +392,59 @@ class Memory:
             )
             for one in kept["pending"]
         }
-        self._dry_s = -math.inf if kept["dry_s"] is None else float(kept["dry_s"])
-        self.hold_s = -math.inf if kept["hold_s"] is None else float(kept["hold_s"])
-        self._bad_pools = {
-            market: {str(pool): float(until_s) for pool, until_s in kept["bad_pools"][market].items()}
-            for market in self._bad_pools
+        self._no_capacity_s = -math.inf if kept["no_capacity_s"] is None else float(kept["no_capacity_s"])
+        self.launches_from_s = -math.inf if kept["launches_from_s"] is None else float(kept["launches_from_s"])
+        self._avoided_pools = {
+            market: {str(pool): float(until_s) for pool, until_s in kept["avoided_pools"][market].items()}
+            for market in self._avoided_pools
         }
         self._quota = {market: float(until_s) for market, until_s in kept["quota"].items()}
-        self._launched_s, self._fallen_s = list(kept["launched_s"]), list(kept["fallen_s"])
-        self._vain_s = list(kept["vain_s"])
+        self._launched_s, self._fallbacks_s = list(kept["launched_s"]), list(kept["fallbacks_s"])
+        self._failed_launches_s = list(kept["failed_launches_s"])
 
 
 # --- the decision ---------------------------------------------------------------------------------------------------
 
 
-def reconcile(view: View, memory: Memory, limits: Limits, now_s: float) -> list[Action]:
+def reconcile(status: FleetStatus, launch_state: LaunchState, limits: LaunchLimits, now_s: float) -> list[FleetAction]:
     """What to do now, in the order in which to do it: ends first, then launches, slots without a machine first.
 
-    Nothing is done or remembered here; `Memory` is told by whoever acts.
+    Nothing is done or remembered here; `LaunchState` is told by whoever acts.
     """
     by_slot: dict[int, list[Instance]] = {}
-    for one in view.instances:
+    for one in status.instances:
         if one.is_alive:
             by_slot.setdefault(one.slot, []).append(one)
-    actions: list[Action] = []
-    wishes: list[tuple[int, int, Market, str, bool]] = []
+    actions: list[FleetAction] = []
+    requests: list[tuple[int, int, Market, str, bool]] = []
     # One slot finds out whether on-demand is any better, so that a mistake in both is known at the start of a job.
-    scouting = memory.is_closed("spot", now_s)
-    for slot in sorted(by_slot.keys() - range(len(view.wanted))):
+    probing = launch_state.is_closed("spot", now_s)
+    for slot in sorted(by_slot.keys() - range(len(status.wanted))):
         actions += [_end(one, "no such slot") for one in by_slot[slot] if one.notice_s is None]
-    for slot, market in enumerate(view.wanted):
-        found = _Situation(slot, by_slot.get(slot, []), view, limits)
+    for slot, market in enumerate(status.wanted):
+        found = _SlotInstances(slot, by_slot.get(slot, []), status, limits)
         if market is None:
-            actions += [_end(one, view.reasons[slot]) for one in found.alive if one.notice_s is None]
+            actions += [_end(one, status.reasons[slot]) for one in found.alive if one.notice_s is None]
             continue
-        target = _obtainable(slot, market, memory, now_s)
-        if scouting and target == "spot" and not any(one.market == "spot" for one in found.alive):
-            target, scouting = "on_demand", False
-        ends, wish = found.settle(target)
+        target = _available_market(slot, market, launch_state, now_s)
+        if probing and target == "spot" and not any(one.market == "spot" for one in found.alive):
+            target, probing = "on_demand", False
+        ends, request = found.decide(target)
         actions += ends
-        if isinstance(wish, Wait):
-            actions.append(wish)
-        elif wish is not None:
-            why = view.reasons[slot] if target == market else f"{market} is not available: {target}"
-            wishes.append((found.rank, slot, target, f"{wish}; {why}", found.falls_back(target)))
-    actions += _grant(sorted(wishes), view, memory, now_s)
+        if isinstance(request, Wait):
+            actions.append(request)
+        elif request is not None:
+            why = status.reasons[slot] if target == market else f"{market} is not available: {target}"
+            requests.append((found.rank, slot, target, f"{request}; {why}", found.falls_back(target)))
+    actions += _admit(sorted(requests), status, launch_state, now_s)
     return sorted(actions, key=lambda action: not isinstance(action, Terminate))
 
 
-def _obtainable(slot: int, market: Market, memory: Memory, now_s: float) -> Market:
+def _available_market(slot: int, market: Market, launch_state: LaunchState, now_s: float) -> Market:
     """On-demand that is closed, or whose quota is used up, gives way to spot; else the planner decides."""
-    closed = now_s < memory.quota_s("on_demand") or memory.is_closed("on_demand", now_s)
-    if market == "on_demand" and closed and now_s >= memory.blocked_s(slot, "spot"):
-        return "on_demand" if memory.is_closed("spot", now_s) else "spot"
+    closed = now_s < launch_state.quota_s("on_demand") or launch_state.is_closed("on_demand", now_s)
+    if market == "on_demand" and closed and now_s >= launch_state.blocked_s(slot, "spot"):
+        return "on_demand" if launch_state.is_closed("spot", now_s) else "spot"
     return market
 
 
@@ -448,18 +452,20 @@ def _end(instance: Instance, why: str) -> Terminate:
     return Terminate(instance.id, instance.slot, why)
 
 
-class _Situation:
+class _SlotInstances:
     """The machines of one slot."""
 
-    def __init__(self, slot: int, alive: Collection[Instance], view: View, limits: Limits) -> None:
-        self.alive = sorted(alive, key=lambda one: (one.epoch, one.launched_s, one.id))
+    def __init__(self, slot: int, alive: Collection[Instance], status: FleetStatus, limits: LaunchLimits) -> None:
+        self.alive = sorted(alive, key=lambda one: (one.incarnation, one.launched_s, one.id))
         self._slot = slot
-        self._ready = view.ready_s
-        self._ill = {one.id: why for one in self.alive if (why := _illness(one, view, limits))}
-        ready = [one for one in self.alive if one.id in view.ready_s]
+        self._ready = status.ready_s
+        self._unhealthy = {one.id: why for one in self.alive if (why := _unhealthy_reason(one, status, limits))}
+        ready = [one for one in self.alive if one.id in status.ready_s]
         self._serving = ready[-1] if ready else None
         # A worker that has had the slot fences what is older, also when its own machine is gone by now.
-        self._fenced_below = max(view.held.get(slot, 0), self._serving.epoch if self._serving is not None else 0)
+        self._fenced_below = max(
+            status.held.get(slot, 0), self._serving.incarnation if self._serving is not None else 0
+        )
 
     @property
     def rank(self) -> int:
@@ -470,76 +476,87 @@ class _Situation:
         """To launch there would be a move from spot to on-demand."""
         return target == "on_demand" and any(one.market == "spot" for one in self.alive)
 
-    def settle(self, target: Market) -> tuple[list[Terminate], Wait | str | None]:
+    def decide(self, target: Market) -> tuple[list[Terminate], Wait | str | None]:
         """Which machines to end; and why one is to be launched, or what is waited for, or neither."""
-        old = [one for one in self.alive if one.epoch < self._fenced_below]
-        ends = [_end(one, f"epoch {self._fenced_below} has taken over") for one in old if one.notice_s is None]
-        rest = [one for one in self.alive if one.epoch >= self._fenced_below]
-        fit = [one for one in rest if one.notice_s is None and one.id not in self._ill and one.market == target]
+        old = [one for one in self.alive if one.incarnation < self._fenced_below]
+        ends = [_end(one, f"incarnation {self._fenced_below} has taken over") for one in old if one.notice_s is None]
+        rest = [one for one in self.alive if one.incarnation >= self._fenced_below]
+        fit = [one for one in rest if one.notice_s is None and one.id not in self._unhealthy and one.market == target]
         if fit:
             keep = self._serving if self._serving in fit else fit[-1]
             assert keep is not None
             # Older ones stay until it is ready; what came later, or beside it, is of a plan that has changed.
-            extra = [one for one in rest if one.epoch >= keep.epoch and one is not keep and one.notice_s is None]
-            ends += [_end(one, f"epoch {keep.epoch} is what is wanted") for one in extra]
-            return ends, None if keep.id in self._ready else Wait(self._slot, f"epoch {keep.epoch} ({target}) boots")
+            extra = [
+                one for one in rest if one.incarnation >= keep.incarnation and one is not keep and one.notice_s is None
+            ]
+            ends += [_end(one, f"incarnation {keep.incarnation} is what is wanted") for one in extra]
+            return ends, None if keep.id in self._ready else Wait(
+                self._slot, f"incarnation {keep.incarnation} ({target}) boots"
+            )
         if len(self.alive) < 2:
-            return ends, self._lack()
+            return ends, self._launch_reason()
         # No third machine: one that does no good makes room.
-        useless = [one for one in rest if one.id in self._ill and one.notice_s is None]
+        useless = [one for one in rest if one.id in self._unhealthy and one.notice_s is None]
         if not useless and self._serving is not None and self._serving.notice_s is None:
-            useless = [one for one in rest if one.epoch > self._serving.epoch and one.notice_s is None]
-        ends += [_end(one, self._ill.get(one.id, f"{target} is wanted instead")) for one in useless[-1:]]
+            useless = [one for one in rest if one.incarnation > self._serving.incarnation and one.notice_s is None]
+        ends += [_end(one, self._unhealthy.get(one.id, f"{target} is wanted instead")) for one in useless[-1:]]
         return ends, Wait(self._slot, f"{target} is wanted, but two machines are there")
 
-    def _lack(self) -> str:
+    def _launch_reason(self) -> str:
         """Why a machine is to be launched, where there is no fit one and at most one in all."""
         if not self.alive:
             return "no machine"
         one = self.alive[0]
         if one.notice_s is not None:
-            return f"epoch {one.epoch} has its notice"
-        return f"epoch {one.epoch} {self._ill[one.id]}" if one.id in self._ill else f"from {one.market}"
+            return f"incarnation {one.incarnation} has its notice"
+        return (
+            f"incarnation {one.incarnation} {self._unhealthy[one.id]}"
+            if one.id in self._unhealthy
+            else f"from {one.market}"
+        )
 
 
-def _illness(one: Instance, view: View, limits: Limits) -> str:
-    waited_s = view.waited_s.get(one.id, 0.0)
-    if waited_s > limits.boot_most_s:
+def _unhealthy_reason(one: Instance, status: FleetStatus, limits: LaunchLimits) -> str:
+    waited_s = status.waited_s.get(one.id, 0.0)
+    if waited_s > limits.boot_timeout_s:
         return f"is not ready after {waited_s:.0f} s"
-    silent_s = view.silent_s.get(one.id, 0.0)
-    if silent_s > limits.silent_most_s:
+    silent_s = status.silent_s.get(one.id, 0.0)
+    if silent_s > limits.silence_timeout_s:
         return f"has been silent for {silent_s:.0f} s"
     return ""
 
 
-def _grant(
-    wishes: Sequence[tuple[int, int, Market, str, bool]], view: View, memory: Memory, now_s: float
-) -> list[Action]:
-    """The launches that limits, pauses and budget allow now; the other wishes wait, and say what for."""
-    actions: list[Action] = []
-    launches, spot_launches, fallbacks = memory.launches_left(now_s)
-    spare_usd = view.spare_usd
-    for _, slot, market, why, falls_back in wishes:
-        until_s = memory.blocked_s(slot, market)
-        commit_usd = view.commit_usd.get(market, 0.0)
-        if memory.stopped:
-            actions.append(Wait(slot, f"stopped: {memory.stopped}"))
-        elif now_s < memory.hold_s:
+def _admit(
+    requests: Sequence[tuple[int, int, Market, str, bool]], status: FleetStatus, launch_state: LaunchState, now_s: float
+) -> list[FleetAction]:
+    """The launches that limits, pauses and budget allow now; the other requests wait, and say what for."""
+    actions: list[FleetAction] = []
+    launches, spot_launches, fallbacks = launch_state.launches_left(now_s)
+    spare_usd = status.spare_usd
+    for _, slot, market, why, falls_back in requests:
+        until_s = launch_state.blocked_s(slot, market)
+        commit_usd = status.commit_usd.get(market, 0.0)
+        if launch_state.stopped:
+            actions.append(Wait(slot, f"stopped: {launch_state.stopped}"))
+        elif now_s < launch_state.launches_from_s:
             actions.append(
-                Wait(slot, f"{memory.hold_s - now_s:.0f} s more until all that was launched is listed; {why}")
+                Wait(
+                    slot,
+                    f"{launch_state.launches_from_s - now_s:.0f} s more until all that was launched is listed; {why}",
+                )
             )
         elif now_s < until_s:
             actions.append(Wait(slot, f"no {market} for {until_s - now_s:.0f} s more; {why}"))
         elif (
             launches <= 0
             or (market == "spot" and spot_launches <= 0)
-            or (falls_back and fallbacks <= 0 and not view.urgent)
+            or (falls_back and fallbacks <= 0 and not status.urgent)
         ):
             actions.append(Wait(slot, f"enough launches for this minute; {why}"))
         elif commit_usd > spare_usd:
             actions.append(Wait(slot, f"the budget has {max(0.0, spare_usd):.4f} USD to spare; {why}"))
         else:
-            actions.append(Launch(memory.next_order(slot, market, now_s), why))
+            actions.append(Launch(launch_state.next_order(slot, market, now_s), why))
             launches, fallbacks, spare_usd = launches - 1, fallbacks - falls_back, spare_usd - commit_usd
             spot_launches -= market == "spot"
     return actions

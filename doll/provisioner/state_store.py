@@ -18,7 +18,7 @@ log = telemetry.get_logger(__name__)
 _MOST_BYTES: Final = 64_000_000  # far above what thousands of machines take
 
 
-class Book(Protocol):
+class StateStore(Protocol):
     """State and journal of one provisioner. Values are plain, as JSON has them."""
 
     def load(self) -> dict[str, Any] | None:
@@ -31,7 +31,7 @@ class Book(Protocol):
             ConfigError: it cannot be written.
         """
 
-    def note(self, entry: Mapping[str, Any]) -> None:
+    def append(self, entry: Mapping[str, Any]) -> None:
         """Add a line to the journal. What matters is noted before it is done.
 
         Raises:
@@ -39,8 +39,8 @@ class Book(Protocol):
         """
 
 
-class FileBook:
-    """`Book` as `provision-<job>.json` and `provision-<job>.jsonl` in a folder, made when it is first written to.
+class FileStateStore:
+    """`StateStore` as `provision-<job>.json` and `provision-<job>.jsonl` in a folder, made when it is first written to.
 
     A folder may outlive a job, as that of a host does, so each job has files of its own. Files of earlier releases have
     no job in their names; such a state is read where the topics in it are the job's.
@@ -52,32 +52,32 @@ class FileBook:
         self._job = job
 
     def load(self) -> dict[str, Any] | None:
-        found = _read(self.state)
-        if found is not None or self.state.exists():
-            return found
+        saved = _read(self.state)
+        if saved is not None or self.state.exists():
+            return saved
         earlier = self.state.with_name("provision.json")
-        found = _read(earlier)
-        if found is None:
+        saved = _read(earlier)
+        if saved is None:
             return None
-        positions = found.get("positions")
+        positions = saved.get("positions")
         named = isinstance(positions, dict) and f"doll.{self._job}.updates/0" in positions
         if not named:
             log.info("provision_state_of_another_job", file=str(earlier), job=self._job, action="it is left as it is")
-        return found if named else None
+        return saved if named else None
 
     def save(self, kept: Mapping[str, Any]) -> None:
-        beside = self.state.with_name(f"{self.state.name}.{os.getpid()}.tmp")
+        temporary = self.state.with_name(f"{self.state.name}.{os.getpid()}.tmp")
         try:
             self.state.parent.mkdir(parents=True, exist_ok=True)
-            with beside.open("w", encoding="utf-8") as file:
+            with temporary.open("w", encoding="utf-8") as file:
                 json.dump(kept, file)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(self.state)
+            temporary.replace(self.state)
         except OSError as exc:
             raise ConfigError(f"cannot write {self.state}: {exc.strerror or exc}; see --run-folder") from exc
 
-    def note(self, entry: Mapping[str, Any]) -> None:
+    def append(self, entry: Mapping[str, Any]) -> None:
         try:
             self.journal.parent.mkdir(parents=True, exist_ok=True)
             with self.journal.open("a", encoding="utf-8") as file:
@@ -88,17 +88,17 @@ class FileBook:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        found = json_value(read_text(path, max_bytes=_MOST_BYTES))
+        saved = json_value(read_text(path, max_bytes=_MOST_BYTES))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as exc:
         log.warning("provision_state_unreadable", file=str(path), error=str(exc), action="from tags and topics")
         return None
-    return found if isinstance(found, dict) else None
+    return saved if isinstance(saved, dict) else None
 
 
-class MemoryBook:
-    """`Book` in memory, for tests and dry runs; what is saved goes through JSON as in a file.
+class MemoryStateStore:
+    """`StateStore` in memory, for tests and dry runs; what is saved goes through JSON as in a file.
 
     Attributes:
         journal: every entry, in order.
@@ -114,8 +114,8 @@ class MemoryBook:
     def save(self, kept: Mapping[str, Any]) -> None:
         self._kept = json.dumps(kept)
 
-    def note(self, entry: Mapping[str, Any]) -> None:
+    def append(self, entry: Mapping[str, Any]) -> None:
         self.journal.append(copy.deepcopy(dict(entry)))
 
 
-_books: tuple[type[Book], ...] = (FileBook, MemoryBook)
+_stores: tuple[type[StateStore], ...] = (FileStateStore, MemoryStateStore)

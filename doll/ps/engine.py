@@ -22,11 +22,11 @@ from itertools import count
 from doll.config import StopConfig
 from doll.errors import IllegalEventError
 from doll.ps.events import (
-    Action,
     AppliedBatch,
     ApplyUpdate,
     CheckpointStored,
     DropGradient,
+    EngineAction,
     EngineSnapshot,
     Event,
     FetchGradient,
@@ -43,14 +43,14 @@ from doll.ps.events import (
     StoreCheckpoint,
     Tick,
 )
-from doll.ps.policies.base import Policy, Token
+from doll.ps.policies.base import BatchId, Policy
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push
 
-# Epochs handed out by one parameter server lie in [ps_epoch << 20, (ps_epoch + 1) << 20): a later server's are always
+# Sessions handed out by one parameter server lie in [term << 20, (term + 1) << 20): a later server's are always
 # higher, so it need not remember what its predecessor handed out after the last checkpoint.
-_EPOCHS_PER_SERVER_BITS = 20
+_SESSION_BITS = 20
 _FENCED_REMEMBERED = 16
-_STORY_LENGTH = 30
+_RECENT_EVENTS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +71,9 @@ class EngineSettings:
 @dataclass(slots=True)
 class _Grant:
     number: int
-    token: int
+    batch: int
     version: int
-    announced_order: int  # place in the order of announcements, kept when the batch goes back to the queue
+    queue_position: int  # place in the order of announcements, kept when the batch goes back to the queue
     granted_at_s: float
     push: Push | None = None  # set once the push is accepted; the gradient is then being fetched
     held: bool = False
@@ -88,7 +88,6 @@ class Slot:
         "applied",
         "computing_grants",
         "durable",
-        "epoch",
         "fenced",
         "held_grants",
         "incarnation",
@@ -99,20 +98,21 @@ class Slot:
         "left",
         "present",
         "retained",
+        "session",
         "stalled",
         "waiting",
-        "waiting_orders",
+        "waiting_positions",
     )
 
-    def __init__(self, applied: int, epoch: int, instance: str, incarnation: int) -> None:
+    def __init__(self, applied: int, session: int, instance: str, incarnation: int) -> None:
         self.applied = applied
         self.durable = applied
         self.announced = applied
         self.held_grants: deque[_Grant] = deque()
         self.computing_grants: deque[_Grant] = deque()
-        self.waiting_orders: deque[int] = deque()
-        self.waiting = 0  # batches that may be granted; the engine keeps it with `_recount`
-        self.epoch = epoch
+        self.waiting_positions: deque[int] = deque()
+        self.waiting = 0  # batches that may be granted; the engine keeps it with `_update_waiting`
+        self.session = session
         self.instance = instance
         self.incarnation = incarnation  # the highest that has joined: machines of lower ones are fenced
         self.fenced: deque[str] = deque(maxlen=_FENCED_REMEMBERED)
@@ -125,7 +125,7 @@ class Slot:
         self.lag = 0
 
     @property
-    def up(self) -> bool:
+    def is_live(self) -> bool:
         return self.present and not self.left
 
     @property
@@ -153,7 +153,7 @@ class Engine:
         settings: EngineSettings,
         policy: Policy,
         *,
-        ps_epoch: int,
+        term: int,
         now: float,
         origins: Sequence[int] | None = None,
         snapshot: EngineSnapshot | None = None,
@@ -173,7 +173,7 @@ class Engine:
         if snapshot is None:
             snapshot = EngineSnapshot(
                 version=0, origins=tuple(origins or ()), records_per_batch=settings.records_per_batch, applied=(0,) * n,
-                epochs=(0,) * n, instances=("",) * n, samples_total=0, elapsed_s=0.0, counters={},
+                sessions=(0,) * n, instances=("",) * n, samples_total=0, elapsed_s=0.0, counters={},
                 generation=generation, samples_id=samples_id,
             )  # fmt: skip
         if len(snapshot.origins) != n or len(snapshot.applied) != n:
@@ -184,7 +184,7 @@ class Engine:
             )
         self.settings = settings
         self.policy = policy
-        self.ps_epoch = ps_epoch
+        self.term = term
         self.version = snapshot.version
         self.origins = snapshot.origins
         self.generation = snapshot.generation
@@ -197,12 +197,12 @@ class Engine:
         incarnations = snapshot.incarnations or (0,) * n
         self._slots = [
             Slot(*args)
-            for args in zip(snapshot.applied, snapshot.epochs, snapshot.instances, incarnations, strict=True)
+            for args in zip(snapshot.applied, snapshot.sessions, snapshot.instances, incarnations, strict=True)
         ]
         self._grants: dict[int, tuple[int, _Grant]] = {}  # grant number -> (worker, grant): computing or held
         self._grant_numbers = count(1)
-        self._orders = count()
-        self._epoch_counter = 0
+        self._queue_positions = count()
+        self._session_counter = 0
         self._saving: tuple[int, tuple[int, ...]] | None = None  # (version, applied) of the checkpoint under way
         self._saved_at_s = now
         self._elapsed_before_s = snapshot.elapsed_s
@@ -213,10 +213,10 @@ class Engine:
         # Kept rather than looked for: nothing that happens at every event may cost time for every worker.
         self._num_waiting = 0
         self._ready: set[int] = set()  # workers with batches that may be granted
-        self._most_unsaved = 0  # of any worker: batches that are in the model and not durable
-        self._story: deque[tuple[float, Event]] = deque(maxlen=_STORY_LENGTH)
+        self._max_unsaved = 0  # of any worker: batches that are in the model and not durable
+        self._recent_events: deque[tuple[float, Event]] = deque(maxlen=_RECENT_EVENTS)
 
-    # --- what policies see (doll.ps.policies.base.View) -------------------------------------------------------------
+    # --- what policies see (doll.ps.policies.base.PolicyView) -------------------------------------------------------------
 
     @property
     def num_held(self) -> int:
@@ -233,11 +233,11 @@ class Engine:
     def workers(self) -> Iterable[tuple[int, Slot]]:
         return enumerate(self._slots)
 
-    def waiting_order(self) -> Iterator[tuple[int, int]]:
+    def waiting_batches(self) -> Iterator[tuple[int, int]]:
         slots = self._slots
         place = 0
         workers: Iterable[int] = self._ready
-        while heap := [(slots[worker].waiting_orders[place], worker) for worker in workers]:
+        while heap := [(slots[worker].waiting_positions[place], worker) for worker in workers]:
             heapify(heap)  # a policy that wants the first few pays for those only
             taken = []
             while heap:
@@ -247,13 +247,13 @@ class Engine:
             place += 1
             workers = [worker for worker in taken if slots[worker].waiting > place]
 
-    def held_order(self) -> Sequence[Token]:
+    def held_batches(self) -> Sequence[BatchId]:
         # Grants are numbered as they are made, and a dictionary keeps that order.
-        return [Token(worker, grant.token) for worker, grant in self._grants.values() if grant.held]
+        return [BatchId(worker, grant.batch) for worker, grant in self._grants.values() if grant.held]
 
     # --- one way in -------------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event, now: float) -> list[Action]:
+    def handle(self, event: Event, now: float) -> list[EngineAction]:
         """Take one event at time `now` (seconds, monotonic) and say what is to be done, in this order.
 
         Refused messages (late, duplicate, fenced, out of range) change nothing but a counter.
@@ -262,8 +262,8 @@ class Engine:
             IllegalEventError: the runner reports the outcome of something that was never ordered, or the policy wants
                 what cannot be. The engine may have changed: end the process.
         """
-        self._story.append((now, event))
-        actions: list[Action] = []
+        self._recent_events.append((now, event))
+        actions: list[EngineAction] = []
         if self.finished is not None:
             return actions
         match event:
@@ -276,13 +276,13 @@ class Engine:
             case Nack():
                 self._on_nack(event, now, actions)
             case Alive():
-                if self._heard(event.worker, event.epoch, now, actions):
+                if self._accept(event.worker, event.session, now, actions):
                     slot = self._slots[event.worker]
                     slot.retained, slot.lag = event.retained, event.lag
             case Leave():
-                if self._heard(event.worker, event.epoch, now, actions):
+                if self._accept(event.worker, event.session, now, actions):
                     self._slots[event.worker].left = True
-                    self._go_down(event.worker, "leave", actions)
+                    self._mark_gone(event.worker, "leave", actions)
             case Evaluated():
                 self._on_evaluated(event)
             case GradientFetched():
@@ -305,7 +305,7 @@ class Engine:
             origins=self.origins,
             records_per_batch=self.settings.records_per_batch,
             applied=tuple(slot.applied for slot in self._slots),
-            epochs=tuple(slot.epoch for slot in self._slots),
+            sessions=tuple(slot.session for slot in self._slots),
             instances=tuple(slot.instance for slot in self._slots),
             samples_total=self.samples_total,
             elapsed_s=self._elapsed_s(now),
@@ -321,18 +321,18 @@ class Engine:
         assert self._num_computing == sum(slot.computing for slot in self._slots)
         assert len(self._grants) == self._num_held + self._num_computing
         assert list(self._grants) == sorted(self._grants)
-        assert self._most_unsaved == max(slot.applied - slot.durable for slot in self._slots)
+        assert self._max_unsaved == max(slot.applied - slot.durable for slot in self._slots)
         assert self._num_waiting == sum(slot.waiting for slot in self._slots)
         assert self._ready == {worker for worker, slot in enumerate(self._slots) if slot.waiting}
         for slot in self._slots:
             assert slot.durable <= slot.applied <= slot.announced
-            assert slot.granted + len(slot.waiting_orders) == slot.announced
-            tokens = [grant.token for grant in (*slot.held_grants, *slot.computing_grants)]
-            assert tokens == list(range(slot.applied, slot.granted)), (
+            assert slot.granted + len(slot.waiting_positions) == slot.announced
+            batches = [grant.batch for grant in (*slot.held_grants, *slot.computing_grants)]
+            assert batches == list(range(slot.applied, slot.granted)), (
                 "a stream's batches are in flight in order, without a hole"
             )
-            assert slot.waiting == (len(slot.waiting_orders) if slot.up and not slot.stalled else 0)
-            assert slot.up or not slot.computing, "nobody waits for a worker that is gone"
+            assert slot.waiting == (len(slot.waiting_positions) if slot.is_live and not slot.stalled else 0)
+            assert slot.is_live or not slot.computing, "nobody waits for a worker that is gone"
             assert all(grant.push is not None and grant.held for grant in slot.held_grants)
             assert not any(grant.held for grant in slot.computing_grants)
         if self.policy.exact_version:
@@ -341,17 +341,17 @@ class Engine:
 
     # --- workers come and go ----------------------------------------------------------------------------------------
 
-    def _on_join(self, event: Join, now: float, actions: list[Action]) -> None:
+    def _on_join(self, event: Join, now: float, actions: list[EngineAction]) -> None:
         if not 0 <= event.worker < len(self._slots):
             self.counters["refused_unknown_worker"] += 1
             return
         slot = self._slots[event.worker]
-        # A later machine wins whatever epoch it holds: a server that has lost the memory of it may have given a higher
+        # A later machine wins whatever session it holds: a server that has lost the memory of it may have given a higher
         # one to an older machine since.
         later = event.incarnation > slot.incarnation
-        # The one that counts may hold an epoch of an earlier server, whose Welcome came before ours.
+        # The one that counts may hold a session of an earlier server, whose Welcome came before ours.
         replaced = event.instance != slot.instance and (
-            0 < event.incarnation < slot.incarnation or (0 < event.epoch < slot.epoch and not later)
+            0 < event.incarnation < slot.incarnation or (0 < event.session < slot.session and not later)
         )
         if event.instance in slot.fenced or replaced:
             self.counters["refused_fenced"] += 1
@@ -362,36 +362,36 @@ class Engine:
             if slot.instance:
                 self._fence(event.worker, actions)
             slot.instance = event.instance
-            # A process that already holds an epoch (its server died before a checkpoint kept it) goes on with it.
-            slot.epoch = event.epoch if event.epoch >= max(slot.epoch, 1) else self._new_epoch()
+            # A process that already holds a session (its server died before a checkpoint kept it) goes on with it.
+            slot.session = event.session if event.session >= max(slot.session, 1) else self._new_session()
             self.counters["joined"] += 1
-        elif not slot.epoch:
-            slot.epoch = self._new_epoch()
-        self._go_down(event.worker, "rejoin", actions)
+        elif not slot.session:
+            slot.session = self._new_session()
+        self._mark_gone(event.worker, "rejoin", actions)
         slot.announced = slot.granted
-        slot.waiting_orders.clear()
+        slot.waiting_positions.clear()
         slot.joined = slot.present = True
         slot.left = slot.stalled = False
         slot.last_heard_s = now
-        self._recount(event.worker)
-        actions.append(SendWelcome(event.worker, slot.instance, slot.epoch, slot.durable, event.incarnation))
+        self._update_waiting(event.worker)
+        actions.append(SendWelcome(event.worker, slot.instance, slot.session, slot.durable, event.incarnation))
 
-    def _fence(self, worker: int, actions: list[Action]) -> None:
+    def _fence(self, worker: int, actions: list[EngineAction]) -> None:
         slot = self._slots[worker]
         slot.fenced.append(slot.instance)
         actions.append(SendFence(worker, slot.instance))
 
-    def _new_epoch(self) -> int:
-        self._epoch_counter += 1
-        return (self.ps_epoch << _EPOCHS_PER_SERVER_BITS) + self._epoch_counter
+    def _new_session(self) -> int:
+        self._session_counter += 1
+        return (self.term << _SESSION_BITS) + self._session_counter
 
-    def _heard(self, worker: int, epoch: int, now: float, actions: list[Action]) -> bool:
+    def _accept(self, worker: int, session: int, now: float, actions: list[EngineAction]) -> bool:
         """A message from a worker came: is it from the incarnation that counts? Then it is alive."""
         if not 0 <= worker < len(self._slots):
             self.counters["refused_unknown_worker"] += 1
             return False
         slot = self._slots[worker]
-        if epoch != slot.epoch or slot.left:
+        if session != slot.session or slot.left:
             self.counters["refused_fenced"] += 1
             return False
         if not slot.joined:
@@ -401,46 +401,46 @@ class Engine:
             return False
         if not slot.present:
             slot.present = True
-            self._recount(worker)
+            self._update_waiting(worker)
         slot.last_heard_s = now
         return True
 
-    def _recount(self, worker: int) -> None:
+    def _update_waiting(self, worker: int) -> None:
         """Whatever may have changed how many batches of this worker can be granted ends with this."""
         slot = self._slots[worker]
-        waiting = len(slot.waiting_orders) if slot.present and not slot.left and not slot.stalled else 0
+        waiting = len(slot.waiting_positions) if slot.present and not slot.left and not slot.stalled else 0
         if waiting != slot.waiting:
             self._num_waiting += waiting - slot.waiting
             slot.waiting = waiting
             (self._ready.add if waiting else self._ready.discard)(worker)
 
-    def _go_down(self, worker: int, cause: str, actions: list[Action]) -> None:
+    def _mark_gone(self, worker: int, cause: str, actions: list[EngineAction]) -> None:
         slot = self._slots[worker]
         if slot.computing_grants:
-            self._return_from(worker, slot.computing_grants[0].token, cause, actions)
+            self._requeue_from(worker, slot.computing_grants[0].batch, cause, actions)
         if cause != "rejoin":
             self.counters["workers_lost"] += 1
             slot.present = False
-            self._recount(worker)
+            self._update_waiting(worker)
 
-    def _return_from(self, worker: int, token: int, cause: str, actions: list[Action]) -> None:
-        """Take batch `token` and every later one of this worker that has no gradient yet back into the queue."""
+    def _requeue_from(self, worker: int, batch: int, cause: str, actions: list[EngineAction]) -> None:
+        """Take batch `batch` and every later one of this worker that has no gradient yet back into the queue."""
         slot = self._slots[worker]
-        while slot.computing_grants and slot.computing_grants[-1].token >= token:
+        while slot.computing_grants and slot.computing_grants[-1].batch >= batch:
             grant = slot.computing_grants.pop()
             del self._grants[grant.number]
             self._num_computing -= 1
-            slot.waiting_orders.appendleft(grant.announced_order)
-            self.counters["returned"] += 1
-            self.counters[f"returned_{cause}"] += 1
+            slot.waiting_positions.appendleft(grant.queue_position)
+            self.counters["requeued"] += 1
+            self.counters[f"requeued_{cause}"] += 1
             if grant.push is not None and grant.push.key:
                 actions.append(DropGradient(grant.push.key, cause))
-        self._recount(worker)
+        self._update_waiting(worker)
 
     # --- the life of a batch ----------------------------------------------------------------------------------------
 
-    def _on_announce(self, event: Announce, now: float, actions: list[Action]) -> None:
-        if not self._heard(event.worker, event.epoch, now, actions):
+    def _on_announce(self, event: Announce, now: float, actions: list[EngineAction]) -> None:
+        if not self._accept(event.worker, event.session, now, actions):
             return
         slot = self._slots[event.worker]
         # A worker whose job file allows more says the rest again in a while: it need not start again for that.
@@ -452,26 +452,26 @@ class Engine:
             actions.append(SendHello(event.worker))
             return
         for _ in range(slot.announced, min(event.until, allowed)):
-            slot.waiting_orders.append(next(self._orders))
+            slot.waiting_positions.append(next(self._queue_positions))
             slot.announced += 1
-        self._recount(event.worker)
+        self._update_waiting(event.worker)
 
-    def _find(self, worker: int, ps_epoch: int, number: int, token: int) -> _Grant | None:
+    def _find(self, worker: int, term: int, number: int, batch: int) -> _Grant | None:
         """The grant that a worker answers, if it still stands."""
         known = self._grants.get(number)
-        if ps_epoch != self.ps_epoch or known is None or known[0] != worker or known[1].token != token:
+        if term != self.term or known is None or known[0] != worker or known[1].batch != batch:
             return None
         return known[1]
 
-    def _on_push(self, event: Push, now: float, actions: list[Action]) -> None:
-        if not self._heard(event.worker, event.epoch, now, actions):
+    def _on_push(self, event: Push, now: float, actions: list[EngineAction]) -> None:
+        if not self._accept(event.worker, event.session, now, actions):
             self._drop(event, "fenced", actions)
             return
         slot = self._slots[event.worker]
         if slot.stalled:
             slot.stalled = False
-            self._recount(event.worker)
-        grant = self._find(event.worker, event.ps_epoch, event.grant, event.token)
+            self._update_waiting(event.worker)
+        grant = self._find(event.worker, event.term, event.grant, event.batch)
         if grant is None:
             self.counters["refused_late"] += 1
             self._drop(event, "late", actions)
@@ -489,7 +489,7 @@ class Engine:
             else:
                 self._hold(event.worker, grant)
 
-    def _drop(self, event: Push, reason: str, actions: list[Action]) -> None:
+    def _drop(self, event: Push, reason: str, actions: list[EngineAction]) -> None:
         if event.key:
             actions.append(DropGradient(event.key, reason))
 
@@ -499,7 +499,9 @@ class Engine:
             return  # its owner went down while the gradient was on its way: the batch is back in the queue
         worker, grant = known
         if grant.push is None or grant is not self._slots[worker].computing_grants[0]:
-            raise IllegalEventError(f"gradient of grant {event.grant} was not asked for; story: {list(self._story)}")
+            raise IllegalEventError(
+                f"gradient of grant {event.grant} was not asked for; recent events: {list(self._recent_events)}"
+            )
         self._hold(worker, grant)
 
     def _hold(self, worker: int, grant: _Grant) -> None:
@@ -510,22 +512,24 @@ class Engine:
         self._num_computing -= 1
         self._num_held += 1
 
-    def _on_lost(self, event: GradientLost, actions: list[Action]) -> None:
+    def _on_lost(self, event: GradientLost, actions: list[EngineAction]) -> None:
         known = self._grants.get(event.grant)
         if known is not None:
             worker, grant = known
             if grant.held:
-                raise IllegalEventError(f"gradient of grant {event.grant} is held already; story: {list(self._story)}")
-            self._return_from(worker, grant.token, "blob_lost", actions)
+                raise IllegalEventError(
+                    f"gradient of grant {event.grant} is held already; recent events: {list(self._recent_events)}"
+                )
+            self._requeue_from(worker, grant.batch, "blob_lost", actions)
 
-    def _on_nack(self, event: Nack, now: float, actions: list[Action]) -> None:
-        if not self._heard(event.worker, event.epoch, now, actions):
+    def _on_nack(self, event: Nack, now: float, actions: list[EngineAction]) -> None:
+        if not self._accept(event.worker, event.session, now, actions):
             return
-        grant = self._find(event.worker, event.ps_epoch, event.grant, event.token)
+        grant = self._find(event.worker, event.term, event.grant, event.batch)
         if grant is None or grant.push is not None:
             self.counters["refused_late"] += 1
             return
-        self._return_from(event.worker, event.token, f"nack_{event.reason}", actions)
+        self._requeue_from(event.worker, event.batch, f"nack_{event.reason}", actions)
         if event.reason == "weights":
             actions.append(RepublishWeights(self.version))
         else:
@@ -533,18 +537,18 @@ class Engine:
             # joined.
             slot = self._slots[event.worker]
             slot.announced = slot.granted
-            slot.waiting_orders.clear()
-            self._recount(event.worker)
+            slot.waiting_positions.clear()
+            self._update_waiting(event.worker)
             actions.append(SendHello(event.worker))
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def _advance(self, now: float, actions: list[Action]) -> None:
+    def _advance(self, now: float, actions: list[EngineAction]) -> None:
         """Apply what belongs together and start what may start, until nothing changes."""
         while self.stopping is None:
-            batch = self.policy.collect(self)
-            if batch:
-                self._apply(batch, now, actions)
+            group = self.policy.collect(self)
+            if group:
+                self._apply(group, now, actions)
                 continue
             starts = self.policy.start(self)
             if not starts:
@@ -553,31 +557,31 @@ class Engine:
                 self._grant(worker, now, actions)
         self._save_if_due(now, actions)
 
-    def _grant(self, worker: int, now: float, actions: list[Action]) -> None:
+    def _grant(self, worker: int, now: float, actions: list[EngineAction]) -> None:
         slot = self._slots[worker]
         if not slot.waiting:
             raise IllegalEventError(f"policy {self.policy.name} starts worker {worker}, which has no waiting batch")
-        grant = _Grant(next(self._grant_numbers), slot.granted, self.version, slot.waiting_orders.popleft(), now)
-        self._recount(worker)
+        grant = _Grant(next(self._grant_numbers), slot.granted, self.version, slot.waiting_positions.popleft(), now)
+        self._update_waiting(worker)
         slot.computing_grants.append(grant)
         self._num_computing += 1
         self._grants[grant.number] = (worker, grant)
-        actions.append(SendGrant(worker, slot.epoch, grant.token, grant.number, self.version))
+        actions.append(SendGrant(worker, slot.session, grant.batch, grant.number, self.version))
 
-    def _apply(self, batch: Sequence[Token], now: float, actions: list[Action]) -> None:
+    def _apply(self, group: Sequence[BatchId], now: float, actions: list[EngineAction]) -> None:
         applied: list[AppliedBatch] = []
-        for worker, token in batch:
+        for worker, batch in group:
             slot = self._slots[worker]
             grant = slot.held_grants[0] if slot.held_grants else None
-            if grant is None or grant.token != token or token != slot.applied or grant.push is None:
+            if grant is None or grant.batch != batch or batch != slot.applied or grant.push is None:
                 raise IllegalEventError(
-                    f"policy {self.policy.name} applies batch {token} of worker {worker} out of order"
+                    f"policy {self.policy.name} applies batch {batch} of worker {worker} out of order"
                 )
             slot.held_grants.popleft()
             slot.applied += 1
-            self._most_unsaved = max(self._most_unsaved, slot.applied - slot.durable)
+            self._max_unsaved = max(self._max_unsaved, slot.applied - slot.durable)
             del self._grants[grant.number]
-            lo = self.origins[worker] + token * self.settings.records_per_batch
+            lo = self.origins[worker] + batch * self.settings.records_per_batch
             hi = lo + self.settings.records_per_batch
             applied.append(AppliedBatch(grant.number, lo, hi, grant.granted_at_s, grant.received_at_s, grant.push))
         self._num_held -= len(applied)
@@ -602,7 +606,7 @@ class Engine:
 
     # --- durability and the end -------------------------------------------------------------------------------------
 
-    def _save_if_due(self, now: float, actions: list[Action]) -> None:
+    def _save_if_due(self, now: float, actions: list[EngineAction]) -> None:
         if self._saving is not None or self.finished is not None:
             return
         unsaved = self.version - self.durable_version
@@ -610,7 +614,7 @@ class Engine:
         if not unsaved and not final:
             return
         # Half of what a worker may hold: it must not come to a halt only because a checkpoint is not due yet.
-        crowded = self._most_unsaved >= max(1, self.settings.max_pending_batches // 2)
+        crowded = self._max_unsaved >= max(1, self.settings.max_pending_batches // 2)
         overdue = now - self._saved_at_s >= self.settings.checkpoint_every_s
         if final or crowded or overdue or unsaved >= self.settings.checkpoint_every_updates:
             snapshot = self.snapshot(now)
@@ -618,10 +622,10 @@ class Engine:
             self._saved_at_s = now
             actions.append(StoreCheckpoint(self.version, snapshot))
 
-    def _on_stored(self, event: CheckpointStored, now: float, actions: list[Action]) -> None:
+    def _on_stored(self, event: CheckpointStored, now: float, actions: list[EngineAction]) -> None:
         if self._saving is None or self._saving[0] != event.version:
             raise IllegalEventError(
-                f"checkpoint of version {event.version} was not ordered; story: {list(self._story)}"
+                f"checkpoint of version {event.version} was not ordered; recent events: {list(self._recent_events)}"
             )
         version, applied = self._saving
         self._saving = None
@@ -630,16 +634,16 @@ class Engine:
             if until > slot.durable:
                 slot.durable = until
                 actions.append(SendDurable(worker, until))
-        self._most_unsaved = max(slot.applied - slot.durable for slot in self._slots)
+        self._max_unsaved = max(slot.applied - slot.durable for slot in self._slots)
         if self.stopping is not None and version == self.version:
             self.finished = self.stopping
             actions.append(Finish(self.finished, version))
 
-    def _on_tick(self, now: float, actions: list[Action]) -> None:
+    def _on_tick(self, now: float, actions: list[EngineAction]) -> None:
         timeout_s = max(self.settings.grant_timeout_s, 5.0 * self._compute_mean_s)
         for worker, slot in enumerate(self._slots):
-            if slot.up and now - slot.last_heard_s > self.settings.lease_s:
-                self._go_down(worker, "lease", actions)
+            if slot.is_live and now - slot.last_heard_s > self.settings.lease_s:
+                self._mark_gone(worker, "lease", actions)
             elif slot.computing_grants and slot.computing_grants[0].push is None:
                 first = slot.computing_grants[0]
                 # The clock of a batch starts when the worker could start on it: batches of one worker are serial.
@@ -647,16 +651,16 @@ class Engine:
                     now - max(first.granted_at_s, slot.held_grants[-1].received_at_s if slot.held_grants else 0.0)
                     > timeout_s
                 ):
-                    self._return_from(worker, first.token, "timeout", actions)
+                    self._requeue_from(worker, first.batch, "timeout", actions)
                     slot.stalled = True
-                    self._recount(worker)
+                    self._update_waiting(worker)
         self._stop_if_enough()  # a server that starts again on a finished job has nothing to add to it
         stop_s = self.settings.stop.seconds
         if stop_s is not None and self._first_update_at_s is not None and self._elapsed_s(now) >= stop_s:
             self._stop(f"seconds: {self._elapsed_s(now):.1f} passed")
 
     def _on_evaluated(self, event: Evaluated) -> None:
-        if event.ps_epoch != self.ps_epoch or event.version > self.version:
+        if event.term != self.term or event.version > self.version:
             self.counters["refused_evaluated"] += 1
             return
         stop = self.settings.stop

@@ -23,7 +23,7 @@ _LENGTH: Final = struct.Struct("<I")
 T = TypeVar("T")
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class LogEntry(msgspec.Struct, frozen=True, array_like=True):
     """One event, its time on the server's monotonic clock (seconds), and its gradient blob or b\"\"."""
 
     event: Event
@@ -41,9 +41,9 @@ class FileEventLog:
         self._append(start)
 
     def write(self, event: Event, now: float, gradient: Buffer | None = None) -> None:
-        self._append(Entry(event, now, b"" if gradient is None else bytes(gradient)))
+        self._append(LogEntry(event, now, b"" if gradient is None else bytes(gradient)))
 
-    def _append(self, item: Start | Entry) -> None:
+    def _append(self, item: Start | LogEntry) -> None:
         data = self._encoder.encode(item)
         self._file.write(_LENGTH.pack(len(data)) + data)
 
@@ -51,7 +51,7 @@ class FileEventLog:
         self._file.close()
 
 
-def read_log(path: Path) -> tuple[Start, Iterator[Entry]]:
+def read_log(path: Path) -> tuple[Start, Iterator[LogEntry]]:
     """What the server of an event log started from, and its entries; a torn last entry (it was killed) ends them.
 
     Raises:
@@ -59,7 +59,7 @@ def read_log(path: Path) -> tuple[Start, Iterator[Entry]]:
     """
     items = _items(path)
     start = _decode(next(items, b""), Start, path)
-    return start, (_decode(data, Entry, path) for data in items)
+    return start, (_decode(data, LogEntry, path) for data in items)
 
 
 def _items(path: Path) -> Iterator[bytes]:

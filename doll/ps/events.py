@@ -55,12 +55,12 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SendWelcome:
-    """Answer a Join: this process is worker `worker`, with this epoch, and reads from batch `next_token`."""
+    """Answer a Join: this process is worker `worker`, with this session, and reads from batch `next_batch`."""
 
     worker: int
     instance: str
-    epoch: int
-    next_token: int
+    session: int
+    next_batch: int
     incarnation: int
 
 
@@ -84,8 +84,8 @@ class SendGrant:
     """Publish the current weights if they are not, then let the worker compute."""
 
     worker: int
-    epoch: int
-    token: int
+    session: int
+    batch: int
     grant: int
     version: int
 
@@ -160,7 +160,7 @@ class Finish:
     version: int
 
 
-Action = (
+EngineAction = (
     SendWelcome | SendFence | SendHello | SendGrant | RepublishWeights | FetchGradient | DropGradient
     | ApplyUpdate | StoreCheckpoint | SendDurable | Finish
 )  # fmt: skip
@@ -173,7 +173,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     origins: tuple[int, ...]
     records_per_batch: int
     applied: tuple[int, ...]  # batches of each worker in the model: always a prefix of its stream
-    epochs: tuple[int, ...]
+    sessions: tuple[int, ...]
     instances: tuple[str, ...]
     samples_total: int
     elapsed_s: float  # since the first update of the job

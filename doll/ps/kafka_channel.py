@@ -1,4 +1,4 @@
-"""The parameter server's wires to Kafka: reads `up` from where it is now, writes `down`, `updates` and `metrics`.
+"""The parameter server's wires to Kafka: reads `events` from where it is now, writes `commands`, `updates` and `metrics`.
 
 No consumer group and no committed offsets: what the server missed while it was away, workers say again after Hello.
 """
@@ -19,7 +19,7 @@ from doll.services import LINGER_MS, RECORD_LIMIT_BYTES, Services, kafka_setting
 _PER_POLL = 500
 
 
-class KafkaLink:
+class KafkaChannel:
     """`Outbox` and inbox over confluent-kafka. Not thread-safe: one loop owns it."""
 
     def __init__(self, config: JobConfig, services: Services) -> None:
@@ -48,15 +48,15 @@ class KafkaLink:
         )
         self._address = services.kafka
         self._acknowledged = 0
-        self._heard = False
+        self._had_traffic = False
 
     def open(self) -> None:
-        """Start reading `up` at its present end.
+        """Start reading `events` at its present end.
 
         Raises:
             ServiceUnavailableError: Kafka does not answer.
         """
-        topic = self._config.topic("up")
+        topic = self._config.topic("events")
         _, high = self.watermarks(topic, 0)
         # Always with an explicit offset: without one, nothing may come while the broker is young (reference 8).
         self._consumer.assign([TopicPartition(topic, 0, high)])
@@ -70,7 +70,7 @@ class KafkaLink:
         return topics.watermarks(self._consumer, self._address, topic, partition)
 
     def poll(self, timeout_s: float) -> list[bytes | None]:
-        """Values that have come on `up`, waiting for the first one at most `timeout_s`."""
+        """Values that have come on `events`, waiting for the first one at most `timeout_s`."""
         self._producer.poll(0)
         first = self._consumer.poll(timeout_s)
         if first is None:
@@ -80,7 +80,7 @@ class KafkaLink:
         for message in messages:
             error: KafkaError | None = message.error()
             if error is None:
-                self._heard = True
+                self._had_traffic = True
                 values.append(message.value())
             elif error.code() == KafkaError._AUTO_OFFSET_RESET:
                 # Retention has overtaken us after a long absence of Kafka: go on at the oldest record that is left.
@@ -89,23 +89,23 @@ class KafkaLink:
                 raise ServiceUnavailableError(f"Kafka at {self._address}: {error}")
         return values
 
-    def down(self, worker: int, record: AnyRecord) -> None:
-        self._produce(self._config.topic("down"), record, partition=worker, on_delivery=self._on_record)
+    def send_command(self, worker: int, record: AnyRecord) -> None:
+        self._produce(self._config.topic("commands"), record, partition=worker, on_delivery=self._on_record)
 
-    def update(self, record: AnyRecord) -> None:
+    def send_update(self, record: AnyRecord) -> None:
         self._produce(self._config.topic("updates"), record, partition=0, on_delivery=self._on_update)
 
-    def metric(self, record: Metric) -> None:
+    def send_metric(self, record: Metric) -> None:
         self._produce(self._config.topic("metrics"), record, partition=0, on_delivery=self._on_metric)
 
     def updates_acknowledged(self) -> int:
         self._producer.poll(0)
         return self._acknowledged
 
-    def heard(self) -> bool:
+    def had_traffic(self) -> bool:
         """Whether Kafka has sent or acknowledged anything since this was asked last."""
-        heard, self._heard = self._heard, False
-        return heard
+        had_traffic, self._had_traffic = self._had_traffic, False
+        return had_traffic
 
     def flush(self, timeout_s: float) -> int:
         """Wait until everything is delivered; how many records are not when the time is over."""
@@ -117,14 +117,14 @@ class KafkaLink:
     def _on_record(self, error: KafkaError | None, message: Any) -> None:
         if error is not None:  # not by time: message.timeout.ms is 0, so this record can never be written
             raise ServiceUnavailableError(f"Kafka at {self._address} refused a record on {message.topic()}: {error}")
-        self._heard = True
+        self._had_traffic = True
 
     def _on_update(self, error: KafkaError | None, message: Any) -> None:
         self._on_record(error, message)
         self._acknowledged += 1
 
     def _on_metric(self, error: KafkaError | None, message: Any) -> None:
-        self._heard |= error is None
+        self._had_traffic |= error is None
 
     def _produce(self, topic: str, record: AnyRecord, partition: int, on_delivery: Any = None) -> None:
         value = encode(record)

@@ -114,7 +114,7 @@ class Optimizer:
         try:
             if weights is None:
                 raise ValueError(f"expected weights of shape {tuple(self._flat.shape)}, got nothing")
-            self._model.take(weights)
+            self._model.load_weights(weights)
         except ValueError as exc:
             raise CheckpointError(str(exc)) from exc
         self._state = {

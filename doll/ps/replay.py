@@ -41,7 +41,7 @@ def replay(
     """
     start, entries = read_log(path)
     model = build(config, load_task(config))
-    mark = fingerprint(config, model)
+    job_fingerprint = fingerprint(config, model)
     optimizer = Optimizer(model, config.training.optimizer, config.training.clip_norm)
     engine = make_engine(config, start, optimizer)
     gradients: dict[int, npt.NDArray[np.float32]] = {}
@@ -63,6 +63,6 @@ def replay(
                         on_update(action.version, optimizer.weights)
                 case ev.StoreCheckpoint():
                     yield Checkpoint(
-                        job=config.job, fingerprint=mark, ps_epoch=start.ps_epoch, version=action.version,
+                        job=config.job, fingerprint=job_fingerprint, term=start.term, version=action.version,
                         state=msgspec.msgpack.encode(action.snapshot), tensors=optimizer.tensors(),
                     )  # fmt: skip

@@ -4,11 +4,11 @@ Order of effects, and what a crash between any two does (design, section 5):
 
 0. checkpoint of version 0, with the origins  - then crash: the next server keeps the origins
 1. weights of version J into the blob store   - then crash: nobody uses them, the next server has its own keys
-2. grant on `down`                            - then crash: the next server says Hello, workers announce again
-3. push on `up`, gradient fetched, update applied in memory
-4. update record on `updates`, acknowledged   - then crash: the next server's Epoch record voids it, it is done again
+2. grant on `commands`                        - then crash: the next server says Hello, workers announce again
+3. push on `events`, gradient fetched, update applied in memory
+4. update record on `updates`, acknowledged   - then crash: the next server's TermStarted record voids it, it is done again
 5. checkpoint saved, atomically               - then crash: the next server starts from it and says so in Welcome
-6. `durable` on `down`                        - then crash: the next Welcome says it again
+6. `durable` on `commands`                    - then crash: the next Welcome says it again
 7. the worker acknowledges to Kafka           - so the committed offset is never ahead of the durable model
 """
 
@@ -33,11 +33,10 @@ from doll.process.fault_points import fault_point
 from doll.ps import events as ev
 from doll.ps.engine import Engine
 from doll.ps.optimizer import Optimizer
-from doll.ps.stuck import Stuck, shortfall
+from doll.ps.stuck import StallDetector, shortfall
 from doll.records import (
     AnyRecord,
     Durable,
-    Epoch,
     Evaluated,
     Fence,
     Finished,
@@ -48,6 +47,7 @@ from doll.records import (
     Nack,
     Push,
     Stop,
+    TermStarted,
     Update,
     Welcome,
 )
@@ -63,17 +63,17 @@ _SAVE_AGAIN_S = 1.0
 class Outbox(Protocol):
     """Where the parameter server's records go. Order is kept per destination."""
 
-    def down(self, worker: int, record: AnyRecord) -> None:
-        """Mail for one worker."""
+    def send_command(self, worker: int, record: AnyRecord) -> None:
+        """A record on `commands`, for one worker."""
 
-    def update(self, record: AnyRecord) -> None:
+    def send_update(self, record: AnyRecord) -> None:
         """A record on `updates`."""
 
-    def metric(self, record: Metric) -> None:
+    def send_metric(self, record: Metric) -> None:
         """A record on `metrics`; may be lost."""
 
     def updates_acknowledged(self) -> int:
-        """How many of the `update` records so far are safe in Kafka: the first so many, in order."""
+        """How many of the `send_update` records so far are safe in Kafka: the first so many, in order."""
 
     def flush(self, timeout_s: float) -> int:
         """Wait until everything is delivered; how many records are not when the time is over."""
@@ -119,14 +119,14 @@ class ParameterServer:
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: tuple[Checkpoint, Future[None]] | None = None
         self._save_failing_s: float | None = None  # since when
-        self._save_again_s = 0.0
+        self._retry_save_at_s = 0.0
         self._busy_s = 0.0  # spent on the update under way: fetch, add, step, publish
         self._metrics_at_s = 0.0
-        self._stuck = Stuck(clock())
+        self._stall = StallDetector(clock())
         self._welcomed: dict[int, int] = {}
 
     def open(self) -> None:
-        """Tell the world that this server is there: an Epoch record, then Hello to every worker.
+        """Tell the world that this server is there: a TermStarted record, then Hello to every worker.
 
         A new job's origins are made durable before anybody hears of them: were they taken again after a restart, what
         came meanwhile would be lost, and a batch of the same number would be other offsets.
@@ -139,8 +139,8 @@ class ParameterServer:
             self._store.save(self._checkpoint(0, engine.snapshot(self._clock())))
             fault_point("ps.after_first_checkpoint")
         self._send_update(
-            Epoch(
-                ps_epoch=engine.ps_epoch,
+            TermStarted(
+                term=engine.term,
                 resumed_version=engine.version,
                 origins=engine.origins,
                 records_per_batch=engine.settings.records_per_batch,
@@ -149,7 +149,7 @@ class ParameterServer:
             )
         )
         for worker in range(engine.settings.num_workers):
-            self._outbox.down(worker, Hello(ps_epoch=engine.ps_epoch))
+            self._outbox.send_command(worker, Hello(term=engine.term))
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, and end the thread that writes it."""
@@ -162,7 +162,7 @@ class ParameterServer:
             DivergedError: the gradient is not finite.
             FencedError: a newer parameter server has claimed the job.
         """
-        if isinstance(event, Push | Nack | Evaluated) and event.ps_epoch > self.engine.ps_epoch:
+        if isinstance(event, Push | Nack | Evaluated) and event.term > self.engine.term:
             self.stop_if_superseded()
         pending = deque([event])
         while pending:
@@ -182,10 +182,10 @@ class ParameterServer:
         Raises:
             FencedError: it has.
         """
-        newest = self._store.newest_epoch()
-        if newest > self.engine.ps_epoch:
+        newest = self._store.newest_term()
+        if newest > self.engine.term:
             raise FencedError(
-                f"parameter server epoch {self.engine.ps_epoch} is over: epoch {newest} has claimed the job; "
+                f"parameter server term {self.engine.term} is over: term {newest} has claimed the job; "
                 "this process must stop"
             )
 
@@ -194,9 +194,9 @@ class ParameterServer:
 
         Raises:
             FencedError: a newer parameter server has claimed the job.
-            CheckpointError: a checkpoint could not be saved for `checkpoint.retry_s`.
+            CheckpointError: a checkpoint could not be saved for `checkpoint.retry_timeout_s`.
         """
-        if self._to_save is not None and self._saving is None and self._clock() >= self._save_again_s:
+        if self._to_save is not None and self._saving is None and self._clock() >= self._retry_save_at_s:
             needed, checkpoint = self._to_save
             if self._outbox.updates_acknowledged() >= needed:
                 self._to_save = None
@@ -213,9 +213,9 @@ class ParameterServer:
         now = self._clock()
         if now - self._metrics_at_s >= 1.0:
             self._metrics_at_s = now
-            if (why := self._stuck.look(self.engine, now)) is not None:
+            if (why := self._stall.check(self.engine, now)) is not None:
                 log.error("stuck", reason=why)
-            self._outbox.metric(Metric(source="ps", values=self.measurements(), time_s=time.time()))
+            self._outbox.send_metric(Metric(source="ps", values=self.measurements(), time_s=time.time()))
 
     def _saved(self, future: Future[None]) -> bool:
         """Whether a save has done it; if not, it is made again: a store may be away for a while, as Redis may."""
@@ -224,10 +224,10 @@ class ParameterServer:
         except CheckpointError as exc:
             now = self._clock()
             self._save_failing_s = now if self._save_failing_s is None else self._save_failing_s
-            if now - self._save_failing_s > self._config.checkpoint.retry_s:
+            if now - self._save_failing_s > self._config.checkpoint.retry_timeout_s:
                 raise
             log.warning("checkpoint_not_saved", error=str(exc), action="trying again")
-            self._save_again_s = now + _SAVE_AGAIN_S
+            self._retry_save_at_s = now + _SAVE_AGAIN_S
             return False
         self._save_failing_s = None
         return True
@@ -244,7 +244,11 @@ class ParameterServer:
             with suppress(CheckpointError):  # what fails now and then is tried once more, below
                 self._saving[1].result()
         if self._outbox.updates_acknowledged() < self._updates_sent:
-            log.warning("not_saved", version=self.engine.version, reason="Kafka has not acknowledged every update")
+            log.warning(
+                "final_checkpoint_skipped",
+                version=self.engine.version,
+                reason="Kafka has not acknowledged every update",
+            )
         elif self.engine.version > 0:
             self._store.save(self._checkpoint(self.engine.version, self.engine.snapshot(self._clock())))
 
@@ -252,48 +256,48 @@ class ParameterServer:
         """The engine's state in numbers, for the `metrics` topic."""
         engine = self.engine
         values: dict[str, float] = {
-            "ps_epoch": engine.ps_epoch,
+            "term": engine.term,
             "pid": os.getpid(),  # tells which of several servers it is that leads
             "version": engine.version,
             "durable_version": engine.durable_version,
             "samples_total": engine.samples_total,
-            "waiting_tokens": engine.num_waiting,
-            "computing_tokens": engine.num_computing,
-            "short_of_batches": shortfall(engine),
-            "stuck_s": self._stuck.lasted_s(self._clock()),
+            "waiting_batches": engine.num_waiting,
+            "computing_batches": engine.num_computing,
+            "shortfall_batches": shortfall(engine),
+            "stuck_s": self._stall.stalled_s(self._clock()),
         }
         for worker, slot in engine.workers():
             values |= {
-                f"worker_{worker}_up": float(slot.up),
-                f"worker_{worker}_epoch": slot.epoch,
+                f"worker_{worker}_live": float(slot.is_live),
+                f"worker_{worker}_session": slot.session,
                 f"worker_{worker}_retained_batches": slot.retained,
                 f"worker_{worker}_lag_records": slot.lag,
             }
-            if slot.up:
+            if slot.is_live:
                 values[f"worker_{worker}_silent_s"] = max(0.0, self._clock() - slot.last_heard_s)
         return values | {f"{name}_total": count for name, count in engine.counters.items()}
 
     # --- actions ----------------------------------------------------------------------------------------------------
 
-    def _perform(self, action: ev.Action) -> ev.Event | None:
-        epoch = self.engine.ps_epoch
+    def _perform(self, action: ev.EngineAction) -> ev.Event | None:
+        term = self.engine.term
         match action:
             case ev.SendGrant():
                 key = self._publish(action.version)
                 fault_point("ps.after_weights")
-                self._outbox.down(
+                self._outbox.send_command(
                     action.worker,
                     Grant(
-                        ps_epoch=epoch,
+                        term=term,
                         worker=action.worker,
-                        epoch=action.epoch,
-                        token=action.token,
+                        session=action.session,
+                        batch=action.batch,
                         grant=action.grant,
                         version=action.version,
                         key=key,
                     ),
                 )
-                fault_point("ps.after_grant", self._settle)
+                fault_point("ps.after_grant", self._flush_for_fault_point)
             case ev.FetchGradient():
                 return self._fetch(action)
             case ev.ApplyUpdate():
@@ -301,8 +305,8 @@ class ParameterServer:
             case ev.StoreCheckpoint():
                 self._to_save = (self._updates_sent, self._checkpoint(action.version, action.snapshot))
             case ev.SendDurable():
-                self._outbox.down(action.worker, Durable(ps_epoch=epoch, worker=action.worker, until=action.until))
-                fault_point("ps.after_durable", self._settle)
+                self._outbox.send_command(action.worker, Durable(term=term, worker=action.worker, until=action.until))
+                fault_point("ps.after_durable", self._flush_for_fault_point)
             case ev.DropGradient():
                 log.info("gradient_dropped", key=action.key, reason=action.reason)
                 self._blobs.delete(action.key)
@@ -312,21 +316,21 @@ class ParameterServer:
                     self._published.remove(action.version)
                 self._publish(action.version)
             case ev.SendWelcome():
-                if self._welcomed.get(action.worker) != action.epoch:  # a Join is repeated until it is answered
-                    self._welcomed[action.worker] = action.epoch
+                if self._welcomed.get(action.worker) != action.session:  # a Join is repeated until it is answered
+                    self._welcomed[action.worker] = action.session
                     log.info(
-                        "worker_joined", worker=action.worker, instance=action.instance, epoch=action.epoch,
-                        next_batch=action.next_token,
+                        "worker_joined", worker=action.worker, instance=action.instance, session=action.session,
+                        next_batch=action.next_batch,
                     )  # fmt: skip
-                self._outbox.down(
+                self._outbox.send_command(
                     action.worker,
                     Welcome(
-                        ps_epoch=epoch,
+                        term=term,
                         worker=action.worker,
                         instance=action.instance,
-                        epoch=action.epoch,
+                        session=action.session,
                         origin=self.engine.origins[action.worker],
-                        next_token=action.next_token,
+                        next_batch=action.next_batch,
                         fingerprint=self._fingerprint,
                         incarnation=action.incarnation,
                         samples_id=self.engine.samples_id,
@@ -335,9 +339,11 @@ class ParameterServer:
                 )
             case ev.SendFence():
                 log.info("worker_fenced", worker=action.worker, instance=action.instance)
-                self._outbox.down(action.worker, Fence(ps_epoch=epoch, worker=action.worker, instance=action.instance))
+                self._outbox.send_command(
+                    action.worker, Fence(term=term, worker=action.worker, instance=action.instance)
+                )
             case ev.SendHello():
-                self._outbox.down(action.worker, Hello(ps_epoch=epoch))
+                self._outbox.send_command(action.worker, Hello(term=term))
             case ev.Finish():
                 self._finish(action)
             case _:
@@ -347,18 +353,18 @@ class ParameterServer:
     def _publish(self, version: int) -> str:
         """The key of the current weights, which are in the blob store when this returns."""
         assert version == self.engine.version, "only the current weights are ever granted"
-        key = weights_key(self._config.job, self.engine.ps_epoch, version)
+        key = weights_key(self._config.job, self.engine.term, version)
         if version not in self._published:
             started = self._clock()
             ttl_s = self._config.blobs.ttl_s
             self._blobs.put(
                 key, encode_blob(self._optimizer.weights, job=self._config.job, kind="w", version=version), ttl_s
             )
-            latest = Latest(ps_epoch=self.engine.ps_epoch, version=version, key=key)
+            latest = Latest(term=self.engine.term, version=version, key=key)
             self._blobs.put(latest_key(self._config.job), encode_latest(latest), ttl_s)
             self._published.append(version)
             while len(self._published) > self._config.blobs.keep_versions:
-                self._blobs.delete(weights_key(self._config.job, self.engine.ps_epoch, self._published.popleft()))
+                self._blobs.delete(weights_key(self._config.job, self.engine.term, self._published.popleft()))
             self._busy_s += self._clock() - started
         return key
 
@@ -392,7 +398,7 @@ class ParameterServer:
         names = {name for item in action.batches for name in item.push.metric_sums}
         self._send_update(
             Update(
-                ps_epoch=self.engine.ps_epoch,
+                term=self.engine.term,
                 version=action.version,
                 members=tuple(_member(item) for item in action.batches),
                 n_samples=num_samples,
@@ -408,36 +414,36 @@ class ParameterServer:
             )
         )
         self._busy_s = 0.0
-        fault_point("ps.after_update", self._settle)
+        fault_point("ps.after_update", self._flush_for_fault_point)
 
-    def _settle(self) -> None:
+    def _flush_for_fault_point(self) -> None:
         """For fault points: what was sent before has arrived."""
         self._outbox.flush(10.0)
 
-    def _send_update(self, record: Epoch | Update | Finished) -> None:
+    def _send_update(self, record: TermStarted | Update | Finished) -> None:
         self._updates_sent += 1
-        self._outbox.update(record)
+        self._outbox.send_update(record)
 
     def _checkpoint(self, version: int, snapshot: ev.EngineSnapshot) -> Checkpoint:
         return Checkpoint(
-            job=self._config.job, fingerprint=self._fingerprint, ps_epoch=self.engine.ps_epoch, version=version,
+            job=self._config.job, fingerprint=self._fingerprint, term=self.engine.term, version=version,
             state=msgspec.msgpack.encode(snapshot), tensors=self._optimizer.tensors(),
         )  # fmt: skip
 
     def _finish(self, action: ev.Finish) -> None:
         self._publish(action.version)  # the evaluator's last word is about this version
         self._send_update(
-            Finished(ps_epoch=self.engine.ps_epoch, version=action.version, reason=action.reason, time_s=time.time())
+            Finished(term=self.engine.term, version=action.version, reason=action.reason, time_s=time.time())
         )
         for worker in range(self.engine.settings.num_workers):
-            self._outbox.down(worker, Stop(ps_epoch=self.engine.ps_epoch, reason=action.reason))
+            self._outbox.send_command(worker, Stop(term=self.engine.term, reason=action.reason))
         log.info("finished", reason=action.reason, version=action.version, samples=self.engine.samples_total)
 
 
 def _member(item: ev.AppliedBatch) -> Member:
     push = item.push
     return Member(
-        worker=push.worker, token=push.token, lo=item.lo, hi=item.hi, n_samples=push.n_samples,
+        worker=push.worker, batch=push.batch, lo=item.lo, hi=item.hi, n_samples=push.n_samples,
         base_version=push.version, dead=push.dead, gaps=push.gaps, lost=push.lost, dead_samples=push.dead_samples,
         compute_s=push.compute_s, fetch_s=push.fetch_s, store_s=push.store_s, wait_s=push.wait_s,
         grant_to_push_s=item.received_at_s - item.granted_at_s, market=push.market,

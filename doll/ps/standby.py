@@ -2,7 +2,7 @@
 
 The leader's sign of life is what it writes anyway: a measurement each second, and updates. Nobody renews a lease
 anywhere, so there is no second service whose loss would stop a job. Silence is no proof of death (the leader may be
-frozen, or cut off); therefore the standby claims the next `ps_epoch` in the checkpoint store, from which moment the old
+frozen, or cut off); therefore the standby claims the next `term` in the checkpoint store, from which moment the old
 leader can save nothing, and a leader that was away for longer than the lease looks there before it does anything else.
 """
 
@@ -18,7 +18,7 @@ from typing import Final, Self
 from doll.config import JobConfig
 from doll.errors import FencedError, RecordError, ServiceUnavailableError
 from doll.kafka import topics
-from doll.records import AnyRecord, Epoch, Finished, Metric, Update, decode
+from doll.records import AnyRecord, Finished, Metric, TermStarted, Update, decode
 from doll.services import Services, kafka_settings
 from doll.telemetry import get_logger
 
@@ -27,40 +27,40 @@ log = get_logger(__name__)
 _POLL_S: Final = 0.2
 _PROBE_S: Final = 2.0
 _SILENCE_S: Final = 3.0  # a leader writes a measurement each second
-_ON_ITS_WAY_S: Final = 0.5
+_IN_FLIGHT_S: Final = 0.5
 
 
-class Watch:
+class LeaderLease:
     """When a leader's lease ends. Pure: `now` is any monotonic time in seconds.
 
     Attributes:
-        ps_epoch: of the newest leader heard; 0: none yet.
-        heard_s: when it was heard last; before that, when this watch began.
+        term: of the newest leader heard; 0: none yet.
+        heard_s: when it was heard last; before that, when this lease began.
         finished: it has finished the job.
     """
 
     def __init__(self, lease_s: float, now: float) -> None:
         self._lease_s = lease_s
         self.heard_s = now
-        self.ps_epoch = 0
+        self.term = 0
         self.finished = False
 
     def feed(self, record: AnyRecord, now: float) -> None:
         """A record of `updates` or `metrics` came. One of an earlier server than the newest is no sign of life."""
         match record:
             case Metric(source="ps"):
-                epoch = int(record.values.get("ps_epoch", 0))
-            case Epoch() | Update() | Finished():
-                epoch = record.ps_epoch
+                term = int(record.values.get("term", 0))
+            case TermStarted() | Update() | Finished():
+                term = record.term
             case _:
                 return
-        if epoch < self.ps_epoch:
+        if term < self.term:
             return
-        self.ps_epoch = epoch
+        self.term = term
         self.finished = isinstance(record, Finished)
         self.heard_s = now
 
-    def deaf(self, now: float) -> None:
+    def restart(self, now: float) -> None:
         """Kafka does not answer, so nobody can be heard: the lease begins anew."""
         self.heard_s = now
 
@@ -69,7 +69,7 @@ class Watch:
         return now - self.heard_s >= self._lease_s
 
 
-class _Ears:
+class _ServerListener:
     """Hears what parameter servers write, from now on. Use it as a context manager.
 
     Raises:
@@ -88,34 +88,34 @@ class _Ears:
             )
         )  # fmt: skip
         try:
-            self._nexts = self._ends()
+            self._next_offsets = self._ends()
         except BaseException:
             self._consumer.close()
             raise
-        self._consumer.assign([TopicPartition(name, 0, at) for name, at in self._nexts.items()])
-        self.nothing_yet = not any(self._nexts.values())  # nobody has ever served this job
+        self._consumer.assign([TopicPartition(name, 0, at) for name, at in self._next_offsets.items()])
+        self.topics_empty = not any(self._next_offsets.values())  # nobody has ever served this job
 
     def _ends(self) -> dict[str, int]:
         return {name: topics.watermarks(self._consumer, self._address, name, 0, _PROBE_S)[1] for name in self._names}
 
-    def listen(self, watch: Watch) -> None:
-        """Wait a moment for a record, and tell `watch`."""
+    def listen(self, lease: LeaderLease) -> None:
+        """Wait a moment for a record, and tell `lease`."""
         message = self._consumer.poll(_POLL_S)
         if message is None or message.error() is not None:
             return
-        self._nexts[message.topic()] = int(message.offset()) + 1
+        self._next_offsets[message.topic()] = int(message.offset()) + 1
         try:
-            watch.feed(decode(message.value()), time.monotonic())
+            lease.feed(decode(message.value()), time.monotonic())
         except RecordError as exc:
             log.warning("record_refused", topic=message.topic(), reason=str(exc))
 
-    def heard_all(self) -> bool:
+    def is_caught_up(self) -> bool:
         """Whether Kafka has nothing that was not heard yet.
 
         Raises:
             ServiceUnavailableError: Kafka does not answer.
         """
-        return all(end <= self._nexts[name] for name, end in self._ends().items())
+        return all(end <= self._next_offsets[name] for name, end in self._ends().items())
 
     def __enter__(self) -> Self:
         return self
@@ -132,28 +132,26 @@ def wait_for_lease(config: JobConfig, services: Services, should_stop: Callable[
     Raises:
         ServiceUnavailableError: Kafka does not answer at the start.
     """
-    with _Ears(config, services) as ears:
-        watch = Watch(config.ps.lease_s, time.monotonic())
-        log.info("standing_by", lease_s=config.ps.lease_s)
+    with _ServerListener(config, services) as listener:
+        lease = LeaderLease(config.ps.lease_s, time.monotonic())
+        log.info("standby_waiting", lease_s=config.ps.lease_s)
         while not should_stop():
-            ears.listen(watch)
-            if watch.finished:
+            listener.listen(lease)
+            if lease.finished:
                 log.info("job_ended", reason="the leader has finished the job")
                 return False
-            if not watch.is_over(time.monotonic()):
+            if not lease.is_over(time.monotonic()):
                 continue
             try:
-                if ears.heard_all():
-                    log.warning(
-                        "leader_silent", ps_epoch=watch.ps_epoch, lease_s=config.ps.lease_s, action="taking over"
-                    )
+                if listener.is_caught_up():
+                    log.warning("leader_silent", term=lease.term, lease_s=config.ps.lease_s, action="taking over")
                     return True
             except ServiceUnavailableError:
-                watch.deaf(time.monotonic())
+                lease.restart(time.monotonic())
         return False
 
 
-class Lookout:
+class LeaderCheck:
     """Finds out whether another parameter server leads, while this process still loads what it needs.
 
     Two servers under two supervisors would otherwise take the job from each other for ever: the one that is fenced
@@ -168,9 +166,9 @@ class Lookout:
         self._over = threading.Event()
         self._leader = 0
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="lookout", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="leader_check", daemon=True)
 
-    def require_silence(self, should_stop: Callable[[], bool]) -> bool:
+    def require_no_leader(self, should_stop: Callable[[], bool]) -> bool:
         """Return when nobody leads (True), or when `should_stop` says so (False).
 
         Raises:
@@ -184,7 +182,7 @@ class Lookout:
             raise self._error
         if self._leader:
             raise FencedError(
-                f"another parameter server leads job {self._config.job} (epoch {self._leader}): expected none; start "
+                f"another parameter server leads job {self._config.job} (term {self._leader}): expected none; start "
                 "this one with --standby, so that it waits for the other's end, or with --takeover to replace the other"
             )
         return True
@@ -198,21 +196,21 @@ class Lookout:
             self._over.set()
 
     def _listen(self) -> int:
-        """The epoch of a parameter server that is alive, 0 where nobody is."""
-        with _Ears(self._config, self._services) as ears:
-            if ears.nothing_yet:
+        """The term of a parameter server that is alive, 0 where nobody is."""
+        with _ServerListener(self._config, self._services) as listener:
+            if listener.topics_empty:
                 return 0
             began_s = time.monotonic()
             silence_s = min(_SILENCE_S, self._config.ps.lease_s)
-            watch = Watch(silence_s, began_s)
+            lease = LeaderLease(silence_s, began_s)
             while not self._stop.is_set():
-                ears.listen(watch)
-                if watch.finished:
+                listener.listen(lease)
+                if lease.finished:
                     return 0
                 # What comes at once may have been on its way when its sender died.
-                if watch.heard_s > began_s + _ON_ITS_WAY_S:
-                    return watch.ps_epoch
-                if time.monotonic() > began_s + _ON_ITS_WAY_S + silence_s and ears.heard_all():
+                if lease.heard_s > began_s + _IN_FLIGHT_S:
+                    return lease.term
+                if time.monotonic() > began_s + _IN_FLIGHT_S + silence_s and listener.is_caught_up():
                     return 0
             return 0
 

@@ -16,7 +16,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
     """The same start makes the same engine and weights, in a server and in a replay of its event log.
 
     Attributes:
-        ps_epoch: the server's own.
+        term: the server's own.
         now: its monotonic clock, seconds.
         origins: first offset of the job in each partition; empty where there is a checkpoint.
         checkpoint: as `encode_checkpoint` writes it, or b"" for a new job.
@@ -24,7 +24,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
         samples_id: Kafka's id of the samples topic, for a job whose checkpoint does not know it; "": not known.
     """
 
-    ps_epoch: int
+    term: int
     now: float
     origins: tuple[int, ...] = ()
     checkpoint: bytes = b""
@@ -32,9 +32,9 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
     samples_id: str = ""
 
     @classmethod
-    def resume(cls, ps_epoch: int, now: float, checkpoint: Checkpoint, samples_id: str = "") -> Start:
+    def resume(cls, term: int, now: float, checkpoint: Checkpoint, samples_id: str = "") -> Start:
         """Go on from `checkpoint`."""
-        return cls(ps_epoch, now, (), b"".join(encode_checkpoint(checkpoint)), samples_id=samples_id)
+        return cls(term, now, (), b"".join(encode_checkpoint(checkpoint)), samples_id=samples_id)
 
 
 def make_engine(config: JobConfig, start: Start, optimizer: Optimizer) -> Engine:
@@ -46,14 +46,14 @@ def make_engine(config: JobConfig, start: Start, optimizer: Optimizer) -> Engine
     settings, policy = engine_settings(config), make_policy(config.training.policy)
     if not start.checkpoint:
         return Engine(
-            settings, policy, ps_epoch=start.ps_epoch, now=start.now, origins=start.origins,
+            settings, policy, term=start.term, now=start.now, origins=start.origins,
             generation=start.generation, samples_id=start.samples_id,
         )  # fmt: skip
     checkpoint = decode_checkpoint(start.checkpoint)
     optimizer.load(checkpoint.tensors)
     snapshot = restore(checkpoint)
     snapshot = msgspec.structs.replace(snapshot, samples_id=snapshot.samples_id or start.samples_id)
-    return Engine(settings, policy, ps_epoch=start.ps_epoch, now=start.now, snapshot=snapshot)
+    return Engine(settings, policy, term=start.term, now=start.now, snapshot=snapshot)
 
 
 def engine_settings(config: JobConfig) -> EngineSettings:

@@ -23,16 +23,16 @@ def check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:
         ServiceUnavailableError: Kafka does not answer any more.
     """
     from doll.ledger.admission import admit, read, refuse_earlier_run
-    from doll.ps.standby import Lookout
+    from doll.ps.standby import LeaderCheck
     from doll.services import Services, kafka_address, kafka_problem
-    from doll.storage.stores import checkpoint_place, open_store
+    from doll.storage.stores import checkpoint_location, open_store
 
     address = kafka_address(config)
     services = Services(address or "", "")
     if address is None or kafka_problem(config, services, _REACHABLE_S) is not None:
         return  # the search for services says so, or takes another broker
     given = config.checkpoint.folder is not None  # else the folder of the new run holds none
-    store, place = open_store(config, runs_folder), checkpoint_place(config, runs_folder)
+    store, place = open_store(config, runs_folder), checkpoint_location(config, runs_folder)
     held = store.versions() if given else []
     if held and not fresh:
         admit(config, services, store, place, 0)  # the run goes on with them
@@ -48,10 +48,10 @@ def check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:
         refuse_earlier_run(
             config, services, seen, 0, place if given else "the folder of a new run", resume=resume or "RUN"
         )
-    elif seen.newest_epoch and not seen.finished:
+    elif seen.newest_term and not seen.finished:
         try:
-            with Lookout(config, services) as lookout:
-                lookout.require_silence(lambda: False)
+            with LeaderCheck(config, services) as leader_check:
+                leader_check.require_no_leader(lambda: False)
         except FencedError as exc:
             raise ConfigError(
                 f"--fresh: the earlier run of job {config.job} on Kafka at {address} is still going ({seen}): end it "

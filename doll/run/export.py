@@ -38,23 +38,23 @@ def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[
 
     from doll.evaluation.stored_weights import newest_weights
     from doll.model import build
-    from doll.storage.stores import checkpoint_place
+    from doll.storage.stores import checkpoint_location
     from doll.task import load_task
 
     model = build(config, load_task(config))
     stored = newest_weights(config, run_folder, model)
     if stored is None:
         raise CheckpointError(
-            f"no checkpoint in {checkpoint_place(config, run_folder)}: nothing has been learned yet, or the job's "
+            f"no checkpoint in {checkpoint_location(config, run_folder)}: nothing has been learned yet, or the job's "
             "checkpoint.folder or --run-folder is another one"
         )
-    model.take(stored.weights)
+    model.load_weights(stored.weights)
     # Copies: safetensors refuses tensors that share memory, and all parameters are views of one vector.
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.module.state_dict().items()}
     about = {
         "job": config.job,
         "version": stored.version,
-        "ps_epoch": stored.ps_epoch,
+        "term": stored.term,
         "task": {"class": config.task.cls, "args": config.task.args},
         "parameters": model.num_parameters,
         "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
@@ -64,9 +64,9 @@ def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[
         "doll_version": doll.__version__,
     }
     out_folder.mkdir(parents=True, exist_ok=True)
-    beside = out_folder / f"model.safetensors.{os.getpid()}.tmp"
-    save_file(tensors, beside, metadata={"job": config.job, "version": str(stored.version)})
-    beside.chmod(0o644)  # safetensors makes it readable for its owner alone
-    os.replace(beside, out_folder / "model.safetensors")
+    temporary = out_folder / f"model.safetensors.{os.getpid()}.tmp"
+    save_file(tensors, temporary, metadata={"job": config.job, "version": str(stored.version)})
+    temporary.chmod(0o644)  # safetensors makes it readable for its owner alone
+    os.replace(temporary, out_folder / "model.safetensors")
     (out_folder / "model.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     return about

@@ -8,26 +8,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from doll.errors import AuditError, DollError, ServiceUnavailableError
-from doll.monitor.run_report import Outcome, build_report
+from doll.monitor.run_report import RunOutcome, build_report
 from doll.run.folder import RunFolder, write_json
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
     from doll.ledger.report import LedgerReport
     from doll.local.forks import ForkServer
-    from doll.monitor.display import View
+    from doll.monitor.display import Display
     from doll.monitor.progress import ProgressModel
     from doll.services import Services
 
 EXPORT_S = 60.0
 
 
-def close(
+def finish_run(
     config: JobConfig,
     run: RunFolder,
     model: ProgressModel,
-    outcome: Outcome,
-    view: View,
+    outcome: RunOutcome,
+    display: Display,
     forks: ForkServer,
     services: Services,
 ) -> dict[str, Any]:
@@ -43,18 +43,18 @@ def close(
 
     problems: list[str] = []
     ledger: LedgerReport | None = None
-    with _noted(problems, "audit"):
-        view.say("auditing the ledger")
+    with _collect_errors(problems, "audit"):
+        display.say("auditing the ledger")
         ledger = _audit(config, run, services)
         outcome.files["ledger"] = shown(run.path / "audit.json")
     if ledger is not None and not ledger.ok and outcome.exit_code == 0:
         outcome.exit_code = AuditError.exit_code
-    with _noted(problems, "export"):
-        view.say("exporting the model")
+    with _collect_errors(problems, "export"):
+        display.say("exporting the model")
         _export(run, forks)
         outcome.files["model"] = shown(run.model / "model.safetensors")
-    with _noted(problems, "plot"):
-        view.say("drawing the plots")
+    with _collect_errors(problems, "plot"):
+        display.say("drawing the plots")
         CsvFile(run.path / "updates.csv", model.history.updates).sync()
         if not config.evaluation.enabled or not (run.path / "evaluations.csv").exists():
             CsvFile(run.path / "evaluations.csv", model.history.evaluations).sync()
@@ -85,7 +85,7 @@ def _audit(config: JobConfig, run: RunFolder, services: Services) -> LedgerRepor
 
 
 def _export(run: RunFolder, forks: ForkServer) -> None:
-    from doll.local.processes import exit_text, tail
+    from doll.local.processes import describe_exit, tail
 
     log_path = run.logs / "export.log"
     arguments = [str(run.job), str(run.path), str(run.model)]
@@ -93,12 +93,12 @@ def _export(run: RunFolder, forks: ForkServer) -> None:
     code = role.wait(EXPORT_S)
     if code != 0:
         role.kill()
-        how = "no end" if code is None else exit_text(code)
+        how = "no end" if code is None else describe_exit(code)
         raise ServiceUnavailableError(f"{how}: {tail(log_path, 1)}")
 
 
 @contextlib.contextmanager
-def _noted(problems: list[str], what: str) -> Iterator[None]:
+def _collect_errors(problems: list[str], what: str) -> Iterator[None]:
     try:
         yield
     except (DollError, OSError) as error:

@@ -82,7 +82,7 @@ class RunFolder:
         write_json(self.stack, {"kafka": services.kafka, "redis": services.redis, "blobs": services.blobs, **facts})
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Nobody else runs in this folder meanwhile; the end of our process, however it comes, gives it free.
 
         Raises:
@@ -99,7 +99,7 @@ class RunFolder:
             os.close(file)
 
     def services(self) -> Services | None:
-        """The services of this run; None where none are noted.
+        """The services of this run; None where none are recorded.
 
         Raises:
             ConfigError: the note cannot be read.
@@ -108,12 +108,14 @@ class RunFolder:
             return None
         from doll.services import Services
 
-        noted = read_json(self.stack)
+        recorded = read_json(self.stack)
         try:
-            blobs = str(noted.get("blobs", ""))  # a folder of this machine, as long as the run lasts
-            return Services(str(noted["kafka"]), str(noted["redis"]), blobs if blobs and Path(blobs).is_dir() else "")
+            blobs = str(recorded.get("blobs", ""))  # a folder of this machine, as long as the run lasts
+            return Services(
+                str(recorded["kafka"]), str(recorded["redis"]), blobs if blobs and Path(blobs).is_dir() else ""
+            )
         except (KeyError, TypeError) as exc:
-            raise ConfigError(f"{self.stack}: expected the keys kafka and redis, got {noted!r}") from exc
+            raise ConfigError(f"{self.stack}: expected the keys kafka and redis, got {recorded!r}") from exc
 
 
 def create(runs: Path, job: str, now: datetime) -> RunFolder:
@@ -148,19 +150,19 @@ class Target:
 
     config: JobConfig
     run: RunFolder
-    given_run: bool
+    is_run_folder: bool
     path: Path
 
     def services(self) -> Services:
-        """Where Kafka and Redis are: as the run noted, else as the job file or the environment says.
+        """Where Kafka and Redis are: as the run recorded, else as the job file or the environment says.
 
         Raises:
             ConfigError: nothing says where they are.
         """
         from doll.services import resolve
 
-        noted = self.run.services() if self.given_run else None
-        return noted if noted is not None else resolve(self.config)
+        recorded = self.run.services() if self.is_run_folder else None
+        return recorded if recorded is not None else resolve(self.config)
 
 
 def open_target(path: Path, overrides: list[str], run_folder: Path | None = None) -> Target:
@@ -184,10 +186,10 @@ def open_target(path: Path, overrides: list[str], run_folder: Path | None = None
     elif not path.exists():
         raise ConfigError(f"cannot read job file {path}: No such file or directory{examples.hint(path)}")
     config = load(path, overrides)
-    given_run = (path.parent / STACK).is_file()
+    is_run_folder = (path.parent / STACK).is_file()
     if run_folder is None:
-        run_folder = path.parent.resolve() if given_run else Path("runs") / config.job
-    return Target(config, RunFolder(run_folder.resolve()), given_run, path)
+        run_folder = path.parent.resolve() if is_run_folder else Path("runs") / config.job
+    return Target(config, RunFolder(run_folder.resolve()), is_run_folder, path)
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -210,6 +212,6 @@ def read_json(path: Path) -> dict[str, Any]:
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)

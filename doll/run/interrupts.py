@@ -13,14 +13,14 @@ class Interrupts:
     """A context manager for the main thread.
 
     Attributes:
-        orderly: while False, a signal raises `KeyboardInterrupt`. While True, only the second one does; the first sets
-            `asked`.
-        asked: somebody wants the command to end.
+        graceful: while False, a signal raises `KeyboardInterrupt`. While True, only the second one does; the first sets
+            `stop_requested`.
+        stop_requested: somebody wants the command to end.
     """
 
     def __init__(self) -> None:
-        self.orderly = False
-        self.asked = False
+        self.graceful = False
+        self.stop_requested = False
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> Self:
@@ -34,6 +34,6 @@ class Interrupts:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _came(self, number: int, frame: FrameType | None) -> None:
-        again, self.asked = self.asked, True
-        if again or not self.orderly:
+        again, self.stop_requested = self.stop_requested, True
+        if again or not self.graceful:
             raise KeyboardInterrupt

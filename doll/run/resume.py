@@ -31,16 +31,16 @@ def run_resume(folder: Path, overrides: list[str], *, as_json: bool = False) -> 
 
     target = open_target(folder, overrides)
     run, config = target.run, target.config
-    if not target.given_run:
+    if not target.is_run_folder:
         raise ConfigError(f"{folder}: expected the folder of a run that had started (with a stack.json)")
-    with run.held():
+    with run.locked():
         check_runnable(config)
         _check_same_ledger(run, config)
         config = _on_same_broker(run, config)
         _check_newest(run, config)
         run.write_job(config)
         if run.report.exists():
-            run.report.replace(run.path / "report.before.json")
+            run.report.replace(run.path / "report.previous.json")
         return run_in(run, config, as_json=as_json)
 
 
@@ -74,14 +74,14 @@ def _check_newest(run: RunFolder, config: JobConfig) -> None:
     """
     from doll.ledger.admission import admit
     from doll.services import Services, kafka_address, kafka_problem
-    from doll.storage.stores import checkpoint_place, open_store
+    from doll.storage.stores import checkpoint_location, open_store
 
     address = kafka_address(config)
     if read_json(run.stack).get("kafka_kind") == "local" or address is None:
         return
     services = Services(address, "")
     if kafka_problem(config, services, _REACHABLE_S) is None:  # else it is said when the services are looked for
-        admit(config, services, open_store(config, run.path), checkpoint_place(config, run.path), 0)
+        admit(config, services, open_store(config, run.path), checkpoint_location(config, run.path), 0)
 
 
 def _on_same_broker(run: RunFolder, config: JobConfig) -> JobConfig:
@@ -92,8 +92,8 @@ def _on_same_broker(run: RunFolder, config: JobConfig) -> JobConfig:
     """
     from doll.local.stack import has_kafka_data
 
-    noted = read_json(run.stack)
-    kind, address = noted.get("kafka_kind"), noted.get("kafka")
+    recorded = read_json(run.stack)
+    kind, address = recorded.get("kafka_kind"), recorded.get("kafka")
     if kind == "mock":
         raise ServiceUnavailableError(
             f"{run.path}: the run's Kafka was an imitation in memory, and its records are gone; its model is in the "

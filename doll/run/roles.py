@@ -40,7 +40,7 @@ def ps_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
     _log_as("ps")
     from doll.ps.main import run_ps
 
-    return run_ps(_load(job_path), _services(kafka, redis), Path(run_folder), above=_above())
+    return run_ps(_load(job_path), _services(kafka, redis), Path(run_folder), after_term=_after_term())
 
 
 @_role
@@ -49,7 +49,7 @@ def ps_standby_role(job_path: str, kafka: str, redis: str, run_folder: str) -> i
     _log_as("ps-standby")
     from doll.ps.main import run_ps
 
-    return run_ps(_load(job_path), _services(kafka, redis), Path(run_folder), standby=True, above=_above())
+    return run_ps(_load(job_path), _services(kafka, redis), Path(run_folder), standby=True, after_term=_after_term())
 
 
 @_role
@@ -67,7 +67,7 @@ def evaluator_role(job_path: str, kafka: str, redis: str, run_folder: str) -> in
     _log_as("evaluator")
     from doll.evaluation.main import run_evaluator
 
-    return run_evaluator(_load(job_path), _services(kafka, redis), Path(run_folder), above=_above())
+    return run_evaluator(_load(job_path), _services(kafka, redis), Path(run_folder), after_term=_after_term())
 
 
 @_role
@@ -89,11 +89,11 @@ def export_role(job_path: str, run_folder: str, out_folder: str) -> int:
     return 0
 
 
-def _above() -> int:
-    """Epochs up to this one are of earlier runs, as whoever started this process has seen."""
-    from doll.ledger.admission import ABOVE_ENV
+def _after_term() -> int:
+    """Terms up to this one are of earlier runs, as whoever started this process has seen."""
+    from doll.ledger.admission import AFTER_TERM_ENV
 
-    return int(os.environ.get(ABOVE_ENV) or 0)
+    return int(os.environ.get(AFTER_TERM_ENV) or 0)
 
 
 def _services(kafka: str, redis: str) -> Services:

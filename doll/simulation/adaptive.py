@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from doll.provisioner.planning.baselines import ON_DEMAND, SPOT, Choices, Job, Moment
+from doll.provisioner.planning.baselines import ON_DEMAND, SPOT, BacktestJob, Choices, Observation
 from doll.provisioner.planning.planner import plan, start
 from doll.provisioner.planning.state import Alpha, PlannerSettings, PlannerState
 from doll.theory.cost import Prices
@@ -21,7 +21,7 @@ ADAPTIVE = "adaptive"
 class Adaptive:
     """`doll.provisioner.planning.planner`, asked at every tick for every job.
 
-    Availability is up-time over time on spot, of all jobs at once: what `signals.Availability` finds live, without its
+    Availability is up-time over time on spot, of all jobs at once: what `estimators.AvailabilityEstimator` finds live, without its
     interval, which no rule of the planner looks at.
     """
 
@@ -33,11 +33,11 @@ class Adaptive:
         self.name = name
         self._given = settings or LIVE
 
-    def start(self, job: Job) -> None:
+    def start(self, job: BacktestJob) -> None:
         self._job = job
         self.settings = replace(
             self._given, updates=job.samples, group_size=1, batch_size=1, deadline_s=job.deadline_s,
-            replan_s=job.tick_s, unseen_s=min(job.tick_s, self._given.replan_s), boot_s=job.boot_s,
+            replan_s=job.tick_s, detection_delay_s=min(job.tick_s, self._given.replan_s), boot_s=job.boot_s,
         )  # fmt: skip
         shape = (job.num_jobs, job.num_slots)
         self._rates = np.broadcast_to(job.rates_per_s, shape)
@@ -48,34 +48,34 @@ class Adaptive:
         self._on_s = np.full(job.num_jobs, _PRIOR_S)
         self._off_s = np.full(job.num_jobs, _PRIOR_S)
 
-    def decide(self, moment: Moment) -> Choices:
-        job, first = self._job, moment.now_s == 0.0
+    def decide(self, observation: Observation) -> Choices:
+        job, first = self._job, observation.now_s == 0.0
         if not first:
-            self._changed_s[moment.up != self._last_up] = moment.now_s
-        self._last_up = moment.up.copy()
-        on_spot = moment.choice == SPOT
-        self._on_s += job.tick_s * (on_spot & moment.up).sum(axis=1)
-        self._off_s += job.tick_s * (on_spot & ~moment.up).sum(axis=1)
+            self._changed_s[observation.up != self._last_up] = observation.now_s
+        self._last_up = observation.up.copy()
+        on_spot = observation.choice == SPOT
+        self._on_s += job.tick_s * (on_spot & observation.up).sum(axis=1)
+        self._off_s += job.tick_s * (on_spot & ~observation.up).sum(axis=1)
         alpha = self._on_s / (self._on_s + self._off_s)
         choice = self._choice.copy()
-        unfinished = moment.done < job.samples * (1 - 1e-9)
+        unfinished = observation.done < job.samples * (1 - 1e-9)
         for index in np.flatnonzero(unfinished):
             state = PlannerState(
-                clock_s=moment.now_s,
-                updates_done=float(moment.done[index]),
+                elapsed_s=observation.now_s,
+                updates_done=float(observation.done[index]),
                 rates_per_s=self._rates[index],
                 on_spot=on_spot[index],
-                up=moment.ready[index],
+                up=observation.ready[index],
                 alpha=Alpha(float(alpha[index])),
-                prices=Prices(float(moment.price[index]), float(job.on_demand[index])),
-                spot_open=moment.up[index],
+                prices=Prices(float(observation.price[index]), float(job.on_demand[index])),
+                spot_available=observation.up[index],
                 spot_changed_s=self._changed_s[index],
                 moved_s=self._moved_s[index],
             )
             made = start(state, self.settings) if first else plan(state, self.settings)
             choice[index] = np.where(made.on_spot, SPOT, ON_DEMAND)
             if not first:
-                self._moved_s[index, made.moved] = moment.now_s
+                self._moved_s[index, made.moved] = observation.now_s
         self._choice = choice
         return choice
 

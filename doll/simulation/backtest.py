@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from doll.provisioner.planning.baselines import OFF, ON_DEMAND, SPOT, Job, MarketPolicy, Moment
+from doll.provisioner.planning.baselines import OFF, ON_DEMAND, SPOT, BacktestJob, MarketPolicy, Observation
 from doll.provisioner.traces.model import Floats, TraceSet
 from doll.provisioner.traces.windows import Windows, clairvoyant_usd, sample
 
@@ -76,7 +76,7 @@ class Row:
         return asdict(self)
 
 
-def replay(policy: MarketPolicy, job: Job, windows: Windows) -> Outcome:
+def replay(policy: MarketPolicy, job: BacktestJob, windows: Windows) -> Outcome:
     """Run all windows under one policy.
 
     At the start every chosen machine that is there works at once; later a machine works `boot_s` after it was chosen or
@@ -100,7 +100,7 @@ def replay(policy: MarketPolicy, job: Job, windows: Windows) -> Outcome:
             break
         up, price = windows.up[:, tick], windows.price[:, tick]
         ready = (machine != OFF) & (boot_left <= 0)
-        new = policy.decide(Moment(now_s, done, done_by_slot, up, choice, ready, price))
+        new = policy.decide(Observation(now_s, done, done_by_slot, up, choice, ready, price))
         if tick:
             moved = (new != choice) & (new != OFF) & (choice != OFF)
             moves += np.where(running, moved.sum(axis=1), 0)
@@ -179,7 +179,7 @@ def backtest_one(
     rates = np.asarray(settings.rates_per_s, float)
     windows, on_demand_s = windows_of(trace_set, settings)
     deadline_s = ratio * on_demand_s
-    job = Job(
+    job = BacktestJob(
         samples=float(rates.sum()) * on_demand_s, deadline_s=deadline_s, rates_per_s=rates, boot_s=settings.boot_s,
         tick_s=settings.tick_s, on_demand=windows.on_demand, pool_alpha=windows.pool_alpha,
         pool_price=windows.pool_price,

@@ -60,7 +60,7 @@ class Verdict:
 
 
 def verdict(rows: Sequence[Row]) -> Verdict:
-    """Hold the planner with its guard against the rivals."""
+    """Hold the planner with its guard against the baselines."""
     cells: dict[tuple[str, float], dict[str, Row]] = {}
     for row in rows:
         cells.setdefault((row.trace_set, row.deadline_ratio), {})[row.policy] = row
@@ -69,8 +69,8 @@ def verdict(rows: Sequence[Row]) -> Verdict:
     moves: dict[str, list[float]] = {}
     for (name, ratio), cell in cells.items():
         ours, uniform = cell[ADAPTIVE], cell[_UNIFORM]
-        rivals = [row for row in cell.values() if not row.policy.startswith(ADAPTIVE) and row.met_percent >= _ALL]
-        over = ours.cost_percent - min(row.cost_percent for row in rivals)
+        baselines = [row for row in cell.values() if not row.policy.startswith(ADAPTIVE) and row.met_percent >= _ALL]
+        over = ours.cost_percent - min(row.cost_percent for row in baselines)
         points[f"{name} x {ratio:g}"] = over
         by_set.setdefault(name, []).append(over)
         total = moves.setdefault(name, [0.0, 0.0])

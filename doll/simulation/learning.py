@@ -63,7 +63,7 @@ class Learner:
         """
         if grant.version != self.version:
             raise ValueError(f"expected a grant of version {self.version}, got one of {grant.version}")
-        x, y = self._batches(grant.worker, grant.token)
+        x, y = self._batches(grant.worker, grant.batch)
         self._gradients[grant.grant] = self._computer.compute(x, y).values.copy()
 
     def drop(self, grant: SendGrant) -> None:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from doll.provisioner.planning.estimators import Availability
+from doll.provisioner.planning.estimators import AvailabilityEstimator
 from doll.provisioner.planning.planner import plan, start
 from doll.provisioner.planning.state import PlannerSettings, PlannerState
 from doll.simulation.system import System
 from doll.theory.cost import Prices
 
 
-class Planned:
+class PlannerProvisioner:
     """Asks the planner every `settings.replan_s` and moves slots as it says.
 
     Availability is estimated from slots that are on spot; rates are those of the simulation's settings.
@@ -22,23 +22,23 @@ class Planned:
     def __init__(self, settings: PlannerSettings) -> None:
         self.settings = settings
         self.every_s = settings.replan_s
-        self._availability = Availability()
-        self._there: list[bool] = []
+        self._availability = AvailabilityEstimator()
+        self._last_available: list[bool] = []
         self._changed_s: list[float] = []
         self._moved_s: list[float] = []
 
     def decide(self, system: System) -> Sequence[bool]:
         now_s, n = system.now, system.settings.num_workers
-        first = not self._there
+        first = not self._last_available
         if first:
-            self._there = list(system.spot_there)
+            self._last_available = list(system.spot_available)
             self._changed_s, self._moved_s = [-np.inf] * n, [-np.inf] * n
         else:
             self._look(system)
-        spot, there = np.asarray(system.spot), np.asarray(system.spot_there)
+        spot, there = np.asarray(system.spot), np.asarray(system.spot_available)
         self._availability.observe(now_s, there, spot)
         state = PlannerState(
-            clock_s=now_s,
+            elapsed_s=now_s,
             updates_done=float(system.version),
             rates_per_s=np.asarray(system.settings.rates_per_s, float),
             on_spot=spot,
@@ -46,7 +46,7 @@ class Planned:
             alpha=self._availability.alpha(),
             prices=Prices(system.settings.spot_usd_per_hour, system.settings.on_demand_usd_per_hour),
             spent_usd=system.usd,
-            spot_open=there,
+            spot_available=there,
             spot_changed_s=np.asarray(self._changed_s),
             moved_s=np.asarray(self._moved_s),
         )
@@ -56,7 +56,7 @@ class Planned:
         return [bool(spot) for spot in made.on_spot]
 
     def _look(self, system: System) -> None:
-        for slot, (there, before) in enumerate(zip(system.spot_there, self._there, strict=True)):
+        for slot, (there, before) in enumerate(zip(system.spot_available, self._last_available, strict=True)):
             if there != before:
-                self._there[slot] = there
+                self._last_available[slot] = there
                 self._changed_s[slot] = system.now

@@ -36,9 +36,9 @@ class Summary:
     Attributes:
         rate_formula: λ_U of Eq. (20): streams of slots that are up all the time, plus the availability's share of the
             others.
-        rate_given_up_time: λ_U with the up-time that this run drew: what remains to tell apart is the queue.
+        rate_at_observed_uptime: λ_U with the up-time that this run drew: what remains to tell apart is the queue.
         rate_measured: updates over the run's seconds, from the first update on.
-        waiting_growth: queue at the end over the queue in the middle; far above 1: it grows without bound.
+        queue_growth: queue at the end over the queue in the middle; far above 1: it grows without bound.
         margin_sufficient, margin_necessary: Proposition 1 for the gradient time set; above 1 is stable in that form.
     """
 
@@ -47,26 +47,26 @@ class Summary:
     updates: int
     seconds: float
     rate_formula: float
-    rate_given_up_time: float
+    rate_at_observed_uptime: float
     rate_measured: float
     mean_up: float
     mean_waiting_batches: float
     max_waiting_batches: int
-    waiting_growth: float
+    queue_growth: float
     mean_group_s: float
     margin_sufficient: float
     margin_necessary: float
     preemptions: int
-    returned_batches: int
+    requeued_batches: int
     moves: int
     usd: float
-    on_demand_usd: float
+    all_on_demand_usd: float
     seed: int
 
     @property
     def cost_ratio(self) -> float:
         """Cost over that of the same updates all on demand at the formula's rate; NaN without updates."""
-        return self.usd / self.on_demand_usd if self.on_demand_usd > 0 else math.nan
+        return self.usd / self.all_on_demand_usd if self.all_on_demand_usd > 0 else math.nan
 
     def to_dict(self) -> dict[str, float | int]:
         """Plain numbers, for JSON."""
@@ -122,20 +122,20 @@ def summarise(system: System, alpha: float) -> Summary:
         updates=updates,
         seconds=system.now,
         rate_formula=formula_rate(settings, system.spot, alpha),
-        rate_given_up_time=drawn / k_b / system.now if system.now else math.nan,
+        rate_at_observed_uptime=drawn / k_b / system.now if system.now else math.nan,
         rate_measured=steady_update_rate(kept.time_s, drop_fraction=0.0, drop_s=0.0),
         mean_up=system.up_worker_s / system.now if system.now else math.nan,
         mean_waiting_batches=float(waiting.mean()) if updates else math.nan,
         max_waiting_batches=int(waiting.max()) if updates else 0,
-        waiting_growth=_growth(waiting),
+        queue_growth=_growth(waiting),
         mean_group_s=float(np.mean(kept.group_s)) if updates else math.nan,
         margin_sufficient=margin.sufficient,
         margin_necessary=margin.necessary,
         preemptions=system.preemptions,
-        returned_batches=system.engine.counters["returned"],
+        requeued_batches=system.engine.counters["requeued"],
         moves=system.moves,
         usd=system.usd,
-        on_demand_usd=updates / on_demand_rate * n * settings.on_demand_usd_per_hour / 3600.0,
+        all_on_demand_usd=updates / on_demand_rate * n * settings.on_demand_usd_per_hour / 3600.0,
         seed=settings.seed,
     )
 

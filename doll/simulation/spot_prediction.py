@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from doll.provisioner.planning.baselines import SPOT, AllOnDemand, AllSpot, Choices, Job, MarketPolicy, Moment
+from doll.provisioner.planning.baselines import (
+    SPOT,
+    AllOnDemand,
+    AllSpot,
+    BacktestJob,
+    Choices,
+    MarketPolicy,
+    Observation,
+)
 from doll.provisioner.planning.state import Bools, PlannerSettings
 from doll.provisioner.traces.market import SpotMarket
 from doll.provisioner.traces.model import Floats
@@ -55,21 +63,21 @@ def predict(
     rates = np.asarray(rates_per_s, dtype=np.float64)
     tick_s = max(planner.replan_s, planner.deadline_s / _TICKS, _SHORTEST_TICK_S)
     windows = _window(market, planner.deadline_s, tick_s)
-    job = Job(
+    job = BacktestJob(
         samples=planner.samples + 0.5 * planner.batch_size * (len(rates) + planner.group_size),
         deadline_s=planner.deadline_s, rates_per_s=rates, boot_s=planner.boot_s, tick_s=tick_s,
         on_demand=windows.on_demand, pool_alpha=windows.pool_alpha, pool_price=windows.pool_price,
     )  # fmt: skip
-    seen = _Watched(policy or Adaptive(ADAPTIVE, planner))
+    seen = _PreemptionRecorder(policy or Adaptive(ADAPTIVE, planner))
     outcome = replay(seen, job, windows)
     finish_s, usd = float(outcome.finish_s[0]), float(outcome.usd[0])
     taken = [(slot, at_s) for slot, at_s in seen.taken if at_s <= finish_s]
-    told = sum(not market.spell(slot, at_s - tick_s).surprise for slot, at_s in taken)
+    told = sum(not market.interval(slot, at_s - tick_s).without_notice for slot, at_s in taken)
     usd += told * min(leave_s, market.notice_s) * float(windows.pool_price[0]) / SECONDS_PER_HOUR
     return Prediction(seen.name, finish_s, usd, int(outcome.moves[0]), len(taken))
 
 
-class _Watched:
+class _PreemptionRecorder:
     """A policy for one job, and the machines that were taken from it.
 
     Attributes:
@@ -82,18 +90,18 @@ class _Watched:
         self._policy = policy
         self._used: Bools | None = None
 
-    def start(self, job: Job) -> None:
+    def start(self, job: BacktestJob) -> None:
         self._policy.start(job)
 
-    def decide(self, moment: Moment) -> Choices:
+    def decide(self, observation: Observation) -> Choices:
         if self._used is not None:
-            self.taken += [(int(slot), moment.now_s) for slot in np.flatnonzero(self._used & ~moment.up[0])]
-        choice = self._policy.decide(moment)
-        self._used = (choice[0] == SPOT) & moment.up[0]
+            self.taken += [(int(slot), observation.now_s) for slot in np.flatnonzero(self._used & ~observation.up[0])]
+        choice = self._policy.decide(observation)
+        self._used = (choice[0] == SPOT) & observation.up[0]
         return choice
 
 
-def rivals() -> list[MarketPolicy]:
+def baselines() -> list[MarketPolicy]:
     """The two that need no plan."""
     return [AllOnDemand(), AllSpot()]
 

@@ -20,9 +20,9 @@ from doll.config import StopConfig
 from doll.provisioner.traces.availability import Preemption
 from doll.ps.engine import Engine, EngineSettings
 from doll.ps.events import (
-    Action,
     ApplyUpdate,
     CheckpointStored,
+    EngineAction,
     Event,
     Finish,
     SendGrant,
@@ -37,7 +37,7 @@ from doll.simulation.settings import SimulationSettings
 # Larger than any simulated queue: workers of the simulation are not held back, so that an unstable queue shows.
 _UNBOUNDED = 1 << 40
 _FOREVER_S = 1e18
-_PS_EPOCH = 1
+_TERM = 1
 
 _BATCH, _COMPUTED, _SPAN, _BOOTED, _PLAN = range(5)
 
@@ -86,7 +86,7 @@ class System:
         now: virtual seconds since the start.
         spot: which slots are preemptible.
         up: which workers are up.
-        spot_there: where a preemptible machine is to be had, used or not.
+        spot_available: where a preemptible machine is to be had, used or not.
         moves: changes of market after the start.
         preemptions: machines taken away from slots that used them.
     """
@@ -141,16 +141,16 @@ class System:
         self._work = [0] * n  # a compute event of an earlier number is void
         self.up = [True] * n
         self.num_up = n
-        self.spot_there = [True] * n
+        self.spot_available = [True] * n
         self._booted_at = [0.0] * n
-        self._epoch = [0] * n
-        self._lives = [0] * n
+        self._session = [0] * n
+        self._num_instances = [0] * n
         # Money and up-time, booked before every change.
-        self._booked_at = 0.0
+        self._accrued_at = 0.0
         self._usd = 0.0
         self._up_worker_s = 0.0
         self._num_on_demand = n - sum(self.spot)
-        self._num_spot_there = sum(self.spot)
+        self._num_spot_available = sum(self.spot)
         self._up_s = [0.0] * n  # of each slot, until `_up_since` where it is up
         self._up_since = [0.0] * n
         self._queue: list[tuple[float, int, int, int]] = []  # (time, kind, worker, turn)
@@ -160,7 +160,7 @@ class System:
             grant_timeout_s=_FOREVER_S, checkpoint_every_updates=settings.checkpoint_every_updates,
             checkpoint_every_s=_FOREVER_S, stop=StopConfig(updates=settings.updates),
         )  # fmt: skip
-        self.engine = Engine(engine_settings, policy, ps_epoch=_PS_EPOCH, now=0.0, origins=[0] * n)
+        self.engine = Engine(engine_settings, policy, term=_TERM, now=0.0, origins=[0] * n)
         self._spans = [preemption.spans(slot) if preemption is not None else None for slot in range(n)]
         self._start()
 
@@ -174,12 +174,12 @@ class System:
     @property
     def usd(self) -> float:
         """Spent until now."""
-        return self._usd + self._usd_per_s * (self.now - self._booked_at)
+        return self._usd + self._usd_per_s * (self.now - self._accrued_at)
 
     @property
     def up_worker_s(self) -> float:
         """Integral of the number of workers up, worker-seconds."""
-        return self._up_worker_s + self.num_up * (self.now - self._booked_at)
+        return self._up_worker_s + self.num_up * (self.now - self._accrued_at)
 
     def slot_up_s(self, worker: int) -> float:
         """Seconds for which this worker has been up."""
@@ -224,14 +224,14 @@ class System:
             spans = self._spans[worker]
             if spans is not None:
                 there, seconds = next(spans)
-                self.spot_there[worker] = there
+                self.spot_available[worker] = there
                 self._queue.append((seconds, _SPAN, worker, 0))
             self._left_s[worker] = self._first_batch_s(b) * self._mean_gap_s[worker]
             self._complete_at[worker] = self._left_s[worker]
-            if self.spot[worker] and not self.spot_there[worker]:
+            if self.spot[worker] and not self.spot_available[worker]:
                 self.up[worker] = False
                 self.num_up -= 1
-                self._num_spot_there -= 1
+                self._num_spot_available -= 1
             if self.up[worker] or not settings.arrivals_pause:
                 self._queue.append((self._complete_at[worker], _BATCH, worker, 0))
         heapify(self._queue)
@@ -251,7 +251,7 @@ class System:
             return missing - float(self._rng.random())
         return float(self._rng.standard_gamma(missing / scv)) * scv
 
-    def _tell(self, event: Event) -> list[Action]:
+    def _handle(self, event: Event) -> list[EngineAction]:
         actions = self.engine.handle(event, self.now)
         for action in actions:
             kind = type(action)
@@ -260,7 +260,7 @@ class System:
             elif kind is ApplyUpdate:
                 self._on_update(action)  # type: ignore[arg-type]
             elif kind is StoreCheckpoint:
-                self._tell(CheckpointStored(version=action.version))  # type: ignore[union-attr]
+                self._handle(CheckpointStored(version=action.version))  # type: ignore[union-attr]
             elif kind is Finish:
                 break
         return actions
@@ -279,7 +279,7 @@ class System:
         first, until = self._announced[worker], self.complete[worker]
         if first < until:
             self._announced[worker] = until
-            self._tell(Announce(worker=worker, epoch=self._epoch[worker], first=first, until=until))
+            self._handle(Announce(worker=worker, session=self._session[worker], first=first, until=until))
 
     def _on_grant(self, grant: SendGrant) -> None:
         worker = grant.worker
@@ -299,10 +299,10 @@ class System:
         if granted:
             self._begin(worker)
         push = Push(
-            worker=worker, epoch=grant.epoch, token=grant.token, ps_epoch=_PS_EPOCH, grant=grant.grant,
+            worker=worker, session=grant.session, batch=grant.batch, term=_TERM, grant=grant.grant,
             version=grant.version, key="", n_samples=self.settings.batch_size, loss_sum=0.0,
         )  # fmt: skip
-        self._tell(push)
+        self._handle(push)
 
     def _on_update(self, update: ApplyUpdate) -> None:
         if self._learner is not None:
@@ -321,25 +321,26 @@ class System:
         """On-demand machines cost until the end, preemptible ones only while they are there."""
         settings = self.settings
         usd_per_hour = (
-            self._num_on_demand * settings.on_demand_usd_per_hour + self._num_spot_there * settings.spot_usd_per_hour
+            self._num_on_demand * settings.on_demand_usd_per_hour
+            + self._num_spot_available * settings.spot_usd_per_hour
         )
         return usd_per_hour / 3600.0
 
-    def _book(self) -> None:
+    def _accrue(self) -> None:
         """Book what was spent and how many were up since the last change; to be called before a change."""
-        self._usd, self._up_worker_s, self._booked_at = self.usd, self.up_worker_s, self.now
+        self._usd, self._up_worker_s, self._accrued_at = self.usd, self.up_worker_s, self.now
 
     def _on_span(self, worker: int) -> None:
         spans = self._spans[worker]
         assert spans is not None
         there, seconds = next(spans)
         heappush(self._queue, (self.now + seconds, _SPAN, worker, 0))
-        if there == self.spot_there[worker]:
+        if there == self.spot_available[worker]:
             return
-        self.spot_there[worker] = there
+        self.spot_available[worker] = there
         if self.spot[worker]:
-            self._book()
-            self._num_spot_there += 1 if there else -1
+            self._accrue()
+            self._num_spot_available += 1 if there else -1
             if there:
                 self._boot(worker)
             else:
@@ -353,10 +354,10 @@ class System:
 
     def _settle(self, worker: int) -> None:
         """Bring the worker up or down as its machine is."""
-        there = self.spot_there[worker] if self.spot[worker] else True
+        there = self.spot_available[worker] if self.spot[worker] else True
         wanted = there and self.now >= self._booted_at[worker]
         if wanted != self.up[worker]:
-            (self._come if wanted else self._go)(worker)
+            (self._worker_started if wanted else self._worker_lost)(worker)
 
     def _on_plan(self) -> None:
         provisioner = self._provisioner
@@ -365,18 +366,18 @@ class System:
         for worker, spot in enumerate(provisioner.decide(self)):
             if spot != self.spot[worker]:
                 # Break before make: the old machine is given back, then the new one boots.
-                self._book()
+                self._accrue()
                 self.moves += self.now > 0  # the first choice is no move
                 self.spot[worker] = spot
                 self._num_on_demand += -1 if spot else 1
-                if self.spot_there[worker]:
-                    self._num_spot_there += 1 if spot else -1
+                if self.spot_available[worker]:
+                    self._num_spot_available += 1 if spot else -1
                 if self.now > 0:
                     self._boot(worker)
                 self._settle(worker)
 
-    def _go(self, worker: int) -> None:
-        self._book()
+    def _worker_lost(self, worker: int) -> None:
+        self._accrue()
         self._up_s[worker] += self.now - self._up_since[worker]
         self.up[worker] = False
         self.num_up -= 1
@@ -389,10 +390,10 @@ class System:
                 for grant in self._granted[worker]:
                     self._learner.drop(grant)
             self._granted[worker].clear()
-            self._tell(Leave(worker=worker, epoch=self._epoch[worker], cause="preempted"))
+            self._handle(Leave(worker=worker, session=self._session[worker], cause="preempted"))
 
-    def _come(self, worker: int) -> None:
-        self._book()
+    def _worker_started(self, worker: int) -> None:
+        self._accrue()
         self._up_since[worker] = self.now
         self.up[worker] = True
         self.num_up += 1
@@ -408,8 +409,8 @@ class System:
 
     def _join(self, worker: int) -> None:
         """A new machine embodies this worker: it announces again what is not durable."""
-        self._lives[worker] += 1
-        for action in self._tell(Join(worker=worker, instance=f"{worker}.{self._lives[worker]}")):
+        self._num_instances[worker] += 1
+        for action in self._handle(Join(worker=worker, instance=f"{worker}.{self._num_instances[worker]}")):
             if type(action) is SendWelcome:
-                self._epoch[worker] = action.epoch
-                self._announced[worker] = action.next_token
+                self._session[worker] = action.session
+                self._announced[worker] = action.next_batch

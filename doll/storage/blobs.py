@@ -53,14 +53,14 @@ class Blobs(Protocol):
         """Forget `keys`; a key that is not there is no error."""
 
 
-def weights_key(job: str, ps_epoch: int, version: int) -> str:
-    """Key of the weights of `version`. By the PS epoch, a fenced server never overwrites its successor's weights."""
-    return f"doll:{job}:w:{ps_epoch}:{version}"
+def weights_key(job: str, term: int, version: int) -> str:
+    """Key of the weights of `version`. By the term, a fenced server never overwrites its successor's weights."""
+    return f"doll:{job}:w:{term}:{version}"
 
 
-def gradient_key(job: str, ps_epoch: int, grant: int) -> str:
+def gradient_key(job: str, term: int, grant: int) -> str:
     """Key of the gradient that answers one grant."""
-    return f"doll:{job}:g:{ps_epoch}:{grant}"
+    return f"doll:{job}:g:{term}:{grant}"
 
 
 def latest_key(job: str) -> str:
@@ -71,7 +71,7 @@ def latest_key(job: str) -> str:
 class Latest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Pointer to the newest published weights. It is written after the blob that it names."""
 
-    ps_epoch: int
+    term: int
     version: int
     key: str
 
@@ -91,7 +91,7 @@ def decode_latest(data: Buffer) -> Latest:
         return msgspec.msgpack.decode(data, type=Latest)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
         raise BlobError(
-            f"expected a pointer to the newest weights (ps_epoch, version, key), got {len(data)} other bytes"
+            f"expected a pointer to the newest weights (term, version, key), got {len(data)} other bytes"
         ) from exc
 
 

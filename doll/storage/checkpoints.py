@@ -1,8 +1,8 @@
 """Checkpoints: the durable model, and the truth that every restart begins from.
 
-A checkpoint is one file: magic `DLCK`, u8 schema version = 1, three zero bytes, u64 length of the head, the head in
-MessagePack (see `_Head`), the engine's state, the tensors as safetensors, and the sha256 of all that. A later parameter
-server has a higher `ps_epoch`, and what it writes is the newer truth even where its version is lower: it may have had
+A checkpoint is one file: magic `DLCK`, u8 schema version = 2, three zero bytes, u64 length of the head, the head in
+MessagePack (see `_Header`), the engine's state, the tensors as safetensors, and the sha256 of all that. A later parameter
+server has a higher `term`, and what it writes is the newer truth even where its version is lower: it may have had
 to go back.
 """
 
@@ -30,10 +30,10 @@ from doll.fingerprint import difference, fits
 log = telemetry.get_logger(__name__)
 
 MAGIC: Final = b"DLCK"
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 _PREFIX: Final = struct.Struct("<4sB3xQ")
 _DIGEST_BYTES: Final = 32
-_LOOKS: Final = 5  # a running server may delete what a tool has just seen in the list
+_READ_ATTEMPTS: Final = 5  # a running server may delete what a tool has just seen in the list
 _NAME: Final = re.compile(r"checkpoint-(\d{8,})-(\d{10,})\.doll")
 
 
@@ -43,7 +43,7 @@ class Checkpoint:
 
     Attributes:
         fingerprint: of task, model and batch size; a job of another fingerprint cannot go on from here.
-        ps_epoch: of the parameter server that wrote it.
+        term: of the parameter server that wrote it.
         version: model version, J.
         state: the engine's snapshot (MessagePack), opaque to stores.
         tensors: weights and optimizer state by name, any dtype that safetensors holds.
@@ -51,7 +51,7 @@ class Checkpoint:
 
     job: str
     fingerprint: str
-    ps_epoch: int
+    term: int
     version: int
     state: bytes
     tensors: Mapping[str, npt.NDArray[Any]]
@@ -60,24 +60,24 @@ class Checkpoint:
 class CheckpointStore(Protocol):
     """Where one job's checkpoints are. All calls raise `CheckpointError` where the store cannot be read or written."""
 
-    def claim_epoch(self, above: int = 0) -> int:
-        """A ps_epoch above all that the store has seen, durably the caller's own: two callers never get the same.
+    def claim_term(self, above: int = 0) -> int:
+        """A term above all that the store has seen, durably the caller's own: two callers never get the same.
 
         Not to be repeated lightly: each call fences every earlier one.
 
         Args:
-            above: the highest epoch that was seen elsewhere, as in the job's topics; the new one is above it too.
+            above: the highest term that was seen elsewhere, as in the job's topics; the new one is above it too.
         """
 
-    def newest_epoch(self) -> int:
-        """The highest ps_epoch claimed or saved, 0 where there is none; above one's own, one is fenced. Repeatable."""
+    def newest_term(self) -> int:
+        """The highest term claimed or saved, 0 where there is none; above one's own, one is fenced. Repeatable."""
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Store `checkpoint`, whole or not at all; durable on return. May be repeated.
 
         Raises:
-            FencedError: a higher epoch has been claimed. Nothing is stored.
-            CheckpointError: another job's, or a version below one that this epoch has saved.
+            FencedError: a higher term has been claimed. Nothing is stored.
+            CheckpointError: another job's, or a version below one that this term has saved.
         """
 
     def load_newest(self, fingerprint: str | None) -> Checkpoint | None:
@@ -93,7 +93,7 @@ class CheckpointStore(Protocol):
         """
 
     def versions(self) -> list[tuple[int, int]]:
-        """(ps_epoch, version) of each checkpoint held, oldest first, whole or not. May be repeated."""
+        """(term, version) of each checkpoint held, oldest first, whole or not. May be repeated."""
 
 
 class DamagedError(CheckpointError):
@@ -103,10 +103,10 @@ class DamagedError(CheckpointError):
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Head(msgspec.Struct, frozen=True, kw_only=True):
+class _Header(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     fingerprint: str
-    ps_epoch: _Count
+    term: _Count
     version: _Count
     state_bytes: _Count
     tensors_bytes: _Count
@@ -117,10 +117,10 @@ def encode_checkpoint(checkpoint: Checkpoint) -> list[bytes]:
     # safetensors writes the memory of an array that is not C-contiguous in its own order: wrong values, and no error.
     tensors = safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in checkpoint.tensors.items()})
     head = msgspec.msgpack.encode(
-        _Head(
+        _Header(
             job=checkpoint.job,
             fingerprint=checkpoint.fingerprint,
-            ps_epoch=checkpoint.ps_epoch,
+            term=checkpoint.term,
             version=checkpoint.version,
             state_bytes=len(checkpoint.state),
             tensors_bytes=len(tensors),
@@ -152,7 +152,7 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
             "wrote it"
         )
     try:
-        head = msgspec.msgpack.decode(view[_PREFIX.size : _PREFIX.size + head_bytes], type=_Head)
+        head = msgspec.msgpack.decode(view[_PREFIX.size : _PREFIX.size + head_bytes], type=_Header)
         start = _PREFIX.size + head_bytes
         middle = start + head.state_bytes
         if middle + head.tensors_bytes != len(data) - _DIGEST_BYTES:
@@ -167,7 +167,7 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
     return Checkpoint(
         job=head.job,
         fingerprint=head.fingerprint,
-        ps_epoch=head.ps_epoch,
+        term=head.term,
         version=head.version,
         state=data[start:middle],
         tensors=tensors,
@@ -187,33 +187,31 @@ def check_owner(checkpoint: Checkpoint, *, job: str, fingerprint: str | None, wh
         )
     if fingerprint is not None and not fits(fingerprint, checkpoint.fingerprint):
         raise CheckpointError(
-            f"{where}: {_told(fingerprint, checkpoint.fingerprint)}: the task, model or batch size has changed since "
+            f"{where}: {_mismatch(fingerprint, checkpoint.fingerprint)}: the task, model or batch size has changed since "
             "this job began; restore them, or rename the job to begin a new one"
         )
 
 
 def refuse_if_superseded(
-    checkpoint: Checkpoint, newest_epoch: int, versions: Iterable[tuple[int, int]], where: str
+    checkpoint: Checkpoint, newest_term: int, versions: Iterable[tuple[int, int]], where: str
 ) -> None:
-    """Who may save: only the newest epoch, and no version below its own last one.
+    """Who may save: only the newest term, and no version below its own last one.
 
     Args:
-        versions: (ps_epoch, version) of the checkpoints that `where` holds.
+        versions: (term, version) of the checkpoints that `where` holds.
 
     Raises:
-        FencedError: a higher epoch has been claimed.
-        CheckpointError: this epoch has saved a higher version.
+        FencedError: a higher term has been claimed.
+        CheckpointError: this term has saved a higher version.
     """
-    if newest_epoch > checkpoint.ps_epoch:
+    if newest_term > checkpoint.term:
         raise FencedError(
-            f"parameter server epoch {checkpoint.ps_epoch} is over: epoch {newest_epoch} has claimed {where}; this "
+            f"parameter server term {checkpoint.term} is over: term {newest_term} has claimed {where}; this "
             "process must stop"
         )
-    last = max((version for epoch, version in versions if epoch == checkpoint.ps_epoch), default=0)
+    last = max((version for term, version in versions if term == checkpoint.term), default=0)
     if checkpoint.version < last:
-        raise CheckpointError(
-            f"expected version {last} or later of epoch {checkpoint.ps_epoch}, got {checkpoint.version}"
-        )
+        raise CheckpointError(f"expected version {last} or later of term {checkpoint.term}, got {checkpoint.version}")
 
 
 def load_newest_whole(
@@ -227,13 +225,13 @@ def load_newest_whole(
     """The newest checkpoint that is whole, past damaged ones (with a warning); None where there is none at all.
 
     Args:
-        versions: lists (ps_epoch, version) of what is held, oldest first.
+        versions: lists (term, version) of what is held, oldest first.
         read: bytes of one of them; FileNotFoundError where it has been deleted meanwhile: then all is looked at anew.
 
     Raises:
         CheckpointError: it belongs to another job or fingerprint, none of them is whole, or they cannot be read.
     """
-    for _ in range(_LOOKS):
+    for _ in range(_READ_ATTEMPTS):
         with suppress(FileNotFoundError):
             return _newest_whole(versions(), read, job, fingerprint, where)
     raise CheckpointError(f"checkpoints vanish from {where} while they are read: is something else deleting them?")
@@ -242,12 +240,12 @@ def load_newest_whole(
 def _newest_whole(
     found: list[tuple[int, int]], read: Callable[[int, int], bytes], job: str, fingerprint: str | None, where: str
 ) -> Checkpoint | None:
-    for epoch, version in reversed(found):
-        name = checkpoint_name(epoch, version)
+    for term, version in reversed(found):
+        name = checkpoint_name(term, version)
         try:
-            checkpoint = decode_checkpoint(read(epoch, version))
-            if (checkpoint.ps_epoch, checkpoint.version) != (epoch, version):
-                raise DamagedError(f"it holds epoch {checkpoint.ps_epoch}, version {checkpoint.version}: renamed")
+            checkpoint = decode_checkpoint(read(term, version))
+            if (checkpoint.term, checkpoint.version) != (term, version):
+                raise DamagedError(f"it holds term {checkpoint.term}, version {checkpoint.version}: renamed")
         except DamagedError as exc:
             log.warning("checkpoint_damaged", file=name, error=str(exc), hint="using the one before it")
             continue
@@ -261,17 +259,17 @@ def _newest_whole(
     return None
 
 
-def checkpoint_name(epoch: int, version: int) -> str:
+def checkpoint_name(term: int, version: int) -> str:
     """Name of a checkpoint in any store; names sort as the checkpoints do."""
-    return f"checkpoint-{epoch:08d}-{version:010d}.doll"
+    return f"checkpoint-{term:08d}-{version:010d}.doll"
 
 
 def checkpoints_among(names: Iterable[str]) -> list[tuple[int, int]]:
-    """(ps_epoch, version) of each name that is a checkpoint's, oldest first."""
+    """(term, version) of each name that is a checkpoint's, oldest first."""
     return sorted((int(match[1]), int(match[2])) for name in names if (match := _NAME.fullmatch(name)))
 
 
-def _told(expected: str, got: str) -> str:
+def _mismatch(expected: str, got: str) -> str:
     if "=" not in expected:
         return f"expected fingerprint {expected!r}, got {got!r}"
     return difference(expected, got)

@@ -1,12 +1,12 @@
 """Checkpoints as files in one folder of a local or shared file system.
 
-`checkpoint-<ps_epoch>-<version>.doll` is a checkpoint, `epoch-<n>.claim` says that PS epoch n is taken (claims are
-never deleted: no epoch is given twice), `.lock` orders claims and saves: once a claim returns, no lower epoch's
+`checkpoint-<term>-<version>.doll` is a checkpoint, `term-<n>.claim` says that term n is taken (claims are
+never deleted: no term is given twice), `.lock` orders claims and saves: once a claim returns, no lower term's
 checkpoint can appear any more.
 
-Order of effects of `save`: 1. write and fsync a temporary file; 2. take the lock; 3. seek a higher epoch; 4. rename;
+Order of effects of `save`: 1. write and fsync a temporary file; 2. take the lock; 3. seek a higher term; 4. rename;
 5. fsync the folder; 6. drop the lock; 7. delete old checkpoints. A crash before 4 leaves a temporary file that a later
-epoch's save removes; after 4, the checkpoint is there, whole; after 5, also through a power cut.
+term's save removes; after 4, the checkpoint is there, whole; after 5, also through a power cut.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from doll.storage.checkpoints import (
 log = telemetry.get_logger(__name__)
 
 LOCK_TIMEOUT_S: Final = 10.0
-_CLAIM: Final = re.compile(r"epoch-(\d+)\.claim")
+_CLAIM: Final = re.compile(r"term-(\d+)\.claim")
 _TEMPORARY: Final = re.compile(r"checkpoint-(\d{8,})-\d{10,}\.doll\.\d+\.tmp")
 
 
@@ -57,43 +57,41 @@ class FileStore:
         self._keep = keep
         self._lock_timeout_s = lock_timeout_s
 
-    def claim_epoch(self, above: int = 0) -> int:
-        """A ps_epoch that is the caller's own; every lower one is fenced from here on."""
-        with self._translated("claim an epoch in"):
+    def claim_term(self, above: int = 0) -> int:
+        """A term that is the caller's own; every lower one is fenced from here on."""
+        with self._translate_errors("claim a term in"):
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._locked():
                 while True:
-                    epoch = max(self.newest_epoch(), above) + 1
+                    term = max(self.newest_term(), above) + 1
                     try:
                         # O_EXCL decides even where the file system has no locks.
-                        file = os.open(
-                            self.folder / f"epoch-{epoch}.claim", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644
-                        )
+                        file = os.open(self.folder / f"term-{term}.claim", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
                     except FileExistsError:
                         continue
                     os.fsync(file)
                     os.close(file)
                     _fsync_folder(self.folder)
-                    return epoch
+                    return term
 
-    def newest_epoch(self) -> int:
-        """The highest ps_epoch claimed or saved, 0 where there is none."""
-        epochs = [epoch for epoch, _ in self.versions()]
-        epochs += [int(match[1]) for name in self._names() if (match := _CLAIM.fullmatch(name))]
-        return max(epochs, default=0)
+    def newest_term(self) -> int:
+        """The highest term claimed or saved, 0 where there is none."""
+        terms = [term for term, _ in self.versions()]
+        terms += [int(match[1]) for name in self._names() if (match := _CLAIM.fullmatch(name))]
+        return max(terms, default=0)
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Store `checkpoint`, whole or not at all; durable on return.
 
         Raises:
-            FencedError: a higher epoch has been claimed. Nothing is stored.
-            CheckpointError: another job's, a version below one that this epoch has saved, or the folder cannot be
+            FencedError: a higher term has been claimed. Nothing is stored.
+            CheckpointError: another job's, a version below one that this term has saved, or the folder cannot be
                 written.
         """
         check_owner(checkpoint, job=self._job, fingerprint=None, where=str(self.folder))
-        path = self._path(checkpoint.ps_epoch, checkpoint.version)
+        path = self._path(checkpoint.term, checkpoint.version)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-        with self._translated("save a checkpoint in"):
+        with self._translate_errors("save a checkpoint in"):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 self._refuse_if_superseded(checkpoint)  # before the work, and once more when nobody can claim
@@ -109,7 +107,7 @@ class FileStore:
                     _fsync_folder(self.folder)
             finally:
                 temporary.unlink(missing_ok=True)
-            self._delete_old(checkpoint.ps_epoch)
+            self._delete_old(checkpoint.term)
 
     def load_newest(self, fingerprint: str | None) -> Checkpoint | None:
         """The newest checkpoint that is whole; None where there is none at all.
@@ -121,36 +119,36 @@ class FileStore:
             self.versions, self._read, job=self._job, fingerprint=fingerprint, where=str(self.folder)
         )
 
-    def _read(self, epoch: int, version: int) -> bytes:
-        with self._translated("read a checkpoint in", but=FileNotFoundError):
-            return self._path(epoch, version).read_bytes()
+    def _read(self, term: int, version: int) -> bytes:
+        with self._translate_errors("read a checkpoint in", but=FileNotFoundError):
+            return self._path(term, version).read_bytes()
 
     def versions(self) -> list[tuple[int, int]]:
-        """(ps_epoch, version) of each checkpoint held, oldest first."""
+        """(term, version) of each checkpoint held, oldest first."""
         return checkpoints_among(self._names())
 
-    def _path(self, epoch: int, version: int) -> Path:
-        return self.folder / checkpoint_name(epoch, version)
+    def _path(self, term: int, version: int) -> Path:
+        return self.folder / checkpoint_name(term, version)
 
     def _names(self) -> list[str]:
-        with self._translated("look into"):
+        with self._translate_errors("look into"):
             try:
                 return os.listdir(self.folder)
             except FileNotFoundError:
                 return []
 
     def _refuse_if_superseded(self, checkpoint: Checkpoint) -> None:
-        refuse_if_superseded(checkpoint, self.newest_epoch(), self.versions(), str(self.folder))
+        refuse_if_superseded(checkpoint, self.newest_term(), self.versions(), str(self.folder))
 
-    def _delete_old(self, epoch: int) -> None:
+    def _delete_old(self, term: int) -> None:
         """Delete all but the newest `keep`, the last of which was just written, and what crashed servers left."""
-        doomed = [self._path(*found) for found in self.versions()[: -self._keep]]
-        doomed += [
+        obsolete = [self._path(*found) for found in self.versions()[: -self._keep]]
+        obsolete += [
             self.folder / name
             for name in self._names()
-            if (match := _TEMPORARY.fullmatch(name)) and int(match[1]) < epoch
+            if (match := _TEMPORARY.fullmatch(name)) and int(match[1]) < term
         ]
-        for path in doomed:
+        for path in obsolete:
             try:
                 path.unlink(missing_ok=True)
             except OSError as exc:  # the checkpoint is safe; a full folder is tomorrow's trouble
@@ -177,7 +175,7 @@ class FileStore:
             os.close(file)  # which drops the lock, as does the end of the process
 
     @contextmanager
-    def _translated(self, what: str, *, but: type[OSError] | tuple[()] = ()) -> Iterator[None]:
+    def _translate_errors(self, what: str, *, but: type[OSError] | tuple[()] = ()) -> Iterator[None]:
         try:
             yield
         except but:

@@ -123,7 +123,7 @@ class RedisBlobs:
                 # The first failure may only be a connection that died while it was idle: try again at once.
                 if pause_s and not self._away:
                     self._away = True
-                    log.warning("redis_away", error=str(exc), hint="waiting until it is back")
+                    log.warning("redis_unavailable", error=str(exc), hint="waiting until it is back")
                 self._sleep(pause_s)
                 pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
             except redis.RedisError as exc:
@@ -131,7 +131,7 @@ class RedisBlobs:
             else:
                 if self._away:
                     self._away = False
-                    log.info("redis_back")
+                    log.info("redis_available")
                 return result
 
 
@@ -141,7 +141,7 @@ def _read_value(connection: Any) -> memoryview | None:
     try:
         start = bytearray()
         while (end := start.find(b"\r\n")) < 0:
-            start += _some(sock.recv(_FIRST_READ_BYTES))
+            start += _nonempty(sock.recv(_FIRST_READ_BYTES))
         kind, line = start[:1], bytes(start[1:end])
         if kind == b"-":
             raise connection._parser.parse_error(line.decode("utf-8", "replace"))
@@ -157,7 +157,7 @@ def _read_value(connection: Any) -> memoryview | None:
         at = len(start) - (end + 2)
         value[:at] = start[end + 2 :]
         while at < len(value):
-            at += _some(sock.recv_into(value[at:]))
+            at += _nonempty(sock.recv_into(value[at:]))
     except TimeoutError as exc:
         raise redis.TimeoutError("Timeout reading from socket") from exc
     except OSError as exc:
@@ -165,7 +165,7 @@ def _read_value(connection: Any) -> memoryview | None:
     return value[:size]
 
 
-def _some(read: S) -> S:
+def _nonempty(read: S) -> S:
     """What a socket gave, unless that is nothing: then the other side has closed."""
     if not read:
         raise redis.ConnectionError("Connection closed by server.")

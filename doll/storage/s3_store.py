@@ -1,14 +1,14 @@
 """Checkpoints as objects under one prefix of an S3 bucket, for parameter servers that share no file system.
 
-`checkpoint-<ps_epoch>-<version>.doll` is a checkpoint; `epoch-<n>.claim` says that PS epoch n is taken (claims are
-never deleted: no epoch is given twice); `epoch-<n>.after-<ps_epoch>-<version>` says what epoch n began from. S3 has no
-lock, so the last of these draws the line: of the epochs below n only what it names, and what is older, counts.
+`checkpoint-<term>-<version>.doll` is a checkpoint; `term-<n>.claim` says that term n is taken (claims are
+never deleted: no term is given twice); `term-<n>.after-<term>-<version>` says what term n began from. S3 has no
+lock, so the last of these draws the line: of the terms below n only what it names, and what is older, counts.
 
-Order of effects of `claim_epoch`: 1. put the claim, on condition that it is not there; 2. list; 3. put what it begins
+Order of effects of `claim_term`: 1. put the claim, on condition that it is not there; 2. list; 3. put what it begins
 from. Of `save`: 1. list, and seek a higher claim; 2. put the checkpoint, on the same condition; 3. list again; 4.
 delete old ones. A checkpoint is durable after 3 only: one whose server finds a higher claim there may or may not have
 been seen by that claim's 2, but its batches have not been acknowledged, so either is right. It stays where it is: the
-claim may have begun from it, or it was durable before and this was a repeated save. The next save of a later epoch
+claim may have begun from it, or it was durable before and this was a repeated save. The next save of a later term
 deletes it if it does not count. A crash between any two leaves an object that does not count, or counts and is whole:
 S3 stores an object whole or not at all, and a list shows all that has been stored.
 """
@@ -42,24 +42,24 @@ _CONNECT_S: Final = 5.0
 _READ_S: Final = 30.0
 _ATTEMPTS: Final = 5
 _CLAIMS: Final = 1000
-_CLAIM: Final = re.compile(r"epoch-(\d+)\.claim")
-_AFTER: Final = re.compile(r"epoch-(\d+)\.after-(\d+)-(\d+)")
+_CLAIM: Final = re.compile(r"term-(\d+)\.claim")
+_BASE: Final = re.compile(r"term-(\d+)\.after-(\d+)-(\d+)")
 _URL: Final = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*))?")
-_THERE: Final = ("PreconditionFailed", "ConditionalRequestConflict")
-_MISSING: Final = ("NoSuchKey", "404")
+_EXISTS_CODES: Final = ("PreconditionFailed", "ConditionalRequestConflict")
+_MISSING_CODES: Final = ("NoSuchKey", "404")
 
 
 class _Listing(NamedTuple):
-    """What is under the prefix at one moment: all checkpoints, and the line that the newest epoch has drawn."""
+    """What is under the prefix at one moment: all checkpoints, and the line that the newest term has drawn."""
 
     checkpoints: list[tuple[int, int]]
-    newest_epoch: int
-    line_epoch: int
+    newest_term: int
+    base_term: int
     line: tuple[int, int]
 
     def counts(self, key: tuple[int, int]) -> bool:
-        """Whether a checkpoint was there when the newest epoch began, or is that epoch's own."""
-        return key[0] >= self.line_epoch or key <= self.line
+        """Whether a checkpoint was there when the newest term began, or is that term's own."""
+        return key[0] >= self.base_term or key <= self.line
 
     def versions(self) -> list[tuple[int, int]]:
         return [key for key in self.checkpoints if self.counts(key)]
@@ -90,42 +90,42 @@ class S3Store:
         self._prefix = f"{prefix}/" if prefix else ""
         self._job = job
         self._keep = keep
-        with self._translated("reach"):
+        with self._translate_errors("reach"):
             self._client = _client()
 
-    def claim_epoch(self, above: int = 0) -> int:
-        """A ps_epoch that is the caller's own; every lower one is fenced from here on."""
-        with self._translated("claim an epoch in"):
-            first = max(self._list().newest_epoch, above) + 1
-            for epoch in range(first, first + _CLAIMS):
-                if self._put_new(f"epoch-{epoch:08d}.claim", b""):
+    def claim_term(self, above: int = 0) -> int:
+        """A term that is the caller's own; every lower one is fenced from here on."""
+        with self._translate_errors("claim a term in"):
+            first = max(self._list().newest_term, above) + 1
+            for term in range(first, first + _CLAIMS):
+                if self._put_new(f"term-{term:08d}.claim", b""):
                     break
             else:
-                raise CheckpointError(f"{_CLAIMS} epochs of {self.url} were taken while this one was claimed")
-            if self._put_new(f"epoch-{epoch:08d}.claim", b""):
+                raise CheckpointError(f"{_CLAIMS} terms of {self.url} were taken while this one was claimed")
+            if self._put_new(f"term-{term:08d}.claim", b""):
                 raise CheckpointError(
                     f"{self.url}: this store ignores `If-None-Match: *`, so two parameter servers could write to it at "
                     "once: expected S3, or a store that knows conditional writes"
                 )
             newest = max(self._list().versions(), default=(0, 0))
-            self._put(f"epoch-{epoch:08d}.after-{newest[0]:08d}-{newest[1]:010d}", b"")
-            return epoch
+            self._put(f"term-{term:08d}.after-{newest[0]:08d}-{newest[1]:010d}", b"")
+            return term
 
-    def newest_epoch(self) -> int:
-        """The highest ps_epoch claimed or saved, 0 where there is none."""
-        with self._translated("look into"):
-            return self._list().newest_epoch
+    def newest_term(self) -> int:
+        """The highest term claimed or saved, 0 where there is none."""
+        with self._translate_errors("look into"):
+            return self._list().newest_term
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Store `checkpoint`, whole or not at all; durable on return.
 
         Raises:
-            FencedError: a higher epoch has been claimed. What may be stored counts only if that claim has seen it.
-            CheckpointError: another job's, a version below one that this epoch has saved, or S3 does not take it.
+            FencedError: a higher term has been claimed. What may be stored counts only if that claim has seen it.
+            CheckpointError: another job's, a version below one that this term has saved, or S3 does not take it.
         """
         check_owner(checkpoint, job=self._job, fingerprint=None, where=self.url)
-        name = checkpoint_name(checkpoint.ps_epoch, checkpoint.version)
-        with self._translated("save a checkpoint in"):
+        name = checkpoint_name(checkpoint.term, checkpoint.version)
+        with self._translate_errors("save a checkpoint in"):
             self._refuse_if_superseded(checkpoint, self._list())
             data = b"".join(encode_checkpoint(checkpoint))
             if not self._put_new(name, data) and self._get(name) != data:
@@ -144,21 +144,21 @@ class S3Store:
         """
         return load_newest_whole(self.versions, self._read, job=self._job, fingerprint=fingerprint, where=self.url)
 
-    def _read(self, epoch: int, version: int) -> bytes:
-        name = checkpoint_name(epoch, version)
-        with self._translated("read a checkpoint in"):
+    def _read(self, term: int, version: int) -> bytes:
+        name = checkpoint_name(term, version)
+        with self._translate_errors("read a checkpoint in"):
             data = self._get(name)
         if data is None:
             raise FileNotFoundError(name)
         return data
 
     def versions(self) -> list[tuple[int, int]]:
-        """(ps_epoch, version) of each checkpoint held, oldest first."""
-        with self._translated("look into"):
+        """(term, version) of each checkpoint held, oldest first."""
+        with self._translate_errors("look into"):
             return self._list().versions()
 
     def _refuse_if_superseded(self, checkpoint: Checkpoint, listing: _Listing) -> None:
-        refuse_if_superseded(checkpoint, listing.newest_epoch, listing.checkpoints, self.url)
+        refuse_if_superseded(checkpoint, listing.newest_term, listing.checkpoints, self.url)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -167,9 +167,9 @@ class S3Store:
         names = [item["Key"][len(self._prefix) :] for page in pages for item in page.get("Contents", ())]
         checkpoints = checkpoints_among(names)
         claims = [int(m[1]) for name in names if (m := _CLAIM.fullmatch(name))]
-        lines = [(int(m[1]), (int(m[2]), int(m[3]))) for name in names if (m := _AFTER.fullmatch(name))]
-        line_epoch, line = max(lines, default=(0, (0, 0)))
-        return _Listing(checkpoints, max([0, *claims, *(epoch for epoch, _ in checkpoints)]), line_epoch, line)
+        lines = [(int(m[1]), (int(m[2]), int(m[3]))) for name in names if (m := _BASE.fullmatch(name))]
+        base_term, line = max(lines, default=(0, (0, 0)))
+        return _Listing(checkpoints, max([0, *claims, *(term for term, _ in checkpoints)]), base_term, line)
 
     def _put_new(self, name: str, data: bytes) -> bool:
         """Whether the object was not there and now is. After a reply that was lost, the retry says that it was."""
@@ -178,7 +178,7 @@ class S3Store:
         try:
             self._client.put_object(Bucket=self._bucket, Key=self._prefix + name, Body=data, IfNoneMatch="*")
         except ClientError as exc:
-            if _code(exc) in _THERE:
+            if _code(exc) in _EXISTS_CODES:
                 return False
             raise
         return True
@@ -195,7 +195,7 @@ class S3Store:
                 data: bytes = body.read()
                 return data
         except ClientError as exc:
-            if _code(exc) in _MISSING:
+            if _code(exc) in _MISSING_CODES:
                 return None
             raise
 
@@ -209,7 +209,7 @@ class S3Store:
                 log.warning("checkpoint_not_deleted", file=checkpoint_name(*key), error=str(exc))
 
     @contextmanager
-    def _translated(self, what: str) -> Iterator[None]:
+    def _translate_errors(self, what: str) -> Iterator[None]:
         """boto3's errors in words: they name the operation and S3's reason, and hold no secret."""
         from botocore.exceptions import BotoCoreError, ClientError
 

@@ -27,9 +27,9 @@ from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer
 
 log = telemetry.get_logger(__name__)
 
-_LOOK_EVERY_S: Final = 1.0
+_SCAN_EVERY_S: Final = 1.0
 _UNFINISHED: Final = ".new-"
-_UNFINISHED_FOR_S: Final = 60.0  # then its writer has died
+_UNFINISHED_MAX_AGE_S: Final = 60.0  # then its writer has died
 _PARTS_AT_ONCE: Final = 1000  # IOV_MAX is 1024
 
 
@@ -39,7 +39,7 @@ class ShmBlobs:
     Args:
         folder: on tmpfs; nobody but us may enter it. Made again where it has been wiped.
         limit_bytes: what all blobs in it may take together, as far as one second's knowledge goes.
-        beyond: takes what does not fit. It becomes this object's own.
+        fallback: takes what does not fit. It becomes this object's own.
         clock: seconds since the machine's start, the same in all processes; an argument for tests.
 
     Raises:
@@ -47,16 +47,16 @@ class ShmBlobs:
     """
 
     def __init__(
-        self, folder: Path, *, limit_bytes: int, beyond: Blobs, clock: Callable[[], float] = time.monotonic
+        self, folder: Path, *, limit_bytes: int, fallback: Blobs, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._folder = str(folder)
         self._limit_bytes = limit_bytes
-        self._beyond = beyond
+        self._fallback = fallback
         self._clock = clock
         self._numbers = itertools.count()
         self._used_bytes = 0
-        self._looked_s = float("-inf")
-        self._said_full = False
+        self._scanned_s = float("-inf")
+        self._reported_full = False
         self._make_folder()
 
     def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
@@ -64,20 +64,20 @@ class ShmBlobs:
 
         Raises:
             BlobError: above `MAX_BLOB_BYTES`.
-            ServiceUnavailableError: it does not fit, and `beyond` does not take it.
+            ServiceUnavailableError: it does not fit, and `fallback` does not take it.
         """
         size = sum(map(len, parts))
         if size > MAX_BLOB_BYTES:
             raise BlobError(f"{key}: expected at most {MAX_BLOB_BYTES} bytes, got {size}")
-        if self._fits(size) and self._wrote(key, parts, ttl_s):
+        if self._fits(size) and self._try_write(key, parts, ttl_s):
             return
-        if not self._said_full:
-            self._said_full = True
+        if not self._reported_full:
+            self._reported_full = True
             log.warning(
                 "shared_memory_full", folder=self._folder, limit_bytes=self._limit_bytes, blob_bytes=size,
                 action="what does not fit goes to Redis",
             )  # fmt: skip
-        self._beyond.put(key, parts, ttl_s)
+        self._fallback.put(key, parts, ttl_s)
         self._unlink(key)
 
     def get(self, key: str) -> Buffer | None:
@@ -85,25 +85,25 @@ class ShmBlobs:
         try:
             descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
-            return self._beyond.get(key)
+            return self._fallback.get(key)
         try:
-            told = os.fstat(descriptor)
-            if told.st_mtime_ns <= self._clock() * 1e9:
+            status = os.fstat(descriptor)
+            if status.st_mtime_ns <= self._clock() * 1e9:
                 return None
-            if not told.st_size:
+            if not status.st_size:
                 return b""
-            return memoryview(mmap.mmap(descriptor, told.st_size, mmap.MAP_SHARED, mmap.PROT_READ))
+            return memoryview(mmap.mmap(descriptor, status.st_size, mmap.MAP_SHARED, mmap.PROT_READ))
         finally:
             os.close(descriptor)
 
     def delete(self, *keys: str) -> None:
         """Forget `keys`. May be repeated. The memory is free when the last reader has let go of it."""
         if elsewhere := [key for key in keys if not self._unlink(key)]:
-            self._beyond.delete(*elsewhere)
+            self._fallback.delete(*elsewhere)
 
     def close(self) -> None:
-        """Close the store beyond; the folder is its owner's (`doll.local.shared_memory`)."""
-        close = getattr(self._beyond, "close", None)
+        """Close the other store; the folder is its owner's (`doll.local.shared_memory`)."""
+        close = getattr(self._fallback, "close", None)
         if close is not None:
             close()
 
@@ -119,7 +119,7 @@ class ShmBlobs:
             return False
         return True
 
-    def _wrote(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
+    def _try_write(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
         """Whether the machine had the memory for it."""
         for folder_may_be_gone in (True, False):  # somebody may have wiped it
             try:
@@ -152,8 +152,8 @@ class ShmBlobs:
 
     def _fits(self, size: int) -> bool:
         """Whether `size` bytes more are within the limit; what has expired is removed now and then."""
-        if self._clock() - self._looked_s >= _LOOK_EVERY_S or self._used_bytes + size > self._limit_bytes:
-            self._looked_s = self._clock()
+        if self._clock() - self._scanned_s >= _SCAN_EVERY_S or self._used_bytes + size > self._limit_bytes:
+            self._scanned_s = self._clock()
             self._used_bytes = self._remove_expired()
         return self._used_bytes + size <= self._limit_bytes
 
@@ -163,25 +163,25 @@ class ShmBlobs:
         with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # another process was faster
-                    told = entry.stat(follow_symlinks=False)
+                    status = entry.stat(follow_symlinks=False)
                     if entry.name.startswith(_UNFINISHED):
-                        gone = time.time() - told.st_mtime > _UNFINISHED_FOR_S  # not dated yet
+                        gone = time.time() - status.st_mtime > _UNFINISHED_MAX_AGE_S  # not dated yet
                     else:
-                        gone = told.st_mtime_ns <= self._clock() * 1e9
+                        gone = status.st_mtime_ns <= self._clock() * 1e9
                     if gone:
                         os.unlink(entry.path)
                     else:
-                        left += told.st_size
+                        left += status.st_size
         return left
 
     def _make_folder(self) -> None:
         with contextlib.suppress(FileExistsError):
             os.mkdir(self._folder, 0o700)
-        told = os.lstat(self._folder)
-        if not stat.S_ISDIR(told.st_mode) or told.st_uid != os.geteuid() or told.st_mode & 0o077:
+        status = os.lstat(self._folder)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise ServiceUnavailableError(
                 f"{self._folder}: expected a folder of user {os.geteuid()} that nobody else may enter, got mode "
-                f"{stat.filemode(told.st_mode)} of user {told.st_uid}; remove it, or set blobs.kind: redis"
+                f"{stat.filemode(status.st_mode)} of user {status.st_uid}; remove it, or set blobs.kind: redis"
             )
 
 

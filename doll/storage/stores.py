@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 S3 = "s3://"
 
 
-def checkpoint_place(config: JobConfig, run_folder: Path) -> Path | str:
+def checkpoint_location(config: JobConfig, run_folder: Path) -> Path | str:
     """A folder, or `s3://bucket/prefix`: as the job file says, else `checkpoints/` in the run folder."""
     place = config.checkpoint.folder
     if place is None:
@@ -36,7 +36,7 @@ def open_store(config: JobConfig, run_folder: Path) -> CheckpointStore:
     Raises:
         CheckpointError: it is in S3 and boto3 cannot be set up (region, credentials file).
     """
-    place, keep = checkpoint_place(config, run_folder), config.checkpoint.keep
+    place, keep = checkpoint_location(config, run_folder), config.checkpoint.keep
     if isinstance(place, Path):
         return FileStore(place, config.job, keep=keep)
     from doll.storage.s3_store import S3Store
@@ -66,11 +66,11 @@ def open_blobs(
             "blobs.kind is shm: expected a process that `doll up` starts, or one with `--job RUN_FOLDER` of a run that "
             "is still going on this machine; set blobs.kind: redis for workers elsewhere"
         )
-    in_redis = RedisBlobs(connect_redis(services, timeout_s=timeout_s), give_up=give_up)
+    redis_store = RedisBlobs(connect_redis(services, timeout_s=timeout_s), give_up=give_up)
     if kind == "redis" or not services.blobs:
-        return in_redis
+        return redis_store
     from doll.local.shared_memory import limit_bytes
     from doll.storage.shm_blobs import ShmBlobs
 
     folder = Path(services.blobs)
-    return ShmBlobs(folder, limit_bytes=limit_bytes(folder.parent), beyond=in_redis)
+    return ShmBlobs(folder, limit_bytes=limit_bytes(folder.parent), fallback=redis_store)

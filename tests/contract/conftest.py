@@ -10,6 +10,6 @@ from doll.local.redis_server import LocalRedis
 
 
 @pytest.fixture
-def mortal_redis(tmp_path: Path) -> Iterator[LocalRedis]:
+def own_redis(tmp_path: Path) -> Iterator[LocalRedis]:
     with LocalRedis(tmp_path, max_memory_mb=8) as server:
         yield server

@@ -38,7 +38,7 @@ def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Blobs]:
         yield MemoryBlobs()
         return
     if request.param == "shm":
-        yield ShmBlobs(tmp_path / "blobs", limit_bytes=10**9, beyond=MemoryBlobs())
+        yield ShmBlobs(tmp_path / "blobs", limit_bytes=10**9, fallback=MemoryBlobs())
         return
     client = client_of(request.getfixturevalue("redis_server"))
     client.flushall()
@@ -131,48 +131,48 @@ class Pauses:
             self._act()
 
 
-def test_waits_until_redis_is_back_and_says_so_once(mortal_redis: LocalRedis, events: list[Any]) -> None:
-    pauses = Pauses(6, mortal_redis.start)
-    store = RedisBlobs(client_of(mortal_redis), sleep=pauses)
+def test_waits_until_redis_is_back_and_says_so_once(own_redis: LocalRedis, events: list[Any]) -> None:
+    pauses = Pauses(6, own_redis.start)
+    store = RedisBlobs(client_of(own_redis), sleep=pauses)
     store.put("a", [b"1"], 60)
-    mortal_redis.kill()
+    own_redis.kill()
     assert store.get("a") is None  # a cache: what it held is gone
-    assert [event["event"] for event in events] == ["redis_away", "redis_back"]
+    assert [event["event"] for event in events] == ["redis_unavailable", "redis_available"]
     assert pauses.taken_s == [0.0, 0.05, 0.1, 0.2, 0.4, 0.8]
     store.put("a", [b"2"], 60)
     assert store.get("a") == b"2"
 
 
-def test_a_connection_that_died_idle_is_replaced_silently(mortal_redis: LocalRedis, events: list[Any]) -> None:
-    store = RedisBlobs(client_of(mortal_redis))
+def test_a_connection_that_died_idle_is_replaced_silently(own_redis: LocalRedis, events: list[Any]) -> None:
+    store = RedisBlobs(client_of(own_redis))
     store.put("a", [b"1"], 60)
-    mortal_redis.kill()
-    mortal_redis.start()
+    own_redis.kill()
+    own_redis.start()
     store.put("a", [b"2"], 60)
     assert store.get("a") == b"2"
     assert events == []
 
 
-def test_gives_up_when_told(mortal_redis: LocalRedis) -> None:
+def test_gives_up_when_told(own_redis: LocalRedis) -> None:
     stopping = threading.Event()
-    store = RedisBlobs(client_of(mortal_redis), give_up=stopping.is_set, sleep=Pauses(3, stopping.set))
-    mortal_redis.kill()
+    store = RedisBlobs(client_of(own_redis), give_up=stopping.is_set, sleep=Pauses(3, stopping.set))
+    own_redis.kill()
     for call in (lambda: store.get("a"), lambda: store.put("a", [b"1"], 60), lambda: store.delete("a")):
         with pytest.raises(ServiceUnavailableError, match=r"Redis is away .* start it, or correct redis\.address"):
             call()
 
 
-def test_full_memory_is_an_error_and_leaves_the_connection_usable(mortal_redis: LocalRedis) -> None:
-    store = RedisBlobs(client_of(mortal_redis))
+def test_full_memory_is_an_error_and_leaves_the_connection_usable(own_redis: LocalRedis) -> None:
+    store = RedisBlobs(client_of(own_redis))
     store.put("small", [b"1"], 60)
     with pytest.raises(ServiceUnavailableError, match="maxmemory"):
         store.put("large", [bytes(9_000_000)], 60)
     assert store.get("small") == b"1"
 
 
-def test_a_refused_log_in_is_an_error_without_the_password(mortal_redis: LocalRedis) -> None:
-    client_of(mortal_redis).config_set("requirepass", "right")
-    for client in (client_of(mortal_redis), redis.Redis.from_url(mortal_redis.address, password="wr0ng-secret")):
+def test_a_refused_log_in_is_an_error_without_the_password(own_redis: LocalRedis) -> None:
+    client_of(own_redis).config_set("requirepass", "right")
+    for client in (client_of(own_redis), redis.Redis.from_url(own_redis.address, password="wr0ng-secret")):
         with pytest.raises(ServiceUnavailableError, match="DOLL_REDIS_PASSWORD") as caught:
             RedisBlobs(client, sleep=lambda _: pytest.fail("must not wait")).get("a")
         assert "wr0ng-secret" not in str(caught.value)
@@ -208,13 +208,13 @@ def test_a_garbled_reply_is_refused(reply: bytes) -> None:
 
 
 class Shm:
-    """A store in a folder of its own, with the one beyond it and a clock."""
+    """A store in a folder of its own, with its fallback and a clock."""
 
     def __init__(self, folder: Path, limit_bytes: int = 1000) -> None:
         self.folder = folder
         self.now_s = 100.0
-        self.beyond = MemoryBlobs()
-        self.store = ShmBlobs(folder, limit_bytes=limit_bytes, beyond=self.beyond, clock=lambda: self.now_s)
+        self.fallback = MemoryBlobs()
+        self.store = ShmBlobs(folder, limit_bytes=limit_bytes, fallback=self.fallback, clock=lambda: self.now_s)
 
     def files(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir())
@@ -254,13 +254,13 @@ def test_shm_sends_what_does_not_fit_beyond_and_finds_it_there(shm: Shm, events:
     shm.store.put("a", [bytes(600)], 60)
     shm.store.put("b", [bytes(600)], 60)
     shm.store.put("c", [bytes(1001)], 60)
-    assert shm.beyond.keys() == ["b", "c"]
+    assert shm.fallback.keys() == ["b", "c"]
     assert [event["event"] for event in events] == ["shared_memory_full"]
     assert [len(shm.store.get(key) or b"") for key in "abc"] == [600, 600, 1001]
     shm.store.delete("a", "b", "c")
     assert [shm.store.get(key) for key in "abc"] == [None, None, None]
     shm.store.put("b", [bytes(600)], 60)  # there is room again
-    assert shm.beyond.keys() == []
+    assert shm.fallback.keys() == []
 
 
 def test_shm_replaces_a_blob_that_no_longer_fits(shm: Shm) -> None:
@@ -294,7 +294,7 @@ def test_shm_that_was_wiped_is_empty_and_goes_on(shm: Shm) -> None:
     shm.store.put("a", [b"2"], 60)
     assert bytes(shm.store.get("a") or b"") == b"2"
     assert shm.folder.stat().st_mode & 0o777 == 0o700
-    assert shm.beyond.keys() == []
+    assert shm.fallback.keys() == []
 
 
 def test_shm_that_was_wiped_and_has_no_memory_left_sends_it_beyond(shm: Shm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +304,7 @@ def test_shm_that_was_wiped_and_has_no_memory_left_sends_it_beyond(shm: Shm, mon
     monkeypatch.setattr(shm_blobs, "_write_all", no_memory)
     shm.folder.rmdir()
     shm.store.put("a", [b"1"], 60)
-    assert shm.beyond.keys() == ["a"]
+    assert shm.fallback.keys() == ["a"]
     assert shm.files() == []
     assert bytes(shm.store.get("a") or b"") == b"1"
 

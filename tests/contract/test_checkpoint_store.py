@@ -16,7 +16,7 @@ from doll.errors import CheckpointError, FencedError
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.storage.file_store import FileStore
 from doll.storage.s3_store import S3Store
-from doll.testing import MemoryStore
+from doll.testing import MemoryCheckpointStore
 
 
 class Kit(NamedTuple):
@@ -54,8 +54,8 @@ def kit(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     if request.param == "s3":
         with s3(monkeypatch) as client:
 
-            def flip_object(ps_epoch: int, version: int) -> None:
-                where = {"Bucket": "models", "Key": f"team/digits/checkpoint-{ps_epoch:08d}-{version:010d}.doll"}
+            def flip_object(term: int, version: int) -> None:
+                where = {"Bucket": "models", "Key": f"team/digits/checkpoint-{term:08d}-{version:010d}.doll"}
                 data = bytearray(client.get_object(**where)["Body"].read())
                 data[len(data) // 2] ^= 1
                 client.put_object(**where, Body=bytes(data))
@@ -68,24 +68,24 @@ def kit(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     if request.param == "file":
         folder = tmp_path / "not" / "there yet"
 
-        def flip(ps_epoch: int, version: int) -> None:
-            path = folder / f"checkpoint-{ps_epoch:08d}-{version:010d}.doll"
+        def flip(term: int, version: int) -> None:
+            path = folder / f"checkpoint-{term:08d}-{version:010d}.doll"
             data = bytearray(path.read_bytes())
             data[len(data) // 2] ^= 1
             path.write_bytes(data)
 
         yield Kit(FileStore(folder, "digits", keep=3), lambda job: FileStore(folder, job, keep=3), flip)
         return
-    store = MemoryStore("digits", keep=3)
+    store = MemoryCheckpointStore("digits", keep=3)
     yield Kit(store, store.handle, store.damage)
 
 
-def checkpoint(ps_epoch: int, version: int, *, job: str = "digits", fingerprint: str = "f1") -> Checkpoint:
+def checkpoint(term: int, version: int, *, job: str = "digits", fingerprint: str = "f1") -> Checkpoint:
     rng = np.random.default_rng(version)
     return Checkpoint(
         job=job,
         fingerprint=fingerprint,
-        ps_epoch=ps_epoch,
+        term=term,
         version=version,
         state=b"state of %d" % version,
         tensors={
@@ -99,10 +99,10 @@ def checkpoint(ps_epoch: int, version: int, *, job: str = "digits", fingerprint:
 
 def same(a: Checkpoint | None, b: Checkpoint) -> bool:
     assert a is not None
-    assert (a.job, a.fingerprint, a.ps_epoch, a.version, a.state) == (
+    assert (a.job, a.fingerprint, a.term, a.version, a.state) == (
         b.job,
         b.fingerprint,
-        b.ps_epoch,
+        b.term,
         b.version,
         b.state,
     )
@@ -116,7 +116,7 @@ def same(a: Checkpoint | None, b: Checkpoint) -> bool:
 def test_an_empty_store_has_nothing(kit: Kit) -> None:
     assert kit.store.load_newest("f1") is None
     assert kit.store.versions() == []
-    assert kit.store.newest_epoch() == 0
+    assert kit.store.newest_term() == 0
 
 
 def test_what_is_saved_is_loaded(kit: Kit) -> None:
@@ -125,13 +125,13 @@ def test_what_is_saved_is_loaded(kit: Kit) -> None:
     assert same(kit.again("digits").load_newest(None), checkpoint(1, 20))
 
 
-def test_a_higher_epoch_is_newer_than_a_higher_version(kit: Kit) -> None:
+def test_a_higher_term_is_newer_than_a_higher_version(kit: Kit) -> None:
     kit.store.save(checkpoint(1, 20))
     kit.store.save(checkpoint(1, 40))
     kit.store.save(checkpoint(2, 25))
     assert same(kit.store.load_newest("f1"), checkpoint(2, 25))
     assert kit.store.versions() == [(1, 20), (1, 40), (2, 25)]
-    assert kit.store.newest_epoch() == 2
+    assert kit.store.newest_term() == 2
 
 
 def test_keeps_the_newest(kit: Kit) -> None:
@@ -150,17 +150,17 @@ def test_a_save_may_be_repeated(kit: Kit) -> None:
 
 def test_a_repeated_save_that_is_fenced_leaves_what_is_durable(kit: Kit) -> None:
     """A server that is told to stop saves its version once more, with newer state, while a successor claims."""
-    old = kit.store.claim_epoch()
+    old = kit.store.claim_term()
     kit.store.save(checkpoint(old, 20))
     kit.store.save(dataclasses.replace(checkpoint(old, 20), state=b"later"))
-    assert kit.again("digits").claim_epoch() == old + 1
+    assert kit.again("digits").claim_term() == old + 1
     with pytest.raises(FencedError):
         kit.store.save(dataclasses.replace(checkpoint(old, 20), state=b"later still"))
     assert kit.store.versions() == [(old, 20)]
     assert same(kit.store.load_newest("f1"), dataclasses.replace(checkpoint(old, 20), state=b"later"))
 
 
-def test_an_epoch_does_not_go_back(kit: Kit) -> None:
+def test_a_term_does_not_go_back(kit: Kit) -> None:
     kit.store.save(checkpoint(1, 20))
     with pytest.raises(CheckpointError, match="got 10"):
         kit.store.save(checkpoint(1, 10))
@@ -168,20 +168,20 @@ def test_an_epoch_does_not_go_back(kit: Kit) -> None:
 
 
 def test_claims_rise_above_all_that_was_seen(kit: Kit) -> None:
-    assert [kit.store.claim_epoch() for _ in range(3)] == [1, 2, 3]
-    assert kit.store.claim_epoch(above=2) == 4
+    assert [kit.store.claim_term() for _ in range(3)] == [1, 2, 3]
+    assert kit.store.claim_term(above=2) == 4
     kit.store.save(checkpoint(7, 1))
-    assert kit.store.claim_epoch() == 8
-    assert kit.again("digits").newest_epoch() == 8
-    assert kit.again("digits").claim_epoch(above=20) == 21  # what the topics hold of another store's epochs
+    assert kit.store.claim_term() == 8
+    assert kit.again("digits").newest_term() == 8
+    assert kit.again("digits").claim_term(above=20) == 21  # what the topics hold of another store's terms
 
 
-def test_a_claim_fences_every_lower_epoch(kit: Kit) -> None:
-    old = kit.store.claim_epoch()
+def test_a_claim_fences_every_lower_term(kit: Kit) -> None:
+    old = kit.store.claim_term()
     kit.store.save(checkpoint(old, 20))
-    new = kit.again("digits").claim_epoch()
-    assert kit.store.newest_epoch() == new > old
-    with pytest.raises(FencedError, match=f"epoch {old} is over"):
+    new = kit.again("digits").claim_term()
+    assert kit.store.newest_term() == new > old
+    with pytest.raises(FencedError, match=f"term {old} is over"):
         kit.store.save(checkpoint(old, 40))
     assert kit.store.versions() == [(old, 20)]
     kit.store.save(checkpoint(new, 21))
@@ -191,7 +191,7 @@ def test_a_claim_fences_every_lower_epoch(kit: Kit) -> None:
 def test_threads_never_claim_the_same(kit: Kit) -> None:
     claimed: list[int] = []
     threads = [
-        threading.Thread(target=lambda: claimed.extend(kit.store.claim_epoch() for _ in range(5))) for _ in range(6)
+        threading.Thread(target=lambda: claimed.extend(kit.store.claim_term() for _ in range(5))) for _ in range(6)
     ]
     for thread in threads:
         thread.start()
@@ -207,7 +207,7 @@ def test_a_damaged_newest_is_passed_over_with_a_warning(kit: Kit) -> None:
     with structlog.testing.capture_logs() as logs:
         assert same(kit.store.load_newest("f1"), checkpoint(1, 20))
     assert [(entry["event"], entry["log_level"]) for entry in logs] == [("checkpoint_damaged", "warning")]
-    assert kit.store.claim_epoch() == 3  # the damaged one still counts
+    assert kit.store.claim_term() == 3  # the damaged one still counts
 
 
 def test_it_does_not_begin_anew_when_all_are_damaged(kit: Kit) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from doll.errors import ServiceUnavailableError
-from doll.provisioner.fleets.port import End, Instance, InstanceState, LaunchError, Order, Trouble
+from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from fleet_rigs import RIGS, Rig
 
 
@@ -52,9 +52,9 @@ def test_what_was_launched_is_listed_at_once_with_its_identity(rig: Rig) -> None
     for order, one in zip(orders, made, strict=True):
         seen = found[one.id]
         for each in (one, seen):
-            assert (each.slot, each.epoch, each.market) == (order.slot, order.epoch, order.market)
+            assert (each.slot, each.incarnation, each.market) == (order.slot, order.incarnation, order.market)
             assert each.is_alive
-            assert (each.ended_s, each.end, each.notice_s) == (None, End.NOT, None)
+            assert (each.ended_s, each.end, each.notice_s) == (None, EndReason.NOT, None)
             assert each.pool == one.pool != ""
         assert abs(seen.launched_s - one.launched_s) < 60
 
@@ -113,7 +113,7 @@ def test_terminated_ones_end_and_are_listed_for_a_while(rig: Rig) -> None:
     rig.fleet.terminate([])
     rig.advance(90)
     found = listed(rig)
-    assert (found[gone.id].state, found[gone.id].end) == (InstanceState.ENDED, End.TERMINATED)
+    assert (found[gone.id].state, found[gone.id].end) == (InstanceState.ENDED, EndReason.TERMINATED)
     ended_s = found[gone.id].ended_s
     assert ended_s is not None
     assert before_s < ended_s <= before_s + 200
@@ -135,10 +135,10 @@ def test_a_machine_that_ends_by_itself_has_failed(rig: Rig) -> None:
     one = rig.fleet.launch(Order(0, 1, "on_demand"))
     rig.advance(60)
     listed(rig)
-    rig.break_down(one.id)
+    rig.fail_instance(one.id)
     rig.advance(60)
     found = listed(rig)[one.id]
-    assert (found.state, found.end) == (InstanceState.ENDED, End.FAILED)
+    assert (found.state, found.end) == (InstanceState.ENDED, EndReason.FAILED)
     assert found.ended_s is not None
 
 
@@ -165,7 +165,7 @@ def test_a_dry_market_says_which_pools_and_the_other_market_is_open(rig: Rig) ->
     need(rig, "dry")
     rig.run_dry("spot")
     error = refused(rig, Order(0, 1, "spot"))
-    assert error.trouble is Trouble.CAPACITY
+    assert error.failure is LaunchFailure.CAPACITY
     assert error.code
     assert error.pools
     assert listed(rig) == {}
@@ -176,7 +176,7 @@ def test_too_many_calls_and_the_same_order_again(rig: Rig) -> None:
     need(rig, "throttle")
     rig.throttle()
     order = Order(0, 1, "spot")
-    assert refused(rig, order).trouble is Trouble.THROTTLED
+    assert refused(rig, order).failure is LaunchFailure.THROTTLED
     made = rig.fleet.launch(order)
     assert alive(rig) == {made.id}
 
@@ -185,7 +185,7 @@ def test_a_lost_answer_and_the_same_order_again_is_one_instance(rig: Rig) -> Non
     need(rig, "lose_answer")
     order = Order(0, 1, "spot")
     rig.lose_answer()
-    assert refused(rig, order).trouble is Trouble.THROTTLED
+    assert refused(rig, order).failure is LaunchFailure.THROTTLED
     made = rig.fleet.launch(order)
     rig.advance(90)
     assert alive(rig) == {made.id}
@@ -206,7 +206,7 @@ def test_an_owner_that_does_not_answer_is_no_surprise(rig: Rig) -> None:
     need(rig, "away")
     one = rig.fleet.launch(Order(0, 1, "spot"))
     rig.advance(90)
-    rig.go_away()
+    rig.become_unavailable()
     with pytest.raises(ServiceUnavailableError):
         rig.fleet.instances()
     assert alive(rig) == {one.id}
@@ -227,7 +227,7 @@ def test_an_interruption_has_a_notice_and_an_end(rig: Rig) -> None:
     assert 600 < notice_s - found[taken.id].launched_s < 800
     rig.advance(150)
     found = listed(rig)
-    assert (found[taken.id].state, found[taken.id].end) == (InstanceState.ENDED, End.INTERRUPTED)
+    assert (found[taken.id].state, found[taken.id].end) == (InstanceState.ENDED, EndReason.INTERRUPTED)
     assert found[taken.id].ended_s == pytest.approx(notice_s, abs=60)
     assert alive(rig) == {stays.id}
 
@@ -241,4 +241,4 @@ def test_an_interruption_without_a_notice_shows_all_the_same(rig: Rig) -> None:
     assert listed(rig)[one.id].notice_s is None
     rig.advance(120)
     found = listed(rig)[one.id]
-    assert (found.state, found.end) == (InstanceState.ENDED, End.INTERRUPTED)
+    assert (found.state, found.end) == (InstanceState.ENDED, EndReason.INTERRUPTED)

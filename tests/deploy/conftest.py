@@ -24,7 +24,7 @@ SECRETS = {
 PRODUCER = {"DOLL_KAFKA_USERNAME": "doll-producer", "DOLL_KAFKA_PASSWORD": "pr0ducer-hush-hush"}
 IMAGE = "123456789012.dkr.ecr.us-east-1.amazonaws.com/doll-t:v1"
 ENVIRONMENT = {
-    "DOLL_BOOT_AUTHORITIES": "",
+    "DOLL_BOOT_CERT_AUTHORITIES": "",
     "DOLL_BOOT_BUCKET": "bucket",
     "DOLL_BOOT_CACHE_IMAGE": "",
     "DOLL_BOOT_CACHE_MB": "64",
@@ -65,12 +65,12 @@ class Host:
         (root / "opt").mkdir(parents=True)
         shutil.copytree(FILES, root / "opt" / "doll")
         (root / "etc" / "doll").mkdir(parents=True)
-        values = {"AWS_REGION": "us-east-1", "DOLL_NAME": "t", "DOLL_PRIVATE_IP": "127.0.0.1", **boot}
+        values = {"AWS_REGION": "us-east-1", "DOLL_STACK_NAME": "t", "DOLL_PRIVATE_IP": "127.0.0.1", **boot}
         (root / "etc" / "doll" / "boot.env").write_text(lines(values))
         self.environment = {
             "PATH": f"{PROGRAMS}:{os.environ['PATH']}",
             "DOLL_ROOT": str(root),
-            "DOLL_PAUSE_S": "0.05",
+            "DOLL_RETRY_INTERVAL_S": "0.05",
             "FAKE_ACCOUNT": str(account),
             "FAKE_CALLS": str(self.calls_path),
         }
@@ -86,10 +86,10 @@ class Host:
         """Exit code and output."""
         process = self.start(script, *words, **environment)
         try:
-            told = process.communicate(timeout=240)[0]
+            output = process.communicate(timeout=240)[0]
         finally:
             process.kill()
-        return process.returncode, told
+        return process.returncode, output
 
     @property
     def calls(self) -> list[str]:

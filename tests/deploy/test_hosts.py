@@ -21,7 +21,7 @@ from doll.provisioner.controller import Controller, ControllerSettings
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.prices.stated import StatedPrices
-from doll.provisioner.state_store import FileBook
+from doll.provisioner.state_store import FileStateStore
 
 from .conftest import FILES, IMAGE, PROGRAMS, SECRETS, SETTINGS, Host, push_job
 
@@ -85,7 +85,7 @@ def test_a_worker_that_fails_is_tried_again_unless_the_job_file_is_wrong(
 def test_a_worker_with_a_spot_notice_waits_to_be_taken(make_host: Callable[..., Host]) -> None:
     """EC2 does not bill the first hour of a machine that it takes, but that of one which ends itself."""
     host = make_host()
-    _, told = host.run("worker", FAKE_NOTICE="1", DOLL_TAKEN_S="0.1")
+    _, told = host.run("worker", FAKE_NOTICE="1", DOLL_INTERRUPTION_WAIT_S="0.1")
     assert "waiting to be taken" in told
     assert host.calls[-1] == "systemctl poweroff"
 
@@ -102,8 +102,8 @@ def test_a_job_archive_without_a_job_file_is_waited_for_not_run(make_host: Calla
 
 
 def test_a_worker_whose_parameter_server_is_gone_powers_off_and_no_earlier(make_host: Callable[..., Host]) -> None:
-    host = make_host(DOLL_ORPHAN_S="10", DOLL_BUCKET="bucket")
-    code, told = host.run("orphan", DOLL_BEAT_S="0.1", FAKE_BEATS="25")
+    host = make_host(DOLL_ORPHAN_TIMEOUT_S="10", DOLL_BUCKET="bucket")
+    code, told = host.run("orphan", DOLL_HEARTBEAT_POLL_S="0.1", FAKE_BEATS="25")
     assert code == 0, told
     assert host.calls[-1] == "systemctl poweroff"
     assert len(host.calls_of("aws s3api head-object --bucket bucket --key job/heartbeat")) > 25
@@ -205,7 +205,7 @@ def test_what_the_provisioner_measures_is_told_to_the_dashboard(make_host: Calla
     )
     controller = Controller(
         ControllerSettings(planner=plan, rates_per_s=np.full(4, 10.0)), FakeFleet(clock), StatedPrices(0.158, 0.286),
-        FileBook(host.root / "var/lib/doll/run", "t"),
+        FileStateStore(host.root / "var/lib/doll/run", "t"),
     )  # fmt: skip
     controller.turn(clock())
     clock.advance(100.0)

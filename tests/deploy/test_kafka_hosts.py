@@ -67,8 +67,8 @@ def _die_with_parent() -> None:
 
 @pytest.fixture
 def cluster(make_host: Callable[..., Host], account: Path) -> Iterator[Cluster]:
-    if (obstacle := kafka_jars.obstacle()) is not None:
-        pytest.skip(f"no Kafka broker can be started: {obstacle}")
+    if (unavailable_reason := kafka_jars.unavailable_reason()) is not None:
+        pytest.skip(f"no Kafka broker can be started: {unavailable_reason}")
     # Kafka's ports are the stack's; the addresses are ours alone, as far as chance goes: all of 127/8 is loopback.
     net = f"127.{random.SystemRandom().randrange(1, 255)}.{random.SystemRandom().randrange(1, 255)}"
     addresses = {node: f"{net}.{10 + node}" for node in (1, 2, 3)}
@@ -176,7 +176,7 @@ def _external_producers_write_samples_and_do_nothing_else(
 
     ours = [f"{key}={value}" for key, value in SETTINGS.items() if key.startswith("kafka.")]
     config = parse("job: t\ntask: {class: 'a:B'}", ours)
-    kinds = {kind: config.topic(kind) for kind in topics.KINDS}
+    kinds = {kind: config.topic(kind) for kind in topics.TOPIC_KINDS}
     with monkeypatch.context() as outside:
         for key, value in PRODUCER.items():
             outside.setenv(key, value)

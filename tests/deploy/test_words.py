@@ -125,7 +125,7 @@ def test_a_worker_finds_the_tags_that_the_provisioner_gives_it() -> None:
     from doll.consumers import spot_notices
     from doll.provisioner.fleets.ec2 import fleet as ec2_fleet
 
-    given = {ec2_fleet.WORKER_TAG, ec2_fleet.EPOCH_TAG, ec2_fleet.MARKET_TAG}
+    given = {ec2_fleet.WORKER_TAG, ec2_fleet.INCARNATION_TAG, ec2_fleet.MARKET_TAG}
     assert set(spot_notices._FROM_TAGS.values()) == given
     # With other characters, a launch fails where instances show their tags.
     assert all(re.fullmatch(r"[A-Za-z0-9+=.,_:@-]+", tag) for tag in (*given, ec2_fleet.CLUSTER_TAG))

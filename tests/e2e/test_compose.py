@@ -28,11 +28,11 @@ from doll.config import load
 from doll.ledger.audit import audit
 from doll.local import compose, kafka_broker
 from doll.local.kafka_broker import LocalKafka
-from doll.local.processes import exit_text, free_port, spawn, tail
+from doll.local.processes import describe_exit, free_port, spawn, tail
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
 from doll.storage.file_store import FileStore
-from fake_engine import clean_engine
+from fake_engine import fake_docker_engine
 from paths import ROOT
 from waiting import until
 
@@ -293,7 +293,7 @@ def test_on_a_clean_machine_docker_compose_builds_the_image_once(words: str, tmp
     command = compose_command()
     program = shutil.which(command[0]) or command[0]
     foreign = {project()["services"][name]["image"] for name in IN_FOREIGN_IMAGES}
-    with clean_engine(tmp_path / "engine", foreign):
+    with fake_docker_engine(tmp_path / "engine", foreign):
         told = subprocess.run(
             [program, *command[1:], "--file", str(FILE), "--progress", "plain", "--dry-run", *words.split()],
             env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "DOCKER_HOST": f"unix://{tmp_path}/engine"},
@@ -462,7 +462,7 @@ class Project:
 
         def logs() -> str:
             return "\n".join(
-                f"--- {one.name} ({', '.join(map(exit_text, one.exit_codes)) or 'running'})\n{tail(one.log, 30)}"
+                f"--- {one.name} ({', '.join(map(describe_exit, one.exit_codes)) or 'running'})\n{tail(one.log, 30)}"
                 for one in self.containers.values()
             )
 
@@ -520,11 +520,11 @@ def test_a_job_trains_loses_a_worker_to_sigkill_and_ends_with_its_books_balanced
         return scrape(metrics).get(f"doll_{name}{{{prefix}{labels}}}", float("nan"))
 
     def up() -> int:
-        return sum(value("worker_up", f',worker="{number}"') == 1 for number in range(2))
+        return sum(value("worker_live", f',worker="{number}"') == 1 for number in range(2))
 
     stack.until(lambda: up() == 2 and value("ps_version") >= 3, "two workers train")
     alike = [name for name in containers if name.startswith("worker")]
-    held = {name: re.findall(r"slot_taken .*worker=(\d)", containers[name].log.read_text()) for name in alike}
+    held = {name: re.findall(r"slot_acquired .*worker=(\d)", containers[name].log.read_text()) for name in alike}
     assert sorted(slot for slots in held.values() for slot in slots) == ["0", "1"]
     (spare,) = (name for name in alike if not held[name])
     stack.until(
@@ -544,7 +544,7 @@ def test_a_job_trains_loses_a_worker_to_sigkill_and_ends_with_its_books_balanced
         return sum(containers[name].log.read_text().count(what) for name in (spare, victim))
 
     # Whoever asks first when the lease has run out: the spare, or the dead container that was started again.
-    stack.until(lambda: logged("slot_taken") == 2, "a spare takes over")
+    stack.until(lambda: logged("slot_acquired") == 2, "a spare takes over")
     stack.until(lambda: containers[victim].restarts > 0, "the dead container is restarted")
     assert -signal.SIGKILL in containers[victim].exit_codes
     stack.until(lambda: logged(" joined ") == 2 and up() == 2, "both slots work")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doll.drill.plan import KINDS
+from doll.drill.plan import FAULT_KINDS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("broker")]  # `broker` skips where none can be started
 
@@ -23,7 +23,7 @@ arrivals: {process: poisson, rate_per_s: 60}
 training: {policy: {name: doll, group_size: 2}, optimizer: {name: sgd, lr: 0.05, momentum: 0.9}}
 checkpoint: {every_updates: 5, every_s: 0.5}
 stop: {updates: 1} # set aside by a drill
-worker: {lease_s: 3, grant_timeout_s: 5, stall_s: 15, drain_s: 3}
+worker: {lease_s: 3, grant_timeout_s: 5, stall_timeout_s: 15, drain_s: 3}
 """
 
 
@@ -57,9 +57,9 @@ def test_a_short_drill_loses_nothing(tmp_path: Path) -> None:
     assert report["reason"] == "drill: 23 faults"
     assert sum(report["faults"].values()) == report["recoveries"] == 23
     # Each kind once; of several brokers one is broken, and not Kafka as a whole.
-    assert set(report["faults"]) == {kind.name for kind in KINDS if kind.target != "kafka"}
+    assert set(report["faults"]) == {kind.name for kind in FAULT_KINDS if kind.target != "kafka"}
     audit = report["audit"]
-    assert (audit["ok"], audit["missing"], audit["duplicate"], audit["complaints"]) == (True, 0, 0, [])
+    assert (audit["ok"], audit["missing"], audit["duplicate"], audit["violations"]) == (True, 0, 0, [])
     assert audit["applied"] == report["samples"] > 0
     assert audit["dead"] == len(report["poisoned"]) >= 1
     assert audit["produced"] == audit["applied"] + audit["pending"] + audit["dead"]

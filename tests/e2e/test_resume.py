@@ -109,7 +109,7 @@ def test_a_run_whose_every_process_was_killed_goes_on_to_its_end(tmp_path: Path,
     further = doll("resume", run, "--set", f"stop.updates={goal + 10}", "--json")
     assert further.returncode == 0, further.stderr
     assert json.loads(further.stdout)["audit"]["applied"] == (goal + 10) * 16
-    assert json.loads((run / "report.before.json").read_text())["updates"] == goal
+    assert json.loads((run / "report.previous.json").read_text())["updates"] == goal
 
 
 def test_without_the_broker_s_data_it_says_what_is_left(tmp_path: Path) -> None:

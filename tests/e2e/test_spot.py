@@ -25,8 +25,8 @@ checkpoint: {every_updates: 5, every_s: 0.5}
 stop: {updates: 60} # 20 s of three streams
 worker: {lease_s: 4, drain_s: 2}
 plan: {deadline_s: 36, alpha: 0.6, cycle_s: 100, spot_usd_per_h: 0.158, on_demand_usd_per_h: 0.286, boot_s: 2}
-provision: {dwell_s: 4}
-fleet: {kind: processes, speed_up: 10, notice_s: 3, surprise: 0.5, boot_s: 1.7}
+provision: {spot_stable_s: 4}
+fleet: {kind: processes, speed_up: 10, notice_s: 3, no_notice_share: 0.5, boot_s: 1.7}
 """
 SEED = 20  # all are up at first; two go without a word after 5 and 9 s, one with a notice after 10 s
 
@@ -49,7 +49,7 @@ def test_a_job_on_a_market_ends_with_its_books_balanced(tmp_path: Path) -> None:
     assert report["prequential"]["samples"] == 1200
 
     audit = report["audit"]
-    assert (audit["ok"], audit["missing"], audit["duplicate"], audit["complaints"]) == (True, 0, 0, [])
+    assert (audit["ok"], audit["missing"], audit["duplicate"], audit["violations"]) == (True, 0, 0, [])
     assert audit["applied"] == report["samples"] == 1200
 
     # Machines came and went, and at least one worker died at work.
@@ -65,9 +65,9 @@ def test_a_job_on_a_market_ends_with_its_books_balanced(tmp_path: Path) -> None:
 
     # Whether a busy machine keeps the deadline is its own business; the figures have to agree with each other.
     assert report["deadline_met"] == (report["finish_s"] <= report["deadline_s"] == 36)
-    assert 0 < report["cost_usd"] <= report["cost_with_hand_back_usd"]
-    assert report["on_demand_usd"] == pytest.approx(20 / 3600 * 3 * 0.286 * 10)  # the meter bills market time
-    assert 0 < report["cost_predicted_usd"] < report["on_demand_usd"] * 1.2
+    assert 0 < report["cost_usd"] <= report["cost_until_terminated_usd"]
+    assert report["all_on_demand_usd"] == pytest.approx(20 / 3600 * 3 * 0.286 * 10)  # the meter bills market time
+    assert 0 < report["cost_predicted_usd"] < report["all_on_demand_usd"] * 1.2
     assert report["moves"] == len(report["moves_log"])
     assert all(move["reason"] for move in report["moves_log"])
     decisions = [json.loads(line) for line in (run / f"provision-{report['job']}.jsonl").read_text().splitlines()]

@@ -122,10 +122,10 @@ def assert_nothing_left(processes: list[psutil.Process], ports: list[int]) -> No
     until(lambda: not left(), lambda: f"the end of {left()}")
 
 
-def assert_sound(report: dict[str, Any]) -> None:
+def assert_audit_ok(report: dict[str, Any]) -> None:
     audit = report["audit"]
     assert audit["ok"]
-    assert (audit["missing"], audit["duplicate"], audit["dead"], audit["complaints"]) == (0, 0, 0, [])
+    assert (audit["missing"], audit["duplicate"], audit["dead"], audit["violations"]) == (0, 0, 0, [])
     assert audit["produced"] == audit["applied"] + audit["pending"]
     assert audit["applied"] == report["samples"] > 0
     assert report["restarts"] == 0
@@ -144,9 +144,9 @@ def test_the_digits_example_shortened(up: Any) -> None:
     assert report["accuracy"] > 0.5  # ten classes
     assert 0 < report["loss"] < 2.0
     assert report["evaluated_version"] == 90
-    assert report["lambda_u_predicted"] == pytest.approx(500 / 128)
-    assert 0 < report["lambda_u_measured"] < 1.1 * 500 / 128  # a busy machine makes less of it
-    assert_sound(report)
+    assert report["update_rate_predicted_per_s"] == pytest.approx(500 / 128)
+    assert 0 < report["update_rate_measured_per_s"] < 1.1 * 500 / 128  # a busy machine makes less of it
+    assert_audit_ok(report)
     assert report["audit"]["applied"] == 90 * 128
     for name in ("report.json", "audit.json", "updates.csv", "evaluations.csv", "progress.png", "job.yaml"):
         assert (one.run / name).stat().st_size > 0, name
@@ -167,7 +167,7 @@ def test_two_side_by_side_one_ends_by_its_rule_the_other_by_ctrl_c(up: Any) -> N
     report = one.report()
     assert report["reason"] == "updates: 60 reached"
     assert (report["updates"], report["samples"]) == (60, 60 * 32)
-    assert_sound(report)
+    assert_audit_ok(report)
     assert not set(one.ports()) & set(ports)
 
     assert two.process.poll() is None
@@ -175,7 +175,7 @@ def test_two_side_by_side_one_ends_by_its_rule_the_other_by_ctrl_c(up: Any) -> N
     report = two.report()
     assert report["reason"] == "stopped by you"
     assert report["updates"] > 0
-    assert_sound(report)
+    assert_audit_ok(report)
     assert report["files"]["model"]
     assert_nothing_left(processes, ports)
 

@@ -23,25 +23,25 @@ from doll.bounded import MAX_DEPTH, MalformedError, json_value
 from doll.config import ConfigError, load, parse
 from doll.consumers.spot_notices import Imds, NoticeWatcher
 from doll.errors import CheckpointError, RecordError, ServiceUnavailableError
-from doll.ledger.audit import Counts, counts_of
+from doll.ledger.audit import SnapshotCounts, read_counts
 from doll.monitor.csv_file import read_rows
 from doll.monitor.prometheus import Measurements
-from doll.process.health import Pulse, _serve
+from doll.process.health import Heartbeat, _serve
 from doll.producers.arrivals import parse_gaps
 from doll.producers.sources import idx, lines
 from doll.provisioner.fleets.compose import ComposeFleet
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
 from doll.provisioner.fleets.processes import ProcessFleet
 from doll.provisioner.prices.ec2 import OnDemandPrices
-from doll.provisioner.state_store import FileBook
+from doll.provisioner.state_store import FileStateStore
 from doll.provisioner.traces.recordings import survey
-from doll.ps.event_log import Entry, FileEventLog, read_log
+from doll.ps.event_log import FileEventLog, LogEntry, read_log
 from doll.ps.events import EngineSnapshot
 from doll.ps.server import restore
 from doll.ps.start import Start
 from doll.records import Join, Metric, Update
 from doll.storage.checkpoints import Checkpoint, encode_checkpoint
-from fuzzing import inputs, tried
+from fuzzing import call_or_none, inputs
 from paths import SHARED_DATA
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -64,7 +64,7 @@ PACKED_WORDS = [
 def test_json_of_strangers() -> None:
     seeds = [b'{"a": [1, 2.5, "x", null, {"b": true}]}', b"[[[[1]]]]"]
     for data in inputs("json", 10_000, seeds, JSON_WORDS):
-        value = tried(MalformedError, data, json_value, data)
+        value = call_or_none(MalformedError, data, json_value, data)
         repr(value)
 
 
@@ -106,7 +106,7 @@ def test_a_queue_of_anybodys_messages_gives_the_good_notices_among_them() -> Non
         for data in inputs("sqs", 10_000, seeds, [*JSON_WORDS, b'"instance-id": []', b'"detail": []']):
             queue = Queue([data.decode("utf-8", "replace"), GOOD])
             notices = Ec2Notices(queue, "http://queue", clock=lambda: 1.8e9)
-            found = tried(ServiceUnavailableError, data, notices.take, {"i-0good": 1})
+            found = call_or_none(ServiceUnavailableError, data, notices.take, {"i-0good": 1})
             assert list(found) == ["i-0good"], data[:400]
             assert "1" not in queue.deleted
 
@@ -128,7 +128,7 @@ def test_whatever_the_metadata_service_says_is_a_notice() -> None:
     with structlog.testing.capture_logs():
         for number, data in enumerate(inputs("imds", 8_000, seeds, JSON_WORDS)):
             watcher = NoticeWatcher(Said(data.decode("utf-8", "replace")), told.append, wall=lambda: 1.8e9)
-            assert tried((), data, watcher.look)
+            assert call_or_none((), data, watcher.poll)
             assert len(told) == number + 1
             assert 0 <= told[-1] < math.inf
 
@@ -148,13 +148,13 @@ def test_price_lists_and_their_file(tmp_path: Path) -> None:
     cache = tmp_path / "prices.json"
     with structlog.testing.capture_logs():
         for data in inputs("price list", 3_000, [product], JSON_WORDS):
-            price = tried(
+            price = call_or_none(
                 (), data, OnDemandPrices(PriceList(data.decode("utf-8", "replace")), "nowhere").of, "c5.xlarge"
             )
             assert price is None or 0 < price.usd_per_h < math.inf
         for data in inputs("price file", 2_000, [kept], JSON_WORDS):
             cache.write_bytes(data)
-            price = tried((), data, OnDemandPrices(None, "nowhere", cache=cache).of, "c5.xlarge")
+            price = call_or_none((), data, OnDemandPrices(None, "nowhere", cache=cache).of, "c5.xlarge")
             assert price is None or 0 < price.usd_per_h < math.inf
 
 
@@ -172,8 +172,8 @@ class Engine(ComposeFleet):
 
 
 CONTAINER = {
-    "Name": "/j-w0-e1-spot-a0", "Created": "2026-11-22T08:00:00.5Z",
-    "Config": {"Labels": {"doll.cluster": "j", "doll.worker": "0", "doll.epoch": "1", "doll.market": "spot"}},
+    "Name": "/j-w0-i1-spot-a0", "Created": "2026-11-22T08:00:00.5Z",
+    "Config": {"Labels": {"doll.cluster": "j", "doll.worker": "0", "doll.incarnation": "1", "doll.market": "spot"}},
     "State": {"Status": "running", "FinishedAt": "0001-01-01T00:00:00Z", "ExitCode": 0, "OOMKilled": False},
 }  # fmt: skip
 
@@ -186,7 +186,7 @@ def test_what_docker_prints() -> None:
         for turn, data in enumerate(inputs("docker", 8_000, [row, found], JSON_WORDS)):
             text = data.decode("utf-8", "replace")
             fleet.listed, fleet.inspected = (text, found.decode()) if turn % 2 else (row.decode(), text)
-            for one in tried((ConfigError, ServiceUnavailableError), data, fleet.instances) or ():
+            for one in call_or_none((ConfigError, ServiceUnavailableError), data, fleet.instances) or ():
                 assert one.slot >= 0
                 assert one.market in ("spot", "on_demand")
 
@@ -200,19 +200,19 @@ def test_state_files_of_the_provisioner(tmp_path: Path) -> None:
             return []
 
     kept = json.dumps([
-        {"instance": {"id": "a", "slot": 0, "epoch": 1, "market": "spot", "pool": "p", "state": "running",
+        {"instance": {"id": "a", "slot": 0, "incarnation": 1, "market": "spot", "pool": "p", "state": "running",
                       "launched_s": 1.0, "ended_s": None, "end": ""}, "preempted": False, "killed": False},
     ]).encode()  # fmt: skip
-    book = FileBook(tmp_path, "fuzz")
+    state_store = FileStateStore(tmp_path, "fuzz")
     with structlog.testing.capture_logs():
         for data in inputs("provisioner files", 4_000, [kept, b'{"state": 3, "turn": 7}'], JSON_WORDS):
-            book.state.write_bytes(data)
-            loaded = tried((), data, book.load)
+            state_store.state.write_bytes(data)
+            loaded = call_or_none((), data, state_store.load)
             assert loaded is None or isinstance(loaded, dict)
             fleet = object.__new__(ProcessFleet)
-            fleet._path, fleet._forks, fleet._machines = book.state, NoForks(), {}  # type: ignore[assignment]
+            fleet._path, fleet._forks, fleet._machines = state_store.state, NoForks(), {}  # type: ignore[assignment]
             fleet._roles, fleet._clock = {}, lambda: 0.0
-            tried(ConfigError, data, fleet._load)
+            call_or_none(ConfigError, data, fleet._load)
 
 
 def test_tables_of_a_run(tmp_path: Path) -> None:
@@ -221,12 +221,14 @@ def test_tables_of_a_run(tmp_path: Path) -> None:
     words = [b'"' * 9, b'"' + b"x" * 200_000, b"\0", b"\xff", b"nan", b"1e999", b"\r", b"," * 3_000]
     for data in inputs("tables", 3_000, seeds, words):
         path.write_bytes(data)
-        assert all(isinstance(value, float) for row in tried((), data, read_rows, path) for value in row.values())
+        assert all(
+            isinstance(value, float) for row in call_or_none((), data, read_rows, path) for value in row.values()
+        )
 
 
 def _snapshot() -> EngineSnapshot:
     return EngineSnapshot(
-        version=3, origins=(0, 0), records_per_batch=8, applied=(2, 1), epochs=(1 << 20, 0), instances=("a", ""),
+        version=3, origins=(0, 0), records_per_batch=8, applied=(2, 1), sessions=(1 << 20, 0), instances=("a", ""),
         samples_total=24, elapsed_s=2.5, counters={"stale": 1},
     )  # fmt: skip
 
@@ -236,15 +238,15 @@ def test_the_engines_state_in_a_checkpoint() -> None:
     config = parse("job: j\ntask: {class: 'm:C'}\ndata: {workers: 2, batch_size: 8}")
     valid = msgspec.msgpack.encode(_snapshot())
     for data in inputs("engine states", 8_000, [valid], PACKED_WORDS):
-        checkpoint = Checkpoint(job="j", fingerprint="f", ps_epoch=1, version=3, state=data, tensors={})
-        found = tried(CheckpointError, data, restore, checkpoint)
+        checkpoint = Checkpoint(job="j", fingerprint="f", term=1, version=3, state=data, tensors={})
+        found = call_or_none(CheckpointError, data, restore, checkpoint)
         assert found is None or isinstance(found, EngineSnapshot)
-        counts = tried(CheckpointError, data, counts_of, config, checkpoint)
-        assert counts is None or isinstance(counts, Counts)
+        counts = call_or_none(CheckpointError, data, read_counts, config, checkpoint)
+        assert counts is None or isinstance(counts, SnapshotCounts)
 
 
 def test_event_logs(tmp_path: Path) -> None:
-    checkpoint = Checkpoint(job="j", fingerprint="f", ps_epoch=1, version=3, state=b"s", tensors={})
+    checkpoint = Checkpoint(job="j", fingerprint="f", term=1, version=3, state=b"s", tensors={})
     path = tmp_path / "events.log"
     log = FileEventLog(path, Start(1, 0.0, (), b"".join(encode_checkpoint(checkpoint))))
     for number in range(3):
@@ -252,7 +254,7 @@ def test_event_logs(tmp_path: Path) -> None:
     log.close()
     valid = path.read_bytes()
 
-    def read() -> list[Entry]:
+    def read() -> list[LogEntry]:
         start, entries = read_log(path)
         assert isinstance(start, Start)
         return list(entries)
@@ -260,7 +262,7 @@ def test_event_logs(tmp_path: Path) -> None:
     assert len(read()) == 3
     for data in inputs("event logs", 6_000, [valid], [*PACKED_WORDS, b"\xff\xff\xff\xff", b"\xff\xff\xff\x7f"]):
         path.write_bytes(data)
-        tried(RecordError, data, read)
+        call_or_none(RecordError, data, read)
 
 
 def test_job_files_of_any_size_and_kind(tmp_path: Path) -> None:
@@ -284,7 +286,7 @@ def test_idx_files(tmp_path: Path) -> None:
     valid = struct.pack(">HBBIII", 0, 8, 3, 3, 2, 2) + bytes(12)
     for data in inputs("idx", 8_000, [valid], [b"\xff" * 4, b"\0\0\0\0", struct.pack(">I", 1 << 20)]):
         path.write_bytes(data)
-        found = tried(ConfigError, data, idx.read, path, 3)
+        found = call_or_none(ConfigError, data, idx.read, path, 3)
         assert found is None or found.nbytes <= len(data)
 
 
@@ -307,7 +309,7 @@ def test_files_of_lines(tmp_path: Path, suffix: str) -> None:
     seeds = [gzip.compress(valid, mtime=0)] if suffix else [valid]
     for data in inputs(f"lines{suffix}", 3_000, seeds, [b"x" * 300, b"\n" * 99, b"\r", b"\0"]):
         path.write_bytes(data)
-        for line in tried(ConfigError, data, lambda: list(lines.read_file(path, max_bytes=100))) or ():
+        for line in call_or_none(ConfigError, data, lambda: list(lines.read_file(path, max_bytes=100))) or ():
             assert 0 < len(line) <= 101
             assert b"\n" not in line
 
@@ -325,7 +327,7 @@ def test_a_line_without_end_takes_no_memory(tmp_path: Path) -> None:
 def test_files_of_gaps() -> None:
     words = [b"inf", b"nan", b"1e308", b"1e400", b"-1", b"1_0", b"0x1", b"\x1c", b"\r"]
     for data in inputs("gaps", 3_000, [b"# seconds\n0.5\n0\n1.25\n"], words):
-        gaps = tried(ConfigError, data, parse_gaps, data.decode("utf-8", "replace"), "gaps.txt")
+        gaps = call_or_none(ConfigError, data, parse_gaps, data.decode("utf-8", "replace"), "gaps.txt")
         assert gaps is None or (math.isfinite(gaps.sum() * 1e9) and gaps.min() >= 0 and gaps.max() > 0)
 
 
@@ -333,8 +335,8 @@ def test_files_of_gaps() -> None:
 
 
 def test_the_health_endpoint_outlives_its_visitors() -> None:
-    pulse = Pulse("ps")
-    server = _serve(pulse, 0)
+    heartbeat = Heartbeat("ps")
+    server = _serve(heartbeat, 0)
     assert server is not None
     port = server.server_address[1]
 
@@ -377,13 +379,13 @@ def test_what_a_scrape_holds_is_always_readable() -> None:
             continue
         read += 1
         subject = Measurements("j", 2)
-        for one in (*known, record, Update(ps_epoch=1, version=1, members=(), n_samples=1, loss=0.5)):
-            tried((), data, subject.feed, one)
+        for one in (*known, record, Update(term=1, version=1, members=(), n_samples=1, loss=0.5)):
+            call_or_none((), data, subject.feed, one)
         registry = CollectorRegistry()
         registry.register(subject)
-        text = tried((), data, generate_latest, registry).decode()
+        text = call_or_none((), data, generate_latest, registry).decode()
         seen: set[tuple[str, tuple[tuple[str, str], ...]]] = set()
-        for family in tried((), data, lambda text=text: list(text_string_to_metric_families(text))):
+        for family in call_or_none((), data, lambda text=text: list(text_string_to_metric_families(text))):
             for sample in family.samples:
                 at = (sample.name, tuple(sorted(sample.labels.items())))
                 assert at not in seen, data
@@ -460,9 +462,9 @@ def test_recorded_markets(tmp_path: Path, name: str, packed: bool) -> None:
     assert survey(tmp_path).sets
     for data in inputs(f"traces {path.name}", 1_500, seeds, TRACE_WORDS):
         path.write_bytes(data)
-        found = tried((), data, survey, tmp_path)
-        assert found.sets or found.left_out, data[:400]
-        for one in found.left_out:
+        found = call_or_none((), data, survey, tmp_path)
+        assert found.sets or found.skipped, data[:400]
+        for one in found.skipped:
             assert "\n" not in str(one)
             assert len(str(one)) < 1_500, str(one)
         for pool in (pool for one in found.sets for pool in one.pools):

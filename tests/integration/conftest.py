@@ -20,11 +20,11 @@ from doll.ledger.balance import LedgerReport
 from doll.local.forks import ForkServer, Role
 from doll.local.supervisor import Restart, RoleSpec, Supervisor
 from doll.ps.server import restore
-from doll.records import AnyRecord, Epoch, Finished, Metric, Update, decode, encode
+from doll.records import AnyRecord, Finished, Metric, TermStarted, Update, decode, encode
 from doll.services import BLOBS_ENV, Services, kafka_settings
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.file_store import FileStore
-from waiting import PATIENCE_S
+from waiting import WAIT_TIMEOUT_S
 
 FEATURES = 4
 # Short leases and pauses: a test waits for what a person would wait for.
@@ -33,7 +33,7 @@ task: {{class: "doll.tasks.synthetic:Gaussian", args: {{features: {FEATURES}, hi
 data: {{workers: 2, batch_size: 8}}
 training: {{policy: {{name: doll, group_size: 2}}, optimizer: {{name: sgd, lr: 0.05, momentum: 0.9}}}}
 checkpoint: {{every_updates: 5, every_s: 0.5}}
-worker: {{lease_s: 6, grant_timeout_s: 5, stall_s: 15, drain_s: 3}}
+worker: {{lease_s: 6, grant_timeout_s: 5, stall_timeout_s: 15, drain_s: 3}}
 evaluation: {{enabled: false}}
 """
 
@@ -55,7 +55,7 @@ class Pipeline:
         self.config: JobConfig = load(self.job_path, list(overrides))
         self._write_job(self.job_path, self.config)
         self.updates: list[Update] = []
-        self.epochs: list[Epoch] = []
+        self.term_starts: list[TermStarted] = []
         self.finished: Finished | None = None
         self.metrics: dict[str, dict[str, float]] = {}
         self.pids: dict[str, int] = {}
@@ -118,7 +118,7 @@ class Pipeline:
         """SIGKILL; the supervisor will start it again."""
         role = self.role(name)
         role.kill()
-        assert role.wait(PATIENCE_S) == -signal.SIGKILL
+        assert role.wait(WAIT_TIMEOUT_S) == -signal.SIGKILL
 
     def log(self, name: str) -> str:
         path = self.run / "logs" / f"{name}.log"
@@ -144,7 +144,7 @@ class Pipeline:
         for i, value in enumerate(values):
             to = i % self.config.data.workers if partition is None else partition
             self.produce("samples", value, to)
-        assert self._producer.flush(PATIENCE_S) == 0
+        assert self._producer.flush(WAIT_TIMEOUT_S) == 0
 
     def produce(self, kind: Any, value: bytes | None, partition: int = 0) -> None:
         self._producer.produce(self.config.topic(kind), value, partition=partition)
@@ -153,7 +153,7 @@ class Pipeline:
     def control(self, kind: Any, record: AnyRecord | bytes, partition: int = 0) -> None:
         """A record, or any bytes, on one of the control topics."""
         self.produce(kind, record if isinstance(record, bytes) else encode(record), partition)
-        assert self._producer.flush(PATIENCE_S) == 0
+        assert self._producer.flush(WAIT_TIMEOUT_S) == 0
 
     # --- watching
 
@@ -168,14 +168,14 @@ class Pipeline:
             match one.record:
                 case Update():
                     self.updates.append(one.record)
-                case Epoch():
-                    self.epochs.append(one.record)
+                case TermStarted():
+                    self.term_starts.append(one.record)
                 case Finished():
                     self.finished = one.record
                 case Metric() if one.record.values:
                     self.metrics[one.record.source] = dict(one.record.values)
 
-    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
+    def until(self, condition: Callable[[], bool], what: str, timeout_s: float = WAIT_TIMEOUT_S) -> None:
         deadline_s = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline_s:
@@ -186,10 +186,10 @@ class Pipeline:
                 pytest.fail(f"not within {timeout_s:g} s: {what}; version {self.version}, {self.metrics}\n{logs}")
             self.look()
 
-    def until_version(self, version: int, timeout_s: float = PATIENCE_S) -> None:
+    def until_version(self, version: int, timeout_s: float = WAIT_TIMEOUT_S) -> None:
         self.until(lambda: self.version >= version, f"version {version}", timeout_s)
 
-    def until_finished(self, timeout_s: float = 2 * PATIENCE_S) -> None:
+    def until_finished(self, timeout_s: float = 2 * WAIT_TIMEOUT_S) -> None:
         """The job has ended, and with it each of its processes."""
         self.until(lambda: self.finished is not None, "the end of the job", timeout_s)
         self.until(lambda: not self.supervisor.handles(), "the end of its processes")
@@ -213,10 +213,10 @@ class Pipeline:
     def audit(self) -> LedgerReport:
         return audit(self.config, self.services, self.store)
 
-    def assert_sound(self) -> LedgerReport:
+    def assert_audit_ok(self) -> LedgerReport:
         """0 missing, 0 twice, nothing that does not fit."""
         report = self.audit()
-        assert report.complaints() == []
+        assert report.violations() == []
         assert report.ok
         assert (report.missing, report.twice) == ((), ())
         assert report.applied > 0
@@ -230,7 +230,7 @@ class Pipeline:
             _, high = consumer.get_watermark_offsets(where, timeout=60)
             consumer.assign([where])
             found: list[AnyRecord] = []
-            deadline_s = time.monotonic() + PATIENCE_S
+            deadline_s = time.monotonic() + WAIT_TIMEOUT_S
             while len(found) < high:
                 assert time.monotonic() < deadline_s, f"{kind}: {len(found)} of {high} records"
                 message = consumer.poll(0.2)

@@ -16,10 +16,10 @@ from doll.kafka import topics
 from doll.ledger import audit as audit_module
 from doll.ledger.audit import audit
 from doll.ledger.balance import LedgerReport, Range
-from doll.records import AnyRecord, DeadLetter, Epoch, Finished, Member, Update, encode
+from doll.records import AnyRecord, DeadLetter, Finished, Member, TermStarted, Update, encode
 from doll.services import Services, kafka_settings
 from doll.storage.checkpoints import Checkpoint
-from doll.testing import MemoryStore
+from doll.testing import MemoryCheckpointStore
 
 pytestmark = pytest.mark.integration
 
@@ -32,7 +32,7 @@ class Job:
 
     config: JobConfig
     services: Services
-    store: MemoryStore
+    store: MemoryCheckpointStore
     applied: list[int] = field(default_factory=lambda: [0, 0])
     version: int = 0
 
@@ -49,38 +49,38 @@ class Job:
     def records(self, *records: AnyRecord) -> None:
         self.send("updates", [encode(record) for record in records])
 
-    def begin(self, ps_epoch: int, resumed: int = 0) -> None:
-        self.records(Epoch(ps_epoch=ps_epoch, resumed_version=resumed, origins=(0, 0), records_per_batch=B, time_s=0.0))
+    def begin(self, term: int, resumed: int = 0) -> None:
+        self.records(TermStarted(term=term, resumed_version=resumed, origins=(0, 0), records_per_batch=B, time_s=0.0))
 
-    def update(self, ps_epoch: int, version: int, *tokens: tuple[int, int], **member: Any) -> None:
+    def update(self, term: int, version: int, *batches: tuple[int, int], **member: Any) -> None:
         members = tuple(
             Member(
                 worker=n,
-                token=j,
+                batch=j,
                 lo=B * j,
                 hi=B * j + B,
                 n_samples=B,
                 base_version=version - 1,
                 **(member if j == 0 else {}),
             )
-            for n, j in tokens
+            for n, j in batches
         )
-        self.records(Update(ps_epoch=ps_epoch, version=version, members=members, n_samples=B * len(members), loss=1.0))
+        self.records(Update(term=term, version=version, members=members, n_samples=B * len(members), loss=1.0))
 
-    def save(self, ps_epoch: int, version: int, *applied: int, records_per_batch: int = B) -> None:
+    def save(self, term: int, version: int, *applied: int, records_per_batch: int = B) -> None:
         state = {
             "version": version,
             "applied": applied,
             "origins": (0, 0),
             "records_per_batch": records_per_batch,
             "samples_total": B * sum(applied),
-            "epochs": [1, 1],
+            "sessions": [1, 1],
         }
         self.store.save(
             Checkpoint(
                 job=self.config.job,
                 fingerprint="any",
-                ps_epoch=ps_epoch,
+                term=term,
                 version=version,
                 state=msgspec.msgpack.encode(state),
                 tensors={"weights": np.zeros(1, np.float32)},
@@ -100,7 +100,7 @@ class Job:
 @pytest.fixture
 def job(services: Services, job_name: str) -> Job:
     text = f"job: {job_name}\ntask: {{class: 'tests:Task'}}\ndata: {{workers: 2, batch_size: {B}}}\n"
-    return Job(parse(text), services, MemoryStore(job_name))
+    return Job(parse(text), services, MemoryCheckpointStore(job_name))
 
 
 def sound(job: Job) -> None:
@@ -118,17 +118,17 @@ def sound(job: Job) -> None:
     job.update(1, 4, (1, 1))  # the old one still writes
     job.update(2, 3, (1, 1), (0, 2))
     job.save(2, 3, 3, 2)
-    job.records(Finished(ps_epoch=2, version=3, reason="stopped", time_s=0.0))
+    job.records(Finished(term=2, version=3, reason="stopped", time_s=0.0))
 
 
 def test_a_sound_history_balances(job: Job) -> None:
     sound(job)
     report = job.audit()
-    assert report.complaints() == []
+    assert report.violations() == []
     assert report.summary() == (
         "audit: 50 offsets produced, 39 applied exactly once, 10 not yet applied, 0 missing, 0 twice, 1 dead-lettered"
     )
-    assert (report.redone, report.updates, report.version, report.ps_epoch) == (2, 3, 3, 2)
+    assert (report.voided, report.updates, report.version, report.term) == (2, 3, 3, 2)
     assert [line.pending for line in report.partitions] == [6, 4]
 
 
@@ -142,7 +142,7 @@ def test_a_batch_applied_again_and_one_left_out_are_named(job: Job) -> None:
     assert not report.ok
     assert report.twice == (Range(0, 0, 8),)
     assert report.missing == (Range(0, 24, 32),)
-    assert "missing: partition 0: 24-31" in report.complaints()
+    assert "missing: partition 0: 24-31" in report.violations()
 
 
 def test_before_the_first_checkpoint_everything_is_to_come(job: Job) -> None:
@@ -162,7 +162,7 @@ def test_a_gap_that_is_none_is_found_on_the_broker(job: Job) -> None:
     job.save(1, 1, 1, 0)
     report = job.audit()
     assert report.missing == (Range(0, 2, 4),)
-    assert "but the log holds records: partition 0: 2-3" in " ".join(report.complaints())
+    assert "but the log holds records: partition 0: 2-3" in " ".join(report.violations())
 
 
 def test_a_real_gap_is_one(job: Job) -> None:
@@ -178,7 +178,7 @@ def test_a_real_gap_is_one(job: Job) -> None:
     job.update(1, 1, (0, 0), gaps=((3, 4), (7, 8)))
     job.save(1, 1, 1, 0)
     report = job.audit()
-    assert report.complaints() == []
+    assert report.violations() == []
     assert (report.applied, report.gaps) == (6, 2)
 
 
@@ -196,11 +196,11 @@ def test_unreadable_records_are_problems(job: Job) -> None:
 def test_it_looks_again_when_a_checkpoint_was_saved_meanwhile(job: Job) -> None:
     """As read: version 2 from the old checkpoint, then an end at version 3. Only the second look fits together."""
     sound(job)
-    old = MemoryStore(job.config.job)
+    old = MemoryCheckpointStore(job.config.job)
     job.store, new = old, job.store
     job.save(1, 2, 2, 1)
 
-    class Saving(MemoryStore):
+    class Saving(MemoryCheckpointStore):
         loads = 0
 
         def load_newest(self, fingerprint: str | None) -> Checkpoint | None:
@@ -211,14 +211,14 @@ def test_it_looks_again_when_a_checkpoint_was_saved_meanwhile(job: Job) -> None:
             return new.versions()
 
     store = Saving(job.config.job)
-    assert audit(job.config, job.services, store).complaints() == []
+    assert audit(job.config, job.services, store).violations() == []
     assert store.loads == 2
     job.store = old
     assert "the job ended at version 3, but the newest checkpoint is of version 2" in " ".join(job.audit().problems)
 
 
 def test_what_hinders_an_audit_is_said(job: Job, services: Services) -> None:
-    store = MemoryStore("never-ran")
+    store = MemoryCheckpointStore("never-ran")
     text = "job: never-ran\ntask: {class: 'tests:Task'}\n"
     with pytest.raises(ServiceUnavailableError, match=r"topic doll\.never-ran\.samples does not exist"):
         audit(parse(text), services, store)
@@ -233,7 +233,7 @@ def test_what_hinders_an_audit_is_said(job: Job, services: Services) -> None:
 
 
 def test_gaps_far_apart_and_near_are_all_looked_up(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_module, "_NEAR", 3)
+    monkeypatch.setattr(audit_module, "_MAX_GAP_RECORDS", 3)
     job.send("samples", [b"x"] * 24, partition=0)
     job.send("samples", [b"x"] * 24, partition=1)
     job.begin(1)

@@ -18,19 +18,19 @@ def test_a_backlog_above_all_buffers_is_learned(make_pipeline: Any) -> None:
     Faust hands out all topics in one loop: were a sample to wait for room there, the durable watermark that makes room
     would wait behind it, for ever.
     """
-    job = make_pipeline("data.batch_size=64", "stop.updates=156", "worker.stall_s=60")
+    job = make_pipeline("data.batch_size=64", "stop.updates=156", "worker.stall_timeout_s=60")
     job.send(job.samples(20_000))
     job.start()
     job.until_finished()
-    report = job.assert_sound()
-    assert (report.version, report.applied, report.redone) == (156, 156 * 2 * 64, 0)
+    report = job.assert_audit_ok()
+    assert (report.version, report.applied, report.voided) == (156, 156 * 2 * 64, 0)
     assert job.supervisor.exit_codes()["worker-0"] == 0
     assert "exiting code=1" not in job.log("worker-0") + job.log("worker-1")
 
 
 def test_the_end_of_a_log_that_holds_no_record_is_not_waited_for(make_pipeline: Any) -> None:
     """The marker of a transaction takes the last offset: a worker must not start again and again for its sake."""
-    job = make_pipeline("stop.updates=4", "worker.stall_s=10")
+    job = make_pipeline("stop.updates=4", "worker.stall_timeout_s=10")
     producer = Producer(kafka_settings(job.config, job.services, **{"transactional.id": job.config.job}))
     producer.init_transactions(60)
 
@@ -49,4 +49,4 @@ def test_the_end_of_a_log_that_holds_no_record_is_not_waited_for(make_pipeline: 
     assert job.restarts == before
     send(2 * 2 * 8)
     job.until_finished()
-    job.assert_sound()
+    job.assert_audit_ok()

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
-from doll.consumers.kafka_channel import WorkerLink
+from doll.consumers.kafka_channel import WorkerChannel
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.packing import pack
 from doll.process.fault_points import ENV, MARKER_ENV
-from doll.ps.kafka_channel import KafkaLink
+from doll.ps.kafka_channel import KafkaChannel
 from doll.records import (
     Alive,
     Announce,
@@ -100,7 +100,7 @@ def test_every_bad_record_is_dead_lettered_with_its_reason_and_the_rest_is_learn
     job.send(values, partition=0)
     job.send([point(i) for i in range(160)], partition=1)
     job.until_finished()
-    report = job.assert_sound()
+    report = job.assert_audit_ok()
     assert (report.applied + report.dead, report.dead) == (320, len(expected))
 
     letters = {letter.offset: letter for letter in job.read("dead")}
@@ -132,7 +132,7 @@ def test_a_packed_record_in_which_one_sample_is_bad_gives_its_others(points: Any
     job.send(good, partition=0)
     job.send([pack([point(4 * i + k) for k in range(4)]) for i in range(16)], partition=1)
     job.until_finished()
-    report = job.assert_sound()
+    report = job.assert_audit_ok()
     assert (report.applied, report.dead, report.partly_dead_samples) == (32 - 4, 4, 2)
     letters = {letter.offset: letter for letter in job.read("dead")}
     assert {offset: (letter.whole, letter.samples) for offset, letter in letters.items()} == {
@@ -155,7 +155,7 @@ def test_a_stream_of_nothing_but_garbage_stops_nobody(points: Any) -> None:
     job.send([b"garbage"] * 80, partition=0)
     job.send([point(i) for i in range(80)], partition=1)
     job.until_finished()
-    report = job.assert_sound()
+    report = job.assert_audit_ok()
     assert (report.applied, report.dead) == (80, 80)
     assert len(job.read("dead")) == 80
 
@@ -165,7 +165,7 @@ def test_garbage_on_the_control_topics_is_counted_and_refused(points: Any) -> No
     job.start()
     job.send([point(i) for i in range(320)])
     job.until_version(5)
-    forged_up = [
+    forged_events = [
         b"",
         b"garbage",
         b"\xd0",
@@ -173,45 +173,45 @@ def test_garbage_on_the_control_topics_is_counted_and_refused(points: Any) -> No
         b"\xd0\x01" + msgspec.msgpack.encode({"type": "unknown"}),
         b"\xd0\x01" + msgspec.msgpack.encode({"type": "push", "worker": "zero"}),
         b"\xd0\x01" + b"\x91" * 10_000,
-        encode(Hello(ps_epoch=1)),  # belongs on the other topic
+        encode(Hello(term=1)),  # belongs on the other topic
     ]
-    for value in forged_up:
-        job.control("up", value)
-    # Well-formed and wrong: nobody's epoch, nobody's worker, nobody's grant.
+    for value in forged_events:
+        job.control("events", value)
+    # Well-formed and wrong: nobody's session, nobody's worker, nobody's grant.
     nonsense = [
         Join(worker=99, instance="x"),
         Join(worker=-1, instance="x"),
-        Announce(worker=0, epoch=12345, first=0, until=10**12),
-        Announce(worker=7, epoch=1, first=0, until=1),
-        Alive(worker=1, epoch=1),
-        Leave(worker=0, epoch=3, cause="forged"),
-        Push(worker=0, epoch=1, token=0, ps_epoch=1, grant=1, version=0, key="doll:x:g:1:1", n_samples=8, loss_sum=0.0),
-        Evaluated(ps_epoch=99, version=10**9, loss=0.0, accuracy=1.0),
+        Announce(worker=0, session=12345, first=0, until=10**12),
+        Announce(worker=7, session=1, first=0, until=1),
+        Alive(worker=1, session=1),
+        Leave(worker=0, session=3, cause="forged"),
+        Push(worker=0, session=1, batch=0, term=1, grant=1, version=0, key="doll:x:g:1:1", n_samples=8, loss_sum=0.0),
+        Evaluated(term=99, version=10**9, loss=0.0, accuracy=1.0),
     ]  # fmt: skip
     for record in nonsense:
-        job.control("up", record)
+        job.control("events", record)
     for n in (0, 1):
-        for value in forged_up[:-1]:
-            job.control("down", value, n)
-        grant = Grant(ps_epoch=0, worker=n, epoch=1, token=0, grant=1, version=0, key="doll:x:w:1:0")
+        for value in forged_events[:-1]:
+            job.control("commands", value, n)
+        grant = Grant(term=0, worker=n, session=1, batch=0, grant=1, version=0, key="doll:x:w:1:0")
         for record in (
             grant,
-            Stop(ps_epoch=0, reason="forged"),
-            Welcome(ps_epoch=0, worker=n, instance="x", epoch=99, origin=0, next_token=9, fingerprint=""),
+            Stop(term=0, reason="forged"),
+            Welcome(term=0, worker=n, instance="x", session=99, origin=0, next_batch=9, fingerprint=""),
             Join(worker=n, instance="x"),
         ):
-            job.control("down", record, n)
+            job.control("commands", record, n)
     job.send([point(i) for i in range(800)])
     job.until_finished()
-    report = job.assert_sound()
+    report = job.assert_audit_ok()
     assert (report.version, report.dead) == (60, 0)
     refused = job.counters()
-    assert refused["refused_record"] == len(forged_up)
+    assert refused["refused_record"] == len(forged_events)
     assert refused["refused_unknown_worker"] == 3
     assert refused["refused_fenced"] == 4
     assert refused["refused_evaluated"] == 1
     for n in (0, 1):
-        assert job.log(f"worker-{n}").count("record_refused") == len(forged_up) - 1
+        assert job.log(f"worker-{n}").count("record_refused") == len(forged_events) - 1
 
 
 IDS = """
@@ -267,7 +267,7 @@ def test_samples_that_would_break_the_model_go_and_no_others(make_pipeline: Any,
     job.send([sample(7 * i) for i in range(400)], partition=1)
     job.until_finished()
     assert marker.exists()
-    report = job.assert_sound()
+    report = job.assert_audit_ok()
     dead = {offset for update in job.updates for member in update.members for offset in member.dead}
     assert {21, 131} <= dead
     assert len(dead & {83, 84}) >= 1
@@ -307,11 +307,11 @@ def test_a_dead_letter_that_kafka_refuses_is_not_taken_for_stored(make_pipeline:
     admin = AdminClient(kafka_settings(job.config, job.services))
     for done in admin.incremental_alter_configs([topic]).values():
         done.result(60.0)
-    worker = WorkerLink(job.config, job.services, 0)
+    worker = WorkerChannel(job.config, job.services, 0)
     letter = DeadLetter(worker=0, partition=0, offset=3, reason="bad", payload=b"x" * 5000, payload_bytes=5000)
     try:
         with pytest.raises(ServiceUnavailableError, match=r"refused a dead letter on doll\..*\.dead: .*too large"):
-            worker.dead_letters([letter])
+            worker.send_dead_letters([letter])
     finally:
         worker.close()
 
@@ -321,16 +321,16 @@ def test_an_update_of_nothing_but_bad_records_fits_into_its_topic(make_pipeline:
     job = make_pipeline()
     first = 5_000_000_000
     dead = tuple(range(first, first + 200_000))
-    member = Member(worker=0, token=0, lo=first, hi=first + 200_000, n_samples=0, base_version=0, dead=dead)
-    update = Update(ps_epoch=1, version=1, members=(member,), n_samples=0, loss=0.0, samples_total=0)
-    server = KafkaLink(job.config, job.services)
-    worker = WorkerLink(job.config, job.services, 0)
+    member = Member(worker=0, batch=0, lo=first, hi=first + 200_000, n_samples=0, base_version=0, dead=dead)
+    update = Update(term=1, version=1, members=(member,), n_samples=0, loss=0.0, samples_total=0)
+    server = KafkaChannel(job.config, job.services)
+    worker = WorkerChannel(job.config, job.services, 0)
     push = Push(
-        worker=0, epoch=1, token=0, ps_epoch=1, grant=1, version=0, key="", n_samples=0, loss_sum=0.0, dead=dead
+        worker=0, session=1, batch=0, term=1, grant=1, version=0, key="", n_samples=0, loss_sum=0.0, dead=dead
     )  # fmt: skip
     try:
         server.open()
-        server.update(update)
+        server.send_update(update)
         worker.send(push)
         assert server.flush(60.0) == 0
         worker.flush(60.0)

@@ -16,7 +16,7 @@ import pytest
 from doll.local import kafka_jars
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
-from waiting import PATIENCE_S, until
+from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
 
@@ -27,7 +27,7 @@ from doll.local.kafka_cluster import KafkaCluster
 with KafkaCluster(pathlib.Path(sys.argv[1]), ({}, {}, {})) as cluster:
     print(json.dumps({"address": cluster.address, "pids": [node.pid for node in cluster.nodes]}), flush=True)
     while True:
-        cluster.revive()
+        cluster.restart_dead()
         time.sleep(0.1)
 """
 
@@ -41,8 +41,8 @@ class Held(NamedTuple):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Held]:
     """Started, and started again where a node dies, by a process of its own."""
-    if (obstacle := kafka_jars.obstacle()) is not None:
-        pytest.skip(f"no Kafka broker can be started: {obstacle}")
+    if (unavailable_reason := kafka_jars.unavailable_reason()) is not None:
+        pytest.skip(f"no Kafka broker can be started: {unavailable_reason}")
     folder = tmp_path_factory.mktemp("cluster")
     with (folder / "holder.log").open("w") as log:
         process = subprocess.Popen(
@@ -76,7 +76,7 @@ def test_a_job_goes_on_without_one_broker_and_loses_nothing(
     os.kill(leader, signal.SIGKILL)
     pipeline.send(pipeline.samples(320))
     pipeline.until_version(15)  # 480 samples in groups of 2 batches of 8 are 30 updates
-    report = pipeline.assert_sound()
+    report = pipeline.assert_audit_ok()
     assert (report.missing, report.twice) == ((), ())
 
 
@@ -86,7 +86,7 @@ def leader_of(pipeline: Any) -> int:
 
     topic = pipeline.config.topic("updates")
     admin = AdminClient(kafka_settings(pipeline.config, pipeline.services))
-    return int(admin.list_topics(topic, timeout=PATIENCE_S).topics[topic].partitions[0].leader)
+    return int(admin.list_topics(topic, timeout=WAIT_TIMEOUT_S).topics[topic].partitions[0].leader)
 
 
 def test_no_broker_outlives_the_process_that_started_them(cluster: Held) -> None:

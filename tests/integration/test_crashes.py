@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from doll.local.forks import Role
-from waiting import PATIENCE_S
+from waiting import WAIT_TIMEOUT_S
 
 pytestmark = pytest.mark.integration
 
@@ -25,16 +25,16 @@ def test_worker_and_parameter_server_are_killed_in_mid_run(make_pipeline: Any) -
     job.until_version(25)
     job.kill("ps")
     job.send(job.samples(600))
-    job.until(lambda: len(job.epochs) == 2, "a second parameter server")
+    job.until(lambda: len(job.term_starts) == 2, "a second parameter server")
     job.until_version(60)
     job.kill("worker-1")
     job.kill("ps")
     job.send(job.samples(1400))
     job.until_finished()
-    report = job.assert_sound()
-    assert (report.version, report.applied, report.ps_epoch) == (150, 2400, 3)
-    assert [epoch.ps_epoch for epoch in job.epochs] == [1, 2, 3]
-    assert job.checkpoint().ps_epoch == 3
+    report = job.assert_audit_ok()
+    assert (report.version, report.applied, report.term) == (150, 2400, 3)
+    assert [started.term for started in job.term_starts] == [1, 2, 3]
+    assert job.checkpoint().term == 3
 
 
 def test_what_was_applied_and_not_saved_is_applied_again(make_pipeline: Any) -> None:
@@ -45,18 +45,18 @@ def test_what_was_applied_and_not_saved_is_applied_again(make_pipeline: Any) -> 
     job = make_pipeline("stop.updates=30", "data.start=latest", *NO_CHECKPOINTS)
     job.send(job.samples(50))  # before the job
     job.start()
-    job.until(lambda: len(job.epochs) == 1, "the origins")
+    job.until(lambda: len(job.term_starts) == 1, "the origins")
     job.send(job.samples(320))  # 20 updates: the job cannot end before the server dies
     job.until_version(12)
     job.kill("ps")
     assert job.store.versions() == [(1, 0)]
     job.send(job.samples(280))
     job.until_finished()  # the end orders a checkpoint, whatever is due
-    report = job.assert_sound()
-    assert (report.version, report.ps_epoch) == (30, 2)
-    assert report.redone >= 12
-    assert [epoch.resumed_version for epoch in job.epochs] == [0, 0]
-    assert [epoch.origins for epoch in job.epochs] == [(25, 25), (25, 25)]
+    report = job.assert_audit_ok()
+    assert (report.version, report.term) == (30, 2)
+    assert report.voided >= 12
+    assert [started.resumed_version for started in job.term_starts] == [0, 0]
+    assert [started.origins for started in job.term_starts] == [(25, 25), (25, 25)]
     assert report.applied == 30 * 16
 
 
@@ -67,7 +67,9 @@ def test_a_worker_that_was_frozen_and_replaced_is_fenced_and_exits(make_pipeline
     job.until_version(5)
     zombie: Role = job.role("worker-0")
     zombie.send_signal(signal.SIGSTOP)
-    job.until(lambda: job.metrics.get("ps", {}).get("worker_0_up") == 0.0, "the lease of the frozen worker to run out")
+    job.until(
+        lambda: job.metrics.get("ps", {}).get("worker_0_live") == 0.0, "the lease of the frozen worker to run out"
+    )
     job.send(job.samples(600))
     job.start_worker(0, name="worker-0-again")
     before = job.version
@@ -80,7 +82,7 @@ def test_a_worker_that_was_frozen_and_replaced_is_fenced_and_exits(make_pipeline
     assert "fenced" in job.log("worker-0")
     job.send(job.samples(800))
     job.until_finished()
-    job.assert_sound()
+    job.assert_audit_ok()
     assert job.counters()["workers_lost"] >= 1
 
 
@@ -95,17 +97,17 @@ def test_a_second_parameter_server_ends_the_first(make_pipeline: Any) -> None:
     first.send_signal(signal.SIGSTOP)
     job.send(job.samples(160))  # the first may have learned and saved all that there was
     second: Role = job.launch("ps-again", "ps_role")
-    job.until(lambda: job.updates[-1].ps_epoch == 2, "the second server to work")
+    job.until(lambda: job.updates[-1].term == 2, "the second server to work")
     first.send_signal(signal.SIGCONT)
     job.send(job.samples(160))
     job.until(lambda: first.poll() is not None, "the end of the first server")
     assert first.exitcode == 1
-    assert "parameter server epoch 1 is over: epoch 2 has claimed" in job.log("ps")
+    assert "parameter server term 1 is over: term 2 has claimed" in job.log("ps")
     job.send(job.samples(600))
     job.until_finished()
-    assert second.wait(PATIENCE_S) == 0
-    report = job.assert_sound()
-    assert (report.version, report.ps_epoch) == (60, 2)
+    assert second.wait(WAIT_TIMEOUT_S) == 0
+    report = job.assert_audit_ok()
+    assert (report.version, report.term) == (60, 2)
 
 
 def test_a_worker_that_is_told_to_go_hands_its_batches_back(make_pipeline: Any) -> None:
@@ -122,7 +124,7 @@ def test_a_worker_that_is_told_to_go_hands_its_batches_back(make_pipeline: Any) 
     job.start_worker(1, name="worker-1-again")
     job.send(job.samples(700))
     job.until_finished()
-    job.assert_sound()
+    job.assert_audit_ok()
     assert job.counters()["workers_lost"] >= 1  # on a busy machine a lease may run out too
 
 
@@ -139,6 +141,6 @@ def test_a_parameter_server_that_is_told_to_go_saves_first(make_pipeline: Any) -
     job.supervisor.start(job.spec("ps-again", "ps_role"))
     job.send(job.samples(400))
     job.until_finished()
-    report = job.assert_sound()
-    assert (report.version, report.redone) == (40, 0)
-    assert [epoch.resumed_version for epoch in job.epochs] == [0, 20]
+    report = job.assert_audit_ok()
+    assert (report.version, report.voided) == (40, 0)
+    assert [started.resumed_version for started in job.term_starts] == [0, 20]

@@ -12,11 +12,11 @@ import pytest
 from confluent_kafka import Consumer, KafkaError, TopicPartition
 from confluent_kafka.admin import AdminClient
 from doll.cli.app import app
-from doll.cli.dead import plain
+from doll.cli.dead import printable
 from doll.config import JobConfig, dump
 from doll.errors import ServiceUnavailableError
 from doll.ledger import dead_letters
-from doll.ledger.balance import Fate
+from doll.ledger.balance import OffsetState
 from doll.records import DeadLetter, encode
 from doll.services import kafka_settings
 from typer.testing import CliRunner
@@ -139,7 +139,7 @@ def test_dead_records_are_listed_shown_replayed_once_and_then_learned(
             (0, 19, "topic", 25),
             (1, 5, "topic", 24),
         ]
-        assert "superseded: it was learned" in done[1]["why_not"]
+        assert "superseded: it was learned" in done[1]["skip_reason"]
         assert values_at(job.config, job.services, 0, 24, 26) == [bad[0, 3], undecided[0, 19]]
         once_more = cli("dead", "replay", *at, *folder, "--reason", "jsondecodeerror")
         assert "not replayed: replayed before, as offset 24" in once_more
@@ -153,7 +153,7 @@ def test_dead_records_are_listed_shown_replayed_once_and_then_learned(
         job.send(good * 4, partition)
     job.until_version(4)
     job.until(lambda: job.checkpoint().version >= 4, "a checkpoint of the replayed")
-    report = job.assert_sound()
+    report = job.assert_audit_ok()
     assert (report.applied, report.dead, report.superseded, report.gaps) == (64 - 6 - 2, 6, 1, 2)
 
 
@@ -180,7 +180,7 @@ def test_where_the_log_has_let_go_the_letter_serves_if_it_is_whole(make_pipeline
         (1, "letter", 16),
         (7, "topic", 17),
     ]
-    why = {item.dead.at[1]: item.why_not for item in done if item.why_not}
+    why = {item.dead.at[1]: item.skip_reason for item in done if item.skip_reason}
     assert "kept only the first 65536 of 70000 bytes" in why[2]
     assert why[4] == "it is empty"
     assert "not in a checkpoint yet" in why[5000]
@@ -195,11 +195,11 @@ def test_where_the_log_has_let_go_the_letter_serves_if_it_is_whole(make_pipeline
 def test_a_record_that_kafka_refuses_is_an_error(make_pipeline: Callable[..., Any]) -> None:
     job = make_pipeline()
 
-    def dead(offset: int, payload: bytes) -> dead_letters.Dead:
+    def dead(offset: int, payload: bytes) -> dead_letters.DeadRecord:
         letter = DeadLetter(
             worker=0, partition=0, offset=offset, reason="", payload=payload, payload_bytes=len(payload)
         )
-        return dead_letters.Dead(letter, fate="dead")
+        return dead_letters.DeadRecord(letter, offset_state="dead")
 
     big = dead(1, b"x" * 20_000_000)  # above max.message.bytes of the samples topic
     with pytest.raises(ServiceUnavailableError, match=r"does not take a record on .*samples, partition 0: .*MSG_SIZE"):
@@ -216,7 +216,7 @@ def test_a_replay_that_was_cut_off_or_overtaken_replays_nothing_twice(make_pipel
     config, services = job.config, job.services
     letter = DeadLetter(worker=0, partition=0, offset=0, reason="bad", payload=b"once", payload_bytes=4)
     job.control("dead", letter)
-    dead = dead_letters.Dead(letter, fate="dead")
+    dead = dead_letters.DeadRecord(letter, offset_state="dead")
     with dead_letters._Replayer(config, services) as first:
         # The record is in the log, and its letter is not: the moment at which a process may die.
         first._producer.begin_transaction()
@@ -224,11 +224,11 @@ def test_a_replay_that_was_cut_off_or_overtaken_replays_nothing_twice(make_pipel
         (done,) = dead_letters.replay(config, services, [dead])
         assert done.offset is not None
         overtaken = pytest.raises(ServiceUnavailableError, match="another replay of this job has begun since")
-        with overtaken, first._translated("take records"):
+        with overtaken, first._translate_errors("take records"):
             first._producer.commit_transaction(60)
     # `dead` was read before the second replay: it is looked up again.
     (again,) = dead_letters.replay(config, services, [dead])
-    assert again.why_not.startswith("replayed before, as offset")
+    assert again.skip_reason.startswith("replayed before, as offset")
     consumer = Consumer(kafka_settings(config, services, group_id="test", enable_partition_eof=True))
     consumer.assign([TopicPartition(config.topic("samples"), 0, 0)])
     try:
@@ -240,7 +240,7 @@ def test_a_replay_that_was_cut_off_or_overtaken_replays_nothing_twice(make_pipel
 
 
 def test_what_is_printed_cannot_steer_a_terminal() -> None:
-    assert plain("a\x1b]0;title\x07b\nü\u202e") == "a\\x1b]0;title\\x07b\\nü\\u202e"
+    assert printable("a\x1b]0;title\x07b\nü\u202e") == "a\\x1b]0;title\\x07b\\nü\\u202e"
 
 
 def test_letters_that_came_twice_count_once() -> None:
@@ -248,8 +248,10 @@ def test_letters_that_came_twice_count_once() -> None:
     again = DeadLetter(worker=0, partition=0, offset=4, reason="second", payload=b"p", payload_bytes=1)
     told = DeadLetter(worker=0, partition=0, offset=4, reason="replayed as offset 9", payload=b"", payload_bytes=0)
 
-    def collect(letters: list[DeadLetter], fate: Fate = "dead", **more: Any) -> list[dead_letters.Dead]:
-        return dead_letters.collect(letters, lambda partition, offset: fate, **more)
+    def collect(
+        letters: list[DeadLetter], offset_state: OffsetState = "dead", **more: Any
+    ) -> list[dead_letters.DeadRecord]:
+        return dead_letters.collect(letters, lambda partition, offset: offset_state, **more)
 
     (found,) = collect([letter, again, told])
     assert (found.letter, found.replayed_as, found.state) == (again, (9,), "replayed")
@@ -259,11 +261,11 @@ def test_letters_that_came_twice_count_once() -> None:
     assert collect([posing])[0].replayed_as == ()
     # Where two processes found different samples of a record bad, the update that counts says which of them was right.
     part = msgspec.structs.replace(letter, reason="in part", whole=False)
-    states: list[Fate] = ["dead", "partly", "applied", "pending"]
+    states: list[OffsetState] = ["dead", "partly", "applied", "pending"]
     for letters, expected in (
         ([letter, part], ["dead", "in part", "superseded", "pending"]),
         ([part, letter], ["dead", "superseded", "superseded", "pending"]),
     ):
-        assert [collect(letters, fate)[0].state for fate in states] == expected
+        assert [collect(letters, offset_state)[0].state for offset_state in states] == expected
         assert collect(letters, "dead")[0].letter == letter
     assert len(encode(told)) < 200

@@ -18,13 +18,13 @@ from doll.local.forks import ForkServer, Role
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
 from doll.monitor.csv_file import read_rows
-from doll.records import AnyRecord, Epoch, Evaluated, Finished, Member, Metric, Update, encode
+from doll.records import AnyRecord, Evaluated, Finished, Member, Metric, TermStarted, Update, encode
 from doll.services import Services, connect_redis, kafka_settings
 from doll.storage.blobs import Latest, encode_blob, encode_latest, latest_key, weights_key
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.file_store import FileStore
 from doll.storage.redis_blobs import RedisBlobs
-from waiting import PATIENCE_S, until
+from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
 
@@ -79,7 +79,7 @@ class Rig:
         topics.ensure(self.config, services)
         self.blobs = RedisBlobs(connect_redis(services))
         self._producer = Producer(kafka_settings(self.config, services, acks="all"))
-        self._seen = Tail(self.config, services, (self.config.topic("up"), self.config.topic("metrics")))
+        self._seen = Tail(self.config, services, (self.config.topic("events"), self.config.topic("metrics")))
         self.evaluated: dict[tuple[int, int], Evaluated] = {}
         self.metrics: list[Metric] = []
 
@@ -92,26 +92,26 @@ class Rig:
     def say(self, *records: AnyRecord) -> None:
         for record in records:
             self._producer.produce(self.config.topic("updates"), encode(record))
-        assert self._producer.flush(PATIENCE_S) == 0
+        assert self._producer.flush(WAIT_TIMEOUT_S) == 0
 
-    def publish(self, ps_epoch: int, version: int, weight: float) -> None:
+    def publish(self, term: int, version: int, weight: float) -> None:
         """Weights first, then the pointer, as the parameter server does."""
-        key = weights_key(self.config.job, ps_epoch, version)
+        key = weights_key(self.config.job, term, version)
         vector = np.array([weight, 0.0], dtype=np.float32)
         self.blobs.put(key, encode_blob(vector, job=self.config.job, kind="w", version=version), 600)
-        pointer = Latest(ps_epoch=ps_epoch, version=version, key=key)
+        pointer = Latest(term=term, version=version, key=key)
         self.blobs.put(latest_key(self.config.job), encode_latest(pointer), 600)
 
-    def wait_evaluated(self, ps_epoch: int, version: int, timeout_s: float = PATIENCE_S) -> Evaluated:
+    def wait_evaluated(self, term: int, version: int, timeout_s: float = WAIT_TIMEOUT_S) -> Evaluated:
         deadline_s = time.monotonic() + timeout_s
-        while (ps_epoch, version) not in self.evaluated:
+        while (term, version) not in self.evaluated:
             assert time.monotonic() < deadline_s, f"never evaluated; {(self.run / 'evaluator.log').read_text()}"
             for one in self._seen.poll(0.2):
                 if isinstance(one.record, Evaluated):
-                    self.evaluated[one.record.ps_epoch, one.record.version] = one.record
+                    self.evaluated[one.record.term, one.record.version] = one.record
                 elif isinstance(one.record, Metric) and one.record.values:
                     self.metrics.append(one.record)
-        return self.evaluated[ps_epoch, version]
+        return self.evaluated[term, version]
 
     def rows(self, name: str) -> list[dict[str, float]]:
         return read_rows(self.run / name)
@@ -121,17 +121,17 @@ class Rig:
         self.blobs.close()
 
 
-def epoch(number: int, resumed: int = 0) -> Epoch:
-    return Epoch(ps_epoch=number, resumed_version=resumed, origins=(0,), records_per_batch=8, time_s=time.time())
+def term_started(number: int, resumed: int = 0) -> TermStarted:
+    return TermStarted(term=number, resumed_version=resumed, origins=(0,), records_per_batch=8, time_s=time.time())
 
 
 def update(number: int, version: int, loss: float = 1.0) -> Update:
     lo = 8 * (version - 1)
     member = Member(
-        worker=0, token=version - 1, lo=lo, hi=lo + 8, n_samples=8, base_version=version - 1, compute_s=0.01
+        worker=0, batch=version - 1, lo=lo, hi=lo + 8, n_samples=8, base_version=version - 1, compute_s=0.01
     )
     return Update(
-        ps_epoch=number, version=version, members=(member,), n_samples=8, loss=loss, samples_total=8 * version,
+        term=number, version=version, members=(member,), n_samples=8, loss=loss, samples_total=8 * version,
         metrics={"accuracy": 0.5}, time_s=time.time(),
     )  # fmt: skip
 
@@ -159,7 +159,7 @@ def test_it_measures_versions_follows_a_restart_and_ends_with_the_last_version(m
     rig: Rig = make_rig()
     role = rig.start()
     rig.publish(1, 1, weight=1.0)
-    rig.say(epoch(1), update(1, 1, loss=4.0))
+    rig.say(term_started(1), update(1, 1, loss=4.0))
     first = rig.wait_evaluated(1, 1)
     assert first.loss == pytest.approx(loss_of(1.0), rel=1e-5)
     assert first.accuracy == pytest.approx(np.mean(np.abs(2 * XS) < 0.5), abs=2e-3)
@@ -168,20 +168,20 @@ def test_it_measures_versions_follows_a_restart_and_ends_with_the_last_version(m
     rig.say(update(1, 2, loss=100.0))
     rig.wait_evaluated(1, 2)
     rig.publish(2, 2, weight=2.0)
-    rig.say(epoch(2, resumed=1), update(2, 2, loss=2.0))
+    rig.say(term_started(2, resumed=1), update(2, 2, loss=2.0))
     rig.wait_evaluated(2, 2)
     rig.publish(2, 3, weight=2.9)
-    rig.say(update(2, 3, loss=1.0), Finished(ps_epoch=2, version=3, reason="updates", time_s=time.time()))
+    rig.say(update(2, 3, loss=1.0), Finished(term=2, version=3, reason="updates", time_s=time.time()))
     last = rig.wait_evaluated(2, 3)
     assert last.loss == pytest.approx(loss_of(2.9), rel=1e-4)
-    assert role.wait(PATIENCE_S) == 0
+    assert role.wait(WAIT_TIMEOUT_S) == 0
 
-    updates = [(row["ps_epoch"], row["version"], row["void"]) for row in rig.rows("updates.csv")]
+    updates = [(row["term"], row["version"], row["void"]) for row in rig.rows("updates.csv")]
     assert updates == [(1, 1, 0), (1, 2, 1), (2, 2, 0), (2, 3, 0)]
-    evaluations = [(row["ps_epoch"], row["version"], row["void"]) for row in rig.rows("evaluations.csv")]
+    evaluations = [(row["term"], row["version"], row["void"]) for row in rig.rows("evaluations.csv")]
     assert evaluations == [(1, 1, 0), (1, 2, 1), (2, 2, 0), (2, 3, 0)]
     shown = [metric.values for metric in rig.metrics if metric.source == "evaluator"]
-    assert {"version", "loss", "accuracy", "ps_epoch"} <= shown[0].keys()
+    assert {"version", "loss", "accuracy", "term"} <= shown[0].keys()
     assert shown[0]["loss"] == pytest.approx(first.loss)
 
 
@@ -191,7 +191,7 @@ def test_it_waits_for_redis_and_takes_a_lost_last_version_from_the_checkpoint(ma
 
     rig: Rig = make_rig()
     role = rig.start()
-    rig.say(epoch(1), update(1, 1))
+    rig.say(term_started(1), update(1, 1))
     rig.publish(1, 1, weight=1.0)
     rig.wait_evaluated(1, 1)
 
@@ -199,12 +199,12 @@ def test_it_waits_for_redis_and_takes_a_lost_last_version_from_the_checkpoint(ma
     rig.say(update(1, 2))
     try:
         log = rig.run / "evaluator.log"
-        until(lambda: "redis_away" in log.read_text(), "the evaluator to notice")
+        until(lambda: "redis_unavailable" in log.read_text(), "the evaluator to notice")
     finally:
         redis_server.start()
     rig.publish(1, 2, weight=2.0)
     rig.wait_evaluated(1, 2)
-    assert log.read_text().count("redis_away") == 1, "it says so once"
+    assert log.read_text().count("redis_unavailable") == 1, "it says so once"
 
     redis_server.restart()
     model = build(rig.config, load_task(rig.config))
@@ -214,54 +214,54 @@ def test_it_waits_for_redis_and_takes_a_lost_last_version_from_the_checkpoint(ma
         Checkpoint(
             job=rig.config.job,
             fingerprint=fingerprint(rig.config, model),
-            ps_epoch=store.claim_epoch(),
+            term=store.claim_term(),
             version=3,
             state=b"",
             tensors={"weights": weights},
         )
     )
-    rig.say(update(1, 3), Finished(ps_epoch=1, version=3, reason="updates", time_s=time.time()))
+    rig.say(update(1, 3), Finished(term=1, version=3, reason="updates", time_s=time.time()))
     assert rig.wait_evaluated(1, 3).loss == pytest.approx(loss_of(2.5), rel=1e-4)
-    assert role.wait(PATIENCE_S) == 0
+    assert role.wait(WAIT_TIMEOUT_S) == 0
 
 
 def test_it_goes_on_after_the_broker_was_killed(make_rig: Any, broker: LocalKafka):
     rig: Rig = make_rig()
     role = rig.start()
-    rig.say(epoch(1), update(1, 1))
+    rig.say(term_started(1), update(1, 1))
     rig.publish(1, 1, weight=1.0)
     rig.wait_evaluated(1, 1)
     broker.kill()
     broker.start()
     rig.publish(1, 2, weight=2.0)
-    rig.say(update(1, 2), Finished(ps_epoch=1, version=2, reason="updates", time_s=time.time()))
+    rig.say(update(1, 2), Finished(term=1, version=2, reason="updates", time_s=time.time()))
     rig.wait_evaluated(1, 2)
-    assert role.wait(PATIENCE_S) == 0
+    assert role.wait(WAIT_TIMEOUT_S) == 0
     assert [row["version"] for row in rig.rows("updates.csv")] == [1, 2]
 
 
 def test_a_killed_evaluator_goes_on_with_its_files_and_ends_on_sigterm(make_rig: Any):
     rig: Rig = make_rig()
     role = rig.start()
-    rig.say(epoch(1), update(1, 1))
+    rig.say(term_started(1), update(1, 1))
     rig.publish(1, 1, weight=1.0)
     rig.wait_evaluated(1, 1)
     role.kill()
-    role.wait(PATIENCE_S)
+    role.wait(WAIT_TIMEOUT_S)
     rig.say(update(1, 2))
     rig.publish(1, 2, weight=2.0)
     role = rig.start()
     rig.wait_evaluated(1, 2)
     until(lambda: len(rig.rows("evaluations.csv")) == 2 and len(rig.rows("updates.csv")) == 2, "two rows in each file")
     role.terminate()
-    assert role.wait(PATIENCE_S) == 0
+    assert role.wait(WAIT_TIMEOUT_S) == 0
     assert [row["version"] for row in rig.rows("evaluations.csv")] == [1, 2]
 
 
 def test_without_held_out_samples_it_shows_prequential_error_only(make_rig: Any):
     rig: Rig = make_rig(held_out=False)
     role = rig.start()
-    rig.say(epoch(1), update(1, 1, loss=4.0), update(1, 2, loss=2.0))
+    rig.say(term_started(1), update(1, 1, loss=4.0), update(1, 2, loss=2.0))
     rig.publish(1, 2, weight=2.0)
     log = rig.run / "evaluator.log"
     # A Finished that is there when the evaluator starts may be an earlier run's: say it when it has started.
@@ -269,7 +269,7 @@ def test_without_held_out_samples_it_shows_prequential_error_only(make_rig: Any)
         lambda: log.exists() and "no_held_out_samples" in log.read_text() and (rig.run / "updates.csv").exists(),
         "the evaluator to start",
     )
-    rig.say(Finished(ps_epoch=1, version=2, reason="updates", time_s=time.time()))
-    assert role.wait(PATIENCE_S) == 0
+    rig.say(Finished(term=1, version=2, reason="updates", time_s=time.time()))
+    assert role.wait(WAIT_TIMEOUT_S) == 0
     assert [row["prequential_loss"] for row in rig.rows("updates.csv")] == [4.0, 2.0]
     assert not any(math.isnan(value) for row in rig.rows("updates.csv") for value in row.values())

@@ -9,11 +9,11 @@ import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
 from doll.errors import ConfigError
 from doll.kafka import topics
-from doll.ledger.admission import ABOVE_ENV, read
+from doll.ledger.admission import AFTER_TERM_ENV, read
 from doll.ledger.audit import audit
 from doll.services import kafka_settings
 from doll.storage.file_store import FileStore
-from waiting import PATIENCE_S, until
+from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 def refused(job: Any, name: str, **env: str) -> str:
     """The last words of a parameter server that does not accept what it finds (exit code 2)."""
     role = job.forks.launch(dataclasses.replace(job.spec(name, "ps_role"), env=env))
-    assert role.wait(PATIENCE_S) == 2, job.log(name)
+    assert role.wait(WAIT_TIMEOUT_S) == 2, job.log(name)
     return str(job.log(name).splitlines()[-1])
 
 
@@ -34,10 +34,10 @@ def test_lost_checkpoints_a_new_generation_and_its_restart(make_pipeline: Any) -
     checkpoints.rename(before)
 
     said = refused(job, "ps-lost")
-    assert "hold an earlier run (epoch 1, version 4, finished: updates: 4 reached)" in said
+    assert "hold an earlier run (term 1, version 4, finished: updates: 4 reached)" in said
     assert "doll resume RUN" in said
     assert "--fresh" in said
-    assert job.store.newest_epoch() == 0  # a server that may not serve claims nothing
+    assert job.store.newest_term() == 0  # a server that may not serve claims nothing
 
     # The same topics from the beginning, by another model: its own 8 updates.
     longer = job.config.stop.model_copy(update={"updates": 8})
@@ -45,29 +45,29 @@ def test_lost_checkpoints_a_new_generation_and_its_restart(make_pipeline: Any) -
     job.finished = None
     job.updates.clear()
     for name, role, *more in (("ps", "ps_role"), ("worker-0", "worker_role", 0), ("worker-1", "worker_role", 1)):
-        job._start(dataclasses.replace(job.spec(name, role, *more), env={ABOVE_ENV: "1"}))
+        job._start(dataclasses.replace(job.spec(name, role, *more), env={AFTER_TERM_ENV: "1"}))
     job.until_version(2)
     job.kill("ps")
     job.send(job.samples(64))
     job.until_finished()
-    report = job.assert_sound()
-    assert (report.version, report.applied, report.ps_epoch) == (8, 128, 3)
-    assert [(epoch.ps_epoch, epoch.generation, epoch.origins) for epoch in job.epochs] == [
+    report = job.assert_audit_ok()
+    assert (report.version, report.applied, report.term) == (8, 128, 3)
+    assert [(started.term, started.generation, started.origins) for started in job.term_starts] == [
         (1, 0, (0, 0)), (2, 2, (0, 0)), (3, 2, (0, 0)),
     ]  # fmt: skip
     seen = read(job.config, job.services)
-    assert (seen.newest_epoch, seen.generation, seen.version) == (3, 2, 8)
-    assert read(job.config, job.services, only_end=True) == seen
+    assert (seen.newest_term, seen.generation, seen.version) == (3, 2, 8)
+    assert read(job.config, job.services, tail_only=True) == seen
 
     # The run before can still be audited, but not gone on with.
     old = audit(job.config, job.services, FileStore(before, job.config.job))
-    assert (old.complaints(), old.version, old.applied) == ([], 4, 64)
+    assert (old.violations(), old.version, old.applied) == ([], 4, 64)
     checkpoints.rename(job.run / "after")
     before.rename(checkpoints)
     assert "a later run has begun on these topics" in refused(job, "ps-old")
     # Whoever began the generation knows of the run before it, not of its own loss.
     checkpoints.rename(before)
-    assert "hold an earlier run (epoch 3, version 8" in refused(job, "ps-lost-again", **{ABOVE_ENV: "1"})
+    assert "hold an earlier run (term 3, version 8" in refused(job, "ps-lost-again", **{AFTER_TERM_ENV: "1"})
 
 
 def test_a_samples_topic_that_was_deleted_and_created_again_is_refused_by_all(make_pipeline: Any) -> None:
@@ -78,11 +78,11 @@ def test_a_samples_topic_that_was_deleted_and_created_again_is_refused_by_all(ma
     samples = job.config.topic("samples")
     first = topics.topic_id(job.config, job.services, "samples")
     admin = AdminClient(kafka_settings(job.config, job.services))
-    admin.delete_topics([samples])[samples].result(PATIENCE_S)
+    admin.delete_topics([samples])[samples].result(WAIT_TIMEOUT_S)
 
     def created() -> bool:  # the name is free a moment after the topic is gone
         try:
-            admin.create_topics([NewTopic(samples, 2)])[samples].result(PATIENCE_S)
+            admin.create_topics([NewTopic(samples, 2)])[samples].result(WAIT_TIMEOUT_S)
         except Exception:
             return False
         return True

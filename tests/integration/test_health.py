@@ -34,7 +34,7 @@ def test_each_process_tells_whether_it_works(make_pipeline: Callable[..., Any], 
         "evaluation.enabled=true",
         "source={kind: synthetic, features: 4, classes: 2}",
         "arrivals.rate_per_s=40",
-        "worker.stall_s=600",
+        "worker.stall_timeout_s=600",
     )
     ports: dict[str, int] = {}
 
@@ -78,4 +78,4 @@ def test_each_process_tells_whether_it_works(make_pipeline: Callable[..., Any], 
     at = job.version
     job.until_version(at + 3)
     assert job.restarts == [], "nobody was started again"
-    job.assert_sound()
+    job.assert_audit_ok()

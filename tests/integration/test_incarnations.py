@@ -46,7 +46,7 @@ def test_a_spot_notice_ends_a_worker_in_order(make_pipeline: Any) -> None:
     job = make_pipeline("worker.notice_s=20")
     job.start_ps()
     with imds_stub() as stub:
-        environment = {"DOLL_NOTICES": "imds", "AWS_EC2_METADATA_SERVICE_ENDPOINT": stub.endpoint}
+        environment = {"DOLL_SPOT_NOTICES": "imds", "AWS_EC2_METADATA_SERVICE_ENDPOINT": stub.endpoint}
         worker = job.forks.launch(machine(job, "i-1", 1, **environment))
         job.until(lambda: "joined" in job.log("i-1"), "the machine to join")
         job.send(job.samples(3 * GROUP * BATCH), partition=0)
@@ -55,5 +55,5 @@ def test_a_spot_notice_ends_a_worker_in_order(make_pipeline: Any) -> None:
         stub.interrupt("2999-01-01T00:00:00Z")
         job.until(lambda: worker.poll() is not None, "the end of the worker")
     assert worker.exitcode == 0
-    assert "spot_notice" in job.log("i-1")
+    assert "interruption_notice" in job.log("i-1")
     assert "cause=notice" in job.log("i-1").replace("'", "").replace(" = ", "=")

@@ -11,7 +11,7 @@ from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 from confluent_kafka.admin import AdminClient
 from doll.config import load
 from doll.errors import ServiceUnavailableError
-from doll.kafka.job_records import Letter, Mail
+from doll.kafka.job_records import JobRecords, TimedRecord
 from doll.records import Evaluated, Hello, Leave, Metric, Update, encode
 from doll.services import kafka_settings
 
@@ -27,21 +27,21 @@ def job(make_pipeline: Callable[..., Any]) -> Any:
 
 
 def update(version: int) -> Update:
-    return Update(ps_epoch=1, version=version, members=(), n_samples=0, loss=0.0)
+    return Update(term=1, version=version, members=(), n_samples=0, loss=0.0)
 
 
-def hello(epoch: int) -> Hello:
-    return Hello(ps_epoch=epoch)
+def hello(term: int) -> Hello:
+    return Hello(term=term)
 
 
-def mail(job: Any, **positions: int) -> Mail:
+def job_records(job: Any, **positions: int) -> JobRecords:
     """From `topic_partition=offset`, or from the beginning."""
     at = {f"{job.config.topic(name.rsplit('_', 1)[0])}/{name.rsplit('_', 1)[1]}": n for name, n in positions.items()}
-    return Mail(job.config, job.services, at)
+    return JobRecords(job.config, job.services, at)
 
 
-def until(reader: Mail, count: int) -> list[Letter]:
-    found: list[Letter] = []
+def until(reader: JobRecords, count: int) -> list[TimedRecord]:
+    found: list[TimedRecord] = []
     deadline_s = time.monotonic() + 120
     while len(found) < count:
         assert time.monotonic() < deadline_s, f"{len(found)} of {count} letters"
@@ -56,39 +56,43 @@ def stamped(job: Any, kind: str, record: Any, at_s: float) -> None:
 
 
 def test_history_is_every_topic_and_every_slot_and_a_successor_goes_on_behind_it(job: Any) -> None:
-    written = [update(1), Leave(worker=0, epoch=1, cause="notice"), Metric(source="ps", values={"a": 1.0}, time_s=1.0)]
-    for kind, record in zip(("updates", "up", "metrics"), written, strict=True):
+    written = [
+        update(1),
+        Leave(worker=0, session=1, cause="notice"),
+        Metric(source="ps", values={"a": 1.0}, time_s=1.0),
+    ]
+    for kind, record in zip(("updates", "events", "metrics"), written, strict=True):
         job.control(kind, record)
     for slot in range(2):
-        job.control("down", hello(10 + slot), slot)
-    with mail(job) as reader:
-        found = [letter.record for letter in reader.history()]
+        job.control("commands", hello(10 + slot), slot)
+    with job_records(job) as reader:
+        found = [timed_record.record for timed_record in reader.history()]
         assert sorted(map(repr, found)) == sorted(map(repr, [*written, hello(10), hello(11)]))
         assert reader.poll(0.1) == []
         positions = reader.positions
     assert positions == {
         f"{job.config.topic(kind)}/{part}": 1
-        for kind, part in (("updates", 0), ("up", 0), ("metrics", 0), ("down", 0), ("down", 1))
+        for kind, part in (("updates", 0), ("events", 0), ("metrics", 0), ("commands", 0), ("commands", 1))
     }
     job.control("updates", update(2))
-    with Mail(job.config, job.services, positions) as successor:
-        assert [letter.record for letter in successor.history()] == [update(2)]
-        job.control("down", hello(12), 1)
-        assert [letter.record for letter in until(successor, 1)] == [hello(12)]
-        assert successor.positions[f"{job.config.topic('down')}/1"] == 2
+    with JobRecords(job.config, job.services, positions) as successor:
+        assert [timed_record.record for timed_record in successor.history()] == [update(2)]
+        job.control("commands", hello(12), 1)
+        assert [timed_record.record for timed_record in until(successor, 1)] == [hello(12)]
+        assert successor.positions[f"{job.config.topic('commands')}/1"] == 2
 
 
 def test_what_does_not_decode_is_counted_and_passed(job: Any) -> None:
     """Rubbish, and a record without a value: neither stops the provisioner, nor comes again."""
     for value in (b"rubbish", encode(update(1)), None, encode(update(2))):
         job.produce("updates", value)
-    job.control("up", b"\x00\x01")
-    with mail(job) as reader:
-        assert [letter.record for letter in reader.history()] == [update(1), update(2)]
+    job.control("events", b"\x00\x01")
+    with job_records(job) as reader:
+        assert [timed_record.record for timed_record in reader.history()] == [update(1), update(2)]
         assert reader.refused == 3
         positions = reader.positions
-    assert (positions[f"{job.config.topic('updates')}/0"], positions[f"{job.config.topic('up')}/0"]) == (4, 1)
-    with Mail(job.config, job.services, positions) as successor:
+    assert (positions[f"{job.config.topic('updates')}/0"], positions[f"{job.config.topic('events')}/0"]) == (4, 1)
+    with JobRecords(job.config, job.services, positions) as successor:
         assert (successor.history(), successor.refused) == ([], 0)
 
 
@@ -96,15 +100,17 @@ def test_a_position_outside_of_what_is_kept_starts_at_the_earliest(job: Any) -> 
     """Retention has removed what comes next, or the topic was made anew under its old name."""
     for version in range(1, 5):
         job.control("updates", update(version))
-    with mail(job, updates_0=3) as reader:
-        assert [letter.record for letter in reader.history()] == [update(4)]
-    with mail(job, updates_0=99) as reader:
-        assert [letter.record for letter in reader.history()] == [update(version) for version in range(1, 5)]
+    with job_records(job, updates_0=3) as reader:
+        assert [timed_record.record for timed_record in reader.history()] == [update(4)]
+    with job_records(job, updates_0=99) as reader:
+        assert [timed_record.record for timed_record in reader.history()] == [
+            update(version) for version in range(1, 5)
+        ]
     admin = AdminClient(kafka_settings(job.config, job.services))
     for future in admin.delete_records([TopicPartition(job.config.topic("updates"), 0, 2)]).values():
         future.result(60)
-    with mail(job, updates_0=1) as reader:
-        assert [letter.record for letter in reader.history()] == [update(3), update(4)]
+    with job_records(job, updates_0=1) as reader:
+        assert [timed_record.record for timed_record in reader.history()] == [update(3), update(4)]
 
 
 def test_old_letters_have_their_writers_time_and_new_ones_ours(job: Any) -> None:
@@ -112,7 +118,7 @@ def test_old_letters_have_their_writers_time_and_new_ones_ours(job: Any) -> None
     start_s = time.time()
     stamped(job, "updates", update(1), start_s - HOUR_S)
     stamped(job, "updates", update(2), start_s + HOUR_S)
-    with mail(job) as reader:
+    with job_records(job) as reader:
         old, ahead = reader.history()
         assert old.at_s == pytest.approx(start_s - HOUR_S, abs=0.01)
         assert start_s <= ahead.at_s <= time.time()
@@ -124,7 +130,7 @@ def test_old_letters_have_their_writers_time_and_new_ones_ours(job: Any) -> None
 def test_it_tells_where_the_samples_end(job: Any) -> None:
     job.send(job.samples(3), partition=0)
     job.send(job.samples(1), partition=1)
-    with mail(job) as reader:
+    with job_records(job) as reader:
         assert reader.sample_ends(60.0) == [3, 1]
         job.send(job.samples(2), partition=1)
         assert reader.sample_ends(60.0) == [3, 3]
@@ -132,8 +138,8 @@ def test_it_tells_where_the_samples_end(job: Any) -> None:
 
 
 def test_where_the_broker_is_away_the_ends_are_not_known_and_reading_goes_on_later(job: Any, broker: Any) -> None:
-    job.control("up", Evaluated(ps_epoch=1, version=1, loss=0.5))
-    with mail(job) as reader:
+    job.control("events", Evaluated(term=1, version=1, loss=0.5))
+    with job_records(job) as reader:
         assert len(reader.history()) == 1
         broker.kill()
         try:
@@ -142,12 +148,12 @@ def test_where_the_broker_is_away_the_ends_are_not_known_and_reading_goes_on_lat
         finally:
             broker.restart()
         job.control("updates", update(1))
-        assert [letter.record for letter in until(reader, 1)] == [update(1)]
+        assert [timed_record.record for timed_record in until(reader, 1)] == [update(1)]
 
 
 def test_it_leaves_no_trace_on_the_broker(job: Any) -> None:
     job.control("updates", update(1))
-    with mail(job) as reader:
+    with job_records(job) as reader:
         reader.history()
         reader.poll(0.1)
     admin = AdminClient(kafka_settings(job.config, job.services))
@@ -160,4 +166,4 @@ def test_it_leaves_no_trace_on_the_broker(job: Any) -> None:
 def test_topics_that_are_not_there_are_an_error_that_names_them(job: Any) -> None:
     other = load(job.job_path, [f"job={job.config.job}-none"])
     with pytest.raises(ServiceUnavailableError, match="-none"):
-        Mail(other, job.services, {})
+        JobRecords(other, job.services, {})

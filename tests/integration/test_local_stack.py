@@ -20,7 +20,7 @@ from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
 from doll.local.stack import local_stack
 from doll.services import Services, connect_redis, kafka_settings
-from waiting import PATIENCE_S, until
+from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
 
@@ -74,7 +74,7 @@ def test_everything_ends_with_the_process_that_started_it(tmp_path: Path, end: s
         assert not any(port_is_closed(port) for port in ports)
 
         holder.send_signal(end)
-        holder.wait(PATIENCE_S)
+        holder.wait(WAIT_TIMEOUT_S)
         for process in descendants:
             until(lambda process=process: is_gone(process), f"the end of {process}")
         for port in ports:
@@ -153,7 +153,7 @@ def send(config: JobConfig, services: Services, values: list[bytes]) -> None:
     producer = Producer(kafka_settings(config, services, acks="all", enable_idempotence=True))
     for value in values:
         producer.produce(config.topic("samples"), value, partition=0)
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WAIT_TIMEOUT_S) == 0
 
 
 def read(config: JobConfig, services: Services, count: int) -> list[bytes]:
@@ -161,7 +161,7 @@ def read(config: JobConfig, services: Services, count: int) -> list[bytes]:
     consumer = Consumer(kafka_settings(config, services, group_id="reader", enable_auto_commit=False))
     try:
         consumer.assign([TopicPartition(config.topic("samples"), 0, 0)])
-        return [message.value() for message in consumer.consume(count, timeout=PATIENCE_S)]
+        return [message.value() for message in consumer.consume(count, timeout=WAIT_TIMEOUT_S)]
     finally:
         consumer.close()
 
@@ -176,7 +176,7 @@ def test_a_killed_broker_comes_back_at_its_address_with_its_records(
     producer = Producer(kafka_settings(config, services, acks="all", **producer_limit))
     for value in sent:
         producer.produce(config.topic("samples"), value, partition=0)
-    assert producer.flush(PATIENCE_S) == 0
+    assert producer.flush(WAIT_TIMEOUT_S) == 0
     address, old_pid = broker.address, broker.pid
     broker.kill()
     assert broker.pid is None

@@ -66,7 +66,7 @@ def test_unread_records_that_are_deleted_stop_the_job(make_pipeline: Callable[..
     lose_while_held_up(job)
     said = stops(job)
     assert "samples/0: records 16 to 41 were deleted" in said
-    assert "data.on_loss=skip" in said
+    assert "data.on_data_loss=skip" in said
     assert job.supervisor.exit_codes()["worker-0"] == 4
     report = job.audit()
     assert (report.ok, report.lost_ranges, report.lost) == (False, (Range(0, 16, 42),), 26)
@@ -80,20 +80,20 @@ def test_unread_records_that_are_deleted_stop_the_job(make_pipeline: Callable[..
     # A successor that begins below what the log holds does not go on either; one that may skip does.
     job.start_worker(0, "worker-0 again")
     assert "records 16 to 41 were deleted" in stops(job)
-    skip = job.config.model_copy(update={"data": job.config.data.model_copy(update={"on_loss": "skip"})})
+    skip = job.config.model_copy(update={"data": job.config.data.model_copy(update={"on_data_loss": "skip"})})
     job.job_path.write_text(dump(skip))
     job.config = skip
     job.start_worker(0, "worker-0 that may skip")
     job.until(lambda: job.checkpoint().version >= 8, "the rest of both streams")
-    report = job.assert_sound()
+    report = job.assert_audit_ok()
     assert (report.lost_ranges, report.lost, report.applied) == ((Range(0, 16, 42),), 26, 2 * 64 - 26)
 
 
 def test_where_the_job_file_allows_it_lost_records_are_skipped_and_counted(make_pipeline: Callable[..., Any]) -> None:
-    job = make_pipeline(*HELD_UP, "data.on_loss=skip", "stop.updates=8")
+    job = make_pipeline(*HELD_UP, "data.on_data_loss=skip", "stop.updates=8")
     lose_while_held_up(job)
     job.until_finished()
-    report = job.assert_sound()
+    report = job.assert_audit_ok()
     assert (report.lost_ranges, report.lost, report.applied) == ((Range(0, 16, 42),), 26, 2 * 64 - 26)
     assert [member.lost for update in job.updates for member in update.members if member.lost] == [
         ((16, 24),), ((24, 32),), ((32, 40),), ((40, 42),),

@@ -13,7 +13,7 @@ from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
 from doll.local.supervisor import RoleSpec
 from doll.services import Services
-from waiting import PATIENCE_S
+from waiting import WAIT_TIMEOUT_S
 
 pytestmark = [pytest.mark.integration, pytest.mark.parametrize("cut", ["silent", "reset"])]
 
@@ -21,12 +21,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.parametrize("cut", ["silent",
 @pytest.fixture(scope="module")
 def wired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalKafka, Relay]]:
     """A broker with a second way in, through a relay."""
-    if (obstacle := kafka_jars.obstacle()) is not None:
-        pytest.skip(f"no Kafka broker can be started: {obstacle}")
+    if (unavailable_reason := kafka_jars.unavailable_reason()) is not None:
+        pytest.skip(f"no Kafka broker can be started: {unavailable_reason}")
     with Relays() as relays:
         relay = relays.open()
-        with LocalKafka(tmp_path_factory.mktemp("kafka"), detours={"one": relay.port}) as kafka:
-            relay.target_port = kafka.detour_port("one")
+        with LocalKafka(tmp_path_factory.mktemp("kafka"), advertised_ports={"one": relay.port}) as kafka:
+            relay.target_port = kafka.listener_port("one")
             yield kafka, relay
 
 
@@ -39,7 +39,7 @@ def services(wired: tuple[LocalKafka, Relay], redis_server: LocalRedis) -> Servi
 @pytest.fixture
 def relay(wired: tuple[LocalKafka, Relay]) -> Iterator[Relay]:
     yield wired[1]
-    wired[1].mend()
+    wired[1].restore()
 
 
 def through(relay: Relay, spec: RoleSpec) -> RoleSpec:
@@ -50,26 +50,26 @@ def through(relay: Relay, spec: RoleSpec) -> RoleSpec:
 def test_a_worker_that_was_cut_off_for_longer_than_its_lease_comes_back(
     make_pipeline: Any, relay: Relay, cut: Any
 ) -> None:
-    job = make_pipeline("stop.updates=40", "worker.lease_s=3", "worker.stall_s=600")
+    job = make_pipeline("stop.updates=40", "worker.lease_s=3", "worker.stall_timeout_s=600")
     job.start_ps()
     job.start_worker(0)
     spec = through(relay, job.spec("worker-1", "worker_role", 1))
     pid = job.supervisor.start(spec).pid
     job.send(job.samples(160))
     job.until_version(10)
-    relay.break_off(cut)
-    job.until(lambda: job.metrics.get("ps", {}).get("worker_1_up") == 0, "the end of its lease")
+    relay.start_cut(cut)
+    job.until(lambda: job.metrics.get("ps", {}).get("worker_1_live") == 0, "the end of its lease")
     job.send(job.samples(160), partition=0)
     job.until_version(20)  # the others go on without it
-    relay.mend()
-    job.until(lambda: job.metrics["ps"]["worker_1_up"] == 1, "its return")
+    relay.restore()
+    job.until(lambda: job.metrics["ps"]["worker_1_live"] == 1, "its return")
     job.send(job.samples(160), partition=1)
     job.until_version(30)
     assert {member.worker for member in job.updates[-1].members} == {1}
     assert job.role("worker-1").pid == pid
     job.send(job.samples(160))
     job.until_finished()
-    job.assert_sound()
+    job.assert_audit_ok()
 
 
 def test_a_leader_that_was_cut_off_ends_when_its_standby_has_taken_over(
@@ -84,18 +84,18 @@ def test_a_leader_that_was_cut_off_ends_when_its_standby_has_taken_over(
         job.send(job.samples(160))
         job.until_version(10)
         standby = job.launch("ps-standby", "ps_standby_role")
-        job.until(lambda: "standing_by" in job.log("ps-standby"), "the standby")
-        relay.break_off(cut)
+        job.until(lambda: "standby_waiting" in job.log("ps-standby"), "the standby")
+        relay.start_cut(cut)
         job.send(job.samples(160))
-        job.until(lambda: job.updates[-1].ps_epoch == 2, "an update by the standby")
-        relay.mend()
+        job.until(lambda: job.updates[-1].term == 2, "an update by the standby")
+        relay.restore()
         job.until(lambda: leader.poll() is not None, "the end of the old leader")
         assert leader.exitcode == 1
-        assert "parameter server epoch 1 is over: epoch 2 has claimed" in job.log("ps")
+        assert "parameter server term 1 is over: term 2 has claimed" in job.log("ps")
         job.send(job.samples(480))
         job.until_finished()
     finally:
         leader.kill()
-    assert standby.wait(PATIENCE_S) == 0
-    report = job.assert_sound()
-    assert (report.version, report.ps_epoch) == (40, 2)
+    assert standby.wait(WAIT_TIMEOUT_S) == 0
+    report = job.assert_audit_ok()
+    assert (report.version, report.term) == (40, 2)

@@ -15,7 +15,7 @@ from doll.consumers import kafka_channel
 from doll.local.processes import free_port
 from doll.records import Hello, Stop
 from doll.services import Services
-from waiting import PATIENCE_S
+from waiting import WAIT_TIMEOUT_S
 
 pytestmark = pytest.mark.integration
 
@@ -59,13 +59,13 @@ def test_only_redis_is_not_there(tmp_path: Path, job_name: str, services: Servic
     assert "Kafka" not in done.stderr
 
 
-@pytest.mark.parametrize("kind", ["samples", "down"])
+@pytest.mark.parametrize("kind", ["samples", "commands"])
 def test_a_topic_has_too_few_partitions(tmp_path: Path, job_name: str, services: Services, kind: str) -> None:
     job_name = f"{job_name}-{kind}"
     (tmp_path / "job.yaml").write_text(JOB.format(job=job_name))
     topic = f"doll.{job_name}.{kind}"
     admin = AdminClient({"bootstrap.servers": services.kafka})
-    admin.create_topics([NewTopic(topic, 1)])[topic].result(PATIENCE_S)
+    admin.create_topics([NewTopic(topic, 1)])[topic].result(WAIT_TIMEOUT_S)
     done = doll("ps", "job.yaml", kafka=services.kafka, redis=services.redis, cwd=tmp_path)
     assert done.returncode == 2
     assert f"topic {topic}: expected 2 partitions, found 1" in done.stderr
@@ -74,7 +74,7 @@ def test_a_topic_has_too_few_partitions(tmp_path: Path, job_name: str, services:
 
 def started(job: Any, name: str, role: str, *more: Any, job_path: Path | None = None) -> tuple[int, str]:
     """Exit code and log of a role that does not come up."""
-    code = job.launch(name, role, *more, job_path=job_path).wait(PATIENCE_S)
+    code = job.launch(name, role, *more, job_path=job_path).wait(WAIT_TIMEOUT_S)
     assert code is not None
     return code, job.log(name)
 
@@ -102,8 +102,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_difference(make_pipel
     assert "batch_size: expected 16, got 8" in said
     assert "workers" not in said
     assert "rename the job" in said
-    # The claim of an epoch is for servers that can go on: the one that runs must not be fenced by a wrong job file.
-    assert job.store.newest_epoch() == 1
+    # The claim of a term is for servers that can go on: the one that runs must not be fenced by a wrong job file.
+    assert job.store.newest_term() == 1
 
     folder = f"checkpoint.folder={job.run / 'checkpoints'}"
     code, log = started(job, "ps-job", "ps_role", job_path=other(job, f"job={job.config.job}-2", folder))
@@ -124,7 +124,7 @@ def test_a_worker_of_another_job_file_is_refused_with_the_difference(make_pipeli
     job.start_worker(1)
     job.send(job.samples(64))
     job.until_finished()
-    job.assert_sound()
+    job.assert_audit_ok()
 
 
 @pytest.mark.parametrize(
@@ -153,13 +153,13 @@ def test_a_worker_that_starts_after_the_end_of_the_job_is_told_so(
     """Its predecessor died on the last message: without this it would wait for a server that never comes."""
     job = make_pipeline("ps.lease_s=0.1")
     monkeypatch.setattr(kafka_channel, "_ENDED_AFTER_S", 0.0)
-    job.control("down", Stop(ps_epoch=1, reason="updates: 20 reached"), partition=1)
-    late = kafka_channel.WorkerLink(job.config, job.services, 1)
+    job.control("commands", Stop(term=1, reason="updates: 20 reached"), partition=1)
+    late = kafka_channel.WorkerChannel(job.config, job.services, 1)
     try:
         with pytest.raises(kafka_channel.JobEndedError, match="updates: 20 reached"):
             late.join("late", lambda: False)
         polls = iter([False] * 20)  # of a new generation: that was the end of the run before
-        assert late.join("new", lambda: next(polls, True), above=1) is None
+        assert late.join("new", lambda: next(polls, True), after_term=1) is None
     finally:
         late.close()
 
@@ -167,9 +167,9 @@ def test_a_worker_that_starts_after_the_end_of_the_job_is_told_so(
 def test_a_job_that_ended_and_was_resumed_has_not_ended(make_pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     job = make_pipeline("ps.lease_s=0.1")
     monkeypatch.setattr(kafka_channel, "_ENDED_AFTER_S", 0.0)
-    job.control("down", Stop(ps_epoch=1, reason="updates: 20 reached"), partition=1)
-    job.control("down", Hello(ps_epoch=2), partition=1)
-    worker = kafka_channel.WorkerLink(job.config, job.services, 1)
+    job.control("commands", Stop(term=1, reason="updates: 20 reached"), partition=1)
+    job.control("commands", Hello(term=2), partition=1)
+    worker = kafka_channel.WorkerChannel(job.config, job.services, 1)
     polls = iter([False] * 20)
     try:
         assert worker.join("worker", lambda: next(polls, True)) is None

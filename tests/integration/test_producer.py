@@ -22,11 +22,11 @@ from doll.errors import ConfigError
 from doll.kafka import topics
 from doll.local.kafka_broker import LocalKafka
 from doll.producers.main import run_producer
-from doll.producers.position import headers, name_of
+from doll.producers.position import headers, source_name
 from doll.services import Services, kafka_settings
 from doll.task import load_task
 from paths import ROOT
-from waiting import PATIENCE_S, until
+from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
 
@@ -46,7 +46,7 @@ def _read(config: JobConfig, services: Services, topic: str | None = None) -> li
     values: list[list[bytes]] = [[] for _ in info.high]
     consumer = Consumer(kafka_settings(config, services, group_id="test", enable_auto_commit=False))
     consumer.assign([TopicPartition(name, n, info.low[n]) for n in range(info.partitions)])
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + WAIT_TIMEOUT_S
     while sum(map(len, values)) < sum(info.high) - sum(info.low):
         assert time.monotonic() < deadline_s, f"read {list(map(len, values))} of {info.high} records"
         for message in consumer.consume(500, 0.2):
@@ -61,7 +61,7 @@ def _await_records(config: JobConfig, services: Services, count: int) -> None:
     topics.ensure(config, services)
     consumer = Consumer(kafka_settings(config, services, group_id="test"))
     partitions = [TopicPartition(config.topic("samples"), n) for n in range(config.data.workers)]
-    deadline_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + WAIT_TIMEOUT_S
     there = 0
     while there < count:
         assert time.monotonic() < deadline_s, f"{there} of {count} records"
@@ -80,7 +80,7 @@ def _running(run: Callable[[threading.Event], int]) -> Iterator[list[int]]:
         yield codes
     finally:
         stop.set()
-        thread.join(PATIENCE_S)
+        thread.join(WAIT_TIMEOUT_S)
 
 
 def _lines(folder: Path, count: int) -> list[bytes]:
@@ -215,7 +215,7 @@ import sys
 from pathlib import Path
 from doll import config
 from doll.producers.main import run_producer
-from doll.producers.position import headers, name_of
+from doll.producers.position import headers, source_name
 from doll.services import Services
 loaded = config.load(Path(sys.argv[1]))
 say = lambda text: (sys.stdout.write(text + "\\n"), sys.stdout.flush())
@@ -264,7 +264,7 @@ def test_a_broker_that_dies_under_way_loses_and_doubles_nothing(
         feed(lines[900:])
         process.stdin.close()
         said = [text.rstrip() for text in (told, *process.stdout)]
-        assert process.wait(PATIENCE_S) == 0
+        assert process.wait(WAIT_TIMEOUT_S) == 0
     finally:
         process.kill()
         process.wait()
@@ -287,7 +287,7 @@ def test_a_pipe_is_read_as_it_comes_and_a_signal_ends_the_wait(
         process.stdin.flush()
         _await_records(config, services, 3)
         os.kill(process.pid, number)  # the pipe stays open: only the signal can end it
-        assert process.wait(PATIENCE_S) == 0
+        assert process.wait(WAIT_TIMEOUT_S) == 0
         assert process.stdout is not None
         assert process.stdout.read() == "3 samples delivered, 0 failed\n"
     finally:
@@ -299,7 +299,7 @@ def test_a_pipe_is_read_as_it_comes_and_a_signal_ends_the_wait(
 def test_a_pipe_that_ends_ends_the_producer(services: Services, job_name: str, tmp_path: Path) -> None:
     text = f"job: {job_name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 2}}\nsource: {{kind: stdin}}\n"
     process = _start(text + "arrivals: {rate_per_s: 1000}\n", services, tmp_path)
-    out, _ = process.communicate("".join(f"{n}\n" for n in range(501)), timeout=PATIENCE_S)
+    out, _ = process.communicate("".join(f"{n}\n" for n in range(501)), timeout=WAIT_TIMEOUT_S)
     assert (process.returncode, out) == (0, "501 samples delivered, 0 failed\n")
     streams = _read(job_config.parse(text), services)
     assert streams == [[b"%d" % n for n in range(0, 501, 2)], [b"%d" % n for n in range(1, 501, 2)]]
@@ -313,7 +313,7 @@ def test_the_python_example_of_the_documentation_runs(
     text = (ROOT / "docs" / "records.md").read_text()
     code = text.split("```python\n")[1].split("```")[0]
     monkeypatch.setenv("DOLL_KAFKA", broker.address)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     task = load_task(config)
     streams = _read(config, services)
@@ -328,16 +328,16 @@ def test_a_stream_pauses_while_its_worker_is_down(services: Services, job_name: 
     producer = Producer(kafka_settings(config, services))
 
     def say_up(*up: int) -> None:
-        values = {f"worker_{n}_up": float(n in up) for n in range(3)}
+        values = {f"worker_{n}_live": float(n in up) for n in range(3)}
         metric = records.Metric(source="ps", values=values, time_s=time.time())
         producer.produce(config.topic("metrics"), records.encode(metric))
-        assert producer.flush(PATIENCE_S) == 0
+        assert producer.flush(WAIT_TIMEOUT_S) == 0
 
     def grown(stream: int, count: int) -> list[int]:
         """Wait until the stream holds `count` records more; how many all hold then."""
         consumer = Consumer(kafka_settings(config, services, group_id="test"))
         goal = None
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + WAIT_TIMEOUT_S
         while True:
             assert time.monotonic() < deadline_s, f"stream {stream} did not grow by {count}"
             ends = [
@@ -380,11 +380,11 @@ def test_a_file_goes_on_where_a_killed_producer_was(tmp_path: Path, services: Se
     stray = Producer(kafka_settings(config, services))
     samples = config.topic("samples")
     for stream in range(3):
-        stray.produce(samples, b"of the run before", partition=stream, headers=headers(name_of(config.source), 900))
-    epoch = records.Epoch(
-        ps_epoch=2, resumed_version=0, origins=(1, 1, 1), records_per_batch=1, time_s=0.0, generation=2
+        stray.produce(samples, b"of the run before", partition=stream, headers=headers(source_name(config.source), 900))
+    started = records.TermStarted(
+        term=2, resumed_version=0, origins=(1, 1, 1), records_per_batch=1, time_s=0.0, generation=2
     )
-    stray.produce(config.topic("updates"), records.encode(epoch), partition=0)
+    stray.produce(config.topic("updates"), records.encode(started), partition=0)
     assert stray.flush(60) == 0
     command = [sys.executable, "-m", "doll", "produce", "--job", str(tmp_path / "job.yaml")]
     env = {**os.environ, "DOLL_KAFKA": services.kafka, "DOLL_REDIS": services.redis}

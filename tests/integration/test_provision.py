@@ -20,11 +20,11 @@ from doll.provisioner.billing import LOCAL
 from doll.provisioner.fleets.port import LaunchError, Order
 from doll.provisioner.fleets.processes import ProcessFleet
 from doll.provisioner.machines import machines_of
-from doll.provisioner.state_store import FileBook
+from doll.provisioner.state_store import FileStateStore
 from doll.records import Finished, Leave, Metric
 from doll.run.folder import RunFolder, open_target
 from doll.services import KAFKA_ENV, REDIS_ENV
-from waiting import PATIENCE_S
+from waiting import WAIT_TIMEOUT_S
 
 pytestmark = pytest.mark.integration
 
@@ -54,13 +54,13 @@ class Provisioner:
     def ask(self, *arguments: str) -> dict[str, Any]:
         """What a command that ends by itself says."""
         process = self(*arguments, "--json")
-        out, _ = process.communicate(timeout=PATIENCE_S)
+        out, _ = process.communicate(timeout=WAIT_TIMEOUT_S)
         assert process.returncode == 0, self.job.log(f"provision-{len(self.processes) - 1}")
         found: dict[str, Any] = json.loads(out)
         return found
 
     def journal(self) -> list[dict[str, Any]]:
-        path: Path = FileBook(self.job.run, self.job.config.job).journal
+        path: Path = FileStateStore(self.job.run, self.job.config.job).journal
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ def test_a_job_from_its_first_machine_to_its_last(provision: Provisioner) -> Non
     process = provision("run")
     job.send(job.samples(1200))
     job.until_finished()
-    out, _ = process.communicate(timeout=PATIENCE_S)
+    out, _ = process.communicate(timeout=WAIT_TIMEOUT_S)
     assert process.returncode == 0, job.log("provision-0")
     assert "done" in out.decode()
     journal = provision.journal()
@@ -98,7 +98,7 @@ def test_a_job_from_its_first_machine_to_its_last(provision: Provisioner) -> Non
     assert bills.keys() == made, "every machine has its bill"
     assert last["spent_usd"] == pytest.approx(sum(bills.values()))
     assert all(one.get("reasons") for one in journal if one["kind"] == "decision")
-    job.assert_sound()
+    job.assert_audit_ok()
     job.until(lambda: job.metrics.get("provisioner", {}).get("spent_usd", 0.0) > 0, "what it tells on `metrics`")
     shown = provision.ask("status")
     assert (shown["phase"], shown["instances"]) == ("done", [])
@@ -116,17 +116,17 @@ def test_sigterm_leaves_and_a_dry_run_changes_nothing(provision: Provisioner) ->
     job.send(job.samples(400))
     job.until_version(5)
     first.send_signal(signal.SIGTERM)
-    assert first.wait(PATIENCE_S) == 0, job.log("provision-1")
+    assert first.wait(WAIT_TIMEOUT_S) == 0, job.log("provision-1")
     spent = [one for one in provision.journal() if one["kind"] == "decision"][-1]["spent_usd"]
     second = provision("run")
     job.send(job.samples(800))
     job.until_finished()
-    assert second.wait(PATIENCE_S) == 0, job.log("provision-2")
+    assert second.wait(WAIT_TIMEOUT_S) == 0, job.log("provision-2")
     journal = provision.journal()
     assert journal[-1]["spent_usd"] >= spent, "what was spent is not forgotten"
-    epochs = [(one["slot"], one["epoch"]) for one in journal if one["kind"] == "instance"]
-    assert len(set(epochs)) == len(epochs), "no epoch twice"
-    job.assert_sound()
+    incarnations = [(one["slot"], one["incarnation"]) for one in journal if one["kind"] == "instance"]
+    assert len(set(incarnations)) == len(incarnations), "no incarnation twice"
+    job.assert_audit_ok()
 
 
 def test_drain_hands_everything_back_and_stops_the_other(provision: Provisioner) -> None:
@@ -137,7 +137,7 @@ def test_drain_hands_everything_back_and_stops_the_other(provision: Provisioner)
     job.until_version(3)
     said = provision.ask("drain")
     assert (said["phase"], said["over"]) == ("drain", True)
-    assert first.wait(PATIENCE_S) == 1
+    assert first.wait(WAIT_TIMEOUT_S) == 1
     assert "has taken its place" in job.log("provision-0")
     assert [one for one in said["markets"] if one] == []
 
@@ -156,7 +156,7 @@ def test_status_names_a_provisioner_that_is_silent(
     assert set(found.content["silent_s"]) == {"provisioner"}
     assert "silent: provisioner: no sign of life for 10:0" in found.text
     assert "nobody watches the budget: start it again (doll provision run)" in found.text
-    job.control("updates", Finished(ps_epoch=1, version=0, reason="updates", time_s=0.0))
+    job.control("updates", Finished(term=1, version=0, reason="updates", time_s=0.0))
     assert status_of(target).content["silent_s"] == {}, "a job that has finished needs none"
 
 
@@ -170,20 +170,20 @@ def test_processes_join_the_job_and_end_with_their_owner(make_pipeline: Callable
         assert machines.billing == LOCAL
         now = machines.prices.current(time.time())
         assert (now.spot_usd_per_h, now.on_demand_usd_per_h) == pytest.approx((1.58, 2.86)), "of the market's time"
-        assert load(run.job).topic("up") == job.config.topic("up")
-        made = machines.fleet.launch(Order(slot=1, epoch=1, market="on_demand", attempt=0))
+        assert load(run.job).topic("events") == job.config.topic("events")
+        made = machines.fleet.launch(Order(slot=1, incarnation=1, market="on_demand", attempt=0))
         (machine,) = machines.fleet.machines
         job.until(lambda: "joined" in job.log(made.id), "the worker to join")
         assert machine.pid is not None
         assert runs(machine.pid)
         assert machines.probe is not None
         for slot in range(2):
-            before = machines.probe.spot_open(slot)
+            before = machines.probe.spot_available(slot)
             try:
-                had = machines.fleet.launch(Order(slot=slot, epoch=2, market="spot", attempt=0)).is_alive
+                had = machines.fleet.launch(Order(slot=slot, incarnation=2, market="spot", attempt=0)).is_alive
             except LaunchError:
                 had = False
-            assert had in (before, machines.probe.spot_open(slot))  # the market goes on while we ask
+            assert had in (before, machines.probe.spot_available(slot))  # the market goes on while we ask
     pids = [one.pid for one in machines.fleet.machines if one.pid is not None]
     job.until(lambda: not any(runs(pid) for pid in pids), "the end of the processes")
 
@@ -199,7 +199,7 @@ def runs(pid: int) -> bool:
 def test_the_job_file_is_read_again_while_the_job_runs(make_pipeline: Callable[..., Any]) -> None:
     """Deadline, work and behaviour count from the next turn on; a wrong file does not, and is told; K needs a new
     parameter server (docs/operations.md, "Changing one's mind")."""
-    job = make_pipeline(*PLAN, "provision.every_s=3600", "plan.updates=400", "provision.silent_s=60")
+    job = make_pipeline(*PLAN, "provision.every_s=3600", "plan.updates=400", "provision.heartbeat_timeout_s=60")
     provision = Provisioner(job)
     try:
         job.start_ps()
@@ -221,13 +221,13 @@ def test_the_job_file_is_read_again_while_the_job_runs(make_pipeline: Callable[.
         until_decided("the first turn", lambda one: one["feasible"])
         edit("provision.every_s=0.5", "plan.deadline_s=15")
         # Nobody looks at the file before the next turn, which is an hour away, or here when somebody leaves.
-        job.control("up", Leave(worker=99, epoch=1, cause="test"))
+        job.control("events", Leave(worker=99, session=1, cause="test"))
         until_decided("a deadline that cannot be met", lambda one: not one["feasible"])
         assert set(decisions()[-1]["markets"]) == {"on_demand"}
         turn = decisions()[-1]["turn"]
         until_decided("turns in the new rhythm", lambda one: one["turn"] >= turn + 8)
         edit("plan.deadline_s=90000", "plan.updates=500")
-        until_decided("more time and more work", lambda one: one["feasible"] and one["updates_wanted"] == 500)
+        until_decided("more time and more work", lambda one: one["feasible"] and one["target_updates"] == 500)
 
         job.send(job.samples(160))
         job.until_version(3)
@@ -241,7 +241,7 @@ def test_the_job_file_is_read_again_while_the_job_runs(make_pipeline: Callable[.
             job.until(lambda said=words: said in refusals(job), f"a word on {wrong}")
             job.job_path.write_text(before)
         turn = decisions()[-1]["turn"]
-        until_decided("it goes on", lambda one: one["turn"] >= turn + 3 and one["updates_wanted"] == 500)
+        until_decided("it goes on", lambda one: one["turn"] >= turn + 3 and one["target_updates"] == 500)
 
         assert {len(update.members) for update in job.updates} == {2}
         edit("training.policy.group_size=1")
@@ -253,11 +253,11 @@ def test_the_job_file_is_read_again_while_the_job_runs(make_pipeline: Callable[.
         )
         until_decided("it goes on", lambda one: one["updates_done"] > version)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE_S) == 0, job.log("provision-0")
+        assert process.wait(WAIT_TIMEOUT_S) == 0, job.log("provision-0")
     finally:
         provision.close()
 
 
 def refusals(job: Any) -> str:
     """What the provisioner has said of job files that it did not take."""
-    return "\n".join(line for line in job.log("provision-0").splitlines() if "job_file_wrong" in line)
+    return "\n".join(line for line in job.log("provision-0").splitlines() if "job_file_invalid" in line)

@@ -17,12 +17,12 @@ import pytest
 from doll.provisioner.billing import EC2_LINUX
 from doll.provisioner.controller import Controller, Decision
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
-from doll.provisioner.fleets.port import End, Fleet, Instance, InstanceState
+from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState
 from doll.provisioner.prices.ec2 import Ec2Prices, OnDemandPrice, OnDemandPrices
 from doll.provisioner.prices.port import PriceFeed
 from doll.provisioner.prices.stated import StatedPrices
-from doll.provisioner.reconcile import Limits
-from doll.provisioner.state_store import MemoryBook
+from doll.provisioner.reconcile import LaunchLimits
+from doll.provisioner.state_store import MemoryStateStore
 from job_world import ON_DEMAND, SPOT, JobWorld, run, settings
 
 HOURS = float(os.environ.get("DOLL_DAY_HOURS", "2"))
@@ -41,7 +41,7 @@ class Stage(Protocol):
 
     def alive(self) -> list[Instance]: ...
 
-    def everything(self) -> list[Instance]: ...
+    def all_instances(self) -> list[Instance]: ...
 
     def interrupt(self, id_: str) -> None: ...
 
@@ -49,24 +49,24 @@ class Stage(Protocol):
         """A pool runs dry on spot, or is filled again."""
 
     def launches(self) -> list[tuple[int, int, str, int]]:
-        """Slot, epoch, market and attempt of each call that asked for a machine."""
+        """Slot, incarnation, market and attempt of each call that asked for a machine."""
 
 
 class FakeStage:
     def __init__(self, clock: VirtualClock) -> None:
         self.fleet = self._fake = FakeFleet(clock, boot_s=30.0, ending_s=30.0, keep_ended_s=7200.0)
         self.prices = StatedPrices(SPOT, ON_DEMAND)
-        self.alive, self.everything = self._fake.alive, self._fake.everything
+        self.alive, self.all_instances = self._fake.alive, self._fake.all_instances
 
     def interrupt(self, id_: str) -> None:
         self._fake.interrupt(id_, 120.0)
 
     def dry(self, rng: random.Random) -> None:
-        self._fake.set_room(rng.choice(self._fake.pools), "spot", rng.choice([0, None]))
+        self._fake.set_capacity(rng.choice(self._fake.pools), "spot", rng.choice([0, None]))
 
     def launches(self) -> list[tuple[int, int, str, int]]:
         orders = [call.order for call in self._fake.calls if call.order is not None]
-        return [(one.slot, one.epoch, one.market, one.attempt) for one in orders]
+        return [(one.slot, one.incarnation, one.market, one.attempt) for one in orders]
 
 
 class Ec2Stage:
@@ -83,11 +83,11 @@ class Ec2Stage:
         self.fleet = rig.make(page_size=1000)
         self.prices = Ec2Prices(
             rig.ec2, _OnDemand(None, REGION), instance_types=rig.types, zones=[REGION + "a", REGION + "b"],
-            is_dry=self.fleet.cache.is_dry, clock=rig.clock,
+            lacks_capacity=self.fleet.cache.lacks_capacity, clock=rig.clock,
         )  # fmt: skip
         self._seen: dict[str, Instance] = {}
 
-    def everything(self) -> list[Instance]:
+    def all_instances(self) -> list[Instance]:
         """What the adapter has learned, which it has from EC2 alone."""
         for known in self.fleet._known.values():
             self._seen[known.instance.id] = known.instance
@@ -99,7 +99,7 @@ class Ec2Stage:
         self._market.settle()
         states = {one.id: one._state.name for group in _backend().reservations.values() for one in group.instances}
         running = {"pending": InstanceState.PENDING, "running": InstanceState.RUNNING}
-        found = [one for one in self.everything() if states.get(one.id) in running]
+        found = [one for one in self.all_instances() if states.get(one.id) in running]
         return [replace(one, state=running[states[one.id]]) for one in found]
 
     def interrupt(self, id_: str) -> None:
@@ -110,16 +110,16 @@ class Ec2Stage:
 
         pool = (rng.choice(self._rig.types), REGION + rng.choice("ab"))
         if rng.random() < 0.5:
-            self._market.room[pool, "spot"] = 0
+            self._market.capacity[pool, "spot"] = 0
         else:
-            self._market.room.pop((pool, "spot"), None)
+            self._market.capacity.pop((pool, "spot"), None)
 
     def launches(self) -> list[tuple[int, int, str, int]]:
         found = []
         for request in self._market.requests:
             tags = {tag["Key"]: tag["Value"] for tag in request["TagSpecifications"][0]["Tags"]}
             attempt = int(request["ClientToken"].rsplit("-a", 1)[1].split("z")[0])
-            found.append((int(tags["doll:worker"]), int(tags["doll:epoch"]), tags["doll:market"], attempt))
+            found.append((int(tags["doll:worker"]), int(tags["doll:incarnation"]), tags["doll:market"], attempt))
         return found
 
 
@@ -136,15 +136,15 @@ class Day:
 
     decisions: Sequence[Decision]
     world: JobWorld
-    book: MemoryBook
+    state_store: MemoryStateStore
     seconds: float
 
     def text(self, name: str) -> str:
         last = self.decisions[-1]
         return (
-            f"{name}: {last.clock_s / 3600:.1f} h in {self.seconds:.1f} s of processor, {len(self.decisions)} turns, "
+            f"{name}: {last.elapsed_s / 3600:.1f} h in {self.seconds:.1f} s of processor, {len(self.decisions)} turns, "
             f"{last.bill.instances} instances, {last.interruptions} interruptions, {last.moves} moves, "
-            f"{last.bill.usd:.2f} USD of {last.on_demand_usd:.2f} on-demand ({last.bill.usd / last.on_demand_usd:.1%})"
+            f"{last.bill.usd:.2f} USD of {last.all_on_demand_usd:.2f} on-demand ({last.bill.usd / last.all_on_demand_usd:.1%})"
         )
 
 
@@ -153,10 +153,10 @@ def play(stage: Stage, clock: VirtualClock, hours: float, *, step_s: float = STE
     job = settings(
         SLOTS, updates=BUSY * deadline_s * SLOTS * RATE / (GROUP * BATCH), group_size=GROUP, batch_size=BATCH,
         rate_per_s=RATE, deadline_s=deadline_s, replan_s=step_s, boot_s=90.0, cycle_s=CYCLE_S, billing=EC2_LINUX,
-        limits=Limits(launches_per_min=240), silent_s=2.5 * step_s,
+        limits=LaunchLimits(launches_per_min=240), heartbeat_timeout_s=2.5 * step_s,
     )  # fmt: skip
-    world, book, rng = JobWorld(clock, stage, job, join_s=30.0), MemoryBook(), random.Random(seed)
-    controller = Controller(job, stage.fleet, stage.prices, book)
+    world, state_store, rng = JobWorld(clock, stage, job, join_s=30.0), MemoryStateStore(), random.Random(seed)
+    controller = Controller(job, stage.fleet, stage.prices, state_store)
 
     def market() -> None:
         for one in stage.alive():
@@ -167,28 +167,30 @@ def play(stage: Stage, clock: VirtualClock, hours: float, *, step_s: float = STE
 
     begun_s = time.process_time()
     decisions = run(world, controller, clock.advance, clock, until_s=2 * deadline_s, step_s=step_s, each=market)
-    return Day(decisions, world, book, time.process_time() - begun_s)
+    return Day(decisions, world, state_store, time.process_time() - begun_s)
 
 
 def check(day: Day, stage: Stage) -> None:
     """The deadline holds, nothing is left, every launch is in the journal, and the bill is that of all machines."""
-    last, journal = day.decisions[-1], day.book.journal
+    last, journal = day.decisions[-1], day.state_store.journal
     assert (last.phase, last.over) == ("done", True)
     assert day.world.finished_s is not None
     assert day.world.finished_s - last.started_s <= HOURS * 3600
     assert day.world.most_per_slot <= 2
     assert stage.alive() == []
-    noted = [(one["slot"], one["epoch"], one["market"], one["attempt"]) for one in journal if one["kind"] == "order"]
+    noted = [
+        (one["slot"], one["incarnation"], one["market"], one["attempt"]) for one in journal if one["kind"] == "order"
+    ]
     asked = stage.launches()
     assert set(asked) <= set(noted), "every call is accounted for"
-    machines = stage.everything()
+    machines = stage.all_instances()
     assert len(machines) == last.bill.instances == len([one for one in journal if one["kind"] == "instance"])
-    assert len({(one.slot, one.epoch) for one in machines}) == len(machines)
+    assert len({(one.slot, one.incarnation) for one in machines}) == len(machines)
     if HOURS >= 8:  # the guard of a short job, asked every few minutes, leaves little to spot
-        assert last.bill.usd < 0.9 * last.on_demand_usd
+        assert last.bill.usd < 0.9 * last.all_on_demand_usd
     for one in machines:
-        assert one.end in (End.INTERRUPTED, End.TERMINATED)
-        assert one.notice_s is None or one.end is End.INTERRUPTED, "what has its notice is left to its owner"
+        assert one.end in (EndReason.INTERRUPTED, EndReason.TERMINATED)
+        assert one.notice_s is None or one.end is EndReason.INTERRUPTED, "what has its notice is left to its owner"
 
 
 def test_on_the_fake_fleet() -> None:
@@ -198,15 +200,15 @@ def test_on_the_fake_fleet() -> None:
     sys.stdout.write(f"\n{day.text('fake fleet')}\n")
     check(day, stage)
     spot = sum(
-        (one.ended_s or 0) - one.launched_s for one in stage.everything() if _costs(one) and one.market == "spot"
+        (one.ended_s or 0) - one.launched_s for one in stage.all_instances() if _costs(one) and one.market == "spot"
     )
-    demand = sum((one.ended_s or 0) - one.launched_s for one in stage.everything() if one.market != "spot")
+    demand = sum((one.ended_s or 0) - one.launched_s for one in stage.all_instances() if one.market != "spot")
     assert day.decisions[-1].bill.usd == pytest.approx((spot * SPOT + demand * ON_DEMAND) / 3600, rel=1e-3)
 
 
 def _costs(one: Instance) -> bool:
     """EC2's first hour is free where it was interrupted."""
-    return one.end is not End.INTERRUPTED or (one.ended_s or 0) - one.launched_s >= 3600
+    return one.end is not EndReason.INTERRUPTED or (one.ended_s or 0) - one.launched_s >= 3600
 
 
 def test_on_ec2() -> None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from doll.provisioner.fleets.port import Order
-from doll.provisioner.state_store import FileBook
-from doll.records import Epoch, Finished
+from doll.provisioner.state_store import FileStateStore
+from doll.records import Finished, TermStarted
 from doll.services import KAFKA_ENV, REDIS_ENV
 from fleet_rigs import REGION, Ec2Rig
 from moto.server import ThreadedMotoServer
@@ -28,7 +28,7 @@ ACCOUNT = {
     "AWS_ACCESS_KEY_ID": "none", "AWS_SECRET_ACCESS_KEY": "none", "AWS_DEFAULT_REGION": REGION,
     "AWS_EC2_METADATA_DISABLED": "true",
 }  # fmt: skip
-TAGS = ("doll:cluster", "doll:worker", "doll:epoch", "doll:market")
+TAGS = ("doll:cluster", "doll:worker", "doll:incarnation", "doll:market")
 
 
 class Cloud:
@@ -37,7 +37,7 @@ class Cloud:
     def __init__(self, make: Callable[..., Any], rig: Ec2Rig, endpoint: str) -> None:
         fleet = {
             "kind": "ec2", "region": REGION, "launch_template": rig.template, "launch_template_version": 1,
-            "subnets": rig.subnets, "instance_types": list(rig.types), "calls_per_s": 20,
+            "subnets": rig.subnets, "instance_types": list(rig.types), "api_calls_per_s": 20,
             "queue_url": f"{endpoint}/123456789012/notices", "placement_scores": True, "cluster": "stack",
         }  # fmt: skip
         self.make = functools.partial(
@@ -83,7 +83,7 @@ class Cloud:
         return text
 
     def journal(self, kind: str) -> list[dict[str, Any]]:
-        path: Path = FileBook(self.job.run, self.job.config.job).journal
+        path: Path = FileStateStore(self.job.run, self.job.config.job).journal
         lines = path.read_text().splitlines() if path.exists() else []
         return [found for found in map(json.loads, lines) if found["kind"] == kind]
 
@@ -139,7 +139,7 @@ def test_once_status_and_drain(cloud: Cloud) -> None:
     assert len({request["ClientToken"] for request in cloud.market.requests}) == len(cloud.market.requests) == 2
     kinds = {one["ResourceType"] for one in cloud.market.requests[0]["TagSpecifications"]}
     assert kinds == {"instance", "volume", "network-interface", "fleet"}
-    assert {(one["slot"], one["epoch"], one["market"]) for one in cloud.journal("order")} == {
+    assert {(one["slot"], one["incarnation"], one["market"]) for one in cloud.journal("order")} == {
         (0, 1, "spot"), (1, 1, "spot")
     }  # fmt: skip
     assert {one["id"] for one in cloud.journal("instance")} == bought.keys()
@@ -178,7 +178,7 @@ def test_a_notice_in_the_queue_is_acted_on_and_its_machine_left_alone(cloud: Clo
     after = cloud.alive()
     assert len(after) == 3
     (new,) = after.keys() - before.keys()
-    assert (after[new]["doll:worker"], after[new]["doll:epoch"]) == ("0", "2")
+    assert (after[new]["doll:worker"], after[new]["doll:incarnation"]) == ("0", "2")
     assert [one["id"] for one in cloud.journal("interrupted")] == [taken]
     assert said["interruptions_total"] == 1
     assert len(cloud.ask("status")["instances"]) == 3
@@ -197,7 +197,7 @@ def test_a_provisioner_that_is_killed_leaves_its_machines_to_the_next(cloud: Clo
     bought = cloud.alive()
     cloud.ask("once")
     assert cloud.alive().keys() == bought.keys()
-    assert len({(tags["doll:worker"], tags["doll:epoch"]) for tags in bought.values()}) == 2
+    assert len({(tags["doll:worker"], tags["doll:incarnation"]) for tags in bought.values()}) == 2
     cloud.ask("drain")
     assert cloud.alive() == {}
 
@@ -207,8 +207,8 @@ def test_a_second_job_with_the_same_state_folder_gets_machines_of_its_own(cloud:
     first = cloud.job
     cloud.ask("once")
     bought = cloud.alive()
-    first.control("updates", Epoch(ps_epoch=1, resumed_version=0, origins=(0, 0), records_per_batch=8, time_s=1.0))
-    first.control("updates", Finished(ps_epoch=1, version=0, reason="updates", time_s=2.0))
+    first.control("updates", TermStarted(term=1, resumed_version=0, origins=(0, 0), records_per_batch=8, time_s=1.0))
+    first.control("updates", Finished(term=1, version=0, reason="updates", time_s=2.0))
     process = cloud.start("run")
     assert process.wait(240) == 0, cloud.log()
     assert cloud.alive() == {}

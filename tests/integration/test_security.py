@@ -25,7 +25,7 @@ from doll.config import JobConfig, parse
 from doll.errors import ServiceUnavailableError
 from doll.local import kafka_jars
 from doll.local.kafka_broker import LocalKafka
-from doll.local.redis_server import LocalRedis, find_executable, speaks_tls
+from doll.local.redis_server import LocalRedis, find_executable, supports_tls
 from doll.services import Services, connect_redis, kafka_problem, redis_problem, require
 
 pytestmark = pytest.mark.integration
@@ -127,8 +127,8 @@ class SecuredKafka:
 
 @pytest.fixture(scope="module")
 def secured_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredKafka]:
-    if (obstacle := kafka_jars.obstacle()) is not None:
-        pytest.skip(f"no Kafka broker can be started: {obstacle}")
+    if (unavailable_reason := kafka_jars.unavailable_reason()) is not None:
+        pytest.skip(f"no Kafka broker can be started: {unavailable_reason}")
     from confluent_kafka.admin import AdminClient, ScramCredentialInfo, ScramMechanism, UserScramCredentialUpsertion
 
     folder = tmp_path_factory.mktemp("secured")
@@ -155,7 +155,7 @@ def secured(
             address = f"rediss://127.0.0.1:{port}/0"
         else:
             executable = find_executable()
-            if executable is None or not speaks_tls(executable):
+            if executable is None or not supports_tls(executable):
                 pytest.skip(f"{executable} was built without TLS: install Debian's redis-server, for instance")
             server = open_.enter_context(LocalRedis(folder / "redis", identity=own))
             address = server.secure_address

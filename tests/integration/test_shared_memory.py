@@ -17,7 +17,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.parametrize("wipe", [False, True])
 def test_a_job_learns_every_sample_once_also_when_it_is_wiped(make_pipeline: Any, tmp_path: Path, wipe: bool) -> None:
-    job = make_pipeline("stop.updates=200", "worker.stall_s=600")
+    job = make_pipeline("stop.updates=200", "worker.stall_timeout_s=600")
     folder = tmp_path / "blobs"
     folder.mkdir(mode=0o700)
     job.services = replace(job.services, blobs=str(folder))
@@ -34,7 +34,7 @@ def test_a_job_learns_every_sample_once_also_when_it_is_wiped(make_pipeline: Any
         assert job.restarts == []
     job.send(job.samples(1700))
     job.until_finished()
-    report = job.assert_sound()
+    report = job.assert_audit_ok()
     assert (report.version, report.applied) == (200, 3200)
 
     blobs = open_blobs(job.config, job.services, give_up=lambda: True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from doll.local.forks import Role
-from waiting import PATIENCE_S
+from waiting import WAIT_TIMEOUT_S
 
 pytestmark = pytest.mark.integration
 
@@ -26,7 +26,7 @@ def started_with_standby(make_pipeline: Any, updates: int) -> tuple[Any, Role, R
     job.send(job.samples(400))
     job.until_version(5)
     standby: Role = job.launch("ps-standby", "ps_standby_role")
-    job.until(lambda: "standing_by" in job.log("ps-standby"), "the standby")
+    job.until(lambda: "standby_waiting" in job.log("ps-standby"), "the standby")
     return job, leader, standby
 
 
@@ -34,52 +34,52 @@ def test_a_standby_waits_while_the_leader_lives_and_succeeds_it_when_it_dies(mak
     job, leader, standby = started_with_standby(make_pipeline, 60)
     waited_until_s = time.monotonic() + 2.5 * LEASE_S  # nothing to learn for longer than a lease: the leader is alive
     job.until(lambda: time.monotonic() > waited_until_s, "two leases")
-    assert [epoch.ps_epoch for epoch in job.epochs] == [1]
+    assert [started.term for started in job.term_starts] == [1]
     leader.kill()
     died_s = time.time()
     job.send(job.samples(200))  # not before: the leader might learn and save all of it
-    job.until(lambda: job.updates[-1].ps_epoch == 2, "an update by the standby")
-    first = next(update for update in job.updates if update.ps_epoch == 2)
+    job.until(lambda: job.updates[-1].term == 2, "an update by the standby")
+    first = next(update for update in job.updates if update.term == 2)
     assert first.time_s - died_s > LEASE_S - 1.5  # how soon it is, the drill measures
     job.send(job.samples(600))
     job.until_finished()
-    assert standby.wait(PATIENCE_S) == 0
-    report = job.assert_sound()
-    assert (report.version, report.ps_epoch) == (60, 2)
+    assert standby.wait(WAIT_TIMEOUT_S) == 0
+    report = job.assert_audit_ok()
+    assert (report.version, report.term) == (60, 2)
 
 
 def test_a_leader_that_was_frozen_writes_nothing_when_it_wakes_up(make_pipeline: Any) -> None:
     job, leader, standby = started_with_standby(make_pipeline, 80)
     leader.send_signal(signal.SIGSTOP)
     job.send(job.samples(400))
-    job.until(lambda: job.updates[-1].ps_epoch == 2, "an update by the standby")
+    job.until(lambda: job.updates[-1].term == 2, "an update by the standby")
     seen = len(job.updates)
     leader.send_signal(signal.SIGCONT)
     job.until(lambda: leader.poll() is not None, "the end of the old leader")
     assert leader.exitcode == 1
-    assert "parameter server epoch 1 is over: epoch 2 has claimed" in job.log("ps")
-    assert "was_away" in job.log("ps")
+    assert "parameter server term 1 is over: term 2 has claimed" in job.log("ps")
+    assert "paused_beyond_lease" in job.log("ps")
     job.send(job.samples(800))
     job.until_finished()
-    assert standby.wait(PATIENCE_S) == 0
-    assert {update.ps_epoch for update in job.updates[seen:]} <= {2}
-    assert {epoch for epoch, _ in job.store.versions()} == {2}
-    report = job.assert_sound()
-    assert (report.version, report.ps_epoch) == (80, 2)
+    assert standby.wait(WAIT_TIMEOUT_S) == 0
+    assert {update.term for update in job.updates[seen:]} <= {2}
+    assert {term for term, _ in job.store.versions()} == {2}
+    report = job.assert_audit_ok()
+    assert (report.version, report.term) == (80, 2)
 
 
 def test_a_standby_leaves_with_the_job_and_when_it_is_told_to(make_pipeline: Any) -> None:
     job, leader, standby = started_with_standby(make_pipeline, 40)
     other: Role = job.launch("ps-standby-2", "ps_standby_role")
-    job.until(lambda: "standing_by" in job.log("ps-standby-2"), "the second standby")
+    job.until(lambda: "standby_waiting" in job.log("ps-standby-2"), "the second standby")
     other.terminate()
     job.until(lambda: other.poll() is not None, "the end of the second standby")
     assert other.exitcode == 0
     job.send(job.samples(400))
     job.until_finished()
-    assert leader.wait(PATIENCE_S) == 0
-    assert standby.wait(PATIENCE_S) == 0
-    job.assert_sound()
+    assert leader.wait(WAIT_TIMEOUT_S) == 0
+    assert standby.wait(WAIT_TIMEOUT_S) == 0
+    job.assert_audit_ok()
 
 
 def doll_ps(job: Any, *options: str) -> subprocess.Popen[str]:
@@ -109,10 +109,10 @@ def test_a_plain_server_leaves_a_living_leader_alone_and_succeeds_a_dead_one(mak
         assert "another parameter server leads" in (told := second.stderr.read())
         assert "--standby" in told
     assert leader.poll() is None
-    assert [epoch.ps_epoch for epoch in job.epochs] == [1]
+    assert [started.term for started in job.term_starts] == [1]
     job.send(job.samples(200))
     leader.kill()
-    assert leader.wait(PATIENCE_S) == -signal.SIGKILL
+    assert leader.wait(WAIT_TIMEOUT_S) == -signal.SIGKILL
     with doll_ps(job) as third:
         try:
             job.send(job.samples(600))
@@ -121,8 +121,8 @@ def test_a_plain_server_leaves_a_living_leader_alone_and_succeeds_a_dead_one(mak
         finally:
             third.kill()
         assert third.returncode == 0, third.stderr.read() if third.stderr is not None else ""
-    assert [epoch.ps_epoch for epoch in job.epochs] == [1, 2]
-    job.assert_sound()
+    assert [started.term for started in job.term_starts] == [1, 2]
+    job.assert_audit_ok()
 
 
 def test_a_server_that_was_replaced_ends_though_it_has_nothing_to_save(make_pipeline: Any) -> None:
@@ -137,8 +137,8 @@ def test_a_server_that_was_replaced_ends_though_it_has_nothing_to_save(make_pipe
     successor: Role = job.launch("ps-2", "ps_role")
     job.until(lambda: leader.poll() is not None, "the end of the first server")
     assert leader.exitcode == 1
-    assert "parameter server epoch 1 is over: epoch 2 has claimed" in job.log("ps")
+    assert "parameter server term 1 is over: term 2 has claimed" in job.log("ps")
     job.send(job.samples(160))
     job.until_finished()
-    assert successor.wait(PATIENCE_S) == 0
-    job.assert_sound()
+    assert successor.wait(WAIT_TIMEOUT_S) == 0
+    job.assert_audit_ok()

@@ -51,7 +51,7 @@ def test_only_what_is_committed_is_learned(make_pipeline: Any) -> None:
     job.send(job.samples(16), 1)
     job.start()
     job.until(lambda: len(job.store.versions()) > 0 and job.checkpoint().version >= 2, "two durable updates")
-    report = job.assert_sound()
+    report = job.assert_audit_ok()
     assert (report.applied, report.gaps, report.dead, report.pending) == (2 + 2 + 8 + 16, 4, 0, 0)
     assert dropped.offsets == [2, 5]
     assert job.read("dead") == []
@@ -62,13 +62,13 @@ def test_only_what_is_committed_is_learned(make_pipeline: Any) -> None:
     plain.write(*job.samples(4))  # without the open transaction, a whole batch
     job.send(job.samples(16), 1)
     job.until(lambda: job.checkpoint().version >= 3, "an update of the other stream alone")
-    report = job.assert_sound()
+    report = job.assert_audit_ok()
     assert [(line.applied_until, line.end) for line in report.partitions] == [(16, 16), (32, 32)]
     job.until(lambda: job.metrics["ps"]["worker_0_lag_records"] == 0, "no lag: what is open is not there yet")
     hanging.commit()  # its marker stands behind the last whole batch
     job.send(job.samples(8), 1)
     job.until(lambda: job.checkpoint().version >= 4, "the update of what was held back")
-    report = job.assert_sound()
+    report = job.assert_audit_ok()
     assert (report.applied, report.gaps, report.pending, report.lost) == (12 + 8 + 40, 4, 1, 0)
     # A batch that ends in a marker is complete without a record behind it.
     last = Writer(job, "last")
@@ -76,6 +76,6 @@ def test_only_what_is_committed_is_learned(make_pipeline: Any) -> None:
     last.commit()
     job.send(job.samples(8), 1)
     job.until(lambda: job.checkpoint().version >= 5, "the update of a batch that ends in a marker")
-    report = job.assert_sound()
+    report = job.assert_audit_ok()
     assert (report.applied, report.gaps, report.pending) == (60 + 6 + 8, 6, 0)
     assert job.restarts == []

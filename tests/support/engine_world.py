@@ -28,9 +28,9 @@ POLICIES: dict[str, PolicyConfig] = {
 class Applied:
     """One update in the lineage, as the `updates` topic would carry it."""
 
-    ps_epoch: int
+    term: int
     version: int
-    members: tuple[tuple[int, int, int], ...]  # (worker, token, base version)
+    members: tuple[tuple[int, int, int], ...]  # (worker, batch, base version)
 
 
 @dataclass
@@ -62,13 +62,13 @@ class World:
         self.now = 0.0
         self.origins = [10 * (n + 1) for n in range(workers)]
         self.high = list(self.origins)  # next offset to be produced, per stream
-        self.down: list[list[AnyRecord]] = [[] for _ in range(workers)]
+        self.commands: list[list[AnyRecord]] = [[] for _ in range(workers)]
         self.blobs: set[str] = set()
         self.updates: list[Applied] = []
-        self.epochs: list[tuple[int, int]] = []  # (ps_epoch, resumed version)
+        self.terms: list[tuple[int, int]] = []  # (term, resumed version)
         self.stored: ev.EngineSnapshot | None = None
         self.saving: deque[ev.StoreCheckpoint] = deque()
-        self.ps_epoch = 0
+        self.term = 0
         self.engine: Engine | None = None
         self.processes: list[Process] = []
         self.instances = 0
@@ -82,23 +82,19 @@ class World:
     # --- the parameter server ------------------------------------------------------------------------------------
 
     def start_ps(self) -> None:
-        self.ps_epoch += 1
+        self.term += 1
         policy = self.make_policy()
         if self.stored is None:
-            self.engine = self.engine_class(
-                self.settings, policy, ps_epoch=self.ps_epoch, now=self.now, origins=self.origins
-            )
+            self.engine = self.engine_class(self.settings, policy, term=self.term, now=self.now, origins=self.origins)
         else:
-            self.engine = self.engine_class(
-                self.settings, policy, ps_epoch=self.ps_epoch, now=self.now, snapshot=self.stored
-            )
-        self.epochs.append((self.ps_epoch, self.engine.version))
+            self.engine = self.engine_class(self.settings, policy, term=self.term, now=self.now, snapshot=self.stored)
+        self.terms.append((self.term, self.engine.version))
         self.heard = list(self.engine.snapshot(self.now).incarnations)
         self.saving.clear()
         for process in self.processes:
-            process.outbox.clear()  # the new server reads `up` from its end
-        for mail in self.down:
-            mail.append(Hello(ps_epoch=self.ps_epoch))
+            process.outbox.clear()  # the new server reads `events` from its end
+        for mail in self.commands:
+            mail.append(Hello(term=self.term))
 
     def make_policy(self) -> Policy:
         return make_policy(self.policy)
@@ -118,43 +114,43 @@ class World:
         while queue:
             queue.extend(self._perform(engine, queue.popleft()))
 
-    def _perform(self, engine: Engine, action: ev.Action) -> list[ev.Action]:
+    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
         match action:
-            case ev.SendWelcome(worker, instance, epoch, next_token, incarnation):
+            case ev.SendWelcome(worker, instance, session, next_batch, incarnation):
                 (process,) = [p for p in self.processes if p.instance == instance]
                 assert process.incarnation in (0, self.heard[worker]), "an older machine gets its slot back"
-                self.down[worker].append(
+                self.commands[worker].append(
                     Welcome(
-                        ps_epoch=self.ps_epoch,
+                        term=self.term,
                         worker=worker,
                         instance=instance,
-                        epoch=epoch,
+                        session=session,
                         origin=self.origins[worker],
-                        next_token=next_token,
+                        next_batch=next_batch,
                         fingerprint="",
                         incarnation=incarnation,
                     )
                 )
             case ev.SendFence(worker, instance):
-                self.down[worker].append(Fence(ps_epoch=self.ps_epoch, worker=worker, instance=instance))
+                self.commands[worker].append(Fence(term=self.term, worker=worker, instance=instance))
             case ev.SendHello(worker):
-                self.down[worker].append(Hello(ps_epoch=self.ps_epoch))
-            case ev.SendGrant(worker, epoch, token, grant, version):
-                key = f"w:{self.ps_epoch}:{version}"
+                self.commands[worker].append(Hello(term=self.term))
+            case ev.SendGrant(worker, session, batch, grant, version):
+                key = f"w:{self.term}:{version}"
                 self.blobs.add(key)
-                self.down[worker].append(
+                self.commands[worker].append(
                     Grant(
-                        ps_epoch=self.ps_epoch,
+                        term=self.term,
                         worker=worker,
-                        epoch=epoch,
-                        token=token,
+                        session=session,
+                        batch=batch,
                         grant=grant,
                         version=version,
                         key=key,
                     )
                 )
             case ev.RepublishWeights(version):
-                self.blobs.add(f"w:{self.ps_epoch}:{version}")
+                self.blobs.add(f"w:{self.term}:{version}")
             case ev.FetchGradient(grant, key, _):
                 there = key in self.blobs
                 event = ev.GradientFetched(grant=grant) if there else ev.GradientLost(grant=grant, reason="missing")
@@ -164,12 +160,12 @@ class World:
             case ev.DropGradient(key, _):
                 self.blobs.discard(key)
             case ev.ApplyUpdate(version, batches, _, _):
-                members = tuple((item.push.worker, item.push.token, item.push.version) for item in batches)
-                self.updates.append(Applied(self.ps_epoch, version, members))
+                members = tuple((item.push.worker, item.push.batch, item.push.version) for item in batches)
+                self.updates.append(Applied(self.term, version, members))
             case ev.StoreCheckpoint():
                 self.saving.append(action)
             case ev.SendDurable(worker, until):
-                self.down[worker].append(Durable(ps_epoch=self.ps_epoch, worker=worker, until=until))
+                self.commands[worker].append(Durable(term=self.term, worker=worker, until=until))
             case ev.Finish():
                 pass
         return []
@@ -184,7 +180,7 @@ class World:
 
     def start_worker(self, worker: int, incarnation: int = 0) -> None:
         self.instances += 1
-        process = Process(worker, f"i{self.instances}", len(self.down[worker]), incarnation)
+        process = Process(worker, f"i{self.instances}", len(self.commands[worker]), incarnation)
         self.processes.append(process)
         self._ask_for_place(process)
 
@@ -209,7 +205,7 @@ class World:
             self.tell(process.outbox.popleft())  # type: ignore[arg-type]
 
     def receive(self, process: Process) -> None:
-        mail = self.down[process.worker]
+        mail = self.commands[process.worker]
         if process.paused or process.dead or process.reads_from >= len(mail):
             return
         record = mail[process.reads_from]
@@ -226,7 +222,7 @@ class World:
                     process.batcher = Batcher(
                         origin=record.origin,
                         records_per_batch=self.settings.records_per_batch,
-                        next_token=record.next_token,
+                        next_batch=record.next_batch,
                     )
                     process.position = process.batcher.next_offset
                 case Hello():
@@ -234,7 +230,7 @@ class World:
                 case Fence() if record.instance == process.instance:
                     process.dead = True
         else:
-            self._do(process, process.core.mail(record, self.now))
+            self._do(process, process.core.on_record(record, self.now))
 
     def read(self, process: Process) -> None:
         core, batcher = process.core, process.batcher
@@ -245,7 +241,7 @@ class World:
             process.position += 1
             done = list(batcher.feed(offset, offset))
             for raw in done:
-                self._do(process, core.batch_ready(Batch(raw.token, None, len(raw.records), self.now)))
+                self._do(process, core.batch_ready(Batch(raw.number, None, len(raw.records), self.now)))
             if done:
                 return
 
@@ -259,7 +255,7 @@ class World:
         if item.grant.key not in self.blobs:
             self._do(process, core.weights_missing(item.grant))
             return
-        key = f"g:{item.grant.ps_epoch}:{item.grant.grant}"
+        key = f"g:{item.grant.term}:{item.grant.grant}"
         if not blob_lost:
             self.blobs.add(key)
         done = GradientDone(key, 1.0, {}, 0.1, 0.0, 0.0, item.batch.num_samples)
@@ -331,7 +327,7 @@ class World:
     def _idle(self) -> bool:
         assert self.engine is not None
         quiet = all(
-            not p.outbox and not p.computing and p.reads_from >= len(self.down[p.worker])
+            not p.outbox and not p.computing and p.reads_from >= len(self.commands[p.worker])
             for p in self.processes
             if not p.dead
         )
@@ -341,7 +337,7 @@ class World:
         """The updates that are in the model: those that no later server started before."""
         valid: dict[int, Applied] = {}
         for update in self.updates:
-            void = any(epoch > update.ps_epoch and resumed < update.version for epoch, resumed in self.epochs)
+            void = any(term > update.term and resumed < update.version for term, resumed in self.terms)
             if not void:
                 assert update.version not in valid
                 valid[update.version] = update
@@ -353,8 +349,8 @@ class World:
         assert self.engine is not None
         applied = [0] * self.settings.num_workers
         for update in self.lineage():
-            for worker, token, base in update.members:
-                assert token == applied[worker], f"worker {worker}: batch {token} applied, {applied[worker]} expected"
+            for worker, batch, base in update.members:
+                assert batch == applied[worker], f"worker {worker}: batch {batch} applied, {applied[worker]} expected"
                 applied[worker] += 1
                 if self.engine.policy.exact_version:
                     assert base == update.version - 1

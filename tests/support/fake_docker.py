@@ -32,16 +32,16 @@ def stamp(seconds: float) -> str:
 def options(words: list[str], with_value: set[str]) -> tuple[dict[str, list[str]], list[str]]:
     """Options up to the first word that is none, and the rest. An option that is not expected is an error, as it is
     in docker."""
-    found: dict[str, list[str]] = {}
+    values: dict[str, list[str]] = {}
     while words and words[0].startswith("-"):
         name = words.pop(0)
         if name in with_value:
-            found.setdefault(name, []).append(words.pop(0))
+            values.setdefault(name, []).append(words.pop(0))
         elif name in ("--detach", "--no-deps", "--all", "--no-trunc", "--force"):
-            found[name] = []
+            values[name] = []
         else:
             raise Refused(f"unknown flag: {name}")
-    return found, words
+    return values, words
 
 
 def compose(state: dict[str, Any], words: list[str]) -> str:

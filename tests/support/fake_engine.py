@@ -20,7 +20,7 @@ VERSION = {"Version": "28.2.2", "ApiVersion": "1.50", "MinAPIVersion": "1.24", "
 INFO = {"OSType": "linux", "Architecture": "aarch64", "ServerVersion": VERSION["Version"], "SecurityOptions": []}
 
 
-class CleanEngine(BaseHTTPRequestHandler):
+class FakeDockerEngine(BaseHTTPRequestHandler):
     images: Collection[str]
 
     def do_HEAD(self) -> None:
@@ -52,9 +52,9 @@ class CleanEngine(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def clean_engine(socket: Path, images: Collection[str]) -> Iterator[None]:
+def fake_docker_engine(socket: Path, images: Collection[str]) -> Iterator[None]:
     """Serve at `unix://<socket>`, with `images` pulled before."""
-    handler = type("Handler", (CleanEngine,), {"images": images})
+    handler = type("Handler", (FakeDockerEngine,), {"images": images})
     with socketserver.ThreadingUnixStreamServer(str(socket), handler) as server:
         server.daemon_threads = True
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))

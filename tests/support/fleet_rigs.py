@@ -25,7 +25,7 @@ from doll.provisioner.fleets.ec2.notices import Ec2Notices
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import Fleet, Instance
 from doll.provisioner.fleets.processes import Machine, ProcessFleet
-from doll.provisioner.traces.market import MarketClock, Spell, SpotMarket
+from doll.provisioner.traces.market import AvailabilityInterval, MarketClock, SpotMarket
 from doll.provisioner.traces.model import constant
 from fake_docker import DAEMON, stamp
 from moto_overlay import REGION, MotoMarket, client, moto_market
@@ -54,11 +54,11 @@ class Rig:
         """The provisioner dies and starts again: all that `fleet` had in memory is gone."""
         raise NotImplementedError
 
-    def go_away(self) -> None:
+    def become_unavailable(self) -> None:
         """The next call of the fleet's owner is not answered."""
         raise NotImplementedError
 
-    def break_down(self, id_: str) -> None:
+    def fail_instance(self, id_: str) -> None:
         """The machine ends by itself."""
         raise NotImplementedError
 
@@ -94,26 +94,26 @@ class FakeRig(Rig):
     def crash(self) -> None:
         pass  # the fake is the world: a provisioner that starts again is given the same
 
-    def go_away(self) -> None:
-        self.fake.go_away()
+    def become_unavailable(self) -> None:
+        self.fake.become_unavailable()
 
-    def break_down(self, id_: str) -> None:
-        self.fake.break_down(id_)
+    def fail_instance(self, id_: str) -> None:
+        self.fake.fail_instance(id_)
 
     def strangers(self) -> Fleet:
         return FakeFleet(self.clock)
 
     def run_dry(self, market: str) -> None:
         for pool in self.fake.pools:
-            self.fake.set_room(pool, market, 0)  # type: ignore[arg-type]
+            self.fake.set_capacity(pool, market, 0)  # type: ignore[arg-type]
 
     def throttle(self) -> None:
-        from doll.provisioner.fleets.port import Trouble
+        from doll.provisioner.fleets.port import LaunchFailure
 
-        self.fake.fail_next("launch", Trouble.THROTTLED)
+        self.fake.fail_next("launch", LaunchFailure.THROTTLED)
 
     def lose_answer(self) -> None:
-        self.fake.lose_answer_next()
+        self.fake.lose_next_response()
 
     def interrupt(self, id_: str, *, announced: bool = True) -> None:
         self.fake.interrupt(id_, 120.0, announced=announced)
@@ -156,7 +156,7 @@ class Ec2Rig(Rig):
         settings: dict[str, Any] = {
             "cluster": cluster, "launch_template": self.template, "version": 1, "subnets": self.subnets,
             "instance_types": self.types, "notices": Ec2Notices(self.sqs, self.queue_url, clock=self.clock),
-            "calls_per_s": 1e6, "clock": self.clock, "page_size": 5,
+            "api_calls_per_s": 1e6, "clock": self.clock, "page_size": 5,
         }  # fmt: skip
         return Ec2Fleet(self.ec2, **{**settings, **changes})
 
@@ -166,11 +166,11 @@ class Ec2Rig(Rig):
     def crash(self) -> None:
         self.fleet = self.make()
 
-    def go_away(self) -> None:
+    def become_unavailable(self) -> None:
         self.down = True
 
-    def break_down(self, id_: str) -> None:
-        self.market.stop_by_itself(id_)
+    def fail_instance(self, id_: str) -> None:
+        self.market.shut_down_from_inside(id_)
 
     def strangers(self) -> Fleet:
         return self.make("strangers", notices=None)
@@ -179,7 +179,7 @@ class Ec2Rig(Rig):
         kind = market.replace("_", "-")
         for type_ in self.types:
             for zone in "ab":
-                self.market.room[(type_, REGION + zone), kind] = 0
+                self.market.capacity[(type_, REGION + zone), kind] = 0
 
     def throttle(self) -> None:
         self.market.api_errors.append("RequestLimitExceeded")
@@ -235,10 +235,10 @@ class ComposeRig(Rig):
     def crash(self) -> None:
         self.fleet = self.make()
 
-    def go_away(self) -> None:
+    def become_unavailable(self) -> None:
         self.change(fail_before={"ps": DAEMON})
 
-    def break_down(self, id_: str) -> None:
+    def fail_instance(self, id_: str) -> None:
         containers = self.state()["containers"]
         containers[id_]["State"] |= {
             "Status": "exited", "Running": False, "ExitCode": 1, "FinishedAt": stamp(self.clock()),
@@ -256,22 +256,22 @@ class ComposeRig(Rig):
 
 
 class BoxMarket(SpotMarket):
-    """A market whose spells end when a test says so."""
+    """A market whose intervals end when a test says so."""
 
     def __init__(self) -> None:
         super().__init__([], constant(0.1, 0, 1), 0.3, name="box", alpha=1.0, notice_s=NOTICE_S)
         self.dry = False
-        self.ends_s: dict[int, tuple[float, bool]] = {}  # by slot: when its spells end, and whether with notice
+        self.ends_s: dict[int, tuple[float, bool]] = {}  # by slot: when its intervals end, and whether with notice
 
     @property
     def num_slots(self) -> int:
         return 64
 
-    def spell(self, slot: int, at_s: float) -> Spell:
+    def interval(self, slot: int, at_s: float) -> AvailabilityInterval:
         end_s, announced = self.ends_s.get(slot, (math.inf, True))
         if self.dry or at_s >= end_s:
-            return Spell(1, False, min(at_s, end_s), math.inf, math.inf)
-        return Spell(0, True, 0.0, end_s, end_s + (NOTICE_S if announced else 0.0))
+            return AvailabilityInterval(1, False, min(at_s, end_s), math.inf, math.inf)
+        return AvailabilityInterval(0, True, 0.0, end_s, end_s + (NOTICE_S if announced else 0.0))
 
 
 class ProcessRig(Rig):
@@ -308,7 +308,7 @@ class ProcessRig(Rig):
     def crash(self) -> None:
         self.fleet = self.make()
 
-    def break_down(self, id_: str) -> None:
+    def fail_instance(self, id_: str) -> None:
         machine = self._machine(id_)
         assert machine.pid is not None
         os.kill(machine.pid, signal.SIGKILL)

@@ -18,7 +18,7 @@ import pytest
 _ASKED = os.environ.get("DOLL_FUZZ", "")
 SEED = int(_ASKED) if _ASKED.isdigit() else 1
 SHARE = 1.0 if _ASKED else 0.05  # of the 100 000 inputs
-LONGEST_S = 10.0  # of processor time for one input: far above all that was seen, far below a hang
+MAX_INPUT_S = 10.0  # of processor time for one input: far above all that was seen, far below a hang
 
 # Lengths, counts and signs that break arithmetic.
 INTERESTING = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFF_FFFF, 0xFFFF_FFFF, 2**63 - 1, 2**63, 2**64 - 1)
@@ -55,7 +55,7 @@ def mutated(rng: random.Random, valid: bytes, other: bytes) -> bytes:
 
 
 def inputs(name: str, count: int, seeds: Sequence[bytes], words: Sequence[bytes] = ()) -> Iterator[bytes]:
-    """`count` (of the full number) inputs made from `seeds`; each may take `LONGEST_S` of processor time.
+    """`count` (of the full number) inputs made from `seeds`; each may take `MAX_INPUT_S` of processor time.
 
     Args:
         words: pieces that are known to break readers of this form; one is put into every third input.
@@ -70,10 +70,10 @@ def inputs(name: str, count: int, seeds: Sequence[bytes], words: Sequence[bytes]
         began_s = time.process_time()
         yield data
         took_s = time.process_time() - began_s
-        assert took_s < LONGEST_S, f"input {number} took {took_s:.1f} s: {data[:200]!r}"
+        assert took_s < MAX_INPUT_S, f"input {number} took {took_s:.1f} s: {data[:200]!r}"
 
 
-def tried(
+def call_or_none(
     error: type[Exception] | tuple[type[Exception], ...],
     data: bytes,
     call: Callable[..., Any],

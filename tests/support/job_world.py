@@ -13,9 +13,9 @@ import numpy as np
 from doll.provisioner.controller import Controller, ControllerSettings, Decision
 from doll.provisioner.fleets.port import Instance, InstanceState
 from doll.provisioner.planning.state import Market, PlannerSettings
-from doll.provisioner.reconcile import Limits
+from doll.provisioner.reconcile import LaunchLimits
 from doll.provisioner.traces.model import Series, constant
-from doll.records import Alive, Epoch, Finished, Join, Metric, Update, Welcome
+from doll.records import Alive, Finished, Join, Metric, TermStarted, Update, Welcome
 from doll.theory.cost import Prices
 
 SPOT, ON_DEMAND = 0.158, 0.286
@@ -40,7 +40,7 @@ class World(Protocol):
 
     def alive(self) -> list[Instance]: ...
 
-    def everything(self) -> list[Instance]: ...
+    def all_instances(self) -> list[Instance]: ...
 
 
 def settings(
@@ -55,7 +55,7 @@ def settings(
     replan_s: float = 10.0,
     boot_s: float = 20.0,
     cycle_s: float = 2000.0,
-    limits: Limits | None = None,
+    limits: LaunchLimits | None = None,
     **more: object,
 ) -> ControllerSettings:
     """A small job: with the defaults 250 s of four workers."""
@@ -66,7 +66,7 @@ def settings(
     return ControllerSettings(
         planner=planner,
         rates_per_s=np.full(num_slots, rate_per_s),
-        limits=limits or Limits(),
+        limits=limits or LaunchLimits(),
         **more,  # type: ignore[arg-type]
     )
 
@@ -92,8 +92,8 @@ class JobWorld:
         self._settings = settings
         self._join_s = join_s
         self._running_s: dict[str, float] = {}
-        self._holders: dict[int, tuple[str, int, int]] = {}  # slot -> (instance, incarnation, worker epoch)
-        self._worker_epoch = 1 << 20
+        self._holders: dict[int, tuple[str, int, int]] = {}  # slot -> (instance, incarnation, session)
+        self._session = 1 << 20
         self._read = np.zeros(settings.num_slots)
         self.samples = 0.0
         self.mute: set[str] = set()
@@ -101,7 +101,7 @@ class JobWorld:
         self.finished_s: float | None = None
         self.most_per_slot = 0
         self.log: list[tuple[object, float]] = [
-            (Epoch(ps_epoch=1, resumed_version=0, origins=(), records_per_batch=1, time_s=now()), now())
+            (TermStarted(term=1, resumed_version=0, origins=(), records_per_batch=1, time_s=now()), now())
         ]
         """All records, as on a topic."""
 
@@ -133,31 +133,31 @@ class JobWorld:
         for slot in self.working():
             self._read[slot] += seconds * float(self._settings.rates_per_s[slot])
         self.samples = float(self._read.sum())
-        for one in sorted(alive, key=lambda one: one.epoch):
+        for one in sorted(alive, key=lambda one: one.incarnation):
             if one.state is InstanceState.RUNNING:
                 self._running_s.setdefault(one.id, now_s)
                 if now_s - self._running_s[one.id] >= self._join_s:
                     self._join(one, now_s)
         for slot in self.working():
-            _, _, epoch = self._holders[slot]
-            self.log.append((Alive(worker=slot, epoch=epoch, next_offset=int(self._read[slot])), now_s))
-        self.log.append((Metric(source="ps", values={"ps_epoch": 1.0}, time_s=now_s), now_s))
+            _, _, session = self._holders[slot]
+            self.log.append((Alive(worker=slot, session=session, next_offset=int(self._read[slot])), now_s))
+        self.log.append((Metric(source="ps", values={"term": 1.0}, time_s=now_s), now_s))
         if self.version > 0:
-            self.log.append((Update(ps_epoch=1, version=self.version, members=(), n_samples=1, loss=1.0), now_s))
+            self.log.append((Update(term=1, version=self.version, members=(), n_samples=1, loss=1.0), now_s))
         if self.version >= self._settings.planner.updates:
             self.finished_s = now_s
-            self.log.append((Finished(ps_epoch=1, version=self.version, reason="updates", time_s=now_s), now_s))
+            self.log.append((Finished(term=1, version=self.version, reason="updates", time_s=now_s), now_s))
 
     def _join(self, one: Instance, now_s: float) -> None:
         holder = self._holders.get(one.slot)
-        if holder is not None and (holder[0] == one.id or holder[1] > one.epoch):
+        if holder is not None and (holder[0] == one.id or holder[1] > one.incarnation):
             return
-        self._worker_epoch += 1
-        self._holders[one.slot] = (one.id, one.epoch, self._worker_epoch)
-        self.log.append((Join(worker=one.slot, instance=one.id, incarnation=one.epoch), now_s))
+        self._session += 1
+        self._holders[one.slot] = (one.id, one.incarnation, self._session)
+        self.log.append((Join(worker=one.slot, instance=one.id, incarnation=one.incarnation), now_s))
         welcome = Welcome(
-            ps_epoch=1, worker=one.slot, instance=one.id, epoch=self._worker_epoch, origin=0, next_token=0,
-            fingerprint="", incarnation=one.epoch,
+            term=1, worker=one.slot, instance=one.id, session=self._session, origin=0, next_batch=0,
+            fingerprint="", incarnation=one.incarnation,
         )  # fmt: skip
         self.log.append((welcome, now_s))
 

@@ -50,8 +50,8 @@ class MotoMarket:
 
     Attributes:
         prices: spot price changes (Unix seconds, USD per hour) of each pool, in order.
-        room: machines left, by pool and "spot" or "on-demand"; a pool that is not in it has any number.
-        refusals: error code instead of capacity, by pool and capacity type.
+        capacity: machines left, by pool and "spot" or "on-demand"; a pool that is not in it has any number.
+        error_codes: error code instead of capacity, by pool and capacity type.
         api_errors: codes with which the next CreateFleet calls fail.
         lost_answers: so many next CreateFleet calls launch, and answer with an error.
         queue_url: where the events of EC2 go.
@@ -65,8 +65,8 @@ class MotoMarket:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.clock = clock
         self.prices: dict[PoolKey, list[tuple[float, float]]] = {}
-        self.room: dict[tuple[PoolKey, str], int] = {}
-        self.refusals: dict[tuple[PoolKey, str], str] = {}
+        self.capacity: dict[tuple[PoolKey, str], int] = {}
+        self.error_codes: dict[tuple[PoolKey, str], str] = {}
         self.api_errors: deque[str] = deque()
         self.lost_answers = 0
         self.queue_url = ""
@@ -100,7 +100,7 @@ class MotoMarket:
         }  # fmt: skip
         client("sqs").send_message(QueueUrl=self.queue_url, MessageBody=json.dumps(body))
 
-    def show_again(self) -> None:
+    def expire_visibility_timeout(self) -> None:
         """Let the time pass for which messages that were read and not deleted stay hidden."""
         from moto.sqs.models import sqs_backends
 
@@ -108,7 +108,7 @@ class MotoMarket:
             for message in queue._messages:
                 message.visible_at = 0.0
 
-    def stop_by_itself(self, id_: str) -> None:
+    def shut_down_from_inside(self, id_: str) -> None:
         """The machine shuts down from inside."""
         self._end(_instance(id_), "Client.InstanceInitiatedShutdown", "User initiated")
 
@@ -175,10 +175,10 @@ class MotoMarket:
         }
         choices = [((one["InstanceType"], zone_of[one["SubnetId"]]), one) for one in config["Overrides"]]
         for pool, override in sorted(choices, key=lambda choice: self._price(choice[0])):
-            code = self.refusals.get((pool, kind))
-            if code is None and self.room.get((pool, kind), 1) > 0:
-                if (pool, kind) in self.room:
-                    self.room[pool, kind] -= 1
+            code = self.error_codes.get((pool, kind))
+            if code is None and self.capacity.get((pool, kind), 1) > 0:
+                if (pool, kind) in self.capacity:
+                    self.capacity[pool, kind] -= 1
                 return {**self._launched(response, request, config, override), "Errors": errors}
             errors.append({
                 "ErrorCode": code or "InsufficientInstanceCapacity",

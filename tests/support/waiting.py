@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 # Bounds failure only: a loaded machine is ten times as slow as a quiet one.
-PATIENCE_S = 300.0
+WAIT_TIMEOUT_S = 300.0
 _PAUSE_S = 0.02
 
 
-def until(condition: Callable[[], Any], what: str | Callable[[], str], timeout_s: float = PATIENCE_S) -> None:
+def until(condition: Callable[[], Any], what: str | Callable[[], str], timeout_s: float = WAIT_TIMEOUT_S) -> None:
     """Return when `condition` holds; fail with `what` was waited for, or with what it then says, after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

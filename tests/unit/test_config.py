@@ -65,7 +65,7 @@ def test_two_keys_make_a_job() -> None:
         ("fleet.cluster=a b", "fleet.cluster: string should match pattern .*, got 'a b'"),
         ("fleet={kind: ec2}", "fleet.launch_template: expected a value, got nothing: add this key"),
         ("fleet={kind: compose, project: Doll}", "fleet.project: string should match pattern .*, got 'Doll'"),
-        ("worker.notices=ec2", "worker.notices: input should be 'none' or 'imds', got 'ec2'"),
+        ("worker.spot_notices=ec2", "worker.spot_notices: input should be 'none' or 'imds', got 'ec2'"),
         ("checkpoint.keep=1", "checkpoint.keep: .* greater than or equal to 2, got 1"),
         ("stop.accuracy=1.1", "stop.accuracy: .* less than or equal to 1, got 1.1"),
         ("seed=-1", "seed: .* greater than or equal to 0, got -1"),
@@ -241,7 +241,7 @@ fleet:
 def test_a_fleet_on_ec2_says_all_that_a_launch_needs() -> None:
     config = parse(MINIMAL + EC2)
     assert isinstance(config.fleet, Ec2FleetConfig)
-    assert (config.fleet.calls_per_s, config.fleet.queue_url, config.cluster) == (2.0, None, "digits")
+    assert (config.fleet.api_calls_per_s, config.fleet.queue_url, config.cluster) == (2.0, None, "digits")
     assert parse(MINIMAL + EC2, ["fleet.cluster=prod.digits"]).cluster == "prod.digits"
     assert parse(MINIMAL).fleet == ProcessesFleetConfig()
 
@@ -255,7 +255,7 @@ def test_a_fleet_on_ec2_says_all_that_a_launch_needs() -> None:
         ("fleet.instance_types=[c5]", "fleet.instance_types.0: string should match pattern .*, got 'c5'"),
         ("fleet.instance_types=[c5.large, c5.large]", "fleet: instance_types: expected each once, got c5.large twice"),
         ("fleet.region=us-east-1a", "fleet.region: string should match pattern .*, got 'us-east-1a'"),
-        ("fleet.calls_per_s=0", "fleet.calls_per_s: .*greater than 0, got 0"),
+        ("fleet.api_calls_per_s=0", "fleet.api_calls_per_s: .*greater than 0, got 0"),
         ("fleet.queue_url=my-queue", "fleet.queue_url: string should match pattern .*, got 'my-queue'"),
         ("fleet.max_price=0.1", "fleet.max_price: unknown key"),
     ],

@@ -61,7 +61,7 @@ def test_the_table_of_wheels_for_arm64_is_that_of_the_lock() -> None:
     assert spec.loader is not None
     wheels = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(wheels)
-    kept = wheels.kept(wheels.TABLE.read_text())
+    kept = wheels.parse_table(wheels.TABLE.read_text())
     locked = {f"{name}=={version}" for name, version in wheels.pins(wheels.LOCK.read_text())}
     assert kept.keys() == locked, "requirements.lock has changed: run `make wheels`"
     image = re.search(r"^ARG PYTHON_IMAGE=python:(\d+\.\d+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)

@@ -31,8 +31,8 @@ def test_comes_back_as_it_was(cls: type) -> None:
 
 def test_begins_with_magic_and_schema() -> None:
     """The layout is what other processes, perhaps of another release, rely on."""
-    data = encode(records.Hello(ps_epoch=3))
-    assert data == b"\xd0\x01" + msgspec.msgpack.encode({"type": "hello", "ps_epoch": 3})
+    data = encode(records.Hello(term=3))
+    assert data == b"\xd0\x02" + msgspec.msgpack.encode({"type": "hello", "term": 3})
 
 
 def test_type_names_are_distinct_and_short() -> None:
@@ -43,11 +43,11 @@ def test_type_names_are_distinct_and_short() -> None:
 
 def test_records_are_frozen() -> None:
     with pytest.raises(AttributeError, match="immutable"):
-        records.Hello(ps_epoch=1).ps_epoch = 2  # type: ignore[misc]
+        records.Hello(term=1).term = 2  # type: ignore[misc]
 
 
 def body(value: Any) -> bytes:
-    return b"\xd0\x01" + msgspec.msgpack.encode(value)
+    return b"\xd0\x02" + msgspec.msgpack.encode(value)
 
 
 @pytest.mark.parametrize(
@@ -55,22 +55,22 @@ def body(value: Any) -> bytes:
     [
         (None, "expected a control record, got 0 bytes"),
         (b"", "expected a control record, got 0 bytes"),
-        (b"\xd0\x01", "got 2 bytes"),
-        (b"\xd1" + encode(records.Hello(ps_epoch=1))[1:], "first byte 0xd0.*got first byte 0xd1"),
-        (b"\xd0\x02" + encode(records.Hello(ps_epoch=1))[2:], "expected control record schema 1, got 2: upgrade"),
-        (body({"type": "nonsense", "ps_epoch": 1}), "nonsense"),
-        (body({"ps_epoch": 1}), "type"),
-        (body({"type": "hello"}), "ps_epoch"),
-        (body({"type": "hello", "ps_epoch": "1"}), "Expected `int`, got `str`"),
-        (body({"type": "hello", "ps_epoch": 1, "extra": 1}), "extra"),
-        (body({"type": "hello", "ps_epoch": 2**64 - 1}) + b"\x00", "trailing"),
+        (b"\xd0\x02", "got 2 bytes"),
+        (b"\xd1" + encode(records.Hello(term=1))[1:], "first byte 0xd0.*got first byte 0xd1"),
+        (b"\xd0\x03" + encode(records.Hello(term=1))[2:], "expected control record schema 2, got 3: upgrade"),
+        (body({"type": "nonsense", "term": 1}), "nonsense"),
+        (body({"term": 1}), "type"),
+        (body({"type": "hello"}), "term"),
+        (body({"type": "hello", "term": "1"}), "Expected `int`, got `str`"),
+        (body({"type": "hello", "term": 1, "extra": 1}), "extra"),
+        (body({"type": "hello", "term": 2**64 - 1}) + b"\x00", "trailing"),
         (body([1, 2]), "Expected `object`, got `array`"),
-        (body({"type": "nack", "worker": 0, "epoch": 1, "token": 1, "ps_epoch": 1, "grant": 1, "reason": "-"}), "'-'"),
-        (b"\xd0\x01" + b"\x91" * 100_000, "does not fit"),
-        (b"\xd0\x01\xdf\xff\xff\xff\xff", "does not fit"),
-        (b"\xd0\x01\x82\xa4type\xa5hello\xa8ps_epoch\xd9\xff", "does not fit"),
-        (b"\xd0\x01\x82\xa4type\xa5hello\xa8ps_epoch\xc7\x01\x05\x00", "does not fit"),
-        (b"\xd0\x01\x82\xa4type\xa4stop\xa6reason\xa2\xff\xfe\xa8ps_epoch\x01", "does not fit"),
+        (body({"type": "nack", "worker": 0, "session": 1, "batch": 1, "term": 1, "grant": 1, "reason": "-"}), "'-'"),
+        (b"\xd0\x02" + b"\x91" * 100_000, "does not fit"),
+        (b"\xd0\x02\xdf\xff\xff\xff\xff", "does not fit"),
+        (b"\xd0\x02\x82\xa4type\xa5hello\xa4term\xd9\xff", "does not fit"),
+        (b"\xd0\x02\x82\xa4type\xa5hello\xa4term\xc7\x01\x05\x00", "does not fit"),
+        (b"\xd0\x02\x82\xa4type\xa4stop\xa6reason\xa2\xff\xfe\xa4term\x01", "does not fit"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused_with_the_reason(data: bytes | None, says: str) -> None:
@@ -88,7 +88,7 @@ def test_20000_random_inputs_raise_nothing_else() -> None:
         if kind == 0:
             data = rng.randbytes(rng.randrange(60))
         elif kind == 1:
-            data = b"\xd0\x01" + rng.randbytes(rng.randrange(60))
+            data = b"\xd0\x02" + rng.randbytes(rng.randrange(60))
         elif kind == 2:
             data = good[: rng.randrange(len(good))]
         else:
@@ -109,9 +109,9 @@ EXAMPLES = (
     records.Join(worker=1, instance="i"),
     records.Push(
         worker=1,
-        epoch=2,
-        token=3,
-        ps_epoch=4,
+        session=2,
+        batch=3,
+        term=4,
         grant=5,
         version=6,
         key="k",
@@ -121,13 +121,13 @@ EXAMPLES = (
         dead=(1, 2),
         gaps=((3, 4),),
     ),
-    records.Epoch(ps_epoch=1, resumed_version=0, origins=(0, 5), records_per_batch=8, time_s=1.0),
+    records.TermStarted(term=1, resumed_version=0, origins=(0, 5), records_per_batch=8, time_s=1.0),
     records.Update(
-        ps_epoch=1,
+        term=1,
         version=1,
         n_samples=8,
         loss=0.1,
-        members=(records.Member(worker=0, token=0, lo=0, hi=8, n_samples=8, base_version=0, dead=(3,)),),
+        members=(records.Member(worker=0, batch=0, lo=0, hi=8, n_samples=8, base_version=0, dead=(3,)),),
     ),
     records.DeadLetter(worker=0, partition=0, offset=1, reason="r", payload=b"\xff\x00", payload_bytes=2),
     records.Metric(source="ps", values={"x_s": 1.0}, time_s=2.0),
@@ -145,6 +145,6 @@ def test_every_truncation_is_refused(record: Any) -> None:
 def test_not_a_number_survives() -> None:
     """A diverged loss must reach the reader, not stop the record."""
     nan = struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000000))[0]
-    back = decode(encode(records.Evaluated(ps_epoch=1, version=1, loss=nan)))
+    back = decode(encode(records.Evaluated(term=1, version=1, loss=nan)))
     assert isinstance(back, records.Evaluated)
     assert back.loss != back.loss

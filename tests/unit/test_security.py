@@ -15,7 +15,7 @@ from doll import packing
 from doll.config import dump, parse
 from doll.consumers.decoding import decode_records
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
-from doll.process.loopback import require_safe
+from doll.process.loopback import require_loopback
 from doll.records import decode
 from doll.services import Services, connect_redis, kafka_settings, redis_address, resolve
 from doll.storage.blobs import decode_blob, decode_latest
@@ -124,7 +124,7 @@ def test_a_job_s_name_cannot_leave_its_folder_topic_or_key(name: str) -> None:
 
 def test_our_servers_listen_on_loopback_unless_they_ask_who_is_there() -> None:
     for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
-        assert require_safe(host, authenticated=False, what="dashboard") == host
+        assert require_loopback(host, authenticated=False, what="dashboard") == host
     for host in (
         "0.0.0.0",
         "::",
@@ -136,8 +136,8 @@ def test_our_servers_listen_on_loopback_unless_they_ask_who_is_there() -> None:
         "::ffff:8.8.8.8",
     ):
         with pytest.raises(ConfigError, match=r"dashboard: .* can be reached from outside"):
-            require_safe(host, authenticated=False, what="dashboard")
-        assert require_safe(host, authenticated=True, what="dashboard") == host
+            require_loopback(host, authenticated=False, what="dashboard")
+        assert require_loopback(host, authenticated=True, what="dashboard") == host
 
 
 SECRETS = {"DOLL_KAFKA_PASSWORD": "k4-hush", "DOLL_REDIS_PASSWORD": "r3-hush", "AWS_SECRET_ACCESS_KEY": "aws-hush"}

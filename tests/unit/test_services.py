@@ -100,7 +100,7 @@ def test_a_broker_that_is_away_is_told_once_in_thirty_seconds(capsys: pytest.Cap
             return "refused"
 
     times_s = iter([0.0, 0.05, 29.9, 30.1, 30.2])
-    tell = module._TellOnce("a:1", clock=lambda: next(times_s))
+    tell = module._LogErrorsOnce("a:1", clock=lambda: next(times_s))
     for _ in range(4):
         tell(Error("_TRANSPORT"))
     tell(Error("_ALL_BROKERS_DOWN"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from doll.telemetry import OnceInAWhile
+from doll.telemetry import RateLimitFilter
 
 
 def record(message: str, *values: object, name: str = "aiokafka") -> logging.LogRecord:
@@ -13,7 +13,7 @@ def record(message: str, *values: object, name: str = "aiokafka") -> logging.Log
 
 def test_a_message_is_let_through_once_in_30_seconds() -> None:
     now = 100.0
-    once = OnceInAWhile(clock=lambda: now)
+    once = RateLimitFilter(clock=lambda: now)
     passed = []
     for _ in range(61):
         passed.append(once.filter(record("cannot connect to node %s", passed)))
@@ -22,7 +22,7 @@ def test_a_message_is_let_through_once_in_30_seconds() -> None:
 
 
 def test_other_messages_and_other_libraries_are_not_held_back() -> None:
-    once = OnceInAWhile(clock=lambda: 0.0)
+    once = RateLimitFilter(clock=lambda: 0.0)
     assert once.filter(record("a %s", 1))
     assert not once.filter(record("a %s", 2))
     assert once.filter(record("b"))
@@ -30,6 +30,6 @@ def test_other_messages_and_other_libraries_are_not_held_back() -> None:
 
 
 def test_it_remembers_so_many_messages_and_no_more() -> None:
-    once = OnceInAWhile(clock=lambda: 0.0)
+    once = RateLimitFilter(clock=lambda: 0.0)
     assert all(once.filter(record(f"request {i} failed")) for i in range(5000))
-    assert len(once._told_s) <= 1000
+    assert len(once._logged_at_s) <= 1000

@@ -162,7 +162,7 @@ run "self_managed_kafka_in_two_zones" {
     error_message = "brokers are not spread over the zones, at their fixed addresses"
   }
   assert {
-    condition     = output.environment.DOLL_KAFKA_CA == "/run/doll/ca/kafka.pem" && output.environment.DOLL_BOOT_AUTHORITIES == "kafka cache"
+    condition     = output.environment.DOLL_KAFKA_CA == "/run/doll/ca/kafka.pem" && output.environment.DOLL_BOOT_CERT_AUTHORITIES == "kafka cache"
     error_message = "clients do not learn of our own authorities"
   }
   assert {

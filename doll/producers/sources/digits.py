@@ -42,8 +42,8 @@ def holdout(count: int, seed: int) -> Originals:
 
 def _load() -> npt.NDArray[np.float64]:
     """(1797, 65): 64 grey values 0..16, then the class."""
-    found = importlib.util.find_spec("sklearn")
-    folders = (found.submodule_search_locations if found else None) or []
+    spec = importlib.util.find_spec("sklearn")
+    folders = (spec.submodule_search_locations if spec else None) or []
     for folder in folders:
         path = Path(folder) / "datasets" / "data" / "digits.csv.gz"
         if path.is_file():  # spares 2 s of CPU: importing sklearn pulls in all of scipy

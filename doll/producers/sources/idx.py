@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from doll.errors import ConfigError
 
-_MOST_BYTES: Final = 1 << 33
+_MAX_BYTES: Final = 1 << 33
 _CHUNK_BYTES: Final = 1 << 24
 
 
@@ -39,9 +39,9 @@ def read(path: Path, rank: int, limit: int | None = None) -> npt.NDArray[np.uint
             size = math.prod(shape)
             if not 0 < size <= 1 << 20:
                 raise ConfigError(f"{path}: expected items of 1 to {1 << 20} bytes, got sizes {shape}")
-            if count * size > _MOST_BYTES:
+            if count * size > _MAX_BYTES:
                 raise ConfigError(
-                    f"{path}: expected at most {_MOST_BYTES} bytes, since all of it is held in memory; the header "
+                    f"{path}: expected at most {_MAX_BYTES} bytes, since all of it is held in memory; the header "
                     f"announces {count} items of {size} bytes"
                 )
             body = _read(cast("BinaryIO", file), count * size)
@@ -54,10 +54,10 @@ def read(path: Path, rank: int, limit: int | None = None) -> npt.NDArray[np.uint
 
 def _read(file: BinaryIO, num_bytes: int) -> bytes:
     """At most so many bytes. Memory grows with what is there, not with what the header announces."""
-    found = bytearray()
-    while len(found) < num_bytes and (chunk := file.read(min(_CHUNK_BYTES, num_bytes - len(found)))):
-        found += chunk
-    return bytes(found)
+    data = bytearray()
+    while len(data) < num_bytes and (chunk := file.read(min(_CHUNK_BYTES, num_bytes - len(data)))):
+        data += chunk
+    return bytes(data)
 
 
 def read_pair(

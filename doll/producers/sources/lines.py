@@ -68,8 +68,8 @@ def _cut(file: BinaryIO, max_bytes: int) -> Iterator[bytes]:
             pass
 
 
-def read_pipe(descriptor: int, *, max_bytes: int, patience_s: float = 0.02) -> Iterator[bytes | None]:
-    """The lines of a pipe or terminal as they come, without blank ones; None each `patience_s` in which none came.
+def read_pipe(descriptor: int, *, max_bytes: int, timeout_s: float = 0.02) -> Iterator[bytes | None]:
+    """The lines of a pipe or terminal as they come, without blank ones; None each `timeout_s` in which none came.
 
     A last line without line end counts as a line.
 
@@ -79,7 +79,7 @@ def read_pipe(descriptor: int, *, max_bytes: int, patience_s: float = 0.02) -> I
     rest = bytearray()  # of the line under way
     while True:
         # Never a blocking read: whoever asks for lines must be able to stop.
-        if not select.select([descriptor], [], [], patience_s)[0]:
+        if not select.select([descriptor], [], [], timeout_s)[0]:
             yield None
             continue
         chunk = os.read(descriptor, _CHUNK_BYTES)

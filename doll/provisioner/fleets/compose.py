@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, cast, get_args
 from doll import telemetry
 from doll.bounded import MalformedError, json_object, json_value, short
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.provisioner.fleets.port import End, Fleet, Instance, InstanceState, LaunchError, Order, Trouble
+from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
 
 if TYPE_CHECKING:
@@ -31,7 +31,12 @@ if TYPE_CHECKING:
 log = telemetry.get_logger(__name__)
 
 POOL: Final = "container/engine"
-CLUSTER_LABEL, WORKER_LABEL, EPOCH_LABEL, MARKET_LABEL = ("doll.cluster", "doll.worker", "doll.epoch", "doll.market")
+CLUSTER_LABEL, WORKER_LABEL, INCARNATION_LABEL, MARKET_LABEL = (
+    "doll.cluster",
+    "doll.worker",
+    "doll.incarnation",
+    "doll.market",
+)
 ENDED_KEPT_S: Final = 3600.0
 GRACE_S: Final = 30.0
 """From SIGTERM to SIGKILL, for a worker that does not end by itself."""
@@ -47,15 +52,15 @@ _STATES: Final[Mapping[str, InstanceState]] = {
 }
 _BY_SIGNAL: Final = (137, 143)  # 128 + SIGKILL, 128 + SIGTERM
 # What docker says, in small letters, and what to do about it; the first that fits counts.
-_TROUBLES: Final = (
-    ("cannot connect to the docker daemon", Trouble.THROTTLED),
-    ("error during connect", Trouble.THROTTLED),
-    ("i/o timeout", Trouble.THROTTLED),
-    ("context deadline exceeded", Trouble.THROTTLED),
-    ("no space left on device", Trouble.CAPACITY),
-    ("cannot allocate memory", Trouble.CAPACITY),
-    ("resource temporarily unavailable", Trouble.CAPACITY),
-    ("could not find an available", Trouble.CAPACITY),  # no address left in the network
+_FAILURES: Final = (
+    ("cannot connect to the docker daemon", LaunchFailure.THROTTLED),
+    ("error during connect", LaunchFailure.THROTTLED),
+    ("i/o timeout", LaunchFailure.THROTTLED),
+    ("context deadline exceeded", LaunchFailure.THROTTLED),
+    ("no space left on device", LaunchFailure.CAPACITY),
+    ("cannot allocate memory", LaunchFailure.CAPACITY),
+    ("resource temporarily unavailable", LaunchFailure.CAPACITY),
+    ("could not find an available", LaunchFailure.CAPACITY),  # no address left in the network
 )
 _GONE: Final = ("no such container", "no such object", "is not running", "is already in progress")
 
@@ -68,9 +73,9 @@ class DockerError(Exception):
         self.says = says.lower()
 
     @property
-    def trouble(self) -> Trouble:
+    def failure(self) -> LaunchFailure:
         """What does not fit the table will not work the next time either: a person must look."""
-        return next((trouble for words, trouble in _TROUBLES if words in self.says), Trouble.CONFIG)
+        return next((failure for words, failure in _FAILURES if words in self.says), LaunchFailure.CONFIG)
 
 
 class ComposeFleet:
@@ -104,13 +109,13 @@ class ComposeFleet:
         self._timeout_s = timeout_s
         self._clock = clock
         self._environment = dict(environment) if environment is not None else None
-        self._told_s: dict[str, float] = {}  # when an instance was told to end
+        self._sigterm_s: dict[str, float] = {}  # when an instance was told to end
 
     def launch(self, order: Order) -> Instance:
         """As the port. Everything that keeps it from an instance is a `LaunchError`, the engine being away too."""
         name = self._name(order)
         if POOL in order.avoid:
-            raise LaunchError(f"{name}: the only pool is to be avoided", trouble=Trouble.CAPACITY, pools=[POOL])
+            raise LaunchError(f"{name}: the only pool is to be avoided", failure=LaunchFailure.CAPACITY, pools=[POOL])
         try:
             if (found := self._inspect([name])) and found[0].state is not InstanceState.PENDING:
                 return found[0]
@@ -120,11 +125,12 @@ class ComposeFleet:
                 self._start(order, name)
             (made,) = self._inspect([name])
         except DockerError as error:
-            pools = [POOL] if error.trouble is Trouble.CAPACITY else []
-            raise LaunchError(str(error), trouble=error.trouble, code="docker", pools=pools) from error
+            pools = [POOL] if error.failure is LaunchFailure.CAPACITY else []
+            raise LaunchError(str(error), failure=error.failure, code="docker", pools=pools) from error
         except ValueError as error:
             raise LaunchError(
-                f"{name} was started, and is not there: is somebody removing containers?", trouble=Trouble.THROTTLED
+                f"{name} was started, and is not there: is somebody removing containers?",
+                failure=LaunchFailure.THROTTLED,
             ) from error
         return made
 
@@ -146,8 +152,8 @@ class ComposeFleet:
                 self._run_over([self._docker, "rm", "--force"], old)
         except DockerError as error:
             raise _unusable(error) from error
-        for id_ in set(self._told_s) - {one.id for one in found} | set(old):
-            self._told_s.pop(id_, None)
+        for id_ in set(self._sigterm_s) - {one.id for one in found} | set(old):
+            self._sigterm_s.pop(id_, None)
         return [one for one in found if one.id not in old]
 
     def terminate(self, ids: Collection[str]) -> None:
@@ -165,7 +171,7 @@ class ComposeFleet:
             if running:
                 self._run_over([self._docker, "kill", "--signal", "SIGTERM"], running)
                 for id_ in running:
-                    self._told_s[id_] = self._clock()
+                    self._sigterm_s[id_] = self._clock()
             never_started = [id_ for id_, one in own.items() if one.state is InstanceState.PENDING]
             if never_started:
                 self._run_over([self._docker, "rm", "--force"], never_started)
@@ -178,19 +184,19 @@ class ComposeFleet:
     # --- docker -----------------------------------------------------------------------------------------------------
 
     def _name(self, order: Order) -> str:
-        name = f"{self._cluster}-w{order.slot}-e{order.epoch}-{order.market}-a{order.attempt}"
+        name = f"{self._cluster}-w{order.slot}-i{order.incarnation}-{order.market}-a{order.attempt}"
         return f"{name}-r{order.run}" if order.run else name
 
     def _start(self, order: Order, name: str) -> None:
         labels = {
             CLUSTER_LABEL: self._cluster,
             WORKER_LABEL: str(order.slot),
-            EPOCH_LABEL: str(order.epoch),
+            INCARNATION_LABEL: str(order.incarnation),
             MARKET_LABEL: order.market,
         }
         environment = {
             "DOLL_WORKER": str(order.slot),
-            "DOLL_INCARNATION": str(order.epoch),
+            "DOLL_INCARNATION": str(order.incarnation),
             "DOLL_INSTANCE": name,
             "DOLL_MARKET": order.market,
         }
@@ -204,69 +210,75 @@ class ComposeFleet:
         except DockerError as error:
             if "is already in use" not in error.says:  # the name: another call of the same order was faster
                 raise
-        log.info("launched", id=name, worker=order.slot, epoch=order.epoch, market=order.market)
+        log.info("launched", id=name, worker=order.slot, incarnation=order.incarnation, market=order.market)
 
     def _listed(self) -> list[Instance]:
         """All containers of the cluster, in all states."""
         label = f"label={CLUSTER_LABEL}={self._cluster}"
-        told = self._run([self._docker, "ps", "--all", "--no-trunc", "--filter", label, "--format", "json"])
-        return self._inspect([_id_of(line) for line in told.splitlines() if line.strip()])
+        completed = self._run([self._docker, "ps", "--all", "--no-trunc", "--filter", label, "--format", "json"])
+        return self._inspect([_id_of(line) for line in completed.splitlines() if line.strip()])
 
     def _inspect(self, names: Sequence[str]) -> list[Instance]:
         """Those of these containers that are there, and are workers of the cluster."""
         if not names:
             return []
         command = [self._docker, "inspect", "--type", "container", *names]
-        told = self._call(command)
-        if told.returncode != 0 and not any(words in told.stderr.lower() for words in _GONE):
-            raise DockerError(command, told.stderr.strip())
+        completed = self._call(command)
+        if completed.returncode != 0 and not any(words in completed.stderr.lower() for words in _GONE):
+            raise DockerError(command, completed.stderr.strip())
         try:
-            raw = json_value(told.stdout or "[]")
+            raw = json_value(completed.stdout or "[]")
             if not isinstance(raw, list):
                 raise MalformedError(f"expected a list, got {type(raw).__name__}")
             return list(self._readable(raw))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             why = f"{type(error).__name__}: {short(error)}"
-            raise DockerError(command, f"expected containers as JSON ({why}), got {told.stdout[:200]!r}") from error
+            raise DockerError(
+                command, f"expected containers as JSON ({why}), got {completed.stdout[:200]!r}"
+            ) from error
 
     def _readable(self, raw: Sequence[Mapping[str, Any]]) -> Iterator[Instance]:
         now_s = self._clock()
         for one in raw:
             name, labels, state = one["Name"].lstrip("/"), one["Config"].get("Labels") or {}, one["State"]
-            market, worker, epoch = (labels.get(key, "") for key in (MARKET_LABEL, WORKER_LABEL, EPOCH_LABEL))
+            market, worker, incarnation = (
+                labels.get(key, "") for key in (MARKET_LABEL, WORKER_LABEL, INCARNATION_LABEL)
+            )
             ours = labels.get(CLUSTER_LABEL) == self._cluster
-            if not ours or market not in get_args(Market) or not worker.isdecimal() or not epoch.isdecimal():
-                log.warning("not_a_worker", id=name, cluster=self._cluster)
+            if not ours or market not in get_args(Market) or not worker.isdecimal() or not incarnation.isdecimal():
+                log.warning("invalid_worker_tags", id=name, cluster=self._cluster)
                 continue
             instance = Instance(
-                id=name, slot=int(worker), epoch=int(epoch), market=cast("Market", market), pool=POOL,
+                id=name, slot=int(worker), incarnation=int(incarnation), market=cast("Market", market), pool=POOL,
                 state=_STATES.get(state["Status"], InstanceState.ENDING), launched_s=_unix_s(one["Created"]),
             )  # fmt: skip
             if instance.state is InstanceState.ENDED:
                 ended_s = _unix_s(state["FinishedAt"])
-                by_us = name in self._told_s or (state["ExitCode"] in _BY_SIGNAL and not state.get("OOMKilled"))
+                by_us = name in self._sigterm_s or (state["ExitCode"] in _BY_SIGNAL and not state.get("OOMKilled"))
                 instance = replace(
-                    instance, ended_s=ended_s if ended_s > 0 else now_s, end=End.TERMINATED if by_us else End.FAILED
+                    instance,
+                    ended_s=ended_s if ended_s > 0 else now_s,
+                    end=EndReason.TERMINATED if by_us else EndReason.FAILED,
                 )
-            elif name in self._told_s:
+            elif name in self._sigterm_s:
                 instance = replace(instance, state=InstanceState.ENDING)
             yield instance
 
     def _is_late(self, id_: str, now_s: float) -> bool:
-        return id_ in self._told_s and now_s - self._told_s[id_] > GRACE_S
+        return id_ in self._sigterm_s and now_s - self._sigterm_s[id_] > GRACE_S
 
     def _run_over(self, command: Sequence[str], ids: Sequence[str]) -> None:
         """One command on several containers, of which some may have ended meanwhile."""
-        told = self._call([*command, *ids])
-        lines = [line for line in told.stderr.lower().splitlines() if line.strip()]
-        if told.returncode != 0 and not all(any(words in line for words in _GONE) for line in lines):
-            raise DockerError(command, told.stderr.strip())
+        completed = self._call([*command, *ids])
+        lines = [line for line in completed.stderr.lower().splitlines() if line.strip()]
+        if completed.returncode != 0 and not all(any(words in line for words in _GONE) for line in lines):
+            raise DockerError(command, completed.stderr.strip())
 
     def _run(self, command: Sequence[str]) -> str:
-        told = self._call(command)
-        if told.returncode != 0:
-            raise DockerError(command, told.stderr.strip())
-        return told.stdout
+        completed = self._call(command)
+        if completed.returncode != 0:
+            raise DockerError(command, completed.stderr.strip())
+        return completed.stdout
 
     def _call(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         try:
@@ -319,7 +331,7 @@ def _unix_s(text: str) -> float:
 
 
 def _unusable(error: DockerError) -> ConfigError | ServiceUnavailableError:
-    return (ConfigError if error.trouble is Trouble.CONFIG else ServiceUnavailableError)(str(error))
+    return (ConfigError if error.failure is LaunchFailure.CONFIG else ServiceUnavailableError)(str(error))
 
 
 _fleet: type[Fleet] = ComposeFleet

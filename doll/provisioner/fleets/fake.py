@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from doll.errors import ServiceUnavailableError
-from doll.provisioner.fleets.port import End, Fleet, Instance, InstanceState, LaunchError, Order, Trouble
+from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
 
 CallName = Literal["launch", "instances", "terminate"]
@@ -91,29 +91,31 @@ class FakeFleet:
         self._orders: dict[tuple[str, int, int, Market, int], str] = {}
         self._ending_at_s: dict[str, float] = {}
         self._taken_at_s: dict[str, float] = {}
-        self._room: dict[tuple[str, Market], int] = {}
+        self._capacity: dict[tuple[str, Market], int] = {}
         self._failures: defaultdict[CallName, deque[Exception]] = defaultdict(deque)
-        self._lose_answers = 0
+        self._lost_responses = 0
 
     # --- the port ---------------------------------------------------------------------------------------------------
 
     def launch(self, order: Order) -> Instance:
         self.calls.append(Call("launch", self._clock(), order=order))
         self._fail("launch")
-        key = (order.run, order.slot, order.epoch, order.market, order.attempt)
+        key = (order.run, order.slot, order.incarnation, order.market, order.attempt)
         if key not in self._orders:
             self._orders[key] = self._buy(order)
-        if self._lose_answers:
-            self._lose_answers -= 1
+        if self._lost_responses:
+            self._lost_responses -= 1
             raise LaunchError(
-                "the answer was lost: the same order again finds out", trouble=Trouble.THROTTLED, code="ConnectionError"
+                "the answer was lost: the same order again finds out",
+                failure=LaunchFailure.THROTTLED,
+                code="ConnectionError",
             )
         return self._now(self._orders[key])
 
     def instances(self) -> Sequence[Instance]:
         self.calls.append(Call("instances", self._clock()))
         self._fail("instances")
-        return self.everything(ended_s=self._keep_ended_s)
+        return self.all_instances(ended_s=self._keep_ended_s)
 
     def terminate(self, ids: Collection[str]) -> None:
         self.calls.append(Call("terminate", self._clock(), ids=frozenset(ids)))
@@ -128,7 +130,7 @@ class FakeFleet:
 
     # --- what a test does -------------------------------------------------------------------------------------------
 
-    def everything(self, ended_s: float = float("inf")) -> list[Instance]:
+    def all_instances(self, ended_s: float = float("inf")) -> list[Instance]:
         """All instances ever, but those that ended more than `ended_s` ago; no call of the port."""
         now_s = self._clock()
         found = [self._now(id_) for id_ in self._machines]
@@ -136,33 +138,33 @@ class FakeFleet:
 
     def alive(self) -> list[Instance]:
         """What runs or boots; no call of the port."""
-        return [one for one in self.everything() if one.is_alive]
+        return [one for one in self.all_instances() if one.is_alive]
 
-    def fail_next(self, call: CallName, *errors: Exception | Trouble) -> None:
-        """The next calls of this name fail, one error each: a `Trouble` as the `LaunchError` for it."""
+    def fail_next(self, call: CallName, *errors: Exception | LaunchFailure) -> None:
+        """The next calls of this name fail, one error each: a `LaunchFailure` as the `LaunchError` for it."""
         for error in errors:
-            if isinstance(error, Trouble):
-                error = LaunchError(f"told to fail: {error.value}", trouble=error, code=f"Fake.{error.value}")
+            if isinstance(error, LaunchFailure):
+                error = LaunchError(f"told to fail: {error.value}", failure=error, code=f"Fake.{error.value}")
             self._failures[call].append(error)
 
-    def go_away(self, calls: int = 1) -> None:
+    def become_unavailable(self, calls: int = 1) -> None:
         """The next calls of each kind find nobody who answers."""
         for _ in range(calls):
-            self.fail_next("launch", Trouble.THROTTLED)
+            self.fail_next("launch", LaunchFailure.THROTTLED)
             self.fail_next("instances", ServiceUnavailableError("the fleet does not answer: told to fail"))
             self.fail_next("terminate", ServiceUnavailableError("the fleet does not answer: told to fail"))
 
-    def lose_answer_next(self) -> None:
+    def lose_next_response(self) -> None:
         """The next launch does its work, but the caller gets an error: it cannot know."""
-        self._lose_answers += 1
+        self._lost_responses += 1
 
-    def set_room(self, pool: str, market: Market, machines: int | None) -> None:
+    def set_capacity(self, pool: str, market: Market, machines: int | None) -> None:
         """How many more instances of this market the pool gives; None: as many as one likes (the default)."""
         self._known(pool)
         if machines is None:
-            self._room.pop((pool, market), None)
+            self._capacity.pop((pool, market), None)
         else:
-            self._room[pool, market] = machines
+            self._capacity[pool, market] = machines
 
     def interrupt(self, id_: str, notice_s: float = 120.0, *, announced: bool = True) -> float:
         """The owner of the spot market gives notice, and takes the instance `notice_s` later; returns that time.
@@ -182,29 +184,29 @@ class FakeFleet:
             self._put(id_, notice_s=at_s)
         return at_s
 
-    def break_down(self, id_: str) -> None:
+    def fail_instance(self, id_: str) -> None:
         """The machine ends by itself."""
         if self._now(id_).is_alive:
-            self._put(id_, state=InstanceState.ENDED, ended_s=self._clock(), end=End.FAILED)
+            self._put(id_, state=InstanceState.ENDED, ended_s=self._clock(), end=EndReason.FAILED)
 
     # --- the machines -----------------------------------------------------------------------------------------------
 
     def _buy(self, order: Order) -> str:
         for pool in self.pools:
-            room = self._room.get((pool, order.market))
+            room = self._capacity.get((pool, order.market))
             if pool in order.avoid or room == 0:
                 continue
             if room is not None:
-                self._room[pool, order.market] = room - 1
+                self._capacity[pool, order.market] = room - 1
             id_ = f"i-{len(self._machines):017x}"
             self._machines[id_] = Instance(
-                id=id_, slot=order.slot, epoch=order.epoch, market=order.market, pool=pool,
+                id=id_, slot=order.slot, incarnation=order.incarnation, market=order.market, pool=pool,
                 state=InstanceState.PENDING, launched_s=self._clock(),
             )  # fmt: skip
             return id_
         raise LaunchError(
-            f"worker {order.slot}, epoch {order.epoch}: no pool has room on {order.market}",
-            trouble=Trouble.CAPACITY,
+            f"worker {order.slot}, incarnation {order.incarnation}: no pool has room on {order.market}",
+            failure=LaunchFailure.CAPACITY,
             code="InsufficientInstanceCapacity",
             pools=[pool for pool in self.pools if pool not in order.avoid],
         )
@@ -215,11 +217,11 @@ class FakeFleet:
         now_s = self._clock()
         taken_at_s = self._taken_at_s.get(id_, math.inf)
         if machine.is_alive and now_s >= taken_at_s:
-            self._put(id_, state=InstanceState.ENDED, ended_s=taken_at_s, end=End.INTERRUPTED)
+            self._put(id_, state=InstanceState.ENDED, ended_s=taken_at_s, end=EndReason.INTERRUPTED)
         elif machine.state is InstanceState.PENDING and now_s >= machine.launched_s + self._boot_s:
             self._put(id_, state=InstanceState.RUNNING)
         elif machine.state is InstanceState.ENDING and now_s >= self._ending_at_s[id_]:
-            self._put(id_, state=InstanceState.ENDED, ended_s=self._ending_at_s[id_], end=End.TERMINATED)
+            self._put(id_, state=InstanceState.ENDED, ended_s=self._ending_at_s[id_], end=EndReason.TERMINATED)
         return self._machines[id_]
 
     def _put(self, id_: str, **changes: Any) -> None:

@@ -1,4 +1,4 @@
-"""The fleet port: what the provisioner asks of whoever owns machines. One instance per slot; identity: (slot, epoch).
+"""The fleet port: what the provisioner asks of whoever owns machines. One instance per slot; identity: (slot, incarnation).
 
 Three adapters: local processes, docker compose, EC2. A fleet knows machines, not workers: whether the worker on an
 instance is ready, the parameter server's records say. All times are Unix seconds.
@@ -24,7 +24,7 @@ class InstanceState(enum.StrEnum):
     ENDED = "ended"
 
 
-class End(enum.StrEnum):
+class EndReason(enum.StrEnum):
     """Why a machine has ended; billing differs."""
 
     NOT = ""
@@ -39,16 +39,16 @@ class Order:
 
     Attributes:
         slot: worker n.
-        epoch: incarnation of the slot, 1 or more; a higher one fences the lower ones.
+        incarnation: number of the machine of the slot, 1 or more; a higher one fences the lower ones.
         market: where to buy it.
         attempt: 0, 1, ...; the same order launches at most once, so a new try after a failure is a new attempt.
         avoid: pools that are known to be dry, by name.
         run: tells the orders of one run of a job from those of others, also of an earlier run of the same job: an owner
-            may remember orders for longer than anybody remembers epochs.
+            may remember orders for longer than anybody remembers incarnations.
     """
 
     slot: int
-    epoch: int
+    incarnation: int
     market: Market
     attempt: int = 0
     avoid: frozenset[str] = frozenset()
@@ -70,13 +70,13 @@ class Instance:
 
     id: str
     slot: int
-    epoch: int
+    incarnation: int
     market: Market
     pool: str
     state: InstanceState
     launched_s: float
     ended_s: float | None = None
-    end: End = End.NOT
+    end: EndReason = EndReason.NOT
     notice_s: float | None = None
     job: str = ""
 
@@ -86,7 +86,7 @@ class Instance:
         return self.state in (InstanceState.PENDING, InstanceState.RUNNING)
 
 
-class Trouble(enum.StrEnum):
+class LaunchFailure(enum.StrEnum):
     """Why a launch failed, by what to do about it (reference: EC2's error codes, docs/aws.md)."""
 
     CAPACITY = "capacity"  # the pools are empty: other pools, then the other market
@@ -102,14 +102,14 @@ class LaunchError(DollError):
     """An order that got no instance.
 
     Attributes:
-        trouble: what to do about it.
+        failure: what to do about it.
         code: the fleet's own word for it.
         pools: which pools said no; empty where it was not about pools.
     """
 
-    def __init__(self, message: str, *, trouble: Trouble, code: str = "", pools: Collection[str] = ()) -> None:
+    def __init__(self, message: str, *, failure: LaunchFailure, code: str = "", pools: Collection[str] = ()) -> None:
         super().__init__(message)
-        self.trouble = trouble
+        self.failure = failure
         self.code = code
         self.pools = frozenset(pools)
 
@@ -129,7 +129,7 @@ class Fleet(Protocol):
         """All instances of the cluster that are alive, and those that ended lately (an hour at least).
 
         What `launch` has returned is in it at once, also where the owner's own listing lags behind. A notice shows up
-        as `notice_s`, an interruption as `End.INTERRUPTED`; nobody else needs to be asked.
+        as `notice_s`, an interruption as `EndReason.INTERRUPTED`; nobody else needs to be asked.
 
         Raises:
             ServiceUnavailableError: the owner does not answer now.

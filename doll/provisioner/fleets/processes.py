@@ -1,8 +1,8 @@
 """The fleet port on this machine: an instance is a worker process, forked where torch is loaded already.
 
 With a `SpotMarket` it is a spot market on a laptop: a launch on spot is refused while the slot's market has no machine;
-at the end of an up spell the process is told (SIGTERM: it drains), and killed (SIGKILL) when the notice is over,
-whether it has left or not; a surprise is SIGKILL at once. Nobody starts a process again: that is the provisioner's
+at the end of an up interval the process is told (SIGTERM: it drains), and killed (SIGKILL) when the notice is over,
+whether it has left or not; without notice it is SIGKILL at once. Nobody starts a process again: that is the provisioner's
 business. The processes belong to the fork server, and die with it also where its parent is killed.
 
 What was launched is kept in a small file, so that a controller that crashes and makes a new fleet of the same fork
@@ -25,14 +25,14 @@ from doll.bounded import json_value, read_text, short
 from doll.errors import ConfigError
 from doll.local.forks import ForkServer, Role
 from doll.local.supervisor import RoleSpec
-from doll.provisioner.fleets.port import End, Fleet, Instance, InstanceState, LaunchError, Order, Trouble
+from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.traces.market import MarketClock, SpotMarket
 
 SLOT_ENV: Final = "DOLL_WORKER"
-EPOCH_ENV: Final = "DOLL_INCARNATION"
+INCARNATION_ENV: Final = "DOLL_INCARNATION"
 INSTANCE_ENV: Final = "DOLL_INSTANCE"
 MARKET_ENV: Final = "DOLL_MARKET"
-BOOT_ENV: Final = "DOLL_BOOT_S"
+BOOT_ENV: Final = "DOLL_BOOT_DELAY_S"
 _KEPT_S: Final = 3600.0
 _MOST_BYTES: Final = 64_000_000
 _GRACE_S: Final = 1.0  # after its time to drain
@@ -44,7 +44,7 @@ class Machine:
 
     Attributes:
         preempted: its owner has taken it, or given notice.
-        surprise: without notice.
+        without_notice: without notice.
         killed: SIGKILL found it alive.
         exit_code: negative for a signal; None while it runs, or where nobody saw its end.
         bought_s: when it was launched in wall seconds since the market's opening.
@@ -54,7 +54,7 @@ class Machine:
     instance: Instance
     pid: int | None = None
     preempted: bool = False
-    surprise: bool = False
+    without_notice: bool = False
     killed: bool = False
     exit_code: int | None = None
     bought_s: float = 0.0
@@ -115,7 +115,7 @@ class ProcessFleet:
 
     def launch(self, order: Order) -> Instance:
         self.poll()
-        id_ = f"{self._name}-{order.slot}-{order.epoch}-{order.market.replace('_', '-')}-{order.attempt}"
+        id_ = f"{self._name}-{order.slot}-{order.incarnation}-{order.market.replace('_', '-')}-{order.attempt}"
         id_ += f"-{order.run}" if order.run else ""
         if id_ not in self._machines:
             self._machines[id_] = self._buy(id_, order)
@@ -179,7 +179,7 @@ class ProcessFleet:
 
     def _buy(self, id_: str, order: Order) -> Machine:
         now_s = self._clock()
-        # Each slot's spells are its own, so each slot is a pool of its own: one that is dry says nothing of the others.
+        # Each slot's intervals are its own, so each slot is a pool of its own: one that is dry says nothing of the others.
         pool = f"{'local' if self._market is None else self._market.name}/{order.slot}"
         bought_s = self._market_clock.since(now_s)
         dry = order.market == "spot" and pool in order.avoid
@@ -187,16 +187,16 @@ class ProcessFleet:
             if not 0 <= order.slot < self._market.num_slots:
                 raise LaunchError(
                     f"expected a slot of 0 to {self._market.num_slots - 1}, got {order.slot}",
-                    trouble=Trouble.CONFIG, code="NoSuchSlot",
+                    failure=LaunchFailure.CONFIG, code="NoSuchSlot",
                 )  # fmt: skip
             dry = dry or not self._market.is_up(order.slot, bought_s)
         if dry:
             raise LaunchError(
-                f"worker {order.slot}, epoch {order.epoch}: pool {pool} has no machine on {order.market}",
-                trouble=Trouble.CAPACITY, code="InsufficientInstanceCapacity", pools=[pool],
+                f"worker {order.slot}, incarnation {order.incarnation}: pool {pool} has no machine on {order.market}",
+                failure=LaunchFailure.CAPACITY, code="InsufficientInstanceCapacity", pools=[pool],
             )  # fmt: skip
         instance = Instance(
-            id=id_, slot=order.slot, epoch=order.epoch, market=order.market, pool=pool, state=InstanceState.PENDING,
+            id=id_, slot=order.slot, incarnation=order.incarnation, market=order.market, pool=pool, state=InstanceState.PENDING,
             launched_s=now_s, job=self._job,
         )  # fmt: skip
         return Machine(instance, bought_s=bought_s)
@@ -221,13 +221,13 @@ class ProcessFleet:
         """Whether its owner takes it back now."""
         if self._market is None:
             return
-        spell = self._market.spell(machine.instance.slot, machine.bought_s)
-        if now_s < opened_s + spell.end_s:
+        interval = self._market.interval(machine.instance.slot, machine.bought_s)
+        if now_s < opened_s + interval.end_s:
             return
-        machine.preempted, machine.surprise, self._changed = True, spell.surprise, True
-        machine.kill_at_s = min(opened_s + spell.taken_s, machine.kill_at_s or math.inf)
-        if not spell.surprise:
-            self._put(machine, notice_s=opened_s + spell.taken_s)
+        machine.preempted, machine.without_notice, self._changed = True, interval.without_notice, True
+        machine.kill_at_s = min(opened_s + interval.taken_s, machine.kill_at_s or math.inf)
+        if not interval.without_notice:
+            self._put(machine, notice_s=opened_s + interval.taken_s)
             if id_ in self._roles:
                 self._roles[id_].terminate()
 
@@ -235,7 +235,7 @@ class ProcessFleet:
         instance = machine.instance
         spec = self._spec(instance)
         identity = {
-            SLOT_ENV: str(instance.slot), EPOCH_ENV: str(instance.epoch), INSTANCE_ENV: id_,
+            SLOT_ENV: str(instance.slot), INCARNATION_ENV: str(instance.incarnation), INSTANCE_ENV: id_,
             MARKET_ENV: instance.market, BOOT_ENV: f"{0.0 if self._market_clock.opened_s is None else self._boot_s:g}",
         }  # fmt: skip
         role = self._forks.launch(dataclasses.replace(spec, name=id_, env={**spec.env, **identity}))
@@ -256,7 +256,7 @@ class ProcessFleet:
 
     def _end(self, machine: Machine, now_s: float) -> None:
         terminated = machine.instance.state is InstanceState.ENDING and not (machine.preempted and machine.killed)
-        end = End.TERMINATED if terminated else End.INTERRUPTED if machine.preempted else End.FAILED
+        end = EndReason.TERMINATED if terminated else EndReason.INTERRUPTED if machine.preempted else EndReason.FAILED
         self._put(machine, state=InstanceState.ENDED, ended_s=now_s, end=end)
 
     def _put(self, machine: Machine, **changes: Any) -> None:
@@ -290,17 +290,17 @@ class ProcessFleet:
         if not self._changed:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
+        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
         content = [dataclasses.asdict(machine) for machine in self._machines.values()]
-        beside.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        os.replace(beside, self._path)
+        temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+        os.replace(temporary, self._path)
         self._changed = False
 
 
 def _machine(kept: dict[str, Any]) -> Machine:
     plain = dict(kept)
     one = dict(plain.pop("instance"))
-    one["state"], one["end"] = InstanceState(one["state"]), End(one["end"])
+    one["state"], one["end"] = InstanceState(one["state"]), EndReason(one["end"])
     return Machine(Instance(**one), **plain)
 
 

@@ -1,6 +1,6 @@
 """Before a job starts: can it be done, with how many workers on spot, which, at what cost and risk. Pure.
 
-`look_ahead` answers for a fixed mix (Theorem 5) and for the adaptive planner, which the live system uses.
+`assess` answers for a fixed mix (Theorem 5) and for the adaptive planner, which the live system uses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from doll.errors import InfeasiblePlanError
 from doll.provisioner.planning.forecast import Forecast, forecast
-from doll.provisioner.planning.market_rules import Budget
+from doll.provisioner.planning.market_rules import Slack
 from doll.provisioner.planning.planner import start
 from doll.provisioner.planning.state import Alpha, Bools, PlannerSettings, PlannerState
 from doll.theory import checks
@@ -26,7 +26,7 @@ from doll.theory.queueing import Stability, smallest_stable_batch, stability, up
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """What is asked, with the names and defaults of the job file's `plan:` section.
 
     Raises:
@@ -74,7 +74,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Assessment:
     """The answer.
 
     Attributes:
@@ -84,19 +84,19 @@ class Outlook:
         mix: the fixed mix of least expected cost within the deadline (and the risk); all on-demand when late.
         static: forecast for the mix, kept unchanged to the end.
         adaptive: forecast for the adaptive planner with its guard; None where the deadline cannot be met.
-        on_demand_usd, on_demand_s: cost and time of all on-demand.
+        all_on_demand_usd, on_demand_s: cost and time of all on-demand.
         all_spot_usd, all_spot_s: of all on spot, in expectation.
         bounds: Corollary 2, lowest and highest cost ratio of the best mix; None for unequal rates or no deadline.
         stability: Proposition 1; None without a service time.
     """
 
-    question: Question
+    request: PlanRequest
     problem: InfeasiblePlanError | None
     binding: str
     mix: Bools
     static: Forecast
     adaptive: Forecast | None
-    on_demand_usd: float
+    all_on_demand_usd: float
     on_demand_s: float
     all_spot_usd: float
     all_spot_s: float
@@ -111,11 +111,11 @@ class Outlook:
     @property
     def savings(self) -> float:
         """Expected saving of the mix against all on-demand, as a fraction."""
-        return 1 - self.static.expected_cost_usd / self.on_demand_usd if self.on_demand_usd else 0.0
+        return 1 - self.static.expected_cost_usd / self.all_on_demand_usd if self.all_on_demand_usd else 0.0
 
     def reasons(self) -> tuple[str, ...]:
         """Why each slot is where it is."""
-        rates = self.question.rates_per_s
+        rates = self.request.rates_per_s
         equal = bool(rates.min() == rates.max())
         which = "all streams are equally fast" if equal else "among the slowest streams: least is lost while it is down"
         if self.mix.all():
@@ -132,112 +132,110 @@ class Outlook:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        question = self.question
+        request = self.request
         return {
             "feasible": self.problem is None,
             "binding": self.binding,
             "problem": str(self.problem) if self.problem else None,
             "nearest": self.problem.nearest if self.problem else {},
-            "workers": question.num_workers,
-            "updates": question.updates,
-            "deadline_s": question.deadline_s,
-            "budget_usd": question.budget_usd,
+            "workers": request.num_workers,
+            "updates": request.updates,
+            "deadline_s": request.deadline_s,
+            "budget_usd": request.budget_usd,
             "num_spot": self.num_spot,
-            "num_on_demand": question.num_workers - self.num_spot,
+            "num_on_demand": request.num_workers - self.num_spot,
             "markets": ["spot" if spot else "on_demand" for spot in self.mix],
             "reasons": list(self.reasons()),
             "savings": self.savings,
             "static": self.static.to_dict(),
             "adaptive": self.adaptive.to_dict() if self.adaptive else None,
-            "on_demand": {"cost_usd": self.on_demand_usd, "runtime_s": self.on_demand_s},
+            "on_demand": {"cost_usd": self.all_on_demand_usd, "runtime_s": self.on_demand_s},
             "all_spot": {"expected_cost_usd": self.all_spot_usd, "expected_runtime_s": self.all_spot_s},
             "cost_ratio_bounds": list(self.bounds) if self.bounds else None,
-            "update_rate_per_s": update_rate_per_s(question.total_per_s, question.group_size, question.batch_size),
+            "update_rate_per_s": update_rate_per_s(request.total_per_s, request.group_size, request.batch_size),
             "stability": {**self.stability._asdict(), "verdict": self.stability.verdict} if self.stability else None,
             "advice": list(self.advice),
         }
 
 
-def look_ahead(question: Question) -> Outlook:
-    """Answer the question. What cannot be done is in the answer (`problem`), not raised."""
-    samples, rates, alpha, prices = question.samples, question.rates_per_s, question.alpha, question.prices
+def assess(request: PlanRequest) -> Assessment:
+    """Answer the request. What cannot be done is in the answer (`problem`), not raised."""
+    samples, rates, alpha, prices = request.samples, request.rates_per_s, request.alpha, request.prices
     problem: InfeasiblePlanError | None = None
     binding = "none"
     try:
-        found = _best(question)
+        found = _best(request)
         mix = found.spot
         if not mix.all():
-            binding = ("risk" if question.risk is not None else "deadline") if found.deadline_binds else "price"
-        check_budget(
-            found.expected_cost_usd, question.budget_usd, updates=question.updates, deadline_s=question.horizon_s
-        )
+            binding = ("risk" if request.risk is not None else "deadline") if found.deadline_binds else "price"
+        check_budget(found.expected_cost_usd, request.budget_usd, updates=request.updates, deadline_s=request.horizon_s)
     except InfeasiblePlanError as error:
-        problem, binding = _with_longer_deadline(question, error), error.constraint
+        problem, binding = _with_longer_deadline(request, error), error.constraint
         if error.constraint == "deadline":
-            mix = np.zeros(question.num_workers, dtype=np.bool_)
-    adaptive = None if problem is not None and problem.constraint == "deadline" else _adaptive(question)
-    advice = _advice(question)
+            mix = np.zeros(request.num_workers, dtype=np.bool_)
+    adaptive = None if problem is not None and problem.constraint == "deadline" else _adaptive(request)
+    advice = _advice(request)
     if problem is not None and problem.constraint == "budget" and adaptive is not None and not adaptive.over_budget:
         advice.insert(0, "this fixed mix is over the budget, but the adaptive planner is expected to stay within it")
         problem, binding = None, "budget"
     costs = unequal_cost_usd(samples, rates, alpha, prices)
     bounds = None
-    if problem is None and question.deadline_s is not None and rates.min() == rates.max():
-        ratio = cost_ratio(question.deadline_s / (samples / question.total_per_s), question.num_workers, alpha, prices)
+    if problem is None and request.deadline_s is not None and rates.min() == rates.max():
+        ratio = cost_ratio(request.deadline_s / (samples / request.total_per_s), request.num_workers, alpha, prices)
         bounds = (ratio.lower, ratio.upper)
-    return Outlook(
-        question=question,
+    return Assessment(
+        request=request,
         problem=problem,
         binding=binding,
         mix=mix,
-        static=_static(question, mix),
+        static=_static(request, mix),
         adaptive=adaptive,
-        on_demand_usd=float(costs[0]),
-        on_demand_s=samples / question.total_per_s,
+        all_on_demand_usd=float(costs[0]),
+        on_demand_s=samples / request.total_per_s,
         all_spot_usd=float(costs[-1]),
-        all_spot_s=samples / (alpha * question.total_per_s) if alpha > 0 else math.inf,
+        all_spot_s=samples / (alpha * request.total_per_s) if alpha > 0 else math.inf,
         bounds=bounds,
-        stability=_stability(question),
+        stability=_stability(request),
         advice=tuple(advice),
     )
 
 
-def risk_curve(question: Question) -> tuple[Floats, Floats]:
+def risk_curve(request: PlanRequest) -> tuple[Floats, Floats]:
     """Expected cost in USD and P(miss) of every mix "the n slowest on spot", n = 0 .. N; shape (N + 1,) each."""
-    ascending = np.sort(question.rates_per_s)
-    costs = unequal_cost_usd(question.samples, ascending, question.alpha, question.prices)
-    limit = question.horizon_s
-    effective = effective_of_sorted(ascending, question.alpha)
+    ascending = np.sort(request.rates_per_s)
+    costs = unequal_cost_usd(request.samples, ascending, request.alpha, request.prices)
+    limit = request.horizon_s
+    effective = effective_of_sorted(ascending, request.alpha)
     squares = np.concatenate(([0.0], np.cumsum(ascending**2)))
-    variance = squares * uptime_variance_s2(limit, question.alpha, question.cycle_s) + question.total_per_s * limit
-    z = (effective * limit - question.samples) / np.sqrt(variance)
+    variance = squares * uptime_variance_s2(limit, request.alpha, request.cycle_s) + request.total_per_s * limit
+    z = (effective * limit - request.samples) / np.sqrt(variance)
     return costs, np.array([tail(float(value)) for value in z])
 
 
-def _best(question: Question) -> Assignment:
+def _best(request: PlanRequest) -> Assignment:
     return best_assignment(
-        question.samples,
-        question.rates_per_s,
-        question.alpha,
-        question.horizon_s,
-        question.prices,
-        cycle_s=question.cycle_s,
-        risk=question.risk,
+        request.samples,
+        request.rates_per_s,
+        request.alpha,
+        request.horizon_s,
+        request.prices,
+        cycle_s=request.cycle_s,
+        risk=request.risk,
     )
 
 
-def _with_longer_deadline(question: Question, error: InfeasiblePlanError) -> InfeasiblePlanError:
+def _with_longer_deadline(request: PlanRequest, error: InfeasiblePlanError) -> InfeasiblePlanError:
     """For a budget that binds: the deadline at which it would do, if there is one."""
-    if error.constraint != "budget" or question.budget_usd is None:
+    if error.constraint != "budget" or request.budget_usd is None:
         return error
-    costs = unequal_cost_usd(question.samples, question.rates_per_s, question.alpha, question.prices)
-    enough = np.flatnonzero(costs <= question.budget_usd)
+    costs = unequal_cost_usd(request.samples, request.rates_per_s, request.alpha, request.prices)
+    enough = np.flatnonzero(costs <= request.budget_usd)
     if not enough.size:
         cheapest = float(costs.min())
         message = f"{error}; no deadline makes it cheaper than {cheapest:.4f} USD"
         return InfeasiblePlanError(message, constraint="budget", nearest=error.nearest)
-    effective = effective_of_sorted(np.sort(question.rates_per_s), question.alpha)
-    later = question.samples / float(effective[enough[0]])
+    effective = effective_of_sorted(np.sort(request.rates_per_s), request.alpha)
+    later = request.samples / float(effective[enough[0]])
     return InfeasiblePlanError(
         f"{error}, or a deadline of {later:.6g} s with {int(enough[0])} workers on spot",
         constraint="budget",
@@ -245,66 +243,66 @@ def _with_longer_deadline(question: Question, error: InfeasiblePlanError) -> Inf
     )
 
 
-def _state(question: Question, on_spot: Bools) -> PlannerState:
+def _state(request: PlanRequest, on_spot: Bools) -> PlannerState:
     return PlannerState(
-        clock_s=0.0,
+        elapsed_s=0.0,
         updates_done=0.0,
-        rates_per_s=question.rates_per_s,
+        rates_per_s=request.rates_per_s,
         on_spot=on_spot,
-        up=np.ones(question.num_workers, dtype=np.bool_),
-        alpha=Alpha(question.alpha),
-        prices=question.prices,
+        up=np.ones(request.num_workers, dtype=np.bool_),
+        alpha=Alpha(request.alpha),
+        prices=request.prices,
     )
 
 
-def _settings(question: Question, *, adaptive: bool) -> PlannerSettings:
+def _settings(request: PlanRequest, *, adaptive: bool) -> PlannerSettings:
     return PlannerSettings(
-        updates=question.updates,
-        group_size=question.group_size,
-        batch_size=question.batch_size,
-        deadline_s=question.horizon_s,
-        budget_usd=question.budget_usd,
-        boot_s=question.boot_s if adaptive else 0.0,
+        updates=request.updates,
+        group_size=request.group_size,
+        batch_size=request.batch_size,
+        deadline_s=request.horizon_s,
+        budget_usd=request.budget_usd,
+        boot_s=request.boot_s if adaptive else 0.0,
         # A job of a minute is not re-planned once a minute.
-        replan_s=min(60.0, question.horizon_s / 100),
-        cycle_s=question.cycle_s,
+        replan_s=min(60.0, request.horizon_s / 100),
+        cycle_s=request.cycle_s,
         rule="pace" if adaptive else "theorem",
         guard=adaptive,
-        margin=question.margin if adaptive else 0.0,
+        margin=request.margin if adaptive else 0.0,
     )
 
 
-def _static(question: Question, mix: Bools) -> Forecast:
-    state, settings = _state(question, mix), _settings(question, adaptive=False)
-    return forecast(mix, state, settings, Budget.of(state, settings))
+def _static(request: PlanRequest, mix: Bools) -> Forecast:
+    state, settings = _state(request, mix), _settings(request, adaptive=False)
+    return forecast(mix, state, settings, Slack.of(state, settings))
 
 
-def _adaptive(question: Question) -> Forecast:
-    return start(_state(question, np.ones(question.num_workers, np.bool_)), _settings(question, adaptive=True)).forecast
+def _adaptive(request: PlanRequest) -> Forecast:
+    return start(_state(request, np.ones(request.num_workers, np.bool_)), _settings(request, adaptive=True)).forecast
 
 
-def _stability(question: Question) -> Stability | None:
-    if question.service_s is None:
+def _stability(request: PlanRequest) -> Stability | None:
+    if request.service_s is None:
         return None
-    return stability(question.total_per_s, question.group_size, question.batch_size, question.service_s)
+    return stability(request.total_per_s, request.group_size, request.batch_size, request.service_s)
 
 
-def _advice(question: Question) -> list[str]:
+def _advice(request: PlanRequest) -> list[str]:
     """What to do about K and b."""
-    size, batch, workers, total = question.group_size, question.batch_size, question.num_workers, question.total_per_s
+    size, batch, workers, total = request.group_size, request.batch_size, request.num_workers, request.total_per_s
     advice = []
-    if question.service_s is None:
+    if request.service_s is None:
         advice.append(
             f"stability is unknown without service_s (`doll calibrate` measures it): one batch's gradient may take "
             f"up to {batch / total:.4g} s to be safe whatever the groups"
         )
     else:
-        margin = stability(total, size, batch, question.service_s)
+        margin = stability(total, size, batch, request.service_s)
         if margin.verdict != "stable":
-            safe = smallest_stable_batch(total, size, question.service_s)
+            safe = smallest_stable_batch(total, size, request.service_s)
             advice.append(
                 f"raise b to at least {safe} (if a batch's gradient takes no longer then): b / S must exceed the "
-                f"{question.service_s:.4g} s that one takes"
+                f"{request.service_s:.4g} s that one takes"
             )
         if margin.verdict == "depends":
             advice.append("as it is, the queue is stable only while a group's batches come from different workers")

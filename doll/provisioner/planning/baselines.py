@@ -24,13 +24,13 @@ ON_DEMAND, SPOT, OFF = np.int8(0), np.int8(1), np.int8(2)
 
 
 @dataclass(frozen=True)
-class Job:
+class BacktestJob:
     """What is known before the start, of W jobs that differ in their market only.
 
     Attributes:
         samples: J K b, the work.
         deadline_s: θ.
-        rates_per_s: λ_n, shape (N,); shape (W, N) for jobs whose streams differ too, which the rivals do not take.
+        rates_per_s: λ_n, shape (N,); shape (W, N) for jobs whose streams differ too, which the baselines do not take.
         boot_s: a machine works so long after it has been chosen.
         tick_s: time between two decisions.
         on_demand: USD per hour, shape (W,).
@@ -61,7 +61,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Moment:
+class Observation:
     """What is seen at one tick.
 
     Attributes:
@@ -87,11 +87,11 @@ class MarketPolicy(Protocol):
 
     name: str
 
-    def start(self, job: Job) -> None:
+    def start(self, job: BacktestJob) -> None:
         """Called once before the first tick."""
         ...
 
-    def decide(self, moment: Moment) -> Choices:
+    def decide(self, observation: Observation) -> Choices:
         """ON_DEMAND, SPOT (wait where there is none) or OFF for every slot; shape (W, N)."""
         ...
 
@@ -101,10 +101,10 @@ class AllOnDemand:
 
     name = "on-demand"
 
-    def start(self, job: Job) -> None:
+    def start(self, job: BacktestJob) -> None:
         self._choice: Choices = np.full((job.num_jobs, job.num_slots), ON_DEMAND)
 
-    def decide(self, moment: Moment) -> Choices:
+    def decide(self, observation: Observation) -> Choices:
         return self._choice
 
 
@@ -113,10 +113,10 @@ class AllSpot:
 
     name = "all-spot"
 
-    def start(self, job: Job) -> None:
+    def start(self, job: BacktestJob) -> None:
         self._choice: Choices = np.full((job.num_jobs, job.num_slots), SPOT)
 
-    def decide(self, moment: Moment) -> Choices:
+    def decide(self, observation: Observation) -> Choices:
         return self._choice
 
 
@@ -125,7 +125,7 @@ class Static:
 
     name = "static"
 
-    def start(self, job: Job) -> None:
+    def start(self, job: BacktestJob) -> None:
         self._choice: Choices = np.full((job.num_jobs, job.num_slots), ON_DEMAND)
         for index in range(job.num_jobs):
             prices = Prices(float(job.pool_price[index]), float(job.on_demand[index]))
@@ -137,7 +137,7 @@ class Static:
                 continue
             self._choice[index, plan.spot] = SPOT
 
-    def decide(self, moment: Moment) -> Choices:
+    def decide(self, observation: Observation) -> Choices:
         return self._choice
 
 
@@ -146,15 +146,15 @@ class Greedy:
 
     name = "greedy"
 
-    def start(self, job: Job) -> None:
+    def start(self, job: BacktestJob) -> None:
         self._job = job
         self._late = np.zeros(job.num_jobs, dtype=np.bool_)
         self._committed = np.zeros((job.num_jobs, job.num_slots), dtype=np.bool_)
 
-    def decide(self, moment: Moment) -> Choices:
-        self._late |= no_slack(self._job, moment)
+    def decide(self, observation: Observation) -> Choices:
+        self._late |= no_slack(self._job, observation)
         # A slot that runs on spot stays there until it is preempted; whoever is idle goes to on-demand for good.
-        self._committed |= self._late[:, None] & ~moment.up
+        self._committed |= self._late[:, None] & ~observation.up
         return np.where(self._committed, ON_DEMAND, SPOT)
 
 
@@ -168,23 +168,23 @@ class UniformProgress:
 
     name = "uniform-progress"
 
-    def start(self, job: Job) -> None:
+    def start(self, job: BacktestJob) -> None:
         self._job = job
         self._late = np.zeros(job.num_jobs, dtype=np.bool_)
         self._committed = np.zeros((job.num_jobs, job.num_slots), dtype=np.bool_)
 
-    def decide(self, moment: Moment) -> Choices:
+    def decide(self, observation: Observation) -> Choices:
         job = self._job
         line = job.samples / job.deadline_s
-        behind = moment.done < line * moment.now_s
-        ahead = moment.done >= line * (moment.now_s + 2 * job.boot_s)
-        return self._choose(moment, behind[:, None], ahead[:, None], no_slack(job, moment)[:, None])
+        behind = observation.done < line * observation.now_s
+        ahead = observation.done >= line * (observation.now_s + 2 * job.boot_s)
+        return self._choose(observation, behind[:, None], ahead[:, None], no_slack(job, observation)[:, None])
 
-    def _choose(self, moment: Moment, behind: Bools, ahead: Bools, late: Bools) -> Choices:
-        self._committed |= late & ~moment.up
-        on_demand = moment.choice == ON_DEMAND if moment.now_s > 0 else np.zeros_like(moment.up)
+    def _choose(self, observation: Observation, behind: Bools, ahead: Bools, late: Bools) -> Choices:
+        self._committed |= late & ~observation.up
+        on_demand = observation.choice == ON_DEMAND if observation.now_s > 0 else np.zeros_like(observation.up)
         stay = on_demand & ~ahead
-        rescue = ~on_demand & ~moment.up & behind
+        rescue = ~on_demand & ~observation.up & behind
         return np.where(self._committed | stay | rescue, ON_DEMAND, SPOT)
 
 
@@ -193,24 +193,24 @@ class UniformProgressPerSlot(UniformProgress):
 
     name = "uniform-progress-per-slot"
 
-    def decide(self, moment: Moment) -> Choices:
+    def decide(self, observation: Observation) -> Choices:
         job = self._job
         share = job.samples * job.rates_per_s / job.rates_per_s.sum()
         line = share / job.deadline_s
-        behind = moment.done_by_slot < line * moment.now_s
-        ahead = moment.done_by_slot >= line * (moment.now_s + 2 * job.boot_s)
-        left_s = (share - moment.done_by_slot) / job.rates_per_s
-        late = job.deadline_s - moment.now_s < left_s + 2 * job.boot_s + job.tick_s
-        choice = self._choose(moment, behind, ahead, late)
-        return np.where(moment.done_by_slot >= share, OFF, choice)
+        behind = observation.done_by_slot < line * observation.now_s
+        ahead = observation.done_by_slot >= line * (observation.now_s + 2 * job.boot_s)
+        left_s = (share - observation.done_by_slot) / job.rates_per_s
+        late = job.deadline_s - observation.now_s < left_s + 2 * job.boot_s + job.tick_s
+        choice = self._choose(observation, behind, ahead, late)
+        return np.where(observation.done_by_slot >= share, OFF, choice)
 
 
-def no_slack(job: Job, moment: Moment) -> Bools:
+def no_slack(job: BacktestJob, observation: Observation) -> Bools:
     """The time left is that of the remaining work on demand, two change-overs and the wait for the next decision."""
-    left_s = (job.samples - moment.done) / job.rates_per_s.sum()
-    return np.asarray(job.deadline_s - moment.now_s < left_s + 2 * job.boot_s + job.tick_s)
+    left_s = (job.samples - observation.done) / job.rates_per_s.sum()
+    return np.asarray(job.deadline_s - observation.now_s < left_s + 2 * job.boot_s + job.tick_s)
 
 
-def rivals() -> list[MarketPolicy]:
+def baselines() -> list[MarketPolicy]:
     """One of each, fresh."""
     return [AllOnDemand(), AllSpot(), Static(), Greedy(), UniformProgress(), UniformProgressPerSlot()]

@@ -1,6 +1,6 @@
 """What observations say about the future: availability of spot with an interval, the streams' rates, boots. Pure.
 
-Model: an up spell of a spot slot ends at rate q, a down spell at rate r; α = r / (q + r). With Gamma posteriors for q
+Model: an up period of a spot slot ends at rate q, a down period at rate r; α = r / (q + r). With Gamma posteriors for q
 and r the quantiles of α are those of a Beta, transformed: exact, no sampling.
 """
 
@@ -22,7 +22,7 @@ from doll.theory.checks import Floats
 def alpha_quantile(
     probability: float, ends_of_up: float, ends_of_down: float, up_s: float, down_s: float, prior: float = 0.5
 ) -> float:
-    """Quantile of α given how many up and down spells ended, and in how many seconds.
+    """Quantile of α given how many up and down periods ended, and in how many seconds.
 
     q ~ Gamma(prior + ends_of_up, up_s), r ~ Gamma(prior + ends_of_down, down_s), so p = r·down / (r·down + q·up) is
     Beta(prior + ends_of_down, prior + ends_of_up) and α = p·up / (p·up + (1-p)·down), which rises with p.
@@ -44,14 +44,14 @@ def alpha_quantile(
     return p * up_s / (p * up_s + (1 - p) * down_s)
 
 
-class Availability:
+class AvailabilityEstimator:
     """Estimates α and the cycle from slots that are watched while they are assigned to spot.
 
     A slot on-demand says nothing about spot (censored). Interruptions of one pool within `cluster_s` count as one
     cluster; the tallies are worth Σk²/Σk times less when they come together.
 
     Args:
-        prior_alpha, prior_cycle_s: what is believed before anything is seen, worth half an observed spell each.
+        prior_alpha, prior_cycle_s: what is believed before anything is seen, worth half an observed period each.
         half_life_s: old observations count half after this time.
         cluster_s: interruptions of one pool this close together are one event.
     """
@@ -89,7 +89,7 @@ class Availability:
         up, assigned = np.asarray(up, dtype=np.bool_), np.asarray(assigned, dtype=np.bool_)
         if self._up.shape == up.shape and now_s >= self._now_s:
             span = now_s - self._now_s
-            self._fade(span)
+            self._decay(span)
             # Only slots that were on spot all the while: a slot that has just been put there has no past on spot.
             seen = self._assigned & assigned
             self._up_s += span * int(np.count_nonzero(seen & self._up))
@@ -122,7 +122,7 @@ class Availability:
 
     @property
     def cycle_s(self) -> float:
-        """Mean seconds of an up and a down spell together."""
+        """Mean seconds of an up and a down period together."""
         up = (self._up_s + self._prior_up_s) / (self._ends_of_up + 0.5)
         down = (self._down_s + self._prior_down_s) / (self._ends_of_down + 0.5)
         return up + down
@@ -145,7 +145,7 @@ class Availability:
         self._ends_of_up, self._ends_of_down, self._up_s, self._down_s = (float(one) for one in kept["tallies"])
         self._clusters.extend((float(begin_s), int(size)) for begin_s, size in kept["clusters"])
 
-    def _fade(self, span_s: float) -> None:
+    def _decay(self, span_s: float) -> None:
         keep = 0.5 ** (span_s / self._half_life_s)
         self._ends_of_up *= keep
         self._ends_of_down *= keep
@@ -160,7 +160,7 @@ class Availability:
         self._open[pool] = (begin, size + 1)
 
 
-class Rates:
+class RateEstimator:
     """Arrival rates of the streams: samples over up-time, after a prior worth `prior_s` seconds.
 
     Args:
@@ -208,7 +208,7 @@ class Rates:
         self._samples, self._up_s, self._prior_s = samples, up_s, prior_s
 
 
-class Boots:
+class BootTimeEstimator:
     """How long machines take from the order to a worker that has its slot; the newest `keep` count.
 
     Args:

@@ -12,7 +12,7 @@ from doll.theory.normal import quantile, tail
 from doll.theory.preemption import uptime_variance_s2
 
 if TYPE_CHECKING:
-    from doll.provisioner.planning.market_rules import Budget
+    from doll.provisioner.planning.market_rules import Slack
 
 # `Alpha.low` and `Alpha.high` bound 90 % (signals.py); half of that width in standard deviations.
 _Z_INTERVAL = quantile(0.95)
@@ -40,25 +40,25 @@ class Forecast:
         return asdict(self)
 
 
-def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, budget: Budget) -> Forecast:
+def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, slack: Slack) -> Forecast:
     """Forecast for the markets `on_spot`.
 
     Rule "theorem" keeps the mix, so the end moves with spot's luck (Theorem 4, Eq. (15)-(16), (21)-(22)). Rule "pace"
     covers what spot does not deliver in time, so the end is the deadline at the latest and luck moves the cost.
     """
-    if budget.work <= 0:
-        return Forecast(state.spent_usd, 0.0, state.clock_s, 0.0, 0.0, False)
+    if slack.work <= 0:
+        return Forecast(state.spent_usd, 0.0, state.elapsed_s, 0.0, 0.0, False)
     rates, alpha, prices = state.rates_per_s, state.alpha.point, state.prices
     num_spot = int(on_spot.sum())
     spot_rate = float(rates[on_spot].sum())
-    sure_rate = budget.total_per_s - spot_rate
+    sure_rate = slack.total_per_s - spot_rate
     moving = on_spot != state.on_spot
-    work = budget.work + budget.boot_lost + settings.boot_s * float(rates[moving].sum())
+    work = slack.work + slack.boot_lost + settings.boot_s * float(rates[moving].sum())
     rate = sure_rate + alpha * spot_rate
-    left_s = settings.deadline_s - state.clock_s
+    left_s = settings.deadline_s - state.elapsed_s
     kept_s = work / rate if rate > 0 else math.inf
-    covers = settings.rule == "pace" and kept_s > budget.time_s > 0
-    end_s = max(budget.time_s, work / budget.total_per_s) if covers else kept_s
+    covers = settings.rule == "pace" and kept_s > slack.time_s > 0
+    end_s = max(slack.time_s, work / slack.total_per_s) if covers else kept_s
     if math.isinf(end_s):
         return Forecast(math.inf, 0.0, math.inf, 0.0, 1.0, settings.budget_usd is not None)
 
@@ -67,7 +67,7 @@ def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, bud
     sigma_alpha = (state.alpha.high - state.alpha.low) / (2 * _Z_INTERVAL)
     unsure_alpha = (spot_rate * end_s * sigma_alpha) ** 2
     outages_var = squares * uptime_variance_s2(end_s, alpha, settings.cycle_s) + unsure_alpha
-    arrivals_var = budget.total_per_s * end_s
+    arrivals_var = slack.total_per_s * end_s
     on_demand_h = (len(rates) - num_spot) * end_s / SECONDS_PER_HOUR
     cost = on_demand_h * prices.on_demand_usd_per_h
     cost_sd = 0.0
@@ -83,7 +83,7 @@ def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, bud
                                  _never_back_h(covered, spot_rate, alpha, end_s) * num_spot)  # fmt: skip
             cost_sd = abs(dearer) * math.sqrt(outages_var) * to_h
     if covers:
-        finish_sd = math.sqrt(arrivals_var) / budget.total_per_s
+        finish_sd = math.sqrt(arrivals_var) / slack.total_per_s
     else:
         finish_sd = math.sqrt(outages_var + arrivals_var) / rate
         # While the job runs longer, on-demand workers cost more and the work on spot gets less: see docs/theory.md.
@@ -95,18 +95,18 @@ def forecast(on_spot: Bools, state: PlannerState, settings: PlannerSettings, bud
         miss = 1.0
     elif settings.guard or settings.rule == "pace":
         # The guard holds (1 - margin) θ against every outage; arrivals can only eat what lies beyond.
-        spare = budget.total_per_s * left_s - budget.work - budget.boot_lost
-        miss = tail(min(spare, budget.total_per_s * left_s) / math.sqrt(budget.total_per_s * left_s))
+        spare = slack.total_per_s * left_s - slack.work - slack.boot_lost
+        miss = tail(min(spare, slack.total_per_s * left_s) / math.sqrt(slack.total_per_s * left_s))
         if covers and spare > 0:
-            miss = tail(settings.margin * settings.deadline_s * budget.total_per_s / math.sqrt(arrivals_var))
+            miss = tail(settings.margin * settings.deadline_s * slack.total_per_s / math.sqrt(arrivals_var))
     else:
         swing = squares * uptime_variance_s2(left_s, alpha, settings.cycle_s) + (spot_rate * left_s * sigma_alpha) ** 2
-        miss = tail((rate * left_s - work) / math.sqrt(swing + budget.total_per_s * left_s))
+        miss = tail((rate * left_s - work) / math.sqrt(swing + slack.total_per_s * left_s))
     total = state.spent_usd + cost
     return Forecast(
         expected_cost_usd=total,
         cost_sd_usd=cost_sd,
-        expected_finish_s=state.clock_s + end_s,
+        expected_finish_s=state.elapsed_s + end_s,
         finish_sd_s=finish_sd,
         miss_prob=miss,
         over_budget=settings.budget_usd is not None and total > settings.budget_usd * (1 + 1e-9),

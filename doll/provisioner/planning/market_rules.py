@@ -17,7 +17,7 @@ from doll.theory.planning import best_assignment
 
 
 @dataclass(frozen=True)
-class Budget:
+class Slack:
     """Work, time and slack that are left.
 
     Attributes:
@@ -33,17 +33,17 @@ class Budget:
     boot_lost: float
 
     @classmethod
-    def of(cls, state: PlannerState, settings: PlannerSettings) -> Budget:
+    def of(cls, state: PlannerState, settings: PlannerSettings) -> Slack:
         lost = float(np.dot(state.rates_per_s, boot_left_s(state, settings)))
         return cls(
             work=max(0.0, settings.samples - state.updates_done * settings.group_size * settings.batch_size),
-            time_s=settings.deadline_s * (1 - settings.margin) - state.clock_s,
+            time_s=settings.deadline_s * (1 - settings.margin) - state.elapsed_s,
             total_per_s=float(state.rates_per_s.sum()),
             boot_lost=lost,
         )
 
     @property
-    def slack(self) -> float:
+    def spare_samples(self) -> float:
         """Samples that could still be lost without missing the deadline; negative when it is missed."""
         return self.total_per_s * self.time_s - self.work - self.boot_lost
 
@@ -55,15 +55,15 @@ class Budget:
 
 def boot_left_s(state: PlannerState, settings: PlannerSettings) -> Floats:
     """Seconds until each slot that boots is ready; 0 for those that work and those that have no machine, shape (N,)."""
-    booting = ~state.up & (~state.on_spot | state.spot_open)
+    booting = ~state.up & (~state.on_spot | state.spot_available)
     # On spot a boot begins when a machine is there.
     since_s = np.where(state.on_spot, np.maximum(state.moved_s, state.spot_changed_s), state.moved_s)
-    left_s = np.minimum(since_s + settings.boot_s - state.clock_s, settings.boot_s)
+    left_s = np.minimum(since_s + settings.boot_s - state.elapsed_s, settings.boot_s)
     # A boot that takes longer than it should is given one more period at a time.
     return np.where(booting, np.where(left_s > 0, left_s, min(settings.replan_s, settings.boot_s)), 0.0)
 
 
-def worth_spot(state: PlannerState) -> Bools:
+def cheaper_on_spot(state: PlannerState) -> Bools:
     """Slots that cost less on spot, were there no deadline (Theorem 5 with θ = ∞); none when spot is the dearer one.
 
     At a spot price close to on-demand's, a fast stream is worth an on-demand worker: the job ends sooner for all.
@@ -81,7 +81,7 @@ def worth_spot(state: PlannerState) -> Bools:
     return best_assignment(1.0, rates, alpha, 2.0 / (alpha * float(rates.sum())), state.prices).spot
 
 
-def pace(state: PlannerState, settings: PlannerSettings, budget: Budget, worth: Bools) -> Bools:
+def pace(state: PlannerState, settings: PlannerSettings, slack: Slack, worth: Bools) -> Bools:
     """Wait for spot while the slack allows, cover slots that are down when it does not.
 
     The guard's reserve (an outage of all of spot that is seen late, and a boot) is not there to be spent on waiting, so
@@ -91,22 +91,22 @@ def pace(state: PlannerState, settings: PlannerSettings, budget: Budget, worth: 
     which pays for the outages to come.
     """
     chosen = state.on_spot.copy()
-    down = chosen & ~state.spot_open
-    reserve_s = settings.unseen + settings.boot_s if settings.guard else 0.0
-    sooner = replace(budget, time_s=budget.time_s - reserve_s)
+    down = chosen & ~state.spot_available
+    reserve_s = settings.detection_delay + settings.boot_s if settings.guard else 0.0
+    sooner = replace(slack, time_s=slack.time_s - reserve_s)
     span_s = settings.deadline_s * (1 - settings.margin) - reserve_s
     even = 0.0
     if span_s > 0:
-        even = max(0.0, budget.total_per_s * span_s - settings.samples) * max(0.0, sooner.time_s) / span_s
-    if sooner.slack < settings.slack_reserve * even or sooner.slack < 0:
-        working = budget.total_per_s - float(state.rates_per_s[down].sum())
+        even = max(0.0, slack.total_per_s * span_s - settings.samples) * max(0.0, sooner.time_s) / span_s
+    if sooner.spare_samples < settings.slack_reserve * even or sooner.spare_samples < 0:
+        working = slack.total_per_s - float(state.rates_per_s[down].sum())
         chosen &= ~first_by_rate(down, state.rates_per_s, sooner.needed_per_s - working, fastest=True)
-    if sooner.slack >= settings.return_reserve * even:
-        chosen |= affordable(returnable(state, settings) & worth, state, settings, budget)
+    if sooner.spare_samples >= settings.return_reserve * even:
+        chosen |= affordable(returnable(state, settings) & worth, state, settings, slack)
     return chosen
 
 
-def theorem(state: PlannerState, settings: PlannerSettings, budget: Budget, worth: Bools) -> Bools:
+def theorem(state: PlannerState, settings: PlannerSettings, slack: Slack, worth: Bools) -> Bools:
     """Theorem 4/5 on what is left: as much rate on spot as its expected outages leave enough for the deadline.
 
     The condition (23) is used in its own unit, samples per second on spot, so that slots which are down may be the
@@ -115,17 +115,17 @@ def theorem(state: PlannerState, settings: PlannerSettings, budget: Budget, wort
     chosen = state.on_spot.copy()
     rates, alpha = state.rates_per_s, state.alpha.point
     if settings.risk is not None:
-        allowed = _allowed_at_risk(state, settings, budget)
+        allowed = _allowed_at_risk(state, settings, slack)
     else:
-        spare = budget.total_per_s - budget.needed_per_s
+        spare = slack.total_per_s - slack.needed_per_s
         allowed = np.inf if alpha >= 1 and spare >= 0 else spare / max(1 - alpha, 1e-9)
-    mean_rate = budget.total_per_s / len(rates)
+    mean_rate = slack.total_per_s / len(rates)
     band = settings.dead_band * mean_rate
     on_spot = float(rates[chosen].sum())
     # A hair more than allowed is rounding; a whole slot must move.
-    if on_spot > allowed + 1e-9 * budget.total_per_s:
+    if on_spot > allowed + 1e-9 * slack.total_per_s:
         excess = on_spot - max(0.0, allowed)
-        down = chosen & ~state.spot_open
+        down = chosen & ~state.spot_available
         moved = first_by_rate(down, rates, excess, fastest=True)
         moved |= first_by_rate(chosen & ~down, rates, excess - float(rates[moved].sum()), fastest=True)
         chosen &= ~moved
@@ -138,12 +138,12 @@ def theorem(state: PlannerState, settings: PlannerSettings, budget: Budget, wort
 
 
 def guard(
-    state: PlannerState, settings: PlannerSettings, budget: Budget, wanted: Bools, move_s: float
+    state: PlannerState, settings: PlannerSettings, slack: Slack, wanted: Bools, move_s: float
 ) -> tuple[Bools, Bools]:
     """Take back from spot what the deadline cannot afford to lose.
 
-    Worst case: everything on spot goes down now, the planner sees it `unseen` seconds later, and all of it has to boot
-    on-demand. Each slot on spot then loses rate x (unseen + boot), one that is down rate x (period + boot), each
+    Worst case: everything on spot goes down now, the planner sees it `detection_delay` seconds later, and all of it has to boot
+    on-demand. Each slot on spot then loses rate x (detection delay + boot), one that is down rate x (period + boot), each
     that moves now rate x boot. What is left of the slack must cover that, so slots leave spot until it does: returns
     first, then slots that are down or boot there, then the fastest; but none that would lose no less by leaving.
 
@@ -156,10 +156,10 @@ def guard(
     """
     rates = state.rates_per_s
     chosen = wanted.copy()
-    down = state.on_spot & ~state.spot_open
-    stay_s = settings.boot_s + np.where(down, settings.replan_s, settings.unseen)
+    down = state.on_spot & ~state.spot_available
+    stay_s = settings.boot_s + np.where(down, settings.replan_s, settings.detection_delay)
     exposed = float(np.dot(stay_s[chosen], rates[chosen])) + move_s * float(rates[chosen != state.on_spot].sum())
-    short = exposed - budget.slack
+    short = exposed - slack.spare_samples
     none = np.zeros(len(rates), dtype=np.bool_)
     if short <= 0:
         return chosen, none
@@ -180,11 +180,13 @@ def guard(
 
 def returnable(state: PlannerState, settings: PlannerSettings) -> Bools:
     """On-demand slots that may go back: up, and spot has been available to them for the dwell time."""
-    steady = state.clock_s - state.spot_changed_s >= settings.dwell
-    return ~state.on_spot & state.up & state.spot_open & steady & (state.clock_s - state.moved_s >= settings.boot_s)
+    steady = state.elapsed_s - state.spot_changed_s >= settings.dwell
+    return (
+        ~state.on_spot & state.up & state.spot_available & steady & (state.elapsed_s - state.moved_s >= settings.boot_s)
+    )
 
 
-def affordable(returns: Bools, state: PlannerState, settings: PlannerSettings, budget: Budget) -> Bools:
+def affordable(returns: Bools, state: PlannerState, settings: PlannerSettings, slack: Slack) -> Bools:
     """Of the slots that may return, the slowest for which the slack is half again what the guard will ask for.
 
     At the edge of the guard a return would be taken back at the next outage: two moves for little.
@@ -194,8 +196,10 @@ def affordable(returns: Bools, state: PlannerState, settings: PlannerSettings, b
         return returns
     rates = state.rates_per_s
     order = slots[np.argsort(rates[slots], kind="stable")]
-    exposed = (settings.unseen + settings.boot_s) * (float(rates[state.on_spot].sum()) + np.cumsum(rates[order]))
-    left = budget.slack - settings.boot_s * np.cumsum(rates[order])
+    exposed = (settings.detection_delay + settings.boot_s) * (
+        float(rates[state.on_spot].sum()) + np.cumsum(rates[order])
+    )
+    left = slack.spare_samples - settings.boot_s * np.cumsum(rates[order])
     chosen = np.zeros(len(rates), dtype=np.bool_)
     chosen[order[left >= 1.5 * exposed]] = True
     return chosen
@@ -213,17 +217,17 @@ def first_by_rate(among: Bools, rates: Floats, needed_per_s: float, *, fastest: 
     return chosen
 
 
-def _allowed_at_risk(state: PlannerState, settings: PlannerSettings, budget: Budget) -> float:
+def _allowed_at_risk(state: PlannerState, settings: PlannerSettings, slack: Slack) -> float:
     """Rate on spot, samples per second, that keeps P(late) at most `risk`; 0 when the deadline is lost."""
-    if budget.time_s <= 0 or budget.slack < 0:
+    if slack.time_s <= 0 or slack.spare_samples < 0:
         return 0.0
-    found = best_assignment(
-        budget.work,
+    assignment = best_assignment(
+        slack.work,
         state.rates_per_s,
         state.alpha.point,
-        budget.time_s,
+        slack.time_s,
         state.prices,
         cycle_s=settings.cycle_s,
         risk=settings.risk,
     )
-    return float(state.rates_per_s[found.spot].sum())
+    return float(state.rates_per_s[assignment.spot].sum())

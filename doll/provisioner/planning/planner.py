@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from doll.provisioner.planning import market_rules
 from doll.provisioner.planning.forecast import Forecast, forecast
-from doll.provisioner.planning.market_rules import Budget
+from doll.provisioner.planning.market_rules import Slack
 from doll.provisioner.planning.state import Alpha, Bools, Market, PlannerSettings, PlannerState
 from doll.theory.cost import Prices
 
@@ -84,7 +84,7 @@ class Plan:
     required_workers: float
     _state: PlannerState = field(repr=False)
     _settings: PlannerSettings = field(repr=False)
-    _budget: Budget = field(repr=False)
+    _slack: Slack = field(repr=False)
 
     @property
     def num_spot(self) -> int:
@@ -106,7 +106,7 @@ class Plan:
     @cached_property
     def forecast(self) -> Forecast:
         """Expected cost and finish with their spread, and P(miss). Computed when asked for."""
-        return forecast(self.on_spot, self._state, self._settings, self._budget)
+        return forecast(self.on_spot, self._state, self._settings, self._slack)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, for logs and JSON."""
@@ -163,22 +163,22 @@ _RULES = {"pace": market_rules.pace, "theorem": market_rules.theorem}
 
 
 def _decide(state: PlannerState, settings: PlannerSettings, move_s: float) -> Plan:
-    budget = Budget.of(state, settings)
+    slack = Slack.of(state, settings)
     count = state.num_workers
-    if budget.work <= 0:
-        return _plan(state, settings, budget, state.on_spot, np.full(count, Reason.DONE, np.int8), "done")
-    if budget.slack < 0:
+    if slack.work <= 0:
+        return _plan(state, settings, slack, state.on_spot, np.full(count, Reason.DONE, np.int8), "done")
+    if slack.spare_samples < 0:
         # The margin is there to be used up; only beyond it the deadline is lost.
-        late = budget.slack + budget.total_per_s * settings.margin * settings.deadline_s < 0
+        late = slack.spare_samples + slack.total_per_s * settings.margin * settings.deadline_s < 0
         code, binding = (Reason.LATE, "late") if late else (Reason.GUARD, "guard")
-        return _plan(state, settings, budget, np.zeros(count, np.bool_), np.full(count, code, np.int8), binding)
+        return _plan(state, settings, slack, np.zeros(count, np.bool_), np.full(count, code, np.int8), binding)
     # Waiting for spot costs nothing, whatever its price is meanwhile: price moves only what runs, or would.
-    worth = market_rules.worth_spot(state) | (state.on_spot & ~state.spot_open)
+    worth = market_rules.cheaper_on_spot(state) | (state.on_spot & ~state.spot_available)
     none = np.zeros(count, dtype=np.bool_)
-    wanted = _RULES[settings.rule](state, settings, budget, worth) & worth
-    chosen, guarded = market_rules.guard(state, settings, budget, wanted, move_s) if settings.guard else (wanted, none)
+    wanted = _RULES[settings.rule](state, settings, slack, worth) & worth
+    chosen, guarded = market_rules.guard(state, settings, slack, wanted, move_s) if settings.guard else (wanted, none)
     codes = np.where(chosen, Reason.KEEP_SPOT, Reason.KEEP_ON_DEMAND).astype(np.int8)
-    codes[chosen & ~state.spot_open] = Reason.WAIT
+    codes[chosen & ~state.spot_available] = Reason.WAIT
     codes[chosen & ~state.on_spot] = Reason.RETURN
     codes[~chosen & state.on_spot] = Reason.COVER
     codes[~worth] = Reason.PRICE
@@ -190,13 +190,13 @@ def _decide(state: PlannerState, settings: PlannerSettings, move_s: float) -> Pl
         binding = "none"
     else:
         binding = "deadline" if (~chosen & worth).any() else "price"
-    return _plan(state, settings, budget, chosen, codes, binding)
+    return _plan(state, settings, slack, chosen, codes, binding)
 
 
 def _plan(
     state: PlannerState,
     settings: PlannerSettings,
-    budget: Budget,
+    slack: Slack,
     on_spot: Bools,
     codes: npt.NDArray[np.int8],
     binding: str,
@@ -207,9 +207,9 @@ def _plan(
         reason_codes=codes,
         feasible=binding != "late",
         binding=binding,
-        slack_s=budget.slack / budget.total_per_s,
-        required_workers=budget.needed_per_s * state.num_workers / budget.total_per_s,
+        slack_s=slack.spare_samples / slack.total_per_s,
+        required_workers=slack.needed_per_s * state.num_workers / slack.total_per_s,
         _state=state,
         _settings=settings,
-        _budget=budget,
+        _slack=slack,
     )

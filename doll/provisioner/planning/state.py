@@ -43,7 +43,7 @@ class PlannerSettings:
         deadline_s: θ on the job's clock, seconds.
         budget_usd: most that the workers may cost; None for no bound.
         replan_s: the planner is asked again at least this often; the guard relies on it.
-        unseen_s: how long a working spot machine may have been gone before the planner is asked; None: `replan_s`.
+        detection_delay_s: how long a working spot machine may have been gone before the planner is asked; None: `replan_s`.
         boot_s: from a change of market to a worker that is ready.
         cycle_s: mean up + down time of a spot worker, for the spread of forecasts and for `risk`.
         rule: "pace" waits for spot while the slack allows and covers workers that are down when it does not;
@@ -55,7 +55,7 @@ class PlannerSettings:
         return_reserve: rule "pace": fraction of that slack above which workers return to spot; the distance to
             `slack_reserve` is what an outage may use up before there is another move.
         risk: rule "theorem": accepted probability of missing the deadline; None plans on the expectation.
-        dwell_s: how long spot must have been available before a worker returns to it; None: 2 boots, at least 5
+        spot_stable_s: how long spot must have been available before a worker returns to it; None: 2 boots, at least 5
             replanning periods.
         dead_band: rule "theorem": changes of at most this many workers are not worth their moves.
 
@@ -69,7 +69,7 @@ class PlannerSettings:
     deadline_s: float
     budget_usd: float | None = None
     replan_s: float = 60.0
-    unseen_s: float | None = None
+    detection_delay_s: float | None = None
     boot_s: float = 90.0
     cycle_s: float = 36_000.0
     rule: Rule = "pace"
@@ -78,7 +78,7 @@ class PlannerSettings:
     slack_reserve: float = 0.75
     return_reserve: float = 0.75
     risk: float | None = None
-    dwell_s: float | None = None
+    spot_stable_s: float | None = None
     dead_band: int = 2
 
     def __post_init__(self) -> None:
@@ -86,10 +86,10 @@ class PlannerSettings:
         checks.positive(deadline_s=self.deadline_s, replan_s=self.replan_s, cycle_s=self.cycle_s)
         checks.non_negative(boot_s=self.boot_s, dead_band=self.dead_band)
         checks.fraction(margin=self.margin, slack_reserve=self.slack_reserve, return_reserve=self.return_reserve)
-        if self.unseen_s is not None:
-            checks.non_negative(unseen_s=self.unseen_s)
-        if self.dwell_s is not None:
-            checks.non_negative(dwell_s=self.dwell_s)
+        if self.detection_delay_s is not None:
+            checks.non_negative(detection_delay_s=self.detection_delay_s)
+        if self.spot_stable_s is not None:
+            checks.non_negative(spot_stable_s=self.spot_stable_s)
         if self.risk is not None and not 0 < self.risk <= 0.5:
             raise ValueError(f"risk: expected a probability in (0, 0.5], got {self.risk}")
 
@@ -99,14 +99,14 @@ class PlannerSettings:
         return self.updates * self.group_size * self.batch_size
 
     @property
-    def unseen(self) -> float:
+    def detection_delay(self) -> float:
         """Seconds for which the end of a spot machine may go unseen."""
-        return self.replan_s if self.unseen_s is None else self.unseen_s
+        return self.replan_s if self.detection_delay_s is None else self.detection_delay_s
 
     @property
     def dwell(self) -> float:
         """Seconds that spot must have been available before a return."""
-        return max(2 * self.boot_s, 5 * self.replan_s) if self.dwell_s is None else self.dwell_s
+        return max(2 * self.boot_s, 5 * self.replan_s) if self.spot_stable_s is None else self.spot_stable_s
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class PlannerState:
     """Where the job stands.
 
     Args:
-        clock_s: seconds since the job began.
+        elapsed_s: seconds since the job began.
         updates_done: J_t; may be a fraction (work inside unfinished groups).
         rates_per_s: λ_n as estimated, one per slot, shape (N,).
         on_spot: current market of each slot, shape (N,): True on spot, False on-demand.
@@ -122,16 +122,16 @@ class PlannerState:
         alpha: availability of spot.
         prices: current prices.
         spent_usd: cost so far.
-        spot_open: spot is to be had for this slot now, shape (N,): for a slot on spot that it runs or boots, for one
+        spot_available: spot is to be had for this slot now, shape (N,): for a slot on spot that it runs or boots, for one
             on-demand what a probe said. Default: as `up` for slots on spot, True for the others.
-        spot_changed_s: since when `spot_open` is what it is, shape (N,). Default: since ever.
+        spot_changed_s: since when `spot_available` is what it is, shape (N,). Default: since ever.
         moved_s: when the slot last changed its market, shape (N,). Default: never.
 
     Raises:
         ValueError: shapes differ, or a number is out of its range.
     """
 
-    clock_s: float
+    elapsed_s: float
     updates_done: float
     rates_per_s: Floats
     on_spot: Bools
@@ -139,7 +139,7 @@ class PlannerState:
     alpha: Alpha
     prices: Prices
     spent_usd: float = 0.0
-    spot_open: Bools = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
+    spot_available: Bools = field(default_factory=lambda: np.empty(0, dtype=np.bool_))
     spot_changed_s: Floats = field(default_factory=lambda: np.empty(0))
     moved_s: Floats = field(default_factory=lambda: np.empty(0))
 
@@ -151,12 +151,12 @@ class PlannerState:
         put(self, "up", np.asarray(self.up, dtype=np.bool_))
         self._check_shapes("on_spot", "up")
         # An empty array stands for "not said".
-        opened = np.asarray(self.spot_open, dtype=np.bool_)
-        put(self, "spot_open", opened if opened.size else self.up | ~self.on_spot)
+        opened = np.asarray(self.spot_available, dtype=np.bool_)
+        put(self, "spot_available", opened if opened.size else self.up | ~self.on_spot)
         for name in ("spot_changed_s", "moved_s"):
             given = np.asarray(getattr(self, name), dtype=np.float64)
             put(self, name, given if given.size else np.full(shape, -math.inf))
-        self._check_shapes("spot_open", "spot_changed_s", "moved_s")
+        self._check_shapes("spot_available", "spot_changed_s", "moved_s")
         checks.non_negative(updates_done=self.updates_done, spent_usd=self.spent_usd)
 
     def _check_shapes(self, *names: str) -> None:

@@ -47,11 +47,11 @@ def re_estimate(
     if len(at) < _MIN_EVALUATIONS or measured[-1] > _MIN_FALL * measured[0]:
         return settings
     try:
-        found = fit_tail(at, measured, rng, replicas=100).updates_to(target_error)
+        updates_needed = fit_tail(at, measured, rng, replicas=100).updates_to(target_error)
     except InfeasiblePlanError:
         # The fitted floor is above the target: more work than planned, by an amount that nobody can tell yet.
         return replace(settings, updates=settings.updates * most)
-    wanted = found.high if math.isfinite(found.high) else found.point
+    wanted = updates_needed.high if math.isfinite(updates_needed.high) else updates_needed.point
     bounded = min(max(wanted, settings.updates / most), settings.updates * most)
     # The last evaluation is above the target, so J lies beyond it.
     return replace(settings, updates=max(bounded, float(at[-1]) + 1))

@@ -118,7 +118,7 @@ class SpotHistory:
                 self._failed_s = now_s
                 if any(pool not in self._known for pool in missing):
                     raise ServiceUnavailableError(f"EC2, asking for spot prices: {error}") from error
-                log.warning("spot_prices_are_old", age_s=round(until_s - since_s), reason=str(error))
+                log.warning("spot_prices_stale", age_s=round(until_s - since_s), reason=str(error))
 
     def at(self, pool: Ec2Pool, time_s: float) -> float | None:
         """USD per hour at that time; before what is known, the first price that is; None where nothing is."""
@@ -223,7 +223,7 @@ class OnDemandPrices:
             log.warning("price_list_not_read", instance_type=instance_type, reason=f"{type(error).__name__}: {error}")
             return None
         if not prices:
-            log.warning("price_list_has_none", instance_type=instance_type, region=self._region)
+            log.warning("price_not_listed", instance_type=instance_type, region=self._region)
             return None
         price = OnDemandPrice(prices[0], "price list", self._today().isoformat())
         self._keep(instance_type, price)
@@ -256,11 +256,11 @@ class OnDemandPrices:
         if not isinstance(region, dict):
             region = whole[self._region] = {}
         region[instance_type] = {"usd_per_h": price.usd_per_h, "as_of": price.as_of}
-        beside = self._cache.with_name(self._cache.name + ".new")
+        temporary = self._cache.with_name(self._cache.name + ".new")
         try:
             self._cache.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(json.dumps(whole, indent=1, sort_keys=True), encoding="utf-8")
-            os.replace(beside, self._cache)
+            temporary.write_text(json.dumps(whole, indent=1, sort_keys=True), encoding="utf-8")
+            os.replace(temporary, self._cache)
         except OSError as error:
             log.warning("price_file_not_written", file=str(self._cache), reason=str(error))
 
@@ -273,7 +273,7 @@ class Ec2Prices:
         on_demand: prices of the types in this region.
         instance_types, zones: the pools are all pairs of them.
         stated_usd_per_h: on-demand price that the job file states, for types that nobody knows.
-        is_dry: whether a pool is known to have no machines; its price is of no use then.
+        lacks_capacity: whether a pool is known to have no machines; its price is of no use then.
         clock: Unix seconds; no price later than that can be asked for.
     """
 
@@ -285,7 +285,7 @@ class Ec2Prices:
         instance_types: Sequence[str],
         zones: Sequence[str],
         stated_usd_per_h: float | None = None,
-        is_dry: Callable[[Ec2Pool, Market, float], bool] = lambda pool, market, now_s: False,
+        lacks_capacity: Callable[[Ec2Pool, Market, float], bool] = lambda pool, market, now_s: False,
         clock: Callable[[], float] = time.time,
         page_size: int = 1000,
     ) -> None:
@@ -295,7 +295,7 @@ class Ec2Prices:
         self._pools = [Ec2Pool(type_, zone) for zone in zones for type_ in instance_types]
         self._types = list(dict.fromkeys(instance_types))
         self._stated = stated_usd_per_h
-        self._is_dry = is_dry
+        self._is_dry = lacks_capacity
         self._clock = clock
 
     def current(self, now_s: float) -> Prices:
@@ -363,7 +363,7 @@ def connect(config: JobConfig, fleet: Ec2Fleet, *, run_folder: Path) -> Ec2Price
     on_demand = OnDemandPrices(aws_client("pricing", PRICING_REGION), client.meta.region_name, cache=cache)
     return Ec2Prices(
         client, on_demand, instance_types=settings.instance_types, zones=fleet.zones(),
-        stated_usd_per_h=config.plan.on_demand_usd_per_h, is_dry=fleet.cache.is_dry,
+        stated_usd_per_h=config.plan.on_demand_usd_per_h, lacks_capacity=fleet.cache.lacks_capacity,
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def ec2_prices(path: Path) -> tuple[list[TraceSet], Parts]:
     if not years:
         raise ConfigError(f"{path}: expected one change of price per line, got none")
     all_years = sum(years.values(), Counter())
-    left_out: Parts = []
+    skipped: Parts = []
     unpriced: Counter[str] = Counter()
     priced: dict[tuple[str, str, str], float] = {}
     begins_s: list[float] = []
@@ -91,7 +91,7 @@ def ec2_prices(path: Path) -> tuple[list[TraceSet], Parts]:
             continue
         begins_s.append(min(histories[key])[0])
         if len(histories[key]) < 2:
-            left_out.append((f"pool {key[0]} {_kind(*key[1:])}", "expected two or more prices, got one"))
+            skipped.append((f"pool {key[0]} {_kind(*key[1:])}", "expected two or more prices, got one"))
         else:
             priced[key] = price
     if unpriced:
@@ -100,7 +100,7 @@ def ec2_prices(path: Path) -> tuple[list[TraceSet], Parts]:
         what = f"{len(names)} instance type{'s' * (len(names) > 1)} ({shown}), {sum(unpriced.values())} rows"
         of_years = ", ".join(str(year) for year in sorted(all_years))
         why = f"no on-demand price of {of_years} is known: state it in {ON_DEMAND} beside the file, see docs/traces.md"
-        left_out.append((what, why))
+        skipped.append((what, why))
     start_s = min(begins_s, default=0.0)
     pools = []
     for (zone, kind, product), on_demand in sorted(priced.items()):
@@ -112,17 +112,17 @@ def ec2_prices(path: Path) -> tuple[list[TraceSet], Parts]:
             price_of = Series(at_s, np.array([usd for _, usd in history]))
             pools.append(Pool(name, _MACHINES, on_demand, price_of, up_at_bid(price_of, _MACHINES, on_demand)))
         except ConfigError as error:
-            left_out.append((f"pool {name}", str(error)))
+            skipped.append((f"pool {name}", str(error)))
     if not pools:
-        raise _nothing_in(path, left_out)
+        raise _nothing_in(path, skipped)
     # The year of most of its rows: a history begins with the last change before its first day.
     year = max(sorted(all_years), key=lambda one: all_years[one])
-    return [TraceSet(f"ec2-{year}", tuple(pools))], left_out
+    return [TraceSet(f"ec2-{year}", tuple(pools))], skipped
 
 
-def _nothing_in(path: Path, left_out: Parts) -> ConfigError:
-    reasons = [f"{what}: {why}" for what, why in left_out[:3]]
-    more = [f"and {len(left_out) - 3} more"] if len(left_out) > 3 else []
+def _nothing_in(path: Path, skipped: Parts) -> ConfigError:
+    reasons = [f"{what}: {why}" for what, why in skipped[:3]]
+    more = [f"and {len(skipped) - 3} more"] if len(skipped) > 3 else []
     return ConfigError(f"{path}: " + ("; ".join([*reasons, *more]) or "expected a recording, got no line of one"))
 
 
@@ -162,7 +162,7 @@ def skypilot(path: Path) -> tuple[list[TraceSet], Parts]:
         ConfigError: the file is damaged, or no line of it can be used.
     """
     sets: dict[str, list[Pool]] = {}
-    left_out: Parts = []
+    skipped: Parts = []
     for line, text in enumerate(text_lines(path), 1):
         if not text.strip():
             continue
@@ -171,10 +171,10 @@ def skypilot(path: Path) -> tuple[list[TraceSet], Parts]:
             sets.setdefault(group, []).append(pool)
         except (ConfigError, ValueError, KeyError, TypeError, OverflowError) as error:
             why = f"expected a trace with data, nodes and gap_seconds: {type(error).__name__}: {short(error)}"
-            left_out.append((f"line {line}", why))
+            skipped.append((f"line {line}", why))
     if not sets:
-        raise _nothing_in(path, left_out)
-    return [TraceSet(name, tuple(pools)) for name, pools in sets.items()], left_out
+        raise _nothing_in(path, skipped)
+    return [TraceSet(name, tuple(pools)) for name, pools in sets.items()], skipped
 
 
 def _skypilot_pool(text: str) -> tuple[str, Pool]:
@@ -279,15 +279,15 @@ def google_lifetimes(path: Path) -> tuple[list[TraceSet], Parts]:
         lives.setdefault(row["zone"], []).append((life_s, row["end_event"] == "preempted"))
     rng = np.random.default_rng(2019)
     pools: list[Pool] = []
-    left_out: Parts = []
+    skipped: Parts = []
     for zone in sorted(lives):
         try:
             pools.append(_unpriced(f"google {zone}", _GOOGLE_MACHINES, _renewed(lives[zone], rng)))
         except ConfigError as error:
-            left_out.append((f"zone {zone}", str(error)))
+            skipped.append((f"zone {zone}", str(error)))
     if not pools:
-        raise _nothing_in(path, left_out)
-    return [TraceSet("google-2019", tuple(pools))], left_out
+        raise _nothing_in(path, skipped)
+    return [TraceSet("google-2019", tuple(pools))], skipped
 
 
 def _renewed(lives: Sequence[tuple[float, bool]], rng: np.random.Generator) -> Series:

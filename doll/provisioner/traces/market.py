@@ -5,7 +5,7 @@ Everything is asked and answered in wall seconds since the market opened; prices
 market's price times the speed-up. So a bill over wall time is the bill of the market time that went by: at speed-up
 20, a machine of 0.158 USD/h that runs for 3 minutes has run for one hour of the market and costs 0.158 USD.
 
-At the end of an up spell the owner gives notice and takes the machine `notice_s` later; a share of the spells ends
+At the end of an up interval the owner gives notice and takes the machine `notice_s` later; a share of the intervals ends
 without notice, as EC2's warning is a best effort too.
 """
 
@@ -28,13 +28,13 @@ _MARKOV = "chain"
 
 
 @dataclass(frozen=True)
-class Spell:
+class AvailabilityInterval:
     """A time in which a slot's spot machine is there, or is not.
 
     Attributes:
         number: 0, 1, ... of this slot; of both kinds.
         start_s, end_s: wall seconds since the opening; `end_s` is infinite where it never ends.
-        taken_s: for an up spell when the machine goes: `end_s` and the notice; `end_s` where there is none.
+        taken_s: for an up interval when the machine goes: `end_s` and the notice; `end_s` where there is none.
     """
 
     number: int
@@ -44,18 +44,18 @@ class Spell:
     taken_s: float
 
     @property
-    def surprise(self) -> bool:
+    def without_notice(self) -> bool:
         """It ends without notice."""
         return self.taken_s == self.end_s
 
 
 class SpotMarket:
-    """N slots, each with its own spells, in one market with one price.
+    """N slots, each with its own intervals, in one market with one price.
 
     Attributes:
         name: of the pool, or of the chain.
         speed_up: market seconds per wall second.
-        notice_s: wall seconds between the end of an up spell and that of its machine.
+        notice_s: wall seconds between the end of an up interval and that of its machine.
         alpha: share of the time for which a slot's machine is there, as far as the source says.
     """
 
@@ -69,7 +69,7 @@ class SpotMarket:
         alpha: float,
         speed_up: float = 1.0,
         notice_s: float = 2.0,
-        surprise: float = 0.0,
+        no_notice_share: float = 0.0,
         seed: int = 0,
         offset_s: float = 0.0,
     ) -> None:
@@ -79,30 +79,30 @@ class SpotMarket:
             prices: spot, USD per market hour over market seconds; repeated when it ends.
             on_demand_usd_per_h: per market hour.
             notice_s: wall seconds between notice and end; a worker cannot leave the faster for a faster market.
-            surprise: share of the up spells that end without notice.
+            no_notice_share: share of the up intervals that end without notice.
             offset_s: where in `prices` the market opens, market seconds after its first time.
 
         Raises:
             ConfigError: a number out of its range.
         """
-        if not 0 < speed_up < math.inf or not 0 <= notice_s < math.inf or not 0 <= surprise <= 1:
+        if not 0 < speed_up < math.inf or not 0 <= notice_s < math.inf or not 0 <= no_notice_share <= 1:
             raise ConfigError(
-                f"expected a speed-up above 0, a notice of 0 s or more and a share of surprises in [0, 1], got "
-                f"{speed_up}, {notice_s} and {surprise}"
+                f"expected a speed-up above 0, a notice of 0 s or more and a share without notice in [0, 1], got "
+                f"{speed_up}, {notice_s} and {no_notice_share}"
             )
         self.name, self.alpha, self.speed_up = name, alpha, speed_up
         self.notice_s = notice_s
         self._spans = list(spans)
-        self._spells: list[list[Spell]] = [[] for _ in spans]
+        self._intervals: list[list[AvailabilityInterval]] = [[] for _ in spans]
         self._starts: list[list[float]] = [[] for _ in spans]
         self._held: list[tuple[bool, float] | None] = [None] * len(self._spans)
         self._prices, self._on_demand, self._offset_s = prices, on_demand_usd_per_h, offset_s
-        self._surprise, self._seed = surprise, seed
+        self._no_notice_share, self._seed = no_notice_share, seed
 
     @classmethod
     def chain(
         cls, num_slots: int, prices: Prices, *, alpha: float, cycle_s: float, speed_up: float = 1.0,
-        notice_s: float = 2.0, surprise: float = 0.0, seed: int = 0,
+        notice_s: float = 2.0, no_notice_share: float = 0.0, seed: int = 0,
     ) -> Self:  # fmt: skip
         """The paper's model: each slot up a share `alpha` of the time, up and down once in `cycle_s` market seconds.
 
@@ -115,13 +115,13 @@ class SpotMarket:
         spans = [Markov(alpha, cycle_s, np.random.default_rng((seed, 1, n))).spans(n) for n in range(num_slots)]
         return cls(
             spans, constant(prices.spot_usd_per_h, 0.0, 1.0), prices.on_demand_usd_per_h, name=_MARKOV, alpha=alpha,
-            speed_up=speed_up, notice_s=notice_s, surprise=surprise, seed=seed,
+            speed_up=speed_up, notice_s=notice_s, no_notice_share=no_notice_share, seed=seed,
         )  # fmt: skip
 
     @classmethod
     def replay(
         cls, pool: Pool, num_slots: int, *, length_s: float, speed_up: float = 1.0, notice_s: float = 2.0,
-        surprise: float = 0.0, seed: int = 0,
+        no_notice_share: float = 0.0, seed: int = 0,
     ) -> Self:  # fmt: skip
         """A recorded pool from a random time on, its end followed by its beginning.
 
@@ -146,9 +146,9 @@ class SpotMarket:
         within = (pool.price.times_s > pool.start_s) & (pool.price.times_s < pool.end_s)
         times_s = np.concatenate(([pool.start_s], pool.price.times_s[within], [pool.end_s]))
         return cls(
-            [_again_and_again(up[:, n], seconds) for n in range(num_slots)],
+            [_repeat(up[:, n], seconds) for n in range(num_slots)],
             Series(times_s, pool.price.at(times_s)), pool.on_demand_usd_per_hour, name=pool.name, alpha=pool.alpha,
-            speed_up=speed_up, notice_s=notice_s, surprise=surprise, seed=seed, offset_s=start_s - pool.start_s,
+            speed_up=speed_up, notice_s=notice_s, no_notice_share=no_notice_share, seed=seed, offset_s=start_s - pool.start_s,
         )  # fmt: skip
 
     @property
@@ -157,24 +157,24 @@ class SpotMarket:
 
     # --- machines
 
-    def spell(self, slot: int, at_s: float) -> Spell:
-        """The spell that holds at this time, 0 or later; a spell holds from its start to just before its end."""
-        spells, starts = self._spells[slot], self._starts[slot]
-        while not spells or spells[-1].end_s <= at_s:
-            spells.append(self._next(slot))
-            starts.append(spells[-1].start_s)
-        return spells[max(0, bisect_right(starts, at_s) - 1)]
+    def interval(self, slot: int, at_s: float) -> AvailabilityInterval:
+        """The interval that holds at this time, 0 or later; a interval holds from its start to just before its end."""
+        intervals, starts = self._intervals[slot], self._starts[slot]
+        while not intervals or intervals[-1].end_s <= at_s:
+            intervals.append(self._next(slot))
+            starts.append(intervals[-1].start_s)
+        return intervals[max(0, bisect_right(starts, at_s) - 1)]
 
     def is_up(self, slot: int, at_s: float) -> bool:
         """A spot machine can be had for this slot, or runs and has no notice."""
-        return self.spell(slot, at_s).up
+        return self.interval(slot, at_s).up
 
-    def _next(self, slot: int) -> Spell:
-        spells = self._spells[slot]
-        start_s = spells[-1].end_s if spells else 0.0
+    def _next(self, slot: int) -> AvailabilityInterval:
+        intervals = self._intervals[slot]
+        start_s = intervals[-1].end_s if intervals else 0.0
         up, seconds = self._held[slot] or next(self._spans[slot])
         self._held[slot] = None
-        # Two spans of one kind are one spell; what does not end within a hundred thousand spans does not end.
+        # Two spans of one kind are one interval; what does not end within a hundred thousand spans does not end.
         for _ in range(100_000):
             if math.isinf(seconds):
                 break
@@ -185,11 +185,11 @@ class SpotMarket:
             seconds += more_s
         else:
             seconds = math.inf
-        number, end_s = len(spells), start_s + seconds / self.speed_up
+        number, end_s = len(intervals), start_s + seconds / self.speed_up
         taken_s = end_s
-        if up and np.random.default_rng((self._seed, 3, slot, number)).random() >= self._surprise:
+        if up and np.random.default_rng((self._seed, 3, slot, number)).random() >= self._no_notice_share:
             taken_s += self.notice_s
-        return Spell(number, up, start_s, end_s, taken_s)
+        return AvailabilityInterval(number, up, start_s, end_s, taken_s)
 
     # --- prices, USD per wall hour
 
@@ -242,7 +242,7 @@ class MarketClock:
         return 0.0 if self.opened_s is None else max(0.0, now_s - self.opened_s)
 
 
-def _again_and_again(up: Bools, seconds: Floats) -> Iterator[tuple[bool, float]]:
+def _repeat(up: Bools, seconds: Floats) -> Iterator[tuple[bool, float]]:
     if up.all() or not up.any():
         yield bool(up[0]), math.inf
     changes = np.flatnonzero(np.diff(up.astype(np.int8))) + 1

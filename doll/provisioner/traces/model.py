@@ -168,9 +168,9 @@ def read_folder(folder: Path) -> tuple[list[TraceSet], list[tuple[str, str]]]:
             sets[group].append(_pool(name, row, prices, ups, where))
         except ConfigError as error:
             wrong.setdefault(group, str(error))
-    left_out = [(f"trace set {group!r}", why) for group, why in wrong.items()]
+    skipped = [(f"trace set {group!r}", why) for group, why in wrong.items()]
     for path, series in ((PRICES, prices), (AVAILABILITY, ups)):
-        left_out += [
+        skipped += [
             (f"pool {name!r}", f"it has rows in {path}, and is not in {POOLS}") for name in sorted(set(series) - names)
         ]
     if not sets:
@@ -178,7 +178,7 @@ def read_folder(folder: Path) -> tuple[list[TraceSet], list[tuple[str, str]]]:
     found = [TraceSet(name, tuple(pools)) for name, pools in sets.items() if name not in wrong]
     if not found:
         raise ConfigError("; ".join(wrong.values()))
-    return found, left_out
+    return found, skipped
 
 
 def _pool(

@@ -40,7 +40,7 @@ class Survey:
     """What a folder holds."""
 
     sets: list[TraceSet] = field(default_factory=list)
-    left_out: list[LeftOut] = field(default_factory=list)
+    skipped: list[LeftOut] = field(default_factory=list)
 
 
 def survey(folder: Path) -> Survey:
@@ -60,10 +60,10 @@ def survey(folder: Path) -> Survey:
             try:
                 sets, parts = read()
             except ConfigError as error:
-                found.left_out.append(LeftOut(str(path), short(error, _MOST_CHARS)))
+                found.skipped.append(LeftOut(str(path), short(error, _MOST_CHARS)))
                 continue
             named += [(one, path) for one in sets]
-            found.left_out += [LeftOut(f"{path}: {short(what)}", short(why, _MOST_CHARS)) for what, why in parts]
+            found.skipped += [LeftOut(f"{path}: {short(what)}", short(why, _MOST_CHARS)) for what, why in parts]
     found.sets = _of_different_names(folder, named)
     return found
 
@@ -76,7 +76,7 @@ def load(folder: Path) -> list[TraceSet]:
     """
     found = survey(folder)
     if not found.sets:
-        raise nothing_in(folder, found.left_out)
+        raise no_recordings_error(folder, found.skipped)
     return found.sets
 
 
@@ -91,7 +91,7 @@ def pool_of(folder: Path, name: str | None, asked_by: str) -> Pool:
     """
     found = survey(folder)
     if not found.sets:
-        raise nothing_in(folder, found.left_out)
+        raise no_recordings_error(folder, found.skipped)
     pools: dict[str, Pool] = {}
     for pool in (pool for one in found.sets for pool in one.pools):
         pools.setdefault(pool.name, pool)
@@ -99,25 +99,25 @@ def pool_of(folder: Path, name: str | None, asked_by: str) -> Pool:
     if chosen is None:
         names = sorted(pools)
         shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-        left = "".join(f"\n{line}" for line in told(found.left_out).splitlines())
+        left = "".join(f"\n{line}" for line in left_out_text(found.skipped).splitlines())
         raise ConfigError(f"{asked_by}: expected one of {shown}; got {name}{left}")
     return chosen
 
 
-def nothing_in(folder: Path, left_out: Sequence[LeftOut]) -> ConfigError:
+def no_recordings_error(folder: Path, skipped: Sequence[LeftOut]) -> ConfigError:
     """The error that no set can be used."""
-    if left_out:
-        return ConfigError(f"{folder}: nothing in it can be used:\n" + told(left_out))
+    if skipped:
+        return ConfigError(f"{folder}: nothing in it can be used:\n" + left_out_text(skipped))
     return ConfigError(
         f"{folder}: expected {POOLS} with {PRICES} or {AVAILABILITY} (docs/traces.md), found neither that nor a known "
         "data set"
     )
 
 
-def told(left_out: Sequence[LeftOut], at_most: int = 20) -> str:
+def left_out_text(skipped: Sequence[LeftOut], at_most: int = 20) -> str:
     """One line for each, for people."""
-    lines = [f"left out: {one}" for one in left_out[:at_most]]
-    more = len(left_out) - at_most
+    lines = [f"left out: {one}" for one in skipped[:at_most]]
+    more = len(skipped) - at_most
     return "\n".join([*lines, f"left out: {more} more; --json names them all"] if more > 0 else lines)
 
 
@@ -125,7 +125,7 @@ def _folders(folder: Path, found: Survey) -> list[Path]:
     try:
         return sorted(path for path in folder.iterdir() if path.is_dir())
     except OSError as error:
-        found.left_out.append(LeftOut(str(folder), f"cannot be listed: {error.strerror or error}"))
+        found.skipped.append(LeftOut(str(folder), f"cannot be listed: {error.strerror or error}"))
         return []
 
 
@@ -137,7 +137,7 @@ def _readers(folder: Path, found: Survey) -> Iterable[tuple[Path, Read]]:
     try:
         files = sorted(path for path in folder.iterdir() if path.is_file())
     except OSError as error:
-        found.left_out.append(LeftOut(str(folder), f"cannot be listed: {error.strerror or error}"))
+        found.skipped.append(LeftOut(str(folder), f"cannot be listed: {error.strerror or error}"))
         return
     names = {path.name for path in files}
     of_the_form = {POOLS, PRICES, AVAILABILITY} if names & {POOLS, f"{POOLS}.gz"} else set()
@@ -151,7 +151,7 @@ def _readers(folder: Path, found: Survey) -> Iterable[tuple[Path, Read]]:
         if plain.lower().startswith(_NO_RECORDINGS):
             continue
         if plain != path.name and plain in names:
-            found.left_out.append(LeftOut(str(path), f"{plain} beside it is read instead"))
+            found.skipped.append(LeftOut(str(path), f"{plain} beside it is read instead"))
             continue
         loader = _loader_of(path, plain, found)
         if loader is not None:
@@ -163,14 +163,14 @@ def _loader_of(path: Path, plain: str, found: Survey) -> datasets.Loader | None:
     try:
         first = next((line for line in text_lines(path) if line.strip()), "")
     except ConfigError as error:
-        found.left_out.append(LeftOut(str(path), str(error)))
+        found.skipped.append(LeftOut(str(path), str(error)))
         return None
     loader = datasets.of_form(first) or datasets.of_name(plain)
     if loader is None:
         why = f"of no form that is known (docs/traces.md); it begins with {short(first, 60)!r}" if first else "empty"
         if plain in (PRICES, AVAILABILITY):
             why = f"expected {POOLS} beside it, or a recording of a known form (docs/traces.md); {why}"
-        found.left_out.append(LeftOut(str(path), why))
+        found.skipped.append(LeftOut(str(path), why))
     return loader
 
 

@@ -6,13 +6,13 @@ from typing import assert_never
 
 from doll.config import AspPolicyConfig, BspPolicyConfig, DollPolicyConfig, PolicyConfig
 from doll.ps.policies.asp import Asp
-from doll.ps.policies.base import Policy, View
+from doll.ps.policies.base import Policy, PolicyView
 from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll
 
 REGISTRY: dict[str, type[Policy]] = {"doll": Doll, "bsp": Bsp, "asp": Asp}
 
-__all__ = ["REGISTRY", "Asp", "Bsp", "Doll", "Policy", "View", "make_policy"]
+__all__ = ["REGISTRY", "Asp", "Bsp", "Doll", "Policy", "PolicyView", "make_policy"]
 
 
 def make_policy(config: PolicyConfig) -> Policy:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from doll.ps.policies.base import Token, View
+from doll.ps.policies.base import BatchId, PolicyView
 
 
 class Asp:
@@ -14,8 +14,8 @@ class Asp:
     name: ClassVar[str] = "asp"
     exact_version: ClassVar[bool] = False
 
-    def start(self, view: View) -> Sequence[int]:
+    def start(self, view: PolicyView) -> Sequence[int]:
         return [worker for worker, state in view.workers() if state.waiting and not state.computing]
 
-    def collect(self, view: View) -> Sequence[Token]:
-        return view.held_order()[:1]
+    def collect(self, view: PolicyView) -> Sequence[BatchId]:
+        return view.held_batches()[:1]

@@ -15,18 +15,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, NamedTuple, Protocol
 
 
-class Token(NamedTuple):
+class BatchId(NamedTuple):
     """One batch: number `number` of worker `worker`'s stream."""
 
     worker: int
     number: int
 
 
-class WorkerView(Protocol):
+class WorkerCounters(Protocol):
     """One worker's counters, read-only for policies."""
 
     @property
-    def up(self) -> bool:
+    def is_live(self) -> bool:
         """The worker is there: it has joined, its lease has not run out, it has not left."""
         ...
 
@@ -46,7 +46,7 @@ class WorkerView(Protocol):
         ...
 
 
-class View(Protocol):
+class PolicyView(Protocol):
     """The engine's state as policies see it."""
 
     @property
@@ -69,16 +69,16 @@ class View(Protocol):
         """Batches of live workers that may be granted, over all workers."""
         ...
 
-    def workers(self) -> Iterable[tuple[int, WorkerView]]:
+    def workers(self) -> Iterable[tuple[int, WorkerCounters]]:
         """Every worker slot with its counters."""
         ...
 
-    def waiting_order(self) -> Iterator[tuple[int, int]]:
+    def waiting_batches(self) -> Iterator[tuple[int, int]]:
         """(worker, place of this batch in the worker's own queue) of every waiting batch: each worker's first batch in
         order of announcement, then each worker's second, and so on."""
         ...
 
-    def held_order(self) -> Sequence[Token]:
+    def held_batches(self) -> Sequence[BatchId]:
         """Gradients received and not applied, in the order in which they were granted."""
         ...
 
@@ -89,10 +89,10 @@ class Policy(Protocol):
     name: ClassVar[str]
     exact_version: ClassVar[bool]  # gradients applied together were all computed at the version they are applied to
 
-    def start(self, view: View) -> Sequence[int]:
+    def start(self, view: PolicyView) -> Sequence[int]:
         """Workers whose next waiting batch is granted now, at the current version; a worker may stand there twice."""
         ...
 
-    def collect(self, view: View) -> Sequence[Token]:
+    def collect(self, view: PolicyView) -> Sequence[BatchId]:
         """Held gradients that make the next update, or nothing. Called again after every event and every update."""
         ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from doll.ps.policies.base import Token, View
+from doll.ps.policies.base import BatchId, PolicyView
 
 
 class Bsp:
@@ -17,12 +17,12 @@ class Bsp:
     name: ClassVar[str] = "bsp"
     exact_version: ClassVar[bool] = True
 
-    def start(self, view: View) -> Sequence[int]:
+    def start(self, view: PolicyView) -> Sequence[int]:
         return [worker for worker, state in view.workers() if state.waiting and not state.held and not state.computing]
 
-    def collect(self, view: View) -> Sequence[Token]:
+    def collect(self, view: PolicyView) -> Sequence[BatchId]:
         if view.num_held == 0 or view.num_computing:
             return ()
-        if all(state.held for _, state in view.workers() if state.up):
-            return view.held_order()
+        if all(state.held for _, state in view.workers() if state.is_live):
+            return view.held_batches()
         return ()

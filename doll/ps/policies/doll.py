@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import ClassVar
 
-from doll.ps.policies.base import Token, View
+from doll.ps.policies.base import BatchId, PolicyView
 
 
 class Doll:
@@ -26,7 +26,7 @@ class Doll:
             raise ValueError(f"expected a group size K >= 1, got {group_size}")
         self.group_size = group_size
 
-    def start(self, view: View) -> Sequence[int]:
+    def start(self, view: PolicyView) -> Sequence[int]:
         in_group = view.num_held + view.num_computing
         if in_group == 0 and view.num_waiting < self.group_size:
             return ()  # a group is opened only when it can be filled at once
@@ -35,10 +35,10 @@ class Doll:
             return ()
         places = {worker: state.held + state.computing for worker, state in view.workers()} if in_group else {}
         if not places:
-            return [worker for worker, _ in islice(view.waiting_order(), free)]
+            return [worker for worker, _ in islice(view.waiting_batches(), free)]
         # Fewest batches of the same worker in the group first, then order of announcement (sorted is stable).
-        order = sorted(view.waiting_order(), key=lambda item: places[item[0]] + item[1])
+        order = sorted(view.waiting_batches(), key=lambda item: places[item[0]] + item[1])
         return [worker for worker, _ in order[:free]]
 
-    def collect(self, view: View) -> Sequence[Token]:
-        return view.held_order() if view.num_held == self.group_size else ()
+    def collect(self, view: PolicyView) -> Sequence[BatchId]:
+        return view.held_batches() if view.num_held == self.group_size else ()

@@ -38,7 +38,7 @@ def test_every_example_is_listed_with_what_runs_it() -> None:
         "doll up digits", "doll up emnist", "doll up intrusion", "doll spot spot", "doll up stdin",
     ]  # fmt: skip
     text = doll("example", "list").stdout
-    assert all(f"{one['command']} " in text and one["about"] in text for one in found)
+    assert all(f"{one['command']} " in text and one["description"] in text for one in found)
 
 
 @pytest.mark.parametrize("arguments", [["digits"], ["--job", "digits"], ["spot"], ["stdin", "--load"]])

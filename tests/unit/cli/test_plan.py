@@ -138,13 +138,13 @@ def pilot(folder: Path, updates: int = 300, noise: float = 0.05) -> Path:
     (folder / "job.yaml").write_text(JOB)
     rng = np.random.default_rng(0)
     curve = Decay(0.985, 0.85, 0.01)
-    lines = ["time_s,ps_epoch,version,n_samples,samples_total,batches,mean_service_s,void"]
+    lines = ["time_s,term,version,n_samples,samples_total,batches,mean_service_s,void"]
     lines += [
         f"{1000 + j * 0.256:.3f},1,{j},128,{128 * j},4,{0.02 + 0.002 * rng.normal():.6f},0" for j in range(1, updates)
     ]
     lines.insert(2, "1000.1,1,1,128,128,4,99.0,1")  # taken back by a restart: not to be counted
     (folder / "updates.csv").write_text("\n".join(lines) + "\n")
-    lines = ["time_s,ps_epoch,version,loss,accuracy,void"]
+    lines = ["time_s,term,version,loss,accuracy,void"]
     lines += [
         f"{1000 + j * 0.256:.3f},1,{j},1.0,{1 - float(curve.error(j)) * np.exp(noise * rng.normal()):.6f},0"
         for j in range(5, updates, 5)

@@ -10,7 +10,7 @@ from doll.cli.app import app
 from doll.cli.options import JOB_ENV
 from doll.config import parse
 from doll.local.processes import free_port
-from doll.process.health import PORT_ENV, pulse_of
+from doll.process.health import PORT_ENV, heartbeat_of
 from typer.testing import CliRunner, Result
 
 JOB = "job: j\ntask: {class: 'a:B'}\n"
@@ -22,14 +22,14 @@ def doll(*arguments: str) -> Result:
 
 def test_health_says_what_the_probe_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PORT_ENV, str(free_port()))
-    with pulse_of("ps", parse(JOB)) as pulse:
+    with heartbeat_of("ps", parse(JOB)) as heartbeat:
         healthy = doll("health")
         assert healthy.exit_code == 0
         assert json.loads(healthy.stdout)["process"] == "ps"
         assert doll("health", "--ready").exit_code == 1, "it is still starting"
-        pulse.waits_for("")
+        heartbeat.set_waiting_for("")
         assert doll("health", "--ready").exit_code == 0
-        pulse.expect("loop", within_s=-1)
+        heartbeat.expect("loop", within_s=-1)
         ill = doll("health")
         assert ill.exit_code == 1
         assert "loop: no progress" in ill.stderr

@@ -1,4 +1,4 @@
-"""`doll spot` before anything starts, its clock, its story and its last words."""
+"""`doll spot` before anything starts, its clock, its timeline and its result."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from doll import config as job_config
 from doll.cli.app import app
-from doll.cli.spot import Campaign, StandingClock
+from doll.cli.spot import PausedClock, SpotRun
 from doll.errors import ConfigError
-from doll.monitor.spot_history import Ending, Move, Story, facts, lines
+from doll.monitor.spot_history import MarketTimeline, Move, SpotResult, facts, lines
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import Instance, InstanceState
 from doll.provisioner.fleets.processes import Machine
@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 EXAMPLE = EXAMPLES / "spot.yaml"
 
 
-def campaign(*overrides: str, seed: int = 0) -> Campaign:
-    return Campaign.of(job_config.load(EXAMPLE, list(overrides)), seed)
+def spot_run(*overrides: str, seed: int = 0) -> SpotRun:
+    return SpotRun.of(job_config.load(EXAMPLE, list(overrides)), seed)
 
 
 def test_a_dry_run_plans_and_predicts() -> None:
@@ -58,13 +58,13 @@ def test_a_trace_brings_its_own_prices_and_availability(tmp_path: Path) -> None:
     (tmp_path / "pools.csv").write_text("trace_set,pool,num_machines,on_demand_usd_per_hour\nmine,one,4,0.4\n")
     (tmp_path / "prices.csv").write_text("pool,seconds,usd_per_hour\none,0,0.1\none,5000,0.2\none,10000,0.2\n")
     (tmp_path / "availability.csv").write_text("pool,seconds,num_up\none,0,4\none,7500,2\none,10000,2\n")
-    found = campaign(f"fleet.trace={tmp_path}")
+    found = spot_run(f"fleet.trace={tmp_path}")
     assert found.market.name == "one"
     assert found.market.alpha == pytest.approx(0.875)
-    assert found.outlook.question.prices.on_demand_usd_per_h == pytest.approx(0.4 * 12)
-    assert found.outlook.question.prices.spot_usd_per_h == pytest.approx(0.15 * 12)
+    assert found.assessment.request.prices.on_demand_usd_per_h == pytest.approx(0.4 * 12)
+    assert found.assessment.request.prices.spot_usd_per_h == pytest.approx(0.15 * 12)
     with pytest.raises(ConfigError, match=r"fleet\.pool: expected one of one; got two"):
-        campaign(f"fleet.trace={tmp_path}", "fleet.pool=two")
+        spot_run(f"fleet.trace={tmp_path}", "fleet.pool=two")
 
 
 @pytest.mark.parametrize(
@@ -79,17 +79,17 @@ def test_a_trace_brings_its_own_prices_and_availability(tmp_path: Path) -> None:
 )
 def test_what_a_market_needs_is_asked_for(override: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        campaign(override)
+        spot_run(override)
 
 
 def test_streams_that_pile_up_are_told_of() -> None:
-    assert not any("while_down" in note for note in campaign().notes)
-    assert any("pile_up" in note for note in campaign("arrivals.while_down=pile_up").notes)
+    assert not any("while_down" in note for note in spot_run().notes)
+    assert any("queue" in note for note in spot_run("arrivals.while_down=queue").notes)
 
 
 def test_a_prediction_meets_the_deadline_at_no_more_than_on_demand() -> None:
     for seed in range(3):
-        found = campaign(seed=seed)
+        found = spot_run(seed=seed)
         one, spot = found.predicted, found.predictions["all-spot"]
         assert one.finish_s <= found.planner.deadline_s
         assert one.cost_usd < found.predictions["on-demand"].cost_usd
@@ -99,16 +99,16 @@ def test_a_prediction_meets_the_deadline_at_no_more_than_on_demand() -> None:
 
 def test_tries_on_spot_leave_launches_for_those_who_go_on_demand() -> None:
     """In a minute six slots that wait for spot try 360 times: at 120 a minute, nobody could be covered in time."""
-    limits = campaign().settings.limits
-    tries = 60 / limits.retry_s * campaign().settings.num_slots
+    limits = spot_run().settings.limits
+    tries = 60 / limits.retry_s * spot_run().settings.num_slots
     assert min(limits.launches_per_min, limits.fallbacks_per_min) > 10 * tries
 
 
 def test_a_notice_is_paid_for_and_a_surprise_is_not() -> None:
-    told, surprised = campaign("fleet.surprise=0"), campaign("fleet.surprise=1")
+    told, surprised = spot_run("fleet.no_notice_share=0"), spot_run("fleet.no_notice_share=1")
     rates = told.settings.rates_per_s
 
-    def usd(of: Campaign, leave_s: float) -> float:
+    def usd(of: SpotRun, leave_s: float) -> float:
         return predict(of.market, of.planner, rates, leave_s=leave_s).cost_usd
 
     price = told.market.spot_usd_per_h(0.0) / 3600
@@ -119,7 +119,7 @@ def test_a_notice_is_paid_for_and_a_surprise_is_not() -> None:
 
 def test_a_standing_clock_stands_and_then_keeps_pace() -> None:
     real = VirtualClock(1000.0)
-    clock = StandingClock(real)
+    clock = PausedClock(real)
     real.advance(50)
     assert (clock(), clock.runs) == (1000.0, False)
     clock.start()
@@ -132,13 +132,13 @@ def test_a_standing_clock_stands_and_then_keeps_pace() -> None:
 
 def test_a_clock_may_start_a_little_late() -> None:
     real = VirtualClock(1000.0)
-    clock = StandingClock(real)
+    clock = PausedClock(real)
     real.advance(10)
     clock.start(ago_s=1.5)
     assert clock() == 1001.5
 
 
-# --- the story ---------------------------------------------------------------------------------------------------
+# --- the timeline ---------------------------------------------------------------------------------------------------
 
 
 def decision(at_s: float, *markets: str | None, phase: str = "run", usd: float = 0.0) -> Any:
@@ -146,22 +146,22 @@ def decision(at_s: float, *markets: str | None, phase: str = "run", usd: float =
 
     alive = tuple(SimpleNamespace(market=market) for market in markets if market)
     return SimpleNamespace(
-        clock_s=at_s, phase=phase, markets=markets, reasons=tuple(f"why {n}" for n in range(len(markets))), alive=alive,
+        elapsed_s=at_s, phase=phase, markets=markets, reasons=tuple(f"why {n}" for n in range(len(markets))), alive=alive,
         bill=SimpleNamespace(usd=usd), updates_done=2.0 * at_s,
     )  # fmt: skip
 
 
 def test_moves_are_changes_of_market_while_the_job_runs() -> None:
-    story = Story()
-    story.feed(decision(0.0, "spot", "spot"))
-    story.feed(decision(1.0, "on_demand", "spot", usd=0.5))
-    story.feed(decision(2.0, "on_demand", "spot"))
-    story.feed(decision(3.0, "spot", "on_demand"))
-    story.feed(decision(4.0, None, None, phase="done"))
-    assert [(one.at_s, one.slot, one.to, one.reason) for one in story.moves] == [
+    timeline = MarketTimeline()
+    timeline.feed(decision(0.0, "spot", "spot"))
+    timeline.feed(decision(1.0, "on_demand", "spot", usd=0.5))
+    timeline.feed(decision(2.0, "on_demand", "spot"))
+    timeline.feed(decision(3.0, "spot", "on_demand"))
+    timeline.feed(decision(4.0, None, None, phase="done"))
+    assert [(one.at_s, one.slot, one.to, one.reason) for one in timeline.moves] == [
         (1.0, 0, "on_demand", "why 0"), (3.0, 0, "spot", "why 0"), (3.0, 1, "on_demand", "why 1")
     ]  # fmt: skip
-    assert [(one.usd, one.num_spot, one.num_on_demand) for one in story.moments[:2]] == [(0.0, 2, 0), (0.5, 1, 1)]
+    assert [(one.usd, one.num_spot, one.num_on_demand) for one in timeline.points[:2]] == [(0.0, 2, 0), (0.5, 1, 1)]
 
 
 def test_a_move_is_told_without_saying_its_aim_twice() -> None:
@@ -169,53 +169,53 @@ def test_a_move_is_told_without_saying_its_aim_twice() -> None:
     assert Move(1.0, 2, "spot", "spot is there").text() == "worker 2 to spot: spot is there"
 
 
-def machine(exit_code: int, *, preempted: bool, surprise: bool = False) -> Machine:
+def machine(exit_code: int, *, preempted: bool, without_notice: bool = False) -> Machine:
     instance = Instance("p", 0, 1, "spot", "chain/0", InstanceState.ENDED, 0.0)
-    return Machine(instance, exit_code=exit_code, preempted=preempted, surprise=surprise)
+    return Machine(instance, exit_code=exit_code, preempted=preempted, without_notice=without_notice)
 
 
 def test_facts_and_last_words_say_the_same() -> None:
-    ending = Ending(95.0, True, 100.0, 0.7, 0.75, 1.0)
+    result = SpotResult(95.0, True, 100.0, 0.7, 0.75, 1.0)
     predictions = {
         "adaptive": Prediction("adaptive", 97.0, 0.68, 1, 3),
         "on-demand": Prediction("on-demand", 80.0, 1.01, 0, 0),
         "all-spot": Prediction("all-spot", 120.0, 0.6, 0, 5),
     }
     machines = [
-        machine(-9, preempted=True, surprise=True), machine(0, preempted=True), machine(0, preempted=False),
+        machine(-9, preempted=True, without_notice=True), machine(0, preempted=True), machine(0, preempted=False),
         machine(-9, preempted=False),
     ]  # fmt: skip
-    story = Story()
+    timeline = MarketTimeline()
     for at in range(12):
-        story.feed(decision(float(at), ("spot", "on_demand")[at % 2]))
-    found = facts(ending, predictions, "adaptive", story, machines)
+        timeline.feed(decision(float(at), ("spot", "on_demand")[at % 2]))
+    found = facts(result, predictions, "adaptive", timeline, machines)
     assert (found["deadline_met"], found["preemptions"], found["preemptions_killed"]) == (True, 2, 1)
     assert (found["moves"], found["moves_predicted"], found["instances"]) == (11, 1, 4)
-    assert found["cost_off_points"] == pytest.approx(2.0)
+    assert found["cost_error_points"] == pytest.approx(2.0)
     text = "\n".join(lines(json.loads(json.dumps(found))))
     for words in ("met, at 95.0 s of 100 s", "70.0 % of 1.000 USD", "(+2.0 points)", "all-spot", "too late",
                   "2 preemptions (predicted 3), 1 without notice; 1 by SIGKILL", "and 3 more"):  # fmt: skip
         assert words in text
-    for worse in (replace(ending, finish_s=100.1), replace(ending, reached=False)):
-        assert not facts(worse, predictions, "adaptive", story, machines)["deadline_met"]
+    for worse in (replace(result, finish_s=100.1), replace(result, reached=False)):
+        assert not facts(worse, predictions, "adaptive", timeline, machines)["deadline_met"]
 
 
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     from doll.monitor.spot_plot import draw
 
-    found = campaign()
+    found = spot_run()
     clock = VirtualClock()
     fleet = FakeFleet(clock)
     from doll.provisioner.fleets.port import Order
 
     machines = [Machine(fleet.launch(Order(slot, 1, market))) for slot, market in enumerate(("spot", "on_demand"))]
-    story = Story()
+    timeline = MarketTimeline()
     for at_s in np.arange(0.0, 100.0):
-        story.feed(decision(float(at_s), "spot", "on_demand", usd=at_s / 100))
-    ending = Ending(99.0, True, 190.0, 0.99, 1.0, 1.2)
+        timeline.feed(decision(float(at_s), "spot", "on_demand", usd=at_s / 100))
+    result = SpotResult(99.0, True, 190.0, 0.99, 1.0, 1.2)
     path = tmp_path / "spot.png"
     draw(
-        path, story=story, ending=ending, predicted=found.predicted, market=found.market, machines=machines,
+        path, timeline=timeline, result=result, predicted=found.predicted, market=found.market, machines=machines,
         opened_s=clock() - 10, updates=225, job="spot",
     )  # fmt: skip
     assert path.read_bytes().startswith(b"\x89PNG")

@@ -15,7 +15,7 @@ def feed(batcher: Batcher[int], offsets: list[int]) -> list[RawBatch[int]]:
 
 def check(batch: RawBatch[int], origin: int, size: int) -> None:
     """Fixed bounds; each offset is a record or in a gap, once."""
-    assert (batch.lo, batch.hi) == (origin + batch.token * size, origin + (batch.token + 1) * size)
+    assert (batch.lo, batch.hi) == (origin + batch.number * size, origin + (batch.number + 1) * size)
     covered = [offset for offset, _ in batch.records] + [o for lo, hi in batch.gaps for o in range(lo, hi)]
     assert sorted(covered) == list(range(batch.lo, batch.hi))
     assert [offset for offset, _ in batch.records] == sorted(offset for offset, _ in batch.records)
@@ -24,7 +24,7 @@ def check(batch: RawBatch[int], origin: int, size: int) -> None:
 
 
 def test_full_batches_come_out_as_soon_as_their_last_record_is_there() -> None:
-    batcher: Batcher[int] = Batcher(origin=100, records_per_batch=3, next_token=0)
+    batcher: Batcher[int] = Batcher(origin=100, records_per_batch=3, next_batch=0)
     assert feed(batcher, [100, 101]) == []
     (batch,) = feed(batcher, [102])
     assert batch == RawBatch(0, 100, 103, [(100, 100), (101, 101), (102, 102)], [])
@@ -32,16 +32,16 @@ def test_full_batches_come_out_as_soon_as_their_last_record_is_there() -> None:
 
 
 def test_it_begins_at_any_batch() -> None:
-    batcher: Batcher[int] = Batcher(origin=100, records_per_batch=3, next_token=5)
+    batcher: Batcher[int] = Batcher(origin=100, records_per_batch=3, next_batch=5)
     assert batcher.next_offset == 115
     (batch,) = feed(batcher, list(range(110, 118)))
-    assert (batch.token, batch.lo, batch.hi) == (5, 115, 118)
+    assert (batch.number, batch.lo, batch.hi) == (5, 115, 118)
 
 
 def test_a_gap_over_several_batches_gives_each_of_them() -> None:
-    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=4, next_token=0)
+    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=4, next_batch=0)
     batches = feed(batcher, [0, 1, 14, 15])
-    assert [(b.token, [o for o, _ in b.records], b.gaps) for b in batches] == [
+    assert [(b.number, [o for o, _ in b.records], b.gaps) for b in batches] == [
         (0, [0, 1], [(2, 4)]),
         (1, [], [(4, 8)]),
         (2, [], [(8, 12)]),
@@ -51,7 +51,7 @@ def test_a_gap_over_several_batches_gives_each_of_them() -> None:
 
 def test_a_batch_of_no_records_is_refused() -> None:
     with pytest.raises(ValueError, match="expected records_per_batch >= 1, got 0"):
-        Batcher(origin=0, records_per_batch=0, next_token=0)
+        Batcher(origin=0, records_per_batch=0, next_batch=0)
 
 
 @given(
@@ -69,11 +69,11 @@ def test_gaps_and_duplicates_change_no_bounds(
     read = list(log)
     for at, back in sorted(again, reverse=True):
         read[at:at] = read[max(0, at - back) : at]
-    batches = feed(Batcher(origin=origin, records_per_batch=size, next_token=0), read)
-    assert [batch.token for batch in batches] == list(range(len(batches)))
+    batches = feed(Batcher(origin=origin, records_per_batch=size, next_batch=0), read)
+    assert [batch.number for batch in batches] == list(range(len(batches)))
     for batch in batches:
         check(batch, origin, size)
-    assert batches == feed(Batcher(origin=origin, records_per_batch=size, next_token=0), log)
+    assert batches == feed(Batcher(origin=origin, records_per_batch=size, next_batch=0), log)
     # All that can be told to be complete is out: records of a later batch have been seen, or its own last one.
     complete = 0 if not log else (log[-1] + 1 - origin) // size
     assert len(batches) == complete
@@ -89,27 +89,27 @@ def test_crashes_and_second_readings_give_every_batch_once_and_the_same(
 ) -> None:
     """Each process reads a while, dies, and the next begins at the first batch that did not come out."""
     log = [i for i in range(61) if i not in missing]
-    whole = feed(Batcher(origin=0, records_per_batch=size, next_token=0), log)
+    whole = feed(Batcher(origin=0, records_per_batch=size, next_batch=0), log)
     found: list[RawBatch[int]] = []
     for lifetime in [*crashes, len(log) + 1]:
-        batcher: Batcher[int] = Batcher(origin=0, records_per_batch=size, next_token=len(found))
+        batcher: Batcher[int] = Batcher(origin=0, records_per_batch=size, next_batch=len(found))
         start = len(found) * size
         found += feed(batcher, [offset for offset in log if offset >= start][:lifetime])
     assert found == whole
 
 
 def test_what_was_deleted_before_it_was_read_is_lost_and_no_gap() -> None:
-    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=4, next_token=0)
-    batcher.lose(5, 9)  # the position of the reader, which is ahead of what was fed
-    batcher.lose(9, 11)
+    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=4, next_batch=0)
+    batcher.mark_lost(5, 9)  # the position of the reader, which is ahead of what was fed
+    batcher.mark_lost(9, 11)
     batches = feed(batcher, [0, 1, 3, 12, 13, 14, 15])
-    assert [(b.token, [o for o, _ in b.records], b.gaps, b.lost) for b in batches] == [
+    assert [(b.number, [o for o, _ in b.records], b.gaps, b.lost) for b in batches] == [
         (0, [0, 1, 3], [(2, 3)], []),
         (1, [], [(4, 5)], [(5, 8)]),
         (2, [], [(11, 12)], [(8, 9), (9, 11)]),
         (3, [12, 13, 14, 15], [], []),
     ]
-    batcher.lose(10, 18)  # told again, in part
+    batcher.mark_lost(10, 18)  # told again, in part
     (batch,) = feed(batcher, [18, 19])
     assert (batch.gaps, batch.lost) == ([], [(16, 18)])
 
@@ -124,12 +124,12 @@ def test_each_offset_is_a_record_a_gap_or_lost_whenever_the_loss_is_told(
 ) -> None:
     spans = intervals.union((lo, lo + length) for lo, length in losses)
     log = [at for at in range(61) if at not in holes and not intervals.contains(spans, at)]
-    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=5, next_token=0)
+    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=5, next_batch=0)
     found = []
     for offset in [*log, 80]:
         # The reader is ahead of what is fed by some records, so a loss is told early, but in order.
         while spans and offset + told >= spans[0][0]:
-            batcher.lose(*spans.pop(0))
+            batcher.mark_lost(*spans.pop(0))
         found += list(batcher.feed(offset, offset))
     missing = intervals.union((lo, lo + length) for lo, length in losses)
     for batch in found:
@@ -141,8 +141,8 @@ def test_each_offset_is_a_record_a_gap_or_lost_whenever_the_loss_is_told(
 
 
 def test_a_batch_that_ends_in_a_gap_is_complete_as_soon_as_that_is_known() -> None:
-    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=4, next_token=0)
-    batcher.lose(5, 7)
+    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=4, next_batch=0)
+    batcher.mark_lost(5, 7)
     assert feed(batcher, [0, 1, 2]) == []
     (batch,) = batcher.skip_to(4)
     assert (batch.gaps, batch.lost) == ([(3, 4)], [])

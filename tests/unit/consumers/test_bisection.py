@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from doll.consumers.bisection import Scale, anchor, beyond, failing, harmful
+from doll.consumers.bisection import RunningMedian, beyond, failing, harmful, usual_norm
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,7 +44,7 @@ def test_long_gradients_are_found_without_looking_into_usual_parts() -> None:
 
 
 def test_the_scale_follows_the_median_and_looks_at_a_first_batch() -> None:
-    scale = Scale()
+    scale = RunningMedian()
     assert scale.unusual(1.0, 10.0)
     for value in (1.0, 1.0, 1e30):  # one that should not have been learned does not open the door for the next
         scale.add(value)
@@ -57,8 +57,8 @@ def test_the_scale_follows_the_median_and_looks_at_a_first_batch() -> None:
 
 
 def test_the_anchor_is_not_moved_by_bad_samples_while_they_are_the_fewer() -> None:
-    assert anchor([1.0, 1.0, math.inf, 1.0, 1e30]) == 1.0
-    assert anchor([]) == 0.0
+    assert usual_norm([1.0, 1.0, math.inf, 1.0, 1e30]) == 1.0
+    assert usual_norm([]) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doll.consumers.decoding import REASON_LENGTH, Decoded, Refused, decode_records, refuse
+from doll.consumers.decoding import MAX_REASON_CHARS, Decoded, Refused, decode_records, refuse
 from doll.errors import SampleError
 from doll.packing import pack
 from doll.task import Sample, Task, stack
@@ -98,7 +98,7 @@ def test_whatever_the_users_code_raises_is_a_reason_of_bounded_length() -> None:
             raise ZeroDivisionError("x" * 10_000)
 
     found = decode(Broken(), b"a", b"told")
-    assert found.refused[0].reason == f"ZeroDivisionError: {'x' * 10_000}"[:REASON_LENGTH]
+    assert found.refused[0].reason == f"ZeroDivisionError: {'x' * 10_000}"[:MAX_REASON_CHARS]
     assert found.refused[1].reason == "not for me"
 
 
@@ -325,5 +325,5 @@ def test_samples_that_are_refused_later_are_refused_in_their_records() -> None:
     assert refuse(found, {1: "one", 0: "zero", 3: "three", 6: "six" * 1000}) == [
         Refused(100, "zero", 3, True),
         Refused(101, "three", 1, False),
-        Refused(102, ("six" * 1000)[:REASON_LENGTH], 1, False),
+        Refused(102, ("six" * 1000)[:MAX_REASON_CHARS], 1, False),
     ]

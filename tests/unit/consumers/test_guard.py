@@ -11,7 +11,7 @@ import pytest
 import torch
 from doll.config import parse
 from doll.consumers.gradient import GradientComputer
-from doll.consumers.guard import Checked, Guard
+from doll.consumers.guard import Guard, GuardedGradient
 from doll.errors import TaskError
 from doll.model import FlatModel
 from doll.ps.optimizer import Optimizer
@@ -102,18 +102,18 @@ class World:
     def restart_worker(self) -> None:
         self.guard = Guard(self.config, self.task, self.computer)
 
-    def compute(self, x: np.ndarray, y: np.ndarray) -> Checked:
+    def compute(self, x: np.ndarray, y: np.ndarray) -> GuardedGradient:
         self.computer.load(str(self.version), self.optimizer.weights)
         return self.guard.compute(x, y)
 
-    def update(self, spoil: Callable[[int, np.ndarray, np.ndarray], Any] = lambda token, x, y: None) -> None:
+    def update(self, spoil: Callable[[int, np.ndarray, np.ndarray], Any] = lambda number, x, y: None) -> None:
         gradients, samples, loss = [], 0, 0.0
-        for token in range(self.version * GROUP, (self.version + 1) * GROUP):
-            x, y = points(token, task=self.task)
-            spoil(token, x, y)
+        for number in range(self.version * GROUP, (self.version + 1) * GROUP):
+            x, y = points(number, task=self.task)
+            spoil(number, x, y)
             gradient, bad = self.compute(x, y)
             if bad:
-                self.bad[token] = bad
+                self.bad[number] = bad
             samples += len(x) - len(bad)
             if gradient is not None:
                 gradients.append(gradient.values.copy())
@@ -129,7 +129,7 @@ ADAM = "training.optimizer={name: adam, lr: 0.01}"
 def run(task: Task, *overrides: str, spoil: Callable[[int, np.ndarray, np.ndarray], Any] | None = None) -> World:
     world = World(task, *overrides)
     for _ in range(12):
-        world.update(spoil or (lambda token, x, y: None))
+        world.update(spoil or (lambda number, x, y: None))
     return world
 
 
@@ -138,11 +138,11 @@ def calm_run(make: Callable[[], Task], *overrides: str) -> World:
     return run(make(), *overrides)
 
 
-def spoiling(token: int, x: Any, y: Any = None) -> Callable[[int, np.ndarray, np.ndarray], None]:
-    """Sample 7 of batch `token` is replaced."""
+def spoiling(number: int, x: Any, y: Any = None) -> Callable[[int, np.ndarray, np.ndarray], None]:
+    """Sample 7 of batch `number` is replaced."""
 
     def spoil(now: int, xs: np.ndarray, ys: np.ndarray) -> None:
-        if now == token:
+        if now == number:
             xs[7] = x
             ys[7] = ys[7] if y is None else y
 
@@ -163,14 +163,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("token", [0, LATE], ids=["first batch", "later"])
+@pytest.mark.parametrize("number", [0, LATE], ids=["first batch", "later"])
 @pytest.mark.parametrize("case", CASES)
-def test_exactly_the_bad_sample_goes_and_the_model_is_that_of_an_undisturbed_run(case: str, token: int) -> None:
+def test_exactly_the_bad_sample_goes_and_the_model_is_that_of_an_undisturbed_run(case: str, number: int) -> None:
     make, x, y = CASES[case]
     calm = calm_run(make)
-    world = run(make(), spoil=spoiling(token, x, y))
+    world = run(make(), spoil=spoiling(number, x, y))
     assert calm.bad == {}
-    assert {at: list(bad) for at, bad in world.bad.items()} == {token: [7]}
+    assert {at: list(bad) for at, bad in world.bad.items()} == {number: [7]}
     assert world.losses[-1] == pytest.approx(calm.losses[-1], rel=0.1)
 
 
@@ -191,8 +191,8 @@ def test_the_reason_says_how_long_and_how_bad() -> None:
 def test_steady_poison_does_not_become_usual() -> None:
     """One in twenty, from the first batch on, of every kind."""
 
-    def spoil(token: int, x: np.ndarray, y: np.ndarray) -> None:
-        x[3], y[3] = (10.0 ** (5 + token), 1.0), 0
+    def spoil(number: int, x: np.ndarray, y: np.ndarray) -> None:
+        x[3], y[3] = (10.0 ** (5 + number), 1.0), 0
         x[11], y[11] = (3e38, 3e38), 0
 
     world, calm = World(Plane()), World(Plane())
@@ -201,7 +201,7 @@ def test_steady_poison_does_not_become_usual() -> None:
     for _ in range(5):
         world.update(spoil)
         calm.update()
-    assert {token: set(bad) for token, bad in world.bad.items()} == {token: {3, 11} for token in range(5 * GROUP)}
+    assert {number: set(bad) for number, bad in world.bad.items()} == {number: {3, 11} for number in range(5 * GROUP)}
     assert world.losses[-1] == pytest.approx(calm.losses[-1], rel=0.15)
 
 
@@ -211,7 +211,7 @@ def test_poison_that_the_model_gets_right_at_first_does_not_pass_later(optimizer
     right, it has no gradient and is learned; once it does not, its loss would fall with the step that ruins the model.
     """
 
-    def spoil(token: int, x: np.ndarray, y: np.ndarray) -> None:
+    def spoil(number: int, x: np.ndarray, y: np.ndarray) -> None:
         x[::16], y[::16] = (size, size), 0
 
     world, calm = (World(Plane(), f"training.optimizer={optimizer}") for _ in range(2))

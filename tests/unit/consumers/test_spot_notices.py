@@ -12,7 +12,7 @@ import structlog
 from doll.cli.app import app, slot_of_this_machine
 from doll.config import JobConfig, parse
 from doll.consumers.departure import Departure
-from doll.consumers.spot_notices import Imds, NoticeWatcher, take_identity, watching
+from doll.consumers.spot_notices import Imds, NoticeWatcher, set_identity_from_tags, watch_spot_notices
 from doll.errors import ConfigError, ServiceUnavailableError
 from imds_stub import ImdsStub, imds_stub
 from typer.testing import CliRunner
@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 NOW_S = 1_800_000_000.0  # 2027-01-15T08:00:00Z
 TAGS = {
     "tags/instance/doll:worker": "3",
-    "tags/instance/doll:epoch": "7",
+    "tags/instance/doll:incarnation": "7",
     "tags/instance/doll:market": "spot",
 }
 NOWHERE = "http://127.0.0.1:9"  # the discard port: nobody listens
@@ -76,39 +76,39 @@ def test_the_endpoint_comes_from_the_variable_that_boto3_reads_and_no_proxy_is_a
 def test_a_machine_says_who_it_is(stub: ImdsStub) -> None:
     stub.paths.update(TAGS)
     environment: dict[str, str] = {}
-    take_identity(Imds(stub.endpoint), environment)
+    set_identity_from_tags(Imds(stub.endpoint), environment)
     assert environment == {
         "DOLL_WORKER": "3",
         "DOLL_INCARNATION": "7",
         "DOLL_MARKET": "spot",
         "DOLL_INSTANCE": "i-0abc",
-        "DOLL_NOTICES": "imds",
+        "DOLL_SPOT_NOTICES": "imds",
     }
 
 
 def test_what_stands_in_the_environment_counts_more_than_a_tag(stub: ImdsStub) -> None:
     stub.paths.update(TAGS)
-    environment = {"DOLL_WORKER": "5", "DOLL_NOTICES": "none"}
-    take_identity(Imds(stub.endpoint), environment)
+    environment = {"DOLL_WORKER": "5", "DOLL_SPOT_NOTICES": "none"}
+    set_identity_from_tags(Imds(stub.endpoint), environment)
     assert (environment["DOLL_WORKER"], environment["DOLL_INCARNATION"]) == ("5", "7")
-    assert environment["DOLL_NOTICES"] == "none"
+    assert environment["DOLL_SPOT_NOTICES"] == "none"
 
 
 def test_a_machine_without_tags_is_told_what_is_missing(stub: ImdsStub) -> None:
     with pytest.raises(ConfigError, match=r"no tag doll:worker: .*InstanceMetadataTags=enabled"):
-        take_identity(Imds(stub.endpoint), {})
+        set_identity_from_tags(Imds(stub.endpoint), {})
 
 
 def test_no_notice_is_no_notice(stub: ImdsStub) -> None:
     told: list[float] = []
-    assert not watcher(stub, told).look()
+    assert not watcher(stub, told).poll()
     assert told == []
 
 
 def test_a_notice_tells_how_much_time_is_left(stub: ImdsStub) -> None:
     told: list[float] = []
     stub.interrupt("2027-01-15T08:02:00Z")
-    assert watcher(stub, told).look()
+    assert watcher(stub, told).poll()
     assert told == [120.0]
 
 
@@ -128,7 +128,7 @@ def test_a_notice_tells_how_much_time_is_left(stub: ImdsStub) -> None:
 def test_a_notice_that_names_no_time_is_one_all_the_same(stub: ImdsStub, text: str) -> None:
     told: list[float] = []
     stub.paths["spot/instance-action"] = text
-    assert watcher(stub, told).look()
+    assert watcher(stub, told).poll()
     assert told == [0.0]
 
 
@@ -163,37 +163,37 @@ def test_a_tag_that_is_no_word_is_refused(stub: ImdsStub, value: str) -> None:
             return value
 
     with pytest.raises(ConfigError, match="tag doll:worker: expected at most 256 printable characters"):
-        take_identity(Tags(stub.endpoint), {})
+        set_identity_from_tags(Tags(stub.endpoint), {})
 
 
 def test_a_notice_of_the_past_leaves_no_time(stub: ImdsStub) -> None:
     told: list[float] = []
     stub.interrupt("2027-01-15T07:59:00Z")
-    assert watcher(stub, told).look()
+    assert watcher(stub, told).poll()
     assert told == [0.0]
 
 
 def test_a_rebalance_recommendation_is_said_once_and_does_nothing(stub: ImdsStub) -> None:
     told: list[float] = []
     stub.paths["events/recommendations/rebalance"] = '{"noticeTime": "2027-01-15T08:00:00Z"}'
-    look = watcher(stub, told)
+    poll = watcher(stub, told)
     with structlog.testing.capture_logs() as logs:
-        assert not look.look()
-        assert not look.look()
+        assert not poll.poll()
+        assert not poll.poll()
     assert [entry["event"] for entry in logs] == ["rebalance_recommended"]
     assert told == []
 
 
 def test_a_service_that_is_silent_is_said_once_and_asked_on(stub: ImdsStub) -> None:
     told: list[float] = []
-    look = watcher(stub, told)
+    poll = watcher(stub, told)
     with structlog.testing.capture_logs() as logs:
         for stub.broken in (True, True, False, True):
-            assert not look.look()
-    assert [entry["event"] for entry in logs] == ["no_notices", "no_notices"]
+            assert not poll.poll()
+    assert [entry["event"] for entry in logs] == ["spot_notices_unavailable", "spot_notices_unavailable"]
     stub.broken = False
     stub.interrupt("2027-01-15T08:02:00Z")
-    assert look.look()
+    assert poll.poll()
 
 
 def test_a_notice_makes_the_worker_leave_within_what_the_job_file_allows(
@@ -210,7 +210,7 @@ def test_a_notice_makes_the_worker_leave_within_what_the_job_file_allows(
         left.set()
 
     departure = Departure(end_within=end_within)
-    with watching(job("worker.notices=imds", "worker.notice_s=20"), departure):
+    with watch_spot_notices(job("worker.spot_notices=imds", "worker.notice_s=20"), departure):
         assert left.wait(60)
     assert departure.cause == "notice"
     assert 0 < ends[0] <= 20
@@ -218,26 +218,26 @@ def test_a_notice_makes_the_worker_leave_within_what_the_job_file_allows(
 
 def test_nobody_is_asked_unless_somebody_wants_it(stub: ImdsStub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", stub.endpoint)
-    monkeypatch.delenv("DOLL_NOTICES", raising=False)
+    monkeypatch.delenv("DOLL_SPOT_NOTICES", raising=False)
     stub.interrupt("2999-01-01T00:00:00Z")
     departure = Departure(end_within=lambda seconds, code: None)
-    with watching(job(), departure):
+    with watch_spot_notices(job(), departure):
         pass
-    monkeypatch.setenv("DOLL_NOTICES", "imds")
-    with watching(job("worker.notices=none"), departure):
+    monkeypatch.setenv("DOLL_SPOT_NOTICES", "imds")
+    with watch_spot_notices(job("worker.spot_notices=none"), departure):
         pass
     assert stub.tokens == 0
     assert not departure()
-    monkeypatch.setenv("DOLL_NOTICES", "always")
+    monkeypatch.setenv("DOLL_SPOT_NOTICES", "always")
     with (
-        pytest.raises(ConfigError, match="DOLL_NOTICES: expected none or imds, got 'always'"),
-        watching(job(), departure),
+        pytest.raises(ConfigError, match="DOLL_SPOT_NOTICES: expected none or imds, got 'always'"),
+        watch_spot_notices(job(), departure),
     ):
         pass
 
 
 def test_doll_worker_takes_its_slot_from_the_machine(stub: ImdsStub, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ("DOLL_WORKER", "DOLL_INCARNATION", "DOLL_MARKET", "DOLL_INSTANCE", "DOLL_NOTICES")
+    names = ("DOLL_WORKER", "DOLL_INCARNATION", "DOLL_MARKET", "DOLL_INSTANCE", "DOLL_SPOT_NOTICES")
     for name in names:
         monkeypatch.setenv(name, "")  # so that it is put back afterwards
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", stub.endpoint)
@@ -253,7 +253,7 @@ def test_doll_worker_takes_its_slot_from_the_machine(stub: ImdsStub, monkeypatch
 
 def test_off_ec2_the_command_says_so(job_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", NOWHERE)
-    for name in ("DOLL_WORKER", "DOLL_NOTICES"):
+    for name in ("DOLL_WORKER", "DOLL_SPOT_NOTICES"):
         monkeypatch.setenv(name, "")
     answer = CliRunner().invoke(app, ["worker", "--job", str(job_file), "--from-imds"])
     assert answer.exit_code == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from doll.consumers.worker import Acknowledge, Action, Batch, Compute, Exit, GradientDone, Send, WorkerCore
+from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, GradientDone, Send, WorkerAction, WorkerCore
 from doll.records import (
     Alive,
     Announce,
@@ -27,38 +27,38 @@ DONE = GradientDone("doll:j:g:3:1", 12.0, {"accuracy": 4.0}, 0.1, 0.2, 0.3, 4, (
 
 def welcome(**changes: Any) -> Welcome:
     values: dict[str, Any] = {
-        "ps_epoch": 3, "worker": 1, "instance": "me", "epoch": 7, "origin": 100, "next_token": 5, "fingerprint": "f",
+        "term": 3, "worker": 1, "instance": "me", "session": 7, "origin": 100, "next_batch": 5, "fingerprint": "f",
     }  # fmt: skip
     return Welcome(**{**values, **changes})
 
 
-def grant(token: int, number: int = 1, **changes: Any) -> Grant:
+def grant(of_batch: int, number: int = 1, **changes: Any) -> Grant:
     values: dict[str, Any] = {
-        "ps_epoch": 3, "worker": 1, "epoch": 7, "token": token, "grant": number, "version": 9, "key": "doll:j:w:3:9",
+        "term": 3, "worker": 1, "session": 7, "batch": of_batch, "grant": number, "version": 9, "key": "doll:j:w:3:9",
     }  # fmt: skip
     return Grant(**{**values, **changes})
 
 
-def batch(token: int, **changes: Any) -> Batch:
-    return Batch(**{"token": token, "data": f"data {token}", "num_samples": 8, "complete_at_s": 10.0, **changes})
+def batch(number: int, **changes: Any) -> Batch:
+    return Batch(**{"number": number, "data": f"data {number}", "num_samples": 8, "complete_at_s": 10.0, **changes})
 
 
-def announced(first: int, until: int) -> list[Action]:
-    return [Send(Announce(worker=1, epoch=7, first=first, until=until))]
+def announced(first: int, until: int) -> list[WorkerAction]:
+    return [Send(Announce(worker=1, session=7, first=first, until=until))]
 
 
 @pytest.fixture
 def core() -> WorkerCore:
     """Worker 1, which holds the batches 5, 6 and 7."""
     made = WorkerCore(welcome(), max_pending=4, now=0.0, market="spot")
-    for token in (5, 6, 7):
-        assert made.batch_ready(batch(token)) == announced(token, token + 1)
+    for number in (5, 6, 7):
+        assert made.batch_ready(batch(number)) == announced(number, number + 1)
     return made
 
 
 def test_it_starts_where_the_durable_model_stands() -> None:
-    core = WorkerCore(welcome(next_token=12), max_pending=4, now=0.0)
-    assert (core.next_token, core.retained, core.has_room, core.busy) == (12, 0, True, False)
+    core = WorkerCore(welcome(next_batch=12), max_pending=4, now=0.0)
+    assert (core.next_batch, core.retained, core.has_room, core.busy) == (12, 0, True, False)
 
 
 def test_a_batch_out_of_order_is_a_bug(core: WorkerCore) -> None:
@@ -71,7 +71,7 @@ def test_it_holds_so_many_batches_and_no_more(core: WorkerCore) -> None:
     assert core.has_room
     core.batch_ready(batch(8))
     assert not core.has_room
-    assert core.mail(Durable(ps_epoch=3, worker=1, until=6), 1.0) == [Acknowledge(6)]
+    assert core.on_record(Durable(term=3, worker=1, until=6), 1.0) == [Acknowledge(6)]
     assert core.has_room
 
 
@@ -80,13 +80,13 @@ def test_a_grant_is_computed_and_pushed_with_all_that_the_lineage_needs(core: Wo
     held = batch(5, gaps=((103, 105),), num_samples=5)
     core.batch_ready(held)
     asked = grant(5)
-    assert core.mail(asked, 11.0) == [Compute(asked, held)]
+    assert core.on_record(asked, 11.0) == [Compute(asked, held)]
     assert core.busy
     assert core.is_current(asked)
     (sent,) = core.gradient_done(asked, held, DONE, granted_at_s=12.5)
     assert sent == Send(
         Push(
-            worker=1, epoch=7, token=5, ps_epoch=3, grant=1, version=9, key="doll:j:g:3:1", n_samples=4, loss_sum=12.0,
+            worker=1, session=7, batch=5, term=3, grant=1, version=9, key="doll:j:g:3:1", n_samples=4, loss_sum=12.0,
             metric_sums={"accuracy": 4.0}, dead=(101,), gaps=((103, 105),), dead_samples=2, compute_s=0.1, fetch_s=0.2,
             store_s=0.3, wait_s=2.5, market="spot",
         )
@@ -95,25 +95,25 @@ def test_a_grant_is_computed_and_pushed_with_all_that_the_lineage_needs(core: Wo
     assert core.gradient_done(asked, held, DONE, 12.5) == []  # once
 
 
-@pytest.mark.parametrize("token", [4, 8, -1, 10**12])
-def test_a_grant_of_a_batch_that_it_does_not_hold_is_refused(core: WorkerCore, token: int) -> None:
-    nack = Nack(worker=1, epoch=7, token=token, ps_epoch=3, grant=1, reason="batch")
-    assert core.mail(grant(token), 1.0) == [Send(nack)]
+@pytest.mark.parametrize("number", [4, 8, -1, 10**12])
+def test_a_grant_of_a_batch_that_it_does_not_hold_is_refused(core: WorkerCore, number: int) -> None:
+    nack = Nack(worker=1, session=7, batch=number, term=3, grant=1, reason="batch")
+    assert core.on_record(grant(number), 1.0) == [Send(nack)]
     assert not core.busy
 
 
 def test_weights_that_are_gone_are_told_never_replaced_by_others(core: WorkerCore) -> None:
     asked = grant(5)
-    core.mail(asked, 1.0)
-    nack = Nack(worker=1, epoch=7, token=5, ps_epoch=3, grant=1, reason="weights")
+    core.on_record(asked, 1.0)
+    nack = Nack(worker=1, session=7, batch=5, term=3, grant=1, reason="weights")
     assert core.weights_missing(asked) == [Send(nack)]
     assert core.weights_missing(asked) == []
 
 
 def test_a_later_grant_of_the_same_batch_replaces_the_earlier(core: WorkerCore) -> None:
     first, second = grant(5, 1), grant(5, 2, version=10)
-    core.mail(first, 1.0)
-    core.mail(second, 1.0)
+    core.on_record(first, 1.0)
+    core.on_record(second, 1.0)
     assert not core.is_current(first)
     assert core.gradient_done(first, batch(5), DONE, 1.0) == []
     assert len(core.gradient_done(second, batch(5), DONE, 1.0)) == 1
@@ -122,16 +122,16 @@ def test_a_later_grant_of_the_same_batch_replaces_the_earlier(core: WorkerCore) 
 @pytest.mark.parametrize(
     "stale",
     [
-        grant(5, epoch=6),
-        grant(5, ps_epoch=2),
-        Durable(ps_epoch=2, worker=1, until=7),
-        Stop(ps_epoch=2, reason="old"),
-        Hello(ps_epoch=2),
-        welcome(ps_epoch=2, next_token=0),
-        welcome(instance="other", epoch=6),
-        Fence(ps_epoch=3, worker=1, instance="other"),
+        grant(5, session=6),
+        grant(5, term=2),
+        Durable(term=2, worker=1, until=7),
+        Stop(term=2, reason="old"),
+        Hello(term=2),
+        welcome(term=2, next_batch=0),
+        welcome(instance="other", session=6),
+        Fence(term=3, worker=1, instance="other"),
         Join(worker=1, instance="me"),
-        Announce(worker=1, epoch=7, first=0, until=1),
+        Announce(worker=1, session=7, first=0, until=1),
     ],
     ids=lambda record: type(record).__name__,
 )
@@ -139,68 +139,68 @@ def test_mail_of_an_older_server_for_another_process_or_of_the_wrong_kind_is_not
     core: WorkerCore, stale: AnyRecord
 ) -> None:
     asked = grant(6)
-    core.mail(asked, 1.0)
-    assert core.mail(stale, 1.0) == []
-    assert (core.retained, core.epoch, core.ps_epoch, core.is_current(asked)) == (3, 7, 3, True)
+    core.on_record(asked, 1.0)
+    assert core.on_record(stale, 1.0) == []
+    assert (core.retained, core.session, core.term, core.is_current(asked)) == (3, 7, 3, True)
 
 
 def test_durable_acknowledges_in_order_and_forgets(core: WorkerCore) -> None:
     asked = grant(5)
-    core.mail(asked, 1.0)
-    assert core.mail(Durable(ps_epoch=3, worker=1, until=7), 1.0) == [Acknowledge(7)]
-    assert (core.retained, core.next_token) == (1, 8)
+    core.on_record(asked, 1.0)
+    assert core.on_record(Durable(term=3, worker=1, until=7), 1.0) == [Acknowledge(7)]
+    assert (core.retained, core.next_batch) == (1, 8)
     assert not core.is_current(asked)  # it has been applied already: nobody wants its gradient
-    assert core.mail(Durable(ps_epoch=3, worker=1, until=7), 1.0) == []
-    assert core.mail(Durable(ps_epoch=3, worker=1, until=6), 1.0) == []
-    assert core.mail(Durable(ps_epoch=3, worker=1, until=8), 1.0) == [Acknowledge(8)]
+    assert core.on_record(Durable(term=3, worker=1, until=7), 1.0) == []
+    assert core.on_record(Durable(term=3, worker=1, until=6), 1.0) == []
+    assert core.on_record(Durable(term=3, worker=1, until=8), 1.0) == [Acknowledge(8)]
 
 
 def test_what_became_durable_before_it_was_read_again_takes_no_room() -> None:
     """All that its predecessor had announced is saved while this process has read nothing: nobody will say so again."""
     core = WorkerCore(welcome(), max_pending=2, now=0.0)
-    core.mail(Durable(ps_epoch=3, worker=1, until=7), 1.0)
+    core.on_record(Durable(term=3, worker=1, until=7), 1.0)
     assert Acknowledge(6) in core.batch_ready(batch(5))
     assert Acknowledge(7) in core.batch_ready(batch(6))
-    assert (core.retained, core.has_room, core.next_token) == (0, True, 7)
+    assert (core.retained, core.has_room, core.next_batch) == (0, True, 7)
     assert core.batch_ready(batch(7)) == announced(7, 8)
-    assert core.mail(Durable(ps_epoch=3, worker=1, until=8), 1.0) == [Acknowledge(8)]
+    assert core.on_record(Durable(term=3, worker=1, until=8), 1.0) == [Acknowledge(8)]
 
 
 def test_a_new_server_says_hello_and_hears_all_that_is_not_durable(core: WorkerCore) -> None:
     asked = grant(5)
-    core.mail(asked, 1.0)
-    assert core.mail(Hello(ps_epoch=4), 1.0) == [Send(Join(worker=1, instance="me", epoch=7))]
+    core.on_record(asked, 1.0)
+    assert core.on_record(Hello(term=4), 1.0) == [Send(Join(worker=1, instance="me", session=7))]
     assert not core.is_current(asked)  # its server is gone
-    assert core.mail(grant(5), 1.0) == []
-    actions = core.mail(welcome(ps_epoch=4, epoch=7, next_token=6), 2.0)
+    assert core.on_record(grant(5), 1.0) == []
+    actions = core.on_record(welcome(term=4, session=7, next_batch=6), 2.0)
     assert actions == [Acknowledge(6), *announced(6, 8)]
-    assert core.ps_epoch == 4
+    assert core.term == 4
 
 
 def test_a_later_machine_claims_its_slot_from_a_server_that_has_forgotten_it() -> None:
     core = WorkerCore(welcome(), max_pending=4, now=0.0, incarnation=3)
-    join = Send(Join(worker=1, instance="me", epoch=7, incarnation=3))
-    assert core.mail(Hello(ps_epoch=4), 1.0) == [join]
-    assert core.mail(welcome(ps_epoch=4, instance="older", epoch=99, incarnation=2), 1.0) == [join]
+    join = Send(Join(worker=1, instance="me", session=7, incarnation=3))
+    assert core.on_record(Hello(term=4), 1.0) == [join]
+    assert core.on_record(welcome(term=4, instance="older", session=99, incarnation=2), 1.0) == [join]
     for later in (0, 3, 4):  # 0: a process that nobody has numbered
-        (action,) = core.mail(welcome(ps_epoch=4, instance="newer", epoch=99, incarnation=later), 1.0)
+        (action,) = core.on_record(welcome(term=4, instance="newer", session=99, incarnation=later), 1.0)
         assert isinstance(action, Exit)
         assert action.code == 0
     core.drain()
-    assert core.mail(welcome(ps_epoch=4, instance="older", epoch=99, incarnation=2), 1.0) == []
+    assert core.on_record(welcome(term=4, instance="older", session=99, incarnation=2), 1.0) == []
 
 
-def test_a_new_server_may_give_a_new_epoch(core: WorkerCore) -> None:
-    core.mail(welcome(ps_epoch=4, epoch=99), 1.0)
+def test_a_new_server_may_give_a_new_session(core: WorkerCore) -> None:
+    core.on_record(welcome(term=4, session=99), 1.0)
     (action,) = core.batch_ready(batch(8))
-    assert action == Send(Announce(worker=1, epoch=99, first=8, until=9))
-    assert core.mail(grant(5, ps_epoch=4), 1.0) == []
-    assert len(core.mail(grant(5, ps_epoch=4, epoch=99), 1.0)) == 1
+    assert action == Send(Announce(worker=1, session=99, first=8, until=9))
+    assert core.on_record(grant(5, term=4), 1.0) == []
+    assert len(core.on_record(grant(5, term=4, session=99), 1.0)) == 1
 
 
-@pytest.mark.parametrize(("next_token", "said"), [(4, "went back to batch 4"), (9, "is at batch 9")])
-def test_it_reads_again_where_the_model_is_not_where_it_stands(core: WorkerCore, next_token: int, said: str) -> None:
-    (action,) = core.mail(welcome(ps_epoch=4, next_token=next_token), 1.0)
+@pytest.mark.parametrize(("next_batch", "said"), [(4, "went back to batch 4"), (9, "is at batch 9")])
+def test_it_reads_again_where_the_model_is_not_where_it_stands(core: WorkerCore, next_batch: int, said: str) -> None:
+    (action,) = core.on_record(welcome(term=4, next_batch=next_batch), 1.0)
     assert isinstance(action, Exit)
     assert action.code == 1
     assert said in action.reason
@@ -208,28 +208,28 @@ def test_it_reads_again_where_the_model_is_not_where_it_stands(core: WorkerCore,
 
 def test_nothing_held_is_nothing_announced() -> None:
     core = WorkerCore(welcome(), max_pending=4, now=0.0)
-    assert core.mail(welcome(ps_epoch=4), 1.0) == []
+    assert core.on_record(welcome(term=4), 1.0) == []
     assert core.tick(100.0)[1:] == []
 
 
 @pytest.mark.parametrize(
-    "record", [Fence(ps_epoch=3, worker=1, instance="me"), welcome(instance="newer", epoch=8)], ids=["fence", "welcome"]
+    "record", [Fence(term=3, worker=1, instance="me"), welcome(instance="newer", session=8)], ids=["fence", "welcome"]
 )
 def test_a_replaced_process_ends_and_is_not_started_again(core: WorkerCore, record: AnyRecord) -> None:
-    (action,) = core.mail(record, 1.0)
+    (action,) = core.on_record(record, 1.0)
     assert isinstance(action, Exit)
     assert action.code == 0
     assert action.reason.startswith("fenced")
 
 
-@pytest.mark.parametrize("ps_epoch", [3, 4])
-def test_the_end_of_the_job_ends_it(core: WorkerCore, ps_epoch: int) -> None:
-    assert core.mail(Stop(ps_epoch=ps_epoch, reason="done"), 1.0) == [Exit(0, "job ended (done)")]
+@pytest.mark.parametrize("term", [3, 4])
+def test_the_end_of_the_job_ends_it(core: WorkerCore, term: int) -> None:
+    assert core.on_record(Stop(term=term, reason="done"), 1.0) == [Exit(0, "job ended (done)")]
 
 
 def test_it_gives_signs_of_life_and_announces_again(core: WorkerCore) -> None:
     core.next_offset, core.lag = 164, 36
-    alive = Send(Alive(worker=1, epoch=7, retained=3, next_offset=164, lag=36))
+    alive = Send(Alive(worker=1, session=7, retained=3, next_offset=164, lag=36))
     assert core.tick(0.9) == []
     assert core.tick(1.0) == [alive]
     assert core.tick(1.5) == []
@@ -240,37 +240,37 @@ def test_it_gives_signs_of_life_and_announces_again(core: WorkerCore) -> None:
 
 def test_a_draining_worker_announces_nothing_and_finishes_what_it_owes(core: WorkerCore) -> None:
     asked = grant(5)
-    core.mail(asked, 1.0)
+    core.on_record(asked, 1.0)
     core.drain()
     assert core.batch_ready(batch(8)) == []
-    assert core.mail(Hello(ps_epoch=3), 1.0) == []
-    assert core.tick(10.0) == [Send(Alive(worker=1, epoch=7, retained=4))]
-    assert core.mail(grant(6, 2), 1.0) == [Compute(grant(6, 2), batch(6))]
+    assert core.on_record(Hello(term=3), 1.0) == []
+    assert core.tick(10.0) == [Send(Alive(worker=1, session=7, retained=4))]
+    assert core.on_record(grant(6, 2), 1.0) == [Compute(grant(6, 2), batch(6))]
     assert len(core.gradient_done(grant(6, 2), batch(6), DONE, 1.0)) == 1
-    assert core.leave("sigterm") == [Send(Leave(worker=1, epoch=7, cause="sigterm"))]
+    assert core.leave("sigterm") == [Send(Leave(worker=1, session=7, cause="sigterm"))]
     assert not core.busy
 
 
 def test_what_comes_while_a_gradient_is_computed_is_announced_with_the_push_or_after_a_tick(core: WorkerCore) -> None:
-    core.mail(Durable(ps_epoch=3, worker=1, until=7), 1.0)
-    core.mail(grant(7), 1.0)
+    core.on_record(Durable(term=3, worker=1, until=7), 1.0)
+    core.on_record(grant(7), 1.0)
     assert core.batch_ready(batch(8)) == []
     assert core.batch_ready(batch(9)) == []
     announcement, push = core.gradient_done(grant(7), batch(7), DONE, 1.0)
     assert [announcement] == announced(8, 10)
     assert isinstance(push, Send)
     assert isinstance(push.record, Push)
-    core.mail(grant(8, 2), 1.0)
+    core.on_record(grant(8, 2), 1.0)
     assert core.batch_ready(batch(10)) == []
     assert core.tick(0.5) == announced(10, 11)
     assert core.tick(0.6) == []
-    core.mail(Durable(ps_epoch=3, worker=1, until=11), 1.0)  # durable, and never granted by this server
+    core.on_record(Durable(term=3, worker=1, until=11), 1.0)  # durable, and never granted by this server
     assert core.batch_ready(batch(11)) == announced(11, 12)
 
 
 def test_a_server_whose_origin_is_another_makes_it_read_again(core: WorkerCore) -> None:
     """The same batch numbers would be other offsets: what it holds must not be announced under them."""
-    (action,) = core.mail(welcome(ps_epoch=4, epoch=8, origin=140), 1.0)
+    (action,) = core.on_record(welcome(term=4, session=8, origin=140), 1.0)
     assert action == Exit(1, "the job now begins at offset 140, not at 100: reading again")
-    (action,) = core.mail(welcome(ps_epoch=4, epoch=8, generation=4), 1.0)
+    (action,) = core.on_record(welcome(term=4, session=8, generation=4), 1.0)
     assert action == Exit(1, "another run of the job has begun: reading again")

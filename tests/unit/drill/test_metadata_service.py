@@ -7,41 +7,41 @@ from collections.abc import Iterator
 
 import pytest
 from doll.consumers.spot_notices import ENDPOINT_ENV, Imds, NoticeWatcher
-from doll.drill.metadata_service import UNREADABLE, Metadata
-from waiting import PATIENCE_S, until
+from doll.drill.metadata_service import UNREADABLE, FakeMetadataService
+from waiting import WAIT_TIMEOUT_S, until
 
 
 @pytest.fixture
-def metadata() -> Iterator[Metadata]:
-    with Metadata() as metadata:
+def metadata() -> Iterator[FakeMetadataService]:
+    with FakeMetadataService() as metadata:
         yield metadata
 
 
-def imds(metadata: Metadata, role: str) -> Imds:
-    return Imds(metadata.environment(role)[ENDPOINT_ENV], timeout_s=PATIENCE_S)
+def imds(metadata: FakeMetadataService, role: str) -> Imds:
+    return Imds(metadata.environment(role)[ENDPOINT_ENV], timeout_s=WAIT_TIMEOUT_S)
 
 
-def test_a_notice_is_for_one_role_and_ends(metadata: Metadata) -> None:
+def test_a_notice_is_for_one_role_and_ends(metadata: FakeMetadataService) -> None:
     one, other = imds(metadata, "worker-1"), imds(metadata, "worker-2")
     path = "spot/instance-action"
     assert one.get(path) is None
-    metadata.take("worker-1")
+    metadata.serve_notice("worker-1")
     assert "terminate" in (one.get(path) or "")
     assert other.get(path) is None
-    metadata.spare("worker-1")
+    metadata.clear_notice("worker-1")
     assert one.get(path) is None
 
 
 @pytest.mark.parametrize("number", range(len(UNREADABLE)))
-def test_a_watcher_survives_each_notice_that_cannot_be_read(metadata: Metadata, number: int) -> None:
+def test_a_watcher_survives_each_notice_that_cannot_be_read(metadata: FakeMetadataService, number: int) -> None:
     """It leaves on the bad one, or asks on and leaves on the good one; it never ends in silence."""
     told = threading.Event()
-    metadata.spoil("worker-0", number)
+    metadata.serve_bad_notice("worker-0", number)
     watcher = NoticeWatcher(imds(metadata, "worker-0"), lambda left_s: told.set(), every_s=0.01)
     watcher.start()
     try:
-        until(lambda: metadata.served("worker-0") > 0, "the bad notice is asked for")
-        metadata.take("worker-0")
-        assert told.wait(PATIENCE_S), "the thread that watches for notices has ended"
+        until(lambda: metadata.num_bad_notices_served("worker-0") > 0, "the bad notice is asked for")
+        metadata.serve_notice("worker-0")
+        assert told.wait(WAIT_TIMEOUT_S), "the thread that watches for notices has ended"
     finally:
         watcher.close()

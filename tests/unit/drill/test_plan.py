@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from doll.drill.plan import KINDS, Target, make_plan
+from doll.drill.plan import FAULT_KINDS, FaultTarget, make_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
-ALL: set[Target] = {"worker", "ps", "producer", "evaluator", "redis", "kafka", "stream", "broker"}
-OF_ONE = [kind for kind in KINDS if kind.target != "broker"]  # one broker
+ALL: set[FaultTarget] = {"worker", "ps", "producer", "evaluator", "redis", "kafka", "stream", "broker"}
+OF_ONE = [kind for kind in FAULT_KINDS if kind.target != "broker"]  # one broker
 
 
 @given(faults=st.integers(1, 300), seed=st.integers(0, 10_000), workers=st.integers(1, 9))
@@ -59,7 +59,7 @@ def test_where_there_is_a_standby_nothing_else_succeeds_a_frozen_server() -> Non
 def test_of_several_brokers_one_is_broken_and_not_kafka_as_a_whole() -> None:
     plan = make_plan(500, 3, workers=2, targets=ALL, brokers=3)
     kinds = {fault.kind.name for fault in plan}
-    assert kinds == {kind.name for kind in KINDS} - {"kafka_kill", "kafka_freeze"}
+    assert kinds == {kind.name for kind in FAULT_KINDS} - {"kafka_kill", "kafka_freeze"}
     broken = {fault.role for fault in plan if fault.kind.target == "broker"}
     assert broken == {"broker-1", "broker-2", "broker-3"}
     assert {fault.role for fault in plan if fault.kind.target == "stream"} == {"stream-0", "stream-1"}

@@ -5,35 +5,35 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from doll.drill.plan import KINDS, Fault
-from doll.drill.recovery import Poisoned, Recoveries, table
-from doll.records import Epoch, Member, Update
+from doll.drill.plan import FAULT_KINDS, Fault
+from doll.drill.recovery import PoisonTracker, RecoveryTracker, table
+from doll.records import Member, TermStarted, Update
 
 
 def fault(kind: str, number: int = 1) -> Fault:
-    (found,) = (one for one in KINDS if one.name == kind)
-    return Fault(number, found, worker=0, gap_s=1.0, hold_s=found.hold_s[0], hurried=False)
+    (found,) = (one for one in FAULT_KINDS if one.name == kind)
+    return Fault(number, found, worker=0, gap_s=1.0, hold_s=found.hold_s[0], overlapping=False)
 
 
-def update(time_s: float, ps_epoch: int = 1, version: int = 1) -> Update:
+def update(time_s: float, term: int = 1, version: int = 1) -> Update:
     return Update(
-        ps_epoch=ps_epoch, version=version, members=(), n_samples=8, loss=1.0, metrics={}, samples_total=8,
+        term=term, version=version, members=(), n_samples=8, loss=1.0, metrics={}, samples_total=8,
         time_s=time_s,
     )  # fmt: skip
 
 
 def dead_in(time_s: float, partition: int, offset: int) -> Update:
-    member = Member(worker=partition, token=0, lo=0, hi=8, n_samples=7, base_version=0, dead=(offset,))
+    member = Member(worker=partition, batch=0, lo=0, hi=8, n_samples=7, base_version=0, dead=(offset,))
     return msgspec.structs.replace(update(time_s), members=(member,))
 
 
-def epoch(ps_epoch: int) -> Epoch:
-    return Epoch(ps_epoch=ps_epoch, resumed_version=0, origins=(0,), records_per_batch=8, time_s=0.0)
+def term_started(term: int) -> TermStarted:
+    return TermStarted(term=term, resumed_version=0, origins=(0,), records_per_batch=8, time_s=0.0)
 
 
 def test_only_an_update_that_came_after_the_fault_ends_it() -> None:
-    recoveries = Recoveries()
-    recoveries.feed(epoch(1))
+    recoveries = RecoveryTracker()
+    recoveries.feed(term_started(1))
     recoveries.inject(fault("worker_kill"), 10.0)
     recoveries.feed(update(9.9))  # was on its way
     assert len(recoveries.open) == 1
@@ -44,22 +44,22 @@ def test_only_an_update_that_came_after_the_fault_ends_it() -> None:
 
 
 def test_the_death_of_a_server_is_ended_by_its_successor_only() -> None:
-    recoveries = Recoveries()
-    recoveries.feed(epoch(4))
+    recoveries = RecoveryTracker()
+    recoveries.feed(term_started(4))
     recoveries.inject(fault("ps_kill"), 10.0)
-    recoveries.feed(update(10.1, ps_epoch=4))  # applied while the signal was on its way
+    recoveries.feed(update(10.1, term=4))  # applied while the signal was on its way
     assert len(recoveries.open) == 1
-    recoveries.feed(epoch(5))
-    recoveries.feed(update(13.0, ps_epoch=5))
+    recoveries.feed(term_started(5))
+    recoveries.feed(update(13.0, term=5))
     assert recoveries.open == ()
     assert recoveries.report()["ps_recovery_s"] == {"p50": 3.0, "max": 3.0}
 
 
 def test_a_frozen_server_goes_on_itself() -> None:
-    recoveries = Recoveries()
-    recoveries.feed(epoch(4))
+    recoveries = RecoveryTracker()
+    recoveries.feed(term_started(4))
     recoveries.inject(fault("ps_freeze"), 10.0)
-    recoveries.feed(update(12.0, ps_epoch=4))
+    recoveries.feed(update(12.0, term=4))
     report = recoveries.report()
     assert report["recovery_s"] == {"p50": 2.0, "max": 2.0}
     assert report["ps_recovery_s"] == {"p50": None, "max": None}  # nobody died
@@ -67,23 +67,23 @@ def test_a_frozen_server_goes_on_itself() -> None:
 
 def test_a_server_that_is_cut_off_goes_on_when_it_is_mended_or_its_successor_at_once() -> None:
     cut = fault("ps_cut_kafka")  # for half a second
-    recoveries = Recoveries()
-    recoveries.feed(epoch(4))
+    recoveries = RecoveryTracker()
+    recoveries.feed(term_started(4))
     recoveries.inject(cut, 10.0)
-    recoveries.feed(update(10.2, ps_epoch=4))  # it had all gradients; nobody could hear of it
+    recoveries.feed(update(10.2, term=4))  # it had all gradients; nobody could hear of it
     assert len(recoveries.open) == 1
-    recoveries.feed(update(10.7, ps_epoch=4))
+    recoveries.feed(update(10.7, term=4))
     recoveries.inject(cut, 20.0)
-    recoveries.feed(update(20.3, ps_epoch=5))
+    recoveries.feed(update(20.3, term=5))
     assert recoveries.report()["recovery_s"] == {"p50": 0.5, "max": 0.7}
 
 
 def test_a_poison_record_is_recovered_from_when_an_update_counts_it_as_dead() -> None:
-    recoveries = Recoveries()
-    recoveries.feed(epoch(1))
-    one = recoveries.inject(fault("stream_poison"), 10.0, Poisoned(0, records=1))
+    recoveries = RecoveryTracker()
+    recoveries.feed(term_started(1))
+    one = recoveries.inject(fault("stream_poison"), 10.0, PoisonTracker(0, records=1))
     recoveries.feed(update(10.5))  # the job goes on, but it has not come to the record
-    recoveries.poisoned_at(one, 5)
+    recoveries.add_poison_offset(one, 5)
     recoveries.feed(dead_in(11.0, 0, 4))  # learned, and another one dead
     recoveries.feed(dead_in(11.1, 1, 5))  # of another stream
     assert len(recoveries.open) == 1
@@ -93,9 +93,9 @@ def test_a_poison_record_is_recovered_from_when_an_update_counts_it_as_dead() ->
 
 
 def test_a_stream_that_is_behind_comes_to_the_poison_in_its_turn() -> None:
-    recoveries = Recoveries()
-    one = recoveries.inject(fault("stream_poison"), 10.0, Poisoned(0, records=1))
-    recoveries.poisoned_at(one, 5)
+    recoveries = RecoveryTracker()
+    one = recoveries.inject(fault("stream_poison"), 10.0, PoisonTracker(0, records=1))
+    recoveries.add_poison_offset(one, 5)
     recoveries.feed(dead_in(200.0, 0, 4))  # its batches begin at 0: the stream is not past the record
     assert one.waiting_since_s == 200.0
     late = msgspec.structs.replace(dead_in(0, 0, 9).members[0], lo=8, hi=16)
@@ -104,20 +104,20 @@ def test_a_stream_that_is_behind_comes_to_the_poison_in_its_turn() -> None:
 
 
 def test_an_update_may_come_before_kafka_says_where_the_poison_is() -> None:
-    recoveries = Recoveries()
-    one = recoveries.inject(fault("stream_poison"), 10.0, Poisoned(0, records=1))
+    recoveries = RecoveryTracker()
+    one = recoveries.inject(fault("stream_poison"), 10.0, PoisonTracker(0, records=1))
     recoveries.feed(dead_in(10.25, 0, 5))
-    recoveries.poisoned_at(one, 5)
+    recoveries.add_poison_offset(one, 5)
     assert recoveries.open == ()
     assert recoveries.report()["recovery_s"] == {"p50": 0.25, "max": 0.25}
 
 
 def test_one_of_several_poison_records_may_be_harmless() -> None:
-    recoveries = Recoveries()
-    poison = Poisoned(0, records=2, harmless=1)
+    recoveries = RecoveryTracker()
+    poison = PoisonTracker(0, records=2, harmless=1)
     one = recoveries.inject(fault("stream_poison"), 10.0, poison)
     for offset in (3, 5):
-        recoveries.poisoned_at(one, offset)
+        recoveries.add_poison_offset(one, offset)
     recoveries.feed(dead_in(11.0, 0, 7))  # both are learned from
     assert len(recoveries.open) == 1
     recoveries.feed(dead_in(12.0, 0, 5))  # the batch was counted again, by a successor
@@ -126,9 +126,9 @@ def test_one_of_several_poison_records_may_be_harmless() -> None:
 
 
 def test_a_bad_notice_is_recovered_from_when_the_worker_has_left_on_a_good_one() -> None:
-    recoveries = Recoveries()
-    recoveries.feed(epoch(1))
-    one = recoveries.inject(fault("worker_bad_notice"), 10.0)
+    recoveries = RecoveryTracker()
+    recoveries.feed(term_started(1))
+    one = recoveries.inject(fault("worker_malformed_notice"), 10.0)
     recoveries.feed(update(11.0))
     assert len(recoveries.open) == 1
     one.left = True
@@ -137,15 +137,15 @@ def test_a_bad_notice_is_recovered_from_when_the_worker_has_left_on_a_good_one()
 
 
 def test_deleting_what_is_durable_holds_nothing_up() -> None:
-    recoveries = Recoveries()
-    recoveries.feed(epoch(1))
+    recoveries = RecoveryTracker()
+    recoveries.feed(term_started(1))
     recoveries.inject(fault("stream_truncate"), 10.0)
     recoveries.feed(update(10.25))
     assert recoveries.report()["recovery_s"] == {"p50": 0.25, "max": 0.25}
 
 
 def test_the_report_counts_what_was_not_recovered_from() -> None:
-    recoveries = Recoveries()
+    recoveries = RecoveryTracker()
     for number, kind in enumerate(("worker_kill", "redis_kill", "worker_kill"), 1):
         recoveries.inject(fault(kind, number), float(number))
     recoveries.feed(update(2.5))

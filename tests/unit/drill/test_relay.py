@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from doll.drill.relay import Relay, Relays
 
-PATIENCE_S = 60.0  # only bounds a failure
+WAIT_TIMEOUT_S = 60.0  # only bounds a failure
 SILENCE_S = 0.3
 
 
@@ -40,7 +40,7 @@ def relay() -> Iterator[Relay]:
 
 
 def connect(relay: Relay) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", relay.port), timeout=PATIENCE_S)
+    return socket.create_connection(("127.0.0.1", relay.port), timeout=WAIT_TIMEOUT_S)
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -63,22 +63,22 @@ def test_it_passes_on_megabytes_and_the_end_of_each_side(relay: Relay) -> None:
         reader.start()
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
-        reader.join(PATIENCE_S)
+        reader.join(WAIT_TIMEOUT_S)
     assert hashlib.sha256(got[0]).digest() == hashlib.sha256(sent).digest()
 
 
 def test_a_silent_cut_holds_back_what_is_sent_until_it_is_mended(relay: Relay) -> None:
     with connect(relay) as before:
         assert_answers(before)
-        relay.break_off("silent")
+        relay.start_cut("silent")
         with connect(relay) as during:  # the kernel takes it in; nobody answers, as where packets are lost
             for connection in (before, during):
                 connection.settimeout(SILENCE_S)
                 connection.sendall(b"late")
                 with pytest.raises(TimeoutError):
                     connection.recv(4)
-                connection.settimeout(PATIENCE_S)
-            relay.mend()
+                connection.settimeout(WAIT_TIMEOUT_S)
+            relay.restore()
             assert before.recv(4) == b"late"
             assert during.recv(4) == b"late"
 
@@ -86,14 +86,14 @@ def test_a_silent_cut_holds_back_what_is_sent_until_it_is_mended(relay: Relay) -
 def test_a_hard_cut_resets_old_and_new_connections(relay: Relay) -> None:
     with connect(relay) as before:
         assert_answers(before)
-        relay.break_off("reset")
+        relay.start_cut("reset")
         with pytest.raises(ConnectionResetError):
             before.recv(4)
     # It resets what the kernel takes in: while connecting, or at the first byte.
     with pytest.raises((ConnectionResetError, BrokenPipeError)), connect(relay) as during:  # noqa: PT012
         during.sendall(b"ping")
         during.recv(4)
-    relay.mend()
+    relay.restore()
     with connect(relay) as after:
         assert_answers(after)
 
@@ -105,12 +105,12 @@ def test_relays_are_cut_one_by_one_and_a_target_that_is_away_resets(relay: Relay
             nowhere.sendall(b"ping")
             nowhere.recv(4)
         other.target_port = relay.port
-        other.break_off("reset")
+        other.start_cut("reset")
         with connect(relay) as connection:
             assert_answers(connection)
-        other.mend()
+        other.restore()
         with connect(other) as connection:
             assert_answers(connection)
         port = other.port
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
+        socket.create_connection(("127.0.0.1", port), timeout=WAIT_TIMEOUT_S)

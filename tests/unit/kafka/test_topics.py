@@ -18,9 +18,9 @@ from confluent_kafka.admin import (
 from doll.config import JobConfig, parse
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import topics
-from doll.kafka.topic_settings import Found, judge
+from doll.kafka.topic_settings import ActualTopic, find_problems
 from doll.services import Services, kafka_settings
-from waiting import PATIENCE_S, until
+from waiting import WAIT_TIMEOUT_S, until
 
 
 def job(name: str, *overrides: str) -> JobConfig:
@@ -30,8 +30,8 @@ def job(name: str, *overrides: str) -> JobConfig:
 def test_samples_and_down_have_a_partition_for_each_worker_and_the_others_one() -> None:
     assert {topic.name.rpartition(".")[2]: topic.partitions for topic in topics.plan(job("j"))} == {
         "samples": 3,
-        "down": 3,
-        "up": 1,
+        "commands": 3,
+        "events": 1,
         "updates": 1,
         "metrics": 1,
         "dead": 1,
@@ -46,8 +46,8 @@ def test_retention_follows_the_job_file_for_samples_and_is_forever_for_the_ledge
     six_hours = str(6 * 3600 * 1000)
     assert kept == {
         "samples": "1800000",
-        "down": six_hours,
-        "up": six_hours,
+        "commands": six_hours,
+        "events": six_hours,
         "updates": "-1",
         "metrics": six_hours,
         "dead": "-1",
@@ -130,29 +130,29 @@ def test_a_producer_s_user_is_one_name(user: str) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", ["samples", "down"])
+@pytest.mark.parametrize("kind", ["samples", "commands"])
 def test_the_advice_about_the_number_of_workers_works(services: Services, job_name: str, kind: str) -> None:
     """Nothing is created beside a topic of another size: the advised number would not fit it."""
     name = f"{job_name}-{kind}"
     made = f"doll.{name}.{kind}"
     admin = AdminClient(kafka_settings(job(name), services))
-    admin.create_topics([NewTopic(made, 1)])[made].result(PATIENCE_S)
+    admin.create_topics([NewTopic(made, 1)])[made].result(WAIT_TIMEOUT_S)
     until(lambda: topics.describe(job(name), services), "the topic")
     with pytest.raises(ConfigError, match=f"{kind}: expected 3 partitions, found 1 .* set data.workers to 1"):
         topics.ensure(job(name), services)
     assert [info.name for info in topics.describe(job(name), services)] == [made]
     topics.ensure(job(name, "data.workers=1"), services)
     # Somebody adds a partition afterwards: no number of workers fits any more.
-    admin.create_partitions([NewPartitions(made, 2)])[made].result(PATIENCE_S)
+    admin.create_partitions([NewPartitions(made, 2)])[made].result(WAIT_TIMEOUT_S)
     until(lambda: 2 in {info.partitions for info in topics.describe(job(name), services)}, "the new partition")
     for workers in (1, 2):
         with pytest.raises(ConfigError, match=rf"no data\.workers fits both; choose .*--set job={name}-2"):
             topics.ensure(job(name, f"data.workers={workers}"), services)
 
 
-def found(settings: dict[str, str] | None = None, replicas: int = 3, in_sync: int = 3) -> Found:
+def found(settings: dict[str, str] | None = None, replicas: int = 3, in_sync: int = 3) -> ActualTopic:
     defaults = {"cleanup.policy": "delete", "min.insync.replicas": "2", "retention.ms": "-1"}
-    return Found(defaults | (settings or {}), replicas, in_sync)
+    return ActualTopic(defaults | (settings or {}), replicas, in_sync)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def found(settings: dict[str, str] | None = None, replicas: int = 3, in_sync: in
     [
         ("samples", found({"cleanup.policy": "compact"}), True, "cleanup.policy is compact, expected delete"),
         ("updates", found({"cleanup.policy": "compact,delete"}), True, "--add-config cleanup.policy=delete"),
-        ("up", found({"cleanup.policy": "compact"}), True, "records that the job needs"),
+        ("events", found({"cleanup.policy": "compact"}), True, "records that the job needs"),
         ("updates", found({"retention.ms": "604800000"}), True, "retention.ms is 604800000"),
         ("updates", found({"retention.bytes": "1000"}), True, "retention.bytes 1000"),
         ("dead", found({"retention.ms": "604800000"}), False, "the audit fails once a dead letter is deleted"),
@@ -172,12 +172,14 @@ def found(settings: dict[str, str] | None = None, replicas: int = 3, in_sync: in
         ("samples", found(in_sync=1), False, "1 replicas are in sync and 2 must be"),
         ("updates", found({"min.insync.replicas": "1"}), False, "--add-config min.insync.replicas=2"),
         ("updates", found({"unclean.leader.election.enable": "true"}), False, "may become the leader"),
-        ("down", found(replicas=2, in_sync=2), False, "it has 2 replicas, kafka.replication_factor is 3"),
+        ("commands", found(replicas=2, in_sync=2), False, "it has 2 replicas, kafka.replication_factor is 3"),
     ],
 )
-def test_what_an_existing_topic_s_settings_mean(kind: topics.Kind, came: Found, fatal: bool, words: str) -> None:
-    plan = dict(zip(topics.KINDS, topics.plan(job("j", "kafka.replication_factor=3")), strict=True))
-    (finding,) = judge(plan[kind], kind, came, 3)
+def test_what_an_existing_topic_s_settings_mean(
+    kind: topics.TopicKind, came: ActualTopic, fatal: bool, words: str
+) -> None:
+    plan = dict(zip(topics.TOPIC_KINDS, topics.plan(job("j", "kafka.replication_factor=3")), strict=True))
+    (finding,) = find_problems(plan[kind], kind, came, 3)
     assert finding.fatal is fatal
     assert words in finding.text
     assert finding.text.startswith(f"topic doll.j.{kind}: ")
@@ -186,9 +188,9 @@ def test_what_an_existing_topic_s_settings_mean(kind: topics.Kind, came: Found, 
 def test_what_doll_creates_itself_is_fine_with_any_number_of_replicas() -> None:
     for replicas, in_sync in ((1, "1"), (2, "1"), (3, "2"), (5, "4")):
         config = job("j", f"kafka.replication_factor={replicas}")
-        for kind, plan in zip(topics.KINDS, topics.plan(config), strict=True):
+        for kind, plan in zip(topics.TOPIC_KINDS, topics.plan(config), strict=True):
             assert plan.settings["min.insync.replicas"] == in_sync
-            assert judge(plan, kind, Found(plan.settings, replicas, replicas), replicas) == []
+            assert find_problems(plan, kind, ActualTopic(plan.settings, replicas, replicas), replicas) == []
 
 
 @pytest.mark.integration
@@ -201,13 +203,13 @@ def test_a_compacted_topic_stops_the_job_and_a_short_retention_is_told(services:
         NewTopic(updates, 1, 1, config={"cleanup.policy": "compact", "retention.ms": "-1"}),
     ]
     for future in admin.create_topics(made).values():
-        future.result(PATIENCE_S)
+        future.result(WAIT_TIMEOUT_S)
     until(lambda: len(topics.describe(config, services)) == 2, "the topics")
     with pytest.raises(ConfigError, match=f"topic {updates}: cleanup.policy is compact"):
         topics.ensure(config, services)
     change = ConfigEntry("cleanup.policy", "delete", incremental_operation=AlterConfigOpType.SET)
     resource = ConfigResource(ResourceType.TOPIC, updates, incremental_configs=[change])
-    admin.incremental_alter_configs([resource])[resource].result(PATIENCE_S)
+    admin.incremental_alter_configs([resource])[resource].result(WAIT_TIMEOUT_S)
 
     def allowed() -> bool:  # the change is there a moment after it was accepted
         with contextlib.suppress(ConfigError):

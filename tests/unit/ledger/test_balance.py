@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from doll.ledger import intervals
 from doll.ledger.balance import DurableModel, Ledger, LedgerReport, Range, balance
-from doll.records import DeadLetter, Epoch, Finished, Member, Update
+from doll.records import DeadLetter, Finished, Member, TermStarted, Update
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -25,10 +25,10 @@ class History:
 
     durable: DurableModel
     ends: list[int]
-    records: list[Epoch | Update | Finished]
+    records: list[TermStarted | Update | Finished]
     letters: list[DeadLetter]
     truth: Counter[str] = field(default_factory=Counter)
-    redone: int = 0
+    voided: int = 0
 
     def report(self, **changes: Any) -> LedgerReport:
         return balance(
@@ -46,10 +46,10 @@ class History:
         at: dict[int, int] = {}
         newest = 0
         for position, record in enumerate(self.records):
-            if record.ps_epoch < newest:
+            if record.term < newest:
                 continue
-            newest = record.ps_epoch
-            if isinstance(record, Epoch):
+            newest = record.term
+            if isinstance(record, TermStarted):
                 at = {version: where for version, where in at.items() if version <= record.resumed_version}
             elif isinstance(record, Update):
                 at[record.version] = position
@@ -76,11 +76,11 @@ def play(rng: random.Random, *, steps: int, num: int = 3, rpb: int = 4, save_at_
     for n in range(num):
         for offset in range(origins[n], ends[n]):
             fate[n, offset] = rng.choices(["good", "dead", "gap"], [12, 1, 1])[0]
-    records: list[Epoch | Update | Finished] = []
+    records: list[TermStarted | Update | Finished] = []
     letters: list[DeadLetter] = []
 
-    def batch(worker: int, token: int, version: int) -> Member:
-        lo = origins[worker] + token * rpb
+    def batch(worker: int, number: int, version: int) -> Member:
+        lo = origins[worker] + number * rpb
         span = range(lo, lo + rpb)
         dead = tuple(offset for offset in span if fate[worker, offset] == "dead")
         gaps = tuple(intervals.points(offset for offset in span if fate[worker, offset] == "gap"))
@@ -90,7 +90,7 @@ def play(rng: random.Random, *, steps: int, num: int = 3, rpb: int = 4, save_at_
         good = sum(fate[worker, offset] == "good" for offset in span)
         return Member(
             worker=worker,
-            token=token,
+            batch=number,
             lo=lo,
             hi=lo + rpb,
             n_samples=good,
@@ -99,11 +99,11 @@ def play(rng: random.Random, *, steps: int, num: int = 3, rpb: int = 4, save_at_
             gaps=gaps,
         )
 
-    epoch, redone = 1, 0
-    saved_epoch, saved_version, saved_applied = 0, 0, [0] * num
+    term, voided = 1, 0
+    saved_term, saved_version, saved_applied = 0, 0, [0] * num
     version, applied = 0, [0] * num
     zombies: list[tuple[int, int, list[int]]] = []
-    records.append(Epoch(ps_epoch=1, resumed_version=0, origins=origins, records_per_batch=rpb, time_s=0.0))
+    records.append(TermStarted(term=1, resumed_version=0, origins=origins, records_per_batch=rpb, time_s=0.0))
 
     def update(by: int, number: int, counts: list[int]) -> Update | None:
         ready = [n for n in range(num) if origins[n] + (counts[n] + 1) * rpb <= ends[n]]
@@ -116,36 +116,36 @@ def play(rng: random.Random, *, steps: int, num: int = 3, rpb: int = 4, save_at_
                 counts[n] += 1
         rng.shuffle(members)  # the order within a group is nobody's business
         samples = sum(member.n_samples for member in members)
-        return Update(ps_epoch=by, version=number, members=tuple(members), n_samples=samples, loss=1.0)
+        return Update(term=by, version=number, members=tuple(members), n_samples=samples, loss=1.0)
 
     for _ in range(steps):
         action = rng.choices(["update", "save", "crash", "zombie"], [12, 4, 1, 1])[0]
         if action == "update":
-            done = update(epoch, version + 1, applied)
+            done = update(term, version + 1, applied)
             if done is not None:
                 version += 1
                 records.append(done)
         elif action == "save":
-            saved_epoch, saved_version, saved_applied = epoch, version, list(applied)
+            saved_term, saved_version, saved_applied = term, version, list(applied)
         elif action == "crash":
-            zombies.append((epoch, version, list(applied)))
-            redone += version - saved_version
-            epoch += rng.randint(1, 2)  # one that died before it wrote anything may lie between
+            zombies.append((term, version, list(applied)))
+            voided += version - saved_version
+            term += rng.randint(1, 2)  # one that died before it wrote anything may lie between
             version, applied = saved_version, list(saved_applied)
             records.append(
-                Epoch(ps_epoch=epoch, resumed_version=version, origins=origins, records_per_batch=rpb, time_s=0.0)
+                TermStarted(term=term, resumed_version=version, origins=origins, records_per_batch=rpb, time_s=0.0)
             )
         elif zombies:
-            old_epoch, old_version, old_applied = zombies.pop()
-            done = update(old_epoch, old_version + 1, old_applied)
+            old_term, old_version, old_applied = zombies.pop()
+            done = update(old_term, old_version + 1, old_applied)
             if done is not None:
-                redone += 1
+                voided += 1
                 records.append(done)
     if save_at_end:
-        saved_epoch, saved_version, saved_applied = epoch, version, list(applied)
-        records.append(Finished(ps_epoch=epoch, version=version, reason="end", time_s=0.0))
+        saved_term, saved_version, saved_applied = term, version, list(applied)
+        records.append(Finished(term=term, version=version, reason="end", time_s=0.0))
     durable = DurableModel(
-        ps_epoch=saved_epoch,
+        term=saved_term,
         version=saved_version,
         applied=tuple(saved_applied),
         origins=origins,
@@ -154,7 +154,7 @@ def play(rng: random.Random, *, steps: int, num: int = 3, rpb: int = 4, save_at_
     truth: Counter[str] = Counter()
     for (n, offset), what in fate.items():
         truth[what if offset < origins[n] + saved_applied[n] * rpb else "pending"] += 1
-    return History(durable, ends, records, letters, truth, redone)
+    return History(durable, ends, records, letters, truth, voided)
 
 
 RNG = st.integers(0, 2**32).map(random.Random)  # ten times faster than st.randoms
@@ -169,11 +169,11 @@ def counts(report: LedgerReport) -> dict[str, int]:
 def test_every_sound_history_balances(rng: random.Random, steps: int, save_at_end: bool) -> None:
     history = play(rng, steps=steps, save_at_end=save_at_end)
     report = history.report()
-    assert report.complaints() == []
+    assert report.violations() == []
     assert report.ok
     assert {kind: n for kind, n in counts(report).items() if n} == dict(history.truth)
     assert report.produced == sum(history.truth.values())
-    assert report.redone == history.redone
+    assert report.voided == history.voided
     assert (report.missing, report.twice) == ((), ())
     assert report.updates == history.durable.version
 
@@ -188,7 +188,7 @@ def test_a_dropped_update_is_missing(rng: random.Random) -> None:
     report = history.report()
     assert not report.ok
     assert covers(report.missing, dropped.members)
-    assert f"versions {dropped.version} to {dropped.version} are in the durable model" in " ".join(report.complaints())
+    assert f"versions {dropped.version} to {dropped.version} are in the durable model" in " ".join(report.violations())
     assert sum(counts(report).values()) + sum(r.hi - r.lo for r in report.missing) == report.produced
 
 
@@ -207,7 +207,7 @@ def test_a_batch_in_two_updates_is_twice(rng: random.Random) -> None:
     report = history.report()
     assert not report.ok
     assert report.twice == (Range(again.worker, again.lo, again.hi),)
-    assert f"applied twice: partition {again.worker}: {again.lo}-{again.hi - 1}" in report.complaints()
+    assert f"applied twice: partition {again.worker}: {again.lo}-{again.hi - 1}" in report.violations()
 
 
 @given(rng=RNG)
@@ -219,7 +219,7 @@ def test_a_batch_replaced_by_its_neighbour_is_missing_and_twice(rng: random.Rand
         for at in history.durable_updates()
         for k, member in enumerate(history.records[at].members)  # type: ignore[union-attr]
     ]
-    pairs = [(a, b) for a in members for b in members if a[2].worker == b[2].worker and a[2].token != b[2].token]
+    pairs = [(a, b) for a in members for b in members if a[2].worker == b[2].worker and a[2].batch != b[2].batch]
     assume(pairs)
     (at, k, lost), (_, _, copied) = rng.choice(pairs)
     update = history.records[at]
@@ -247,7 +247,7 @@ def test_a_lost_dead_letter_is_missing(rng: random.Random) -> None:
     history.letters = [item for item in history.letters if (item.partition, item.offset) != gone or not item.whole]
     report = history.report()
     assert report.missing == (Range(gone[0], gone[1], gone[1] + 1),)
-    assert f"there is no dead letter: partition {gone[0]}: {gone[1]}" in " ".join(report.complaints())
+    assert f"there is no dead letter: partition {gone[0]}: {gone[1]}" in " ".join(report.violations())
 
 
 @given(rng=RNG, by=st.sampled_from([-3, -1, 1, 2]))
@@ -262,8 +262,8 @@ def test_a_shifted_range_is_noticed(rng: random.Random, by: int) -> None:
     history.records[at] = msgspec.structs.replace(update, members=(shifted, *update.members[1:]))
     report = history.report()
     assert not report.ok
-    expected = f"batch {first.token} of partition {first.worker} is offsets {first.lo}-{first.hi - 1}"
-    assert expected in " ".join(report.complaints())
+    expected = f"batch {first.batch} of partition {first.worker} is offsets {first.lo}-{first.hi - 1}"
+    assert expected in " ".join(report.violations())
     assert report.missing
 
 
@@ -279,7 +279,7 @@ def test_the_letter_of_an_offset_that_was_applied_is_superseded(rng: random.Rand
         m
         for at in history.durable_updates()
         for m in history.records[at].members  # type: ignore[union-attr]
-        if (m.worker, m.token) == (n, 0)
+        if (m.worker, m.batch) == (n, 0)
     )
     assume(offset not in member.dead and not intervals.contains(intervals.union(member.gaps), offset))
     before = history.report()
@@ -301,7 +301,7 @@ def test_a_wrong_count_in_the_checkpoint_is_noticed(rng: random.Random, by: int)
     report = history.report(durable=replace(history.durable, applied=tuple(applied)))
     assert not report.ok
     edge = history.durable.origins[n] + min(applied[n], history.durable.applied[n]) * 4
-    assert f"partition {n}: {edge}-{edge + 3}" in " ".join(report.complaints())
+    assert f"partition {n}: {edge}-{edge + 3}" in " ".join(report.violations())
 
 
 def covers(ranges: tuple[Range, ...], members: Any) -> bool:
@@ -314,27 +314,29 @@ def covers(ranges: tuple[Range, ...], members: Any) -> bool:
 # --- worked examples -----------------------------------------------------------------------------------------------
 
 
-def epoch(number: int, resumed: int = 0) -> Epoch:
-    return Epoch(ps_epoch=number, resumed_version=resumed, origins=(0, 0), records_per_batch=10, time_s=0.0)
+def term_started(number: int, resumed: int = 0) -> TermStarted:
+    return TermStarted(term=number, resumed_version=resumed, origins=(0, 0), records_per_batch=10, time_s=0.0)
 
 
-def update(by: int, version: int, *tokens: tuple[int, int]) -> Update:
+def update(by: int, version: int, *batches: tuple[int, int]) -> Update:
     members = tuple(
-        Member(worker=n, token=j, lo=10 * j, hi=10 * j + 10, n_samples=10, base_version=version - 1) for n, j in tokens
+        Member(worker=n, batch=j, lo=10 * j, hi=10 * j + 10, n_samples=10, base_version=version - 1) for n, j in batches
     )
-    return Update(ps_epoch=by, version=version, members=members, n_samples=10 * len(members), loss=1.0)
+    return Update(term=by, version=version, members=members, n_samples=10 * len(members), loss=1.0)
 
 
-def durable(ps_epoch: int, version: int, *applied: int) -> DurableModel:
-    return DurableModel(ps_epoch=ps_epoch, version=version, applied=applied, origins=(0, 0), records_per_batch=10)
+def durable(term: int, version: int, *applied: int) -> DurableModel:
+    return DurableModel(term=term, version=version, applied=applied, origins=(0, 0), records_per_batch=10)
 
 
-def audit(model: DurableModel, *records: Epoch | Update | Finished, ends: tuple[int, int] = (100, 100)) -> LedgerReport:
+def audit(
+    model: DurableModel, *records: TermStarted | Update | Finished, ends: tuple[int, int] = (100, 100)
+) -> LedgerReport:
     return balance(durable=model, ends=ends, records=records, dead_letters=[])
 
 
 def test_the_summary_reads_as_documented() -> None:
-    report = audit(durable(1, 1, 1, 1), epoch(1), update(1, 1, (0, 0), (1, 0)), ends=(25, 10))
+    report = audit(durable(1, 1, 1, 1), term_started(1), update(1, 1, (0, 0), (1, 0)), ends=(25, 10))
     assert report.summary() == (
         "audit: 35 offsets produced, 20 applied exactly once, 15 not yet applied, 0 missing, 0 twice, 0 dead-lettered"
     )
@@ -344,13 +346,13 @@ def test_the_summary_reads_as_documented() -> None:
 
 
 def test_updates_after_the_checkpoint_are_not_durable_yet() -> None:
-    report = audit(durable(1, 1, 1, 0), epoch(1), update(1, 1, (0, 0)), update(1, 2, (0, 1)))
+    report = audit(durable(1, 1, 1, 0), term_started(1), update(1, 1, (0, 0)), update(1, 2, (0, 1)))
     assert report.ok
     assert (report.updates, report.unsaved, report.applied, report.pending) == (1, 1, 10, 190)
 
 
 def test_a_job_that_has_not_saved_anything() -> None:
-    report = audit(durable(0, 0, 0, 0), epoch(1), update(1, 1, (0, 0)))
+    report = audit(durable(0, 0, 0, 0), term_started(1), update(1, 1, (0, 0)))
     assert report.ok
     assert report.pending == 200
 
@@ -358,62 +360,62 @@ def test_a_job_that_has_not_saved_anything() -> None:
 def test_updates_lost_in_a_crash_are_void_and_done_again_otherwise() -> None:
     report = audit(
         durable(2, 2, 1, 1),
-        epoch(1),
+        term_started(1),
         update(1, 1, (0, 0)),
         update(1, 2, (0, 1)),  # lost: the checkpoint was of version 1
-        epoch(2, resumed=1),
+        term_started(2, resumed=1),
         update(1, 3, (0, 2)),  # the fenced server has not noticed yet
         update(2, 2, (1, 0)),
     )
     assert report.ok
-    assert (report.redone, report.applied) == (2, 20)
+    assert (report.voided, report.applied) == (2, 20)
 
 
-def test_an_epoch_of_a_server_that_lost_the_race_changes_nothing() -> None:
-    assert audit(durable(3, 1, 1, 0), epoch(3), epoch(2), update(3, 1, (0, 0))).ok
+def test_a_term_of_a_server_that_lost_the_race_changes_nothing() -> None:
+    assert audit(durable(3, 1, 1, 0), term_started(3), term_started(2), update(3, 1, (0, 0))).ok
 
 
 @pytest.mark.parametrize(
     ("model", "records", "says"),
     [
-        (durable(1, 20, 1, 0), [epoch(1), update(1, 20, (0, 0))], "versions 1 to 19 are in the durable model"),
+        (durable(1, 20, 1, 0), [term_started(1), update(1, 20, (0, 0))], "versions 1 to 19 are in the durable model"),
         (durable(1, 1, 1, 0), [], "versions 1 to 1 are in the durable model"),
         (
             durable(1, 2, 2, 0),
-            [epoch(1), update(1, 1, (0, 0)), update(1, 1, (0, 0)), update(1, 2, (0, 1))],
-            "epoch 1 records version 1 after version 1",
+            [term_started(1), update(1, 1, (0, 0)), update(1, 1, (0, 0)), update(1, 2, (0, 1))],
+            "term 1 records version 1 after version 1",
         ),
-        (durable(1, 1, 1, 0), [update(1, 1, (0, 0))], "no record says from which version epoch 1 began"),
-        (durable(1, 1, 1, 0), [epoch(1), epoch(1), update(1, 1, (0, 0))], "two servers had the same epoch"),
+        (durable(1, 1, 1, 0), [update(1, 1, (0, 0))], "no record says from which version term 1 began"),
+        (durable(1, 1, 1, 0), [term_started(1), term_started(1), update(1, 1, (0, 0))], "two servers had the same term"),
         (
             durable(1, 2, 2, 0),
-            [epoch(1), update(1, 1, (0, 0)), update(1, 2, (0, 1)), epoch(2, resumed=1), update(2, 2, (0, 1))],
-            "epoch 2 began again from version 1, but the newest checkpoint is of version 2, epoch 1",
+            [term_started(1), update(1, 1, (0, 0)), update(1, 2, (0, 1)), term_started(2, resumed=1), update(2, 2, (0, 1))],
+            "term 2 began again from version 1, but the newest checkpoint is of version 2, term 1",
         ),
         (
             durable(1, 1, 1, 0),
-            [epoch(1), update(1, 1, (0, 0)), Finished(ps_epoch=1, version=2, reason="", time_s=0)],
+            [term_started(1), update(1, 1, (0, 0)), Finished(term=1, version=2, reason="", time_s=0)],
             "the job ended at version 2, but the newest checkpoint is of version 1",
         ),
         (
             durable(0, 0, 0, 0),
-            [epoch(1), update(1, 1, (0, 0)), Finished(ps_epoch=1, version=1, reason="", time_s=0)],
+            [term_started(1), update(1, 1, (0, 0)), Finished(term=1, version=1, reason="", time_s=0)],
             "the job ended at version 1, but no checkpoint was found: name the run's folder (doll audit RUN)",
         ),
         (
             durable(1, 1, 11, 0),
-            [epoch(1), update(1, 1, *((0, j) for j in range(11)))],
+            [term_started(1), update(1, 1, *((0, j) for j in range(11)))],
             "reaches offset 109, but the log ends at 100",
         ),
-        (durable(1, 1, 1, 0), [epoch(1), update(1, 1, (0, 0), (7, 0))], "expected a worker from 0 to 1, got 7"),
+        (durable(1, 1, 1, 0), [term_started(1), update(1, 1, (0, 0), (7, 0))], "expected a worker from 0 to 1, got 7"),
         (
             durable(1, 1, 1, 0),
-            [msgspec.structs.replace(epoch(1), origins=(5, 0)), update(1, 1, (0, 0))],
+            [msgspec.structs.replace(term_started(1), origins=(5, 0)), update(1, 1, (0, 0))],
             "began with origins [5, 0]",
         ),
         (
             durable(1, 1, 1, 0),
-            [epoch(1), msgspec.structs.replace(update(1, 1, (0, 0)), n_samples=9)],
+            [term_started(1), msgspec.structs.replace(update(1, 1, (0, 0)), n_samples=9)],
             "do not have the 9 samples",
         ),
     ],
@@ -428,13 +430,13 @@ def test_offsets_named_outside_their_batch_are_noticed() -> None:
     for change in ({"dead": (10,)}, {"gaps": ((8, 12),)}, {"gaps": ((4, 4),)}, {"lost": ((9, 11),)}):
         one = update(1, 1, (0, 0))
         one = msgspec.structs.replace(one, members=(msgspec.structs.replace(one.members[0], **change),))
-        assert "names offsets outside itself" in " ".join(audit(durable(1, 1, 1, 0), epoch(1), one).problems)
+        assert "names offsets outside itself" in " ".join(audit(durable(1, 1, 1, 0), term_started(1), one).problems)
 
 
 def test_a_record_in_a_range_said_to_hold_none_is_missing() -> None:
     one = update(1, 1, (0, 0))
     one = msgspec.structs.replace(one, members=(msgspec.structs.replace(one.members[0], gaps=((2, 6),)),))
-    arguments = {"durable": durable(1, 1, 1, 0), "ends": (10, 0), "records": [epoch(1), one], "dead_letters": []}
+    arguments = {"durable": durable(1, 1, 1, 0), "ends": (10, 0), "records": [term_started(1), one], "dead_letters": []}
     report = balance(**arguments)
     assert report.gap_ranges == (Range(0, 2, 6),)
     assert (report.ok, report.applied, report.gaps) == (True, 6, 4)
@@ -451,7 +453,7 @@ def with_lost(*lost: tuple[int, int]) -> Update:
 
 def test_records_deleted_before_they_were_learned_fail_the_audit_unless_allowed() -> None:
     arguments = {
-        "durable": durable(1, 1, 1, 0), "ends": (30, 10), "records": [epoch(1), with_lost((2, 6))],
+        "durable": durable(1, 1, 1, 0), "ends": (30, 10), "records": [term_started(1), with_lost((2, 6))],
         "dead_letters": [letter(0, 3)], "lows": (14, 0),
     }  # fmt: skip
     report = balance(**arguments)
@@ -459,25 +461,29 @@ def test_records_deleted_before_they_were_learned_fail_the_audit_unless_allowed(
     assert report.lost_ranges == (Range(0, 2, 6), Range(0, 10, 14))
     assert (report.ok, report.applied, report.lost, report.pending, report.produced) == (False, 6, 8, 26, 40)
     assert report.superseded == 0
-    assert report.complaints() == [
-        "lost: partition 0: 2-5, partition 0: 10-13: deleted from the log before they were learned (see data.on_loss)"
+    assert report.violations() == [
+        "lost: partition 0: 2-5, partition 0: 10-13: deleted from the log before they were learned (see data.on_data_loss)"
     ]
     assert "0 twice, 8 lost, 0 dead-lettered" in report.summary()
     allowed = balance(**arguments, loss_allowed=True)
-    assert (allowed.ok, allowed.complaints(), allowed.lost) == (True, [], 8)
-    assert "allowed by data.on_loss: skip" in allowed.losses()[0]
+    assert (allowed.ok, allowed.violations(), allowed.lost) == (True, [], 8)
+    assert "allowed by data.on_data_loss: skip" in allowed.losses()[0]
     assert json.loads(json.dumps(allowed.to_dict()))["lost_ranges"] == [[0, 2, 6], [0, 10, 14]]
 
 
 def test_what_an_ended_job_left_unread_may_go() -> None:
-    ended = [epoch(1), update(1, 1, (0, 0)), Finished(ps_epoch=1, version=1, reason="", time_s=0)]
+    ended = [term_started(1), update(1, 1, (0, 0)), Finished(term=1, version=1, reason="", time_s=0)]
     report = balance(durable=durable(1, 1, 1, 0), ends=(30, 10), records=ended, dead_letters=[], lows=(30, 10))
     assert (report.ok, report.lost, report.pending) == (True, 0, 30)
 
 
 def test_what_is_said_to_be_deleted_must_be() -> None:
     report = balance(
-        durable=durable(1, 1, 1, 0), ends=(30, 0), records=[epoch(1), with_lost((2, 6))], dead_letters=[], lows=(4, 0)
+        durable=durable(1, 1, 1, 0),
+        ends=(30, 0),
+        records=[term_started(1), with_lost((2, 6))],
+        dead_letters=[],
+        lows=(4, 0),
     )
     assert report.problems == ("deleted by their update, but still in the log: partition 0: 4-5",)
 
@@ -492,7 +498,7 @@ def test_dead_letters_outside_the_job_are_noticed() -> None:
 
 
 def test_a_dead_letter_of_a_batch_that_is_not_applied_yet_is_pending() -> None:
-    report = balance(durable=durable(0, 0, 0, 0), ends=(10, 0), records=[epoch(1)], dead_letters=[letter(0, 3)])
+    report = balance(durable=durable(0, 0, 0, 0), ends=(10, 0), records=[term_started(1)], dead_letters=[letter(0, 3)])
     assert (report.ok, report.pending, report.dead) == (True, 10, 0)
 
 
@@ -501,7 +507,7 @@ def test_samples_refused_inside_a_record_need_a_letter_of_their_batch() -> None:
     members = tuple(msgspec.structs.replace(member, dead_samples=3) for member in one.members)
     arguments = {
         "durable": durable(1, 1, 2, 0), "ends": (20, 0),
-        "records": [epoch(1), msgspec.structs.replace(one, members=members)],
+        "records": [term_started(1), msgspec.structs.replace(one, members=members)],
     }  # fmt: skip
     report = balance(**arguments, dead_letters=[letter(0, 4, whole=False)])
     assert report.problems == ("refused in part by their update, but there is no dead letter: partition 0: 10-19",)
@@ -519,17 +525,19 @@ def test_the_fate_of_an_offset() -> None:
         msgspec.structs.replace(dead, dead=(3,), gaps=((5, 7),)),
         msgspec.structs.replace(partly, dead_samples=1),
     )
-    ledger = Ledger(durable(1, 1, 2, 0), [epoch(1), msgspec.structs.replace(one, members=members)])
-    assert [ledger.fate(0, offset) for offset in (-1, 2, 3, 5, 7, 10, 19, 20)] == [
+    ledger = Ledger(durable(1, 1, 2, 0), [term_started(1), msgspec.structs.replace(one, members=members)])
+    assert [ledger.offset_state(0, offset) for offset in (-1, 2, 3, 5, 7, 10, 19, 20)] == [
         "pending", "applied", "dead", "absent", "applied", "partly", "partly", "pending",
     ]  # fmt: skip
-    assert (ledger.fate(1, 0), ledger.fate(9, 0)) == ("pending", "pending")
+    assert (ledger.offset_state(1, 0), ledger.offset_state(9, 0)) == ("pending", "pending")
 
 
 def test_a_message_names_the_first_ranges_only() -> None:
-    report = audit(durable(1, 1, 0, 40), epoch(1), update(1, 1, *((1, j) for j in range(0, 40, 2))), ends=(0, 400))
+    report = audit(
+        durable(1, 1, 0, 40), term_started(1), update(1, 1, *((1, j) for j in range(0, 40, 2))), ends=(0, 400)
+    )
     assert len(report.missing) == 20
-    assert report.complaints()[0].endswith("partition 1: 150-159, and 12 more ranges")
+    assert report.violations()[0].endswith("partition 1: 150-159, and 12 more ranges")
 
 
 def test_wrong_shapes_are_refused() -> None:
@@ -541,17 +549,15 @@ def test_ten_million_offsets_take_a_moment() -> None:
     """39 k updates of 4 batches of 64: seconds would mean that offsets are looked at one by one."""
     num, rpb, versions = 4, 64, 39_063
     origins = (0,) * num
-    records: list[Any] = [Epoch(ps_epoch=1, resumed_version=0, origins=origins, records_per_batch=rpb, time_s=0.0)]
+    records: list[Any] = [TermStarted(term=1, resumed_version=0, origins=origins, records_per_batch=rpb, time_s=0.0)]
     for version in range(1, versions + 1):
         lo = (version - 1) * rpb
         members = tuple(
-            Member(worker=n, token=version - 1, lo=lo, hi=lo + rpb, n_samples=rpb, base_version=version - 1)
+            Member(worker=n, batch=version - 1, lo=lo, hi=lo + rpb, n_samples=rpb, base_version=version - 1)
             for n in range(num)
         )
-        records.append(Update(ps_epoch=1, version=version, members=members, n_samples=num * rpb, loss=1.0))
-    model = DurableModel(
-        ps_epoch=1, version=versions, applied=(versions,) * num, origins=origins, records_per_batch=rpb
-    )
+        records.append(Update(term=1, version=version, members=members, n_samples=num * rpb, loss=1.0))
+    model = DurableModel(term=1, version=versions, applied=(versions,) * num, origins=origins, records_per_batch=rpb)
     start_s = time.process_time()
     report = balance(durable=model, ends=[versions * rpb] * num, records=records, dead_letters=[])
     assert time.process_time() - start_s < 60  # it grows with the records, not with the samples

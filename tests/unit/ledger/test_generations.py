@@ -5,55 +5,55 @@ from __future__ import annotations
 import pytest
 from doll.config import parse
 from doll.errors import ConfigError
-from doll.ledger.admission import ANY_EPOCH, refuse_earlier_run, refuse_later_run
-from doll.ledger.generations import Lineage, OfGeneration, newest
-from doll.records import DeadLetter, Epoch, Finished, Update, decode, encode
+from doll.ledger.admission import ANY_TERM, refuse_earlier_run, refuse_later_run
+from doll.ledger.generations import GenerationFilter, Lineage, newest
+from doll.records import DeadLetter, Finished, TermStarted, Update, decode, encode
 from doll.services import Services
 
 CONFIG = parse("job: digits\ntask: {class: 'a:B'}\n")
 SERVICES = Services("broker:9092", "")
 
 
-def epoch(number: int, generation: int = 0, resumed: int = 0, origin: int = 0) -> Epoch:
-    return Epoch(
-        ps_epoch=number, resumed_version=resumed, origins=(origin,), records_per_batch=4, time_s=0.0,
+def term_started(number: int, generation: int = 0, resumed: int = 0, origin: int = 0) -> TermStarted:
+    return TermStarted(
+        term=number, resumed_version=resumed, origins=(origin,), records_per_batch=4, time_s=0.0,
         generation=generation,
     )  # fmt: skip
 
 
 def update(number: int, version: int) -> Update:
-    return Update(ps_epoch=number, version=version, members=(), n_samples=0, loss=0.0)
+    return Update(term=number, version=version, members=(), n_samples=0, loss=0.0)
 
 
 def finished(number: int, version: int) -> Finished:
-    return Finished(ps_epoch=number, version=version, reason=f"updates: {version} reached", time_s=0.0)
+    return Finished(term=number, version=version, reason=f"updates: {version} reached", time_s=0.0)
 
 
 # Two runs on the same topics; a server of the first one wakes up late.
 LOG = [
-    epoch(1), update(1, 1), epoch(2, resumed=1), update(2, 2), finished(2, 2),
-    epoch(3, generation=3, origin=8), update(2, 3), update(3, 1),
-    epoch(5, generation=3, resumed=1, origin=8), update(5, 2),
+    term_started(1), update(1, 1), term_started(2, resumed=1), update(2, 2), finished(2, 2),
+    term_started(3, generation=3, origin=8), update(2, 3), update(3, 1),
+    term_started(5, generation=3, resumed=1, origin=8), update(5, 2),
 ]  # fmt: skip
 
 
 def test_each_generation_has_its_own_records() -> None:
-    first, second = OfGeneration(0), OfGeneration(3)
+    first, second = GenerationFilter(0), GenerationFilter(3)
     assert list(first.records(LOG)) == LOG[:5]
-    assert first.following == 3
+    assert first.next_generation == 3
     assert list(second.records(LOG)) == [LOG[5], *LOG[7:]]
-    assert second.following is None
+    assert second.next_generation is None
     assert newest(LOG) == 3
     assert newest(LOG[:5]) == 0
-    assert list(OfGeneration(0).records(LOG[:5])) == LOG[:5]
+    assert list(GenerationFilter(0).records(LOG[:5])) == LOG[:5]
 
 
 def test_each_generation_has_its_own_dead_letters() -> None:
-    def letter(ps_epoch: int) -> DeadLetter:
-        return DeadLetter(worker=0, partition=0, offset=1, reason="r", payload=b"", payload_bytes=0, ps_epoch=ps_epoch)
+    def letter(term: int) -> DeadLetter:
+        return DeadLetter(worker=0, partition=0, offset=1, reason="r", payload=b"", payload_bytes=0, term=term)
 
     letters = [letter(0), letter(2), letter(3), letter(5)]
-    first, second = OfGeneration(0), OfGeneration(3)
+    first, second = GenerationFilter(0), GenerationFilter(3)
     list(first.records(LOG))
     assert list(first.letters(letters)) == letters[:2]
     assert list(second.letters(letters)) == letters[2:]
@@ -61,7 +61,7 @@ def test_each_generation_has_its_own_dead_letters() -> None:
 
 def test_the_lineage_is_that_of_the_newest_server() -> None:
     lineage = Lineage()
-    assert (lineage.newest_epoch, lineage.generation) == (0, 0)
+    assert (lineage.newest_term, lineage.generation) == (0, 0)
     for record in LOG[:5]:
         lineage.feed(record)
     assert lineage == Lineage(2, 0, (0,), 2, "updates: 2 reached")
@@ -70,11 +70,13 @@ def test_the_lineage_is_that_of_the_newest_server() -> None:
     assert lineage == Lineage(5, 3, (8,), 2, "")
 
 
-def test_an_epoch_record_of_an_older_build_is_of_the_first_generation_and_the_first_is_read_by_older_builds() -> None:
-    data = encode(epoch(1))
+def test_a_term_started_record_of_an_older_build_is_of_the_first_generation_and_the_first_is_read_by_older_builds() -> (
+    None
+):
+    data = encode(term_started(1))
     assert b"generation" not in data
     record = decode(data)
-    assert isinstance(record, Epoch)
+    assert isinstance(record, TermStarted)
     assert record.generation == 0
 
 
@@ -84,20 +86,20 @@ def test_an_earlier_run_without_its_checkpoints_is_refused_with_three_ways_to_go
         refuse_earlier_run(CONFIG, SERVICES, lineage, 0, "runs/digits/checkpoints")
     said = str(refusal.value)
     for words in (
-        "broker:9092", "epoch 2, version 120, finished: updates: 120 reached", "runs/digits/checkpoints",
+        "broker:9092", "term 2, version 120, finished: updates: 120 reached", "runs/digits/checkpoints",
         "doll resume RUN", "--fresh", "data.start: earliest", "--set job=digits-2",
     ):  # fmt: skip
         assert words in said
     refuse_earlier_run(CONFIG, SERVICES, lineage, 2, "")
-    refuse_earlier_run(CONFIG, SERVICES, lineage, ANY_EPOCH, "")
+    refuse_earlier_run(CONFIG, SERVICES, lineage, ANY_TERM, "")
     refuse_earlier_run(CONFIG, SERVICES, Lineage(), 0, "")
-    # Told of the run up to epoch 2; epoch 3 has begun since, and its checkpoints are lost.
+    # Told of the run up to term 2; term 3 has begun since, and its checkpoints are lost.
     with pytest.raises(ConfigError):
         refuse_earlier_run(CONFIG, SERVICES, Lineage(3, 3), 2, "")
 
 
 def test_checkpoints_of_an_earlier_run_than_the_newest_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"a later run has begun on these topics: .* epoch 5, version 0, .*runs/old"):
+    with pytest.raises(ConfigError, match=r"a later run has begun on these topics: .* term 5, version 0, .*runs/old"):
         refuse_later_run(CONFIG, SERVICES, Lineage(5, 3), 0, "runs/old")
-    # Brought back from a backup: epochs were claimed since, but of the same run.
+    # Brought back from a backup: terms were claimed since, but of the same run.
     refuse_later_run(CONFIG, SERVICES, Lineage(5, 3), 3, "")

@@ -18,7 +18,7 @@ from doll.local import kafka_jars
 
 GOOD_MVN = """
 for argument in "$@"; do case "$argument" in -DoutputDirectory=*) out="${argument#*=}";; esac; done
-echo run >> "$DOLL_CACHE/../maven-runs"
+echo run >> "$DOLL_CACHE_DIR/../maven-runs"
 sleep 0.3
 mkdir -p "$out" && touch "$out/kafka_2.13-4.1.1.jar"
 """
@@ -33,7 +33,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (programs / name).symlink_to(next(Path(d) / name for d in ("/bin", "/usr/bin") if (Path(d) / name).exists()))
     monkeypatch.setenv("PATH", str(programs))
     monkeypatch.delenv("JAVA_HOME", raising=False)
-    monkeypatch.setenv("DOLL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("DOLL_CACHE_DIR", str(tmp_path / "cache"))
     return programs
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from doll.local import processes
-from waiting import PATIENCE_S, until
+from waiting import WAIT_TIMEOUT_S, until
 
 
 def python(code: str, log_path: Path, **options: object) -> subprocess.Popen[bytes]:
@@ -24,13 +24,13 @@ def test_output_is_appended_to_the_log_and_the_environment_is_ours_and_more(tmp_
         "import os, sys; print(os.environ['EXTRA']); sys.stdout.flush(); print('HOME' in os.environ, file=sys.stderr)"
     )
     for _ in range(2):
-        assert python(code, log, env={"EXTRA": "more"}).wait(PATIENCE_S) == 0
+        assert python(code, log, env={"EXTRA": "more"}).wait(WAIT_TIMEOUT_S) == 0
     assert log.read_text() == "more\nTrue\n" * 2
 
 
 def test_a_spawned_program_leads_a_session_of_its_own(tmp_path: Path) -> None:
     process = python("import os; print(os.getsid(0), os.getpid(), os.getppid())", tmp_path / "log")
-    assert process.wait(PATIENCE_S) == 0
+    assert process.wait(WAIT_TIMEOUT_S) == 0
     session, pid, parent = map(int, (tmp_path / "log").read_text().split())
     assert session == pid == process.pid  # so the terminal's Ctrl-C does not reach it
     assert parent == os.getpid()
@@ -42,7 +42,7 @@ def test_a_program_whose_parent_is_another_does_not_start(tmp_path: Path) -> Non
     told = subprocess.run(
         [sys.executable, "-I", "-S", processes.launcher.__file__, "1", "touch", str(marker)],
         check=False,
-        timeout=PATIENCE_S,
+        timeout=WAIT_TIMEOUT_S,
     )
     assert told.returncode == 1
     assert not marker.exists()
@@ -54,7 +54,7 @@ def test_end_is_gentle_first_then_firm(tmp_path: Path) -> None:
     stubborn = python(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {ready}", tmp_path / "stubborn")
     for log in ("gentle", "stubborn"):
         until(lambda log=log: "ready" in processes.tail(tmp_path / log), f"the {log} one to be ready")
-    assert processes.end(gentle, grace_s=PATIENCE_S) == -signal.SIGTERM
+    assert processes.end(gentle, grace_s=WAIT_TIMEOUT_S) == -signal.SIGTERM
     assert processes.end(stubborn, grace_s=0.1) == -signal.SIGKILL
     assert processes.end(stubborn, grace_s=0.1) == -signal.SIGKILL
 
@@ -93,4 +93,4 @@ def test_tail_of_a_missing_log_says_so(tmp_path: Path) -> None:
     [(0, "exit code 0"), (3, "exit code 3"), (-9, "killed by SIGKILL"), (-250, "killed by signal 250")],
 )
 def test_exit_text(code: int, text: str) -> None:
-    assert processes.exit_text(code) == text
+    assert processes.describe_exit(code) == text

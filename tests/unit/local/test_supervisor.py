@@ -175,7 +175,7 @@ def test_waits_grow_up_to_their_limit(failures: int) -> None:
 def test_a_role_killed_on_purpose_is_forgiven(world: World) -> None:
     world.start("w")
     for _ in range(20):  # far more than a role may fail by itself
-        world.supervisor.forgive("w")
+        world.supervisor.reset_failures("w")
         world.fail_now(-9)
     assert [restart.backoff_s for restart in world.restarts] == [0.5] * 20
 

@@ -12,7 +12,7 @@ from doll.monitor.history import UPDATE_COLUMNS, Table
 def filled(rows: int) -> Table:
     table = Table(UPDATE_COLUMNS)
     for version in range(rows):
-        table.append({"time_s": 0.5 * version, "ps_epoch": 1, "version": version, "apply_s": 0.001})
+        table.append({"time_s": 0.5 * version, "term": 1, "version": version, "apply_s": 0.001})
     return table
 
 

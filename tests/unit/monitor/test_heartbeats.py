@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from doll.monitor.heartbeats import LEFT, Heartbeats
-from doll.records import Epoch, Metric
+from doll.monitor.heartbeats import LEFT, RoleHeartbeats
+from doll.records import Metric, TermStarted
 
 T0 = 1_700_000_000.0
 
@@ -13,7 +13,7 @@ def heard(source: str, at_s: float = T0, **values: float) -> Metric:
 
 
 def test_a_role_is_silent_when_it_was_heard_and_is_not_any_more() -> None:
-    beats = Heartbeats()
+    beats = RoleHeartbeats()
     for record in (heard("ps"), heard("provisioner"), heard("stranger"), heard("provisioner", T0 - 5)):
         beats.feed(record)
     assert beats.silent(T0 + 20) == {}
@@ -25,7 +25,7 @@ def test_a_role_is_silent_when_it_was_heard_and_is_not_any_more() -> None:
 
 
 def test_who_has_left_is_not_missed_until_it_is_heard_again() -> None:
-    beats = Heartbeats()
+    beats = RoleHeartbeats()
     for record in (heard("producer"), heard("producer", T0 + 1, **{LEFT: 1.0})):
         beats.feed(record)
     assert beats.ages_s(T0 + 1000) == {}
@@ -34,16 +34,16 @@ def test_who_has_left_is_not_missed_until_it_is_heard_again() -> None:
 
 
 def test_workers_are_as_silent_as_the_parameter_server_says() -> None:
-    beats = Heartbeats()
-    beats.feed(heard("ps", worker_0_silent_s=1.0, worker_12_silent_s=45.0, worker_x_silent_s=99.0, worker_1_up=1.0))
+    beats = RoleHeartbeats()
+    beats.feed(heard("ps", worker_0_silent_s=1.0, worker_12_silent_s=45.0, worker_x_silent_s=99.0, worker_1_live=1.0))
     assert beats.silent(T0) == {"worker-12": 45.0}
     beats.feed(heard("ps", T0 + 1, worker_0_silent_s=1.0, worker_12_silent_s=0.5))
     assert beats.silent(T0 + 1) == {}
 
 
 def test_a_new_generation_misses_nobody_of_the_one_before() -> None:
-    beats = Heartbeats()
+    beats = RoleHeartbeats()
     beats.feed(heard("evaluator"))
-    beats.feed(Epoch(ps_epoch=3, resumed_version=0, origins=(0,), records_per_batch=1, time_s=T0 + 500, generation=3))
-    beats.feed(heard("ps", T0 + 600, ps_epoch=1.0))
+    beats.feed(TermStarted(term=3, resumed_version=0, origins=(0,), records_per_batch=1, time_s=T0 + 500, generation=3))
+    beats.feed(heard("ps", T0 + 600, term=1.0))
     assert beats.ages_s(T0 + 1000) == {}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-from doll.monitor.loss_trend import Course
+from doll.monitor.loss_trend import LossTrend
 
 
-def course(losses: list[float]) -> Course:
-    found = Course(window=10)
+def course(losses: list[float]) -> LossTrend:
+    found = LossTrend(window=10)
     for version, loss in enumerate(losses, 1):
         found.add(version, 8, loss)
     return found
@@ -55,7 +55,7 @@ def test_updates_without_samples_say_nothing() -> None:
 
 
 def test_held_out_losses_need_no_window() -> None:
-    assert not Course.of([1, 2, 3], [2.0, 0.5, 0.6]).worsened
-    assert Course.of([1, 2, 3], [2.0, 0.5, 1.9]).worsened
-    assert Course.of([1, 2, 3], [2.0, 0.5, math.nan]).worsened
-    assert not Course.of([], []).worsened
+    assert not LossTrend.of([1, 2, 3], [2.0, 0.5, 0.6]).worsened
+    assert LossTrend.of([1, 2, 3], [2.0, 0.5, 1.9]).worsened
+    assert LossTrend.of([1, 2, 3], [2.0, 0.5, math.nan]).worsened
+    assert not LossTrend.of([], []).worsened

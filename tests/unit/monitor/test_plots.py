@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from doll.monitor.history import History
 from doll.monitor.plots import draw, make_panels, moving_mean, moving_rate
-from doll.records import Epoch, Member, Update
+from doll.records import Member, TermStarted, Update
 
 
 def run(updates: int, *, every_s: float = 0.5, metrics: bool = True) -> History:
     history = History()
-    history.feed(Epoch(ps_epoch=1, resumed_version=0, origins=(0,), records_per_batch=8, time_s=0.0))
+    history.feed(TermStarted(term=1, resumed_version=0, origins=(0,), records_per_batch=8, time_s=0.0))
     for version in range(1, updates + 1):
-        member = Member(worker=0, token=version, lo=0, hi=8, n_samples=8, base_version=version - 1, compute_s=0.02)
+        member = Member(worker=0, batch=version, lo=0, hi=8, n_samples=8, base_version=version - 1, compute_s=0.02)
         history.feed(
             Update(
-                ps_epoch=1,
+                term=1,
                 version=version,
                 members=(member,),
                 n_samples=8,
@@ -29,9 +29,7 @@ def run(updates: int, *, every_s: float = 0.5, metrics: bool = True) -> History:
         )
         if version % 10 == 0:
             accuracy = 1 - 1 / version if metrics else None
-            history.evaluated(
-                time_s=1000.1 + every_s * version, ps_epoch=1, version=version, loss=1.0, accuracy=accuracy
-            )
+            history.evaluated(time_s=1000.1 + every_s * version, term=1, version=version, loss=1.0, accuracy=accuracy)
     return history
 
 

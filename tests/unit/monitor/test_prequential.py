@@ -75,7 +75,7 @@ def test_a_metric_that_was_taken_back_is_gone():
 
 def test_a_long_job_takes_few_bytes_an_update(monkeypatch: pytest.MonkeyPatch):
     """A soak of an hour found 400 bytes an update in each process that shows the error, 45 MB in all."""
-    monkeypatch.setattr("doll.monitor.prequential.KEPT", 2_000)
+    monkeypatch.setattr("doll.monitor.prequential.MAX_ROLLBACK_UPDATES", 2_000)
     error = Prequential()
     tracemalloc.start()
     try:

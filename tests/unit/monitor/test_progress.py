@@ -6,9 +6,9 @@ import math
 import pytest
 from doll.config import JobConfig, StopConfig, parse
 from doll.monitor import display
-from doll.monitor.display import LineView, one_line, panel, worker_table
+from doll.monitor.display import LineDisplay, one_line, panel, worker_table
 from doll.monitor.progress import ProgressModel
-from doll.records import Epoch, Finished, Member, Metric, Update
+from doll.records import Finished, Member, Metric, TermStarted, Update
 from rich.console import Console
 
 JOB = """
@@ -26,15 +26,15 @@ def job(*overrides: str) -> JobConfig:
     return parse(JOB, overrides)
 
 
-def feed_updates(model: ProgressModel, count: int, *, ps_epoch: int = 1, first: int = 1, every_s: float = 0.2) -> None:
+def feed_updates(model: ProgressModel, count: int, *, term: int = 1, first: int = 1, every_s: float = 0.2) -> None:
     for version in range(first, first + count):
         members = tuple(
-            Member(worker=n, token=version, lo=0, hi=8, n_samples=8, base_version=version - 1, compute_s=0.02)
+            Member(worker=n, batch=version, lo=0, hi=8, n_samples=8, base_version=version - 1, compute_s=0.02)
             for n in range(2)
         )
         model.feed(
             Update(
-                ps_epoch=ps_epoch,
+                term=term,
                 version=version,
                 members=members,
                 n_samples=16,
@@ -46,26 +46,26 @@ def feed_updates(model: ProgressModel, count: int, *, ps_epoch: int = 1, first: 
         )
 
 
-def epoch(number: int, resumed: int = 0) -> Epoch:
-    return Epoch(ps_epoch=number, resumed_version=resumed, origins=(0, 0), records_per_batch=8, time_s=0.0)
+def term_started(number: int, resumed: int = 0) -> TermStarted:
+    return TermStarted(term=number, resumed_version=resumed, origins=(0, 0), records_per_batch=8, time_s=0.0)
 
 
 @pytest.fixture
 def running() -> ProgressModel:
     """A job at update 50 of 100, with everything known."""
     model = ProgressModel(job(), started_s=10.0)
-    model.feed(epoch(1))
+    model.feed(term_started(1))
     feed_updates(model, 50)
     ps = {
-        "version": 50, "durable_version": 40, "samples_total": 800, "waiting_tokens": 3,
-        "worker_0_up": 1, "worker_0_retained_batches": 4, "worker_0_lag_records": 17, "worker_0_epoch": 1,
-        "worker_1_up": 0, "worker_1_retained_batches": 0, "worker_1_lag_records": 0, "worker_1_epoch": 2,
+        "version": 50, "durable_version": 40, "samples_total": 800, "waiting_batches": 3,
+        "worker_0_live": 1, "worker_0_retained_batches": 4, "worker_0_lag_records": 17, "worker_0_session": 1,
+        "worker_1_live": 0, "worker_1_retained_batches": 0, "worker_1_lag_records": 0, "worker_1_session": 2,
     }  # fmt: skip
     model.feed(Metric(source="ps", values=ps, time_s=0.0))
     model.feed(Metric(source="producer", values={"delivered_total": 900, "rate_per_s": 79.5}, time_s=0.0))
-    values = {"version": 48, "ps_epoch": 1, "loss": 0.7, "accuracy": 0.88}
+    values = {"version": 48, "term": 1, "loss": 0.7, "accuracy": 0.88}
     model.feed(Metric(source="evaluator", values=values, time_s=5009.0))
-    model.note("worker-1 ended with killed by SIGKILL: restarted after 0.5 s", 18.0)
+    model.add_event("worker-1 ended with killed by SIGKILL: restarted after 0.5 s", 18.0)
     return model
 
 
@@ -79,7 +79,7 @@ def test_a_snapshot_knows_it_all(running: ProgressModel):
     assert snapshot.margin.sufficient == pytest.approx(8 / 80 / 0.02)
     assert (snapshot.durable_version, snapshot.waiting_batches, snapshot.sent) == (40, 3, 900)
     assert snapshot.eta_s == pytest.approx(50 / 5.0)
-    assert [(line.up, line.retained_batches, line.lag_records) for line in snapshot.workers] == [
+    assert [(line.is_live, line.retained_batches, line.lag_records) for line in snapshot.workers] == [
         (True, 4, 17),
         (False, 0, 0),
     ]
@@ -91,19 +91,19 @@ def test_nothing_is_known_at_the_start():
     assert snapshot.version == 0
     assert math.isnan(snapshot.rate_measured)
     assert snapshot.durable_version is None
-    assert [line.up for line in snapshot.workers] == [None, None]
+    assert [line.is_live for line in snapshot.workers] == [None, None]
     assert one_line(snapshot, StopConfig()) == "waiting for the first update (0 of 2 workers up)"
 
 
 def test_a_parameter_server_restart_takes_updates_back_and_is_told():
     model = ProgressModel(job(), started_s=0.0)
-    model.feed(epoch(1))
+    model.feed(term_started(1))
     feed_updates(model, 10)
-    model.feed(epoch(2, resumed=6))
+    model.feed(term_started(2, resumed=6))
     snapshot = model.snapshot(1.0)
     assert (snapshot.version, snapshot.samples, snapshot.ps_restarts) == (6, 96, 1)
     assert "resumed from version 6" in snapshot.events[-1][1]
-    model.feed(Finished(ps_epoch=2, version=6, reason="stopped", time_s=0.0))
+    model.feed(Finished(term=2, version=6, reason="stopped", time_s=0.0))
     assert model.snapshot(2.0).finished == "stopped"
 
 
@@ -112,7 +112,7 @@ def test_where_nobody_states_the_rate_it_is_measured(override: str):
     model = ProgressModel(job(override), started_s=0.0)
     assert math.isnan(model.rate_predicted())
     for second in range(11):
-        model.look_at_ends(float(second), [30 * second, 50 * second])
+        model.observe_ends(float(second), [30 * second, 50 * second])
     assert not model.rate_is_stated
     assert model.rate_predicted() == pytest.approx(80 / 16)
 
@@ -144,7 +144,7 @@ def test_the_panel_at_the_start_says_unknown():
 
 def test_text_of_the_user_is_no_markup():
     model = ProgressModel(job(), started_s=0.0)
-    model.note("worker-0: [/red] [bold]", 1.0)
+    model.add_event("worker-0: [/red] [bold]", 1.0)
     console = Console(file=io.StringIO(), width=110, record=True)
     console.print(panel(model.snapshot(1.0), StopConfig()))
     assert "[/red] [bold]" in console.export_text()
@@ -159,9 +159,9 @@ def test_the_line_says_it_in_one(running: ProgressModel):
 
 def test_plain_lines_come_every_five_seconds(running: ProgressModel, capsys: pytest.CaptureFixture[str]):
     now = [100.0]
-    view = LineView(running.config.stop, clock=lambda: now[0])
+    display = LineDisplay(running.config.stop, clock=lambda: now[0])
     for _ in range(81):
-        view.show(lambda: running.snapshot(20.0))
+        display.show(lambda: running.snapshot(20.0))
         now[0] += 0.125
     out, err = capsys.readouterr()
     assert out == ""
@@ -190,11 +190,11 @@ def test_a_job_that_cannot_make_an_update_says_so_once() -> None:
     config = parse("job: j\ntask: {class: 'doll.tasks.digits:Digits'}\n")
     model = ProgressModel(config, started_s=0.0)
     for stuck_s in (0.0, 5.0, 11.0, 12.0):
-        model.feed(Metric(source="ps", values={"stuck_s": stuck_s, "short_of_batches": 2.0}, time_s=0.0))
+        model.feed(Metric(source="ps", values={"stuck_s": stuck_s, "shortfall_batches": 2.0}, time_s=0.0))
     (told,) = [text for _, text in model.all_events]
     assert "2 batches more" in told
     for stuck_s in (0.0, 11.0):
-        model.feed(Metric(source="ps", values={"stuck_s": stuck_s, "short_of_batches": 3.0}, time_s=0.0))
+        model.feed(Metric(source="ps", values={"stuck_s": stuck_s, "shortfall_batches": 3.0}, time_s=0.0))
     assert len(model.all_events) == 2
 
 
@@ -202,8 +202,8 @@ def test_lost_records_are_noted_once_and_counted(running: ProgressModel) -> None
     assert running.snapshot(20.0).lost == ()
     for _ in range(2):  # a worker that stops for it is started again, and says so again
         running.feed(Metric(source="worker-1", values={"lost_from": 40.0, "lost_until": 44.0}, time_s=0.0))
-    member = Member(worker=1, token=6, lo=48, hi=56, n_samples=6, base_version=50, lost=((48, 50),))
-    running.feed(Update(ps_epoch=1, version=51, members=(member,), n_samples=6, loss=1.0))
+    member = Member(worker=1, batch=6, lo=48, hi=56, n_samples=6, base_version=50, lost=((48, 50),))
+    running.feed(Update(term=1, version=51, members=(member,), n_samples=6, loss=1.0))
     for name, values in {"x": {"lost_from": 1.0}, "worker-0": {"lost_from": math.nan, "lost_until": 3.0}}.items():
         running.feed(Metric(source=name, values=values, time_s=0.0))  # nothing that a worker says
     snapshot = running.snapshot(20.0)
@@ -211,7 +211,7 @@ def test_lost_records_are_noted_once_and_counted(running: ProgressModel) -> None
     assert "6 records lost" in one_line(snapshot, StopConfig())
     told = [text for _, text in snapshot.events if "lost" in text]
     assert told == [
-        "records lost: partition 1: 40-43: deleted before they were learned (data.on_loss: stop)",
-        "records lost: partition 1: 48-49: deleted before they were learned (data.on_loss: stop)",
+        "records lost: partition 1: 40-43: deleted before they were learned (data.on_data_loss: stop)",
+        "records lost: partition 1: 48-49: deleted before they were learned (data.on_data_loss: stop)",
     ]
-    assert running.reached[1] == 56
+    assert running.next_offsets[1] == 56

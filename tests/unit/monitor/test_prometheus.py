@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from doll.monitor.prometheus import Measurements, Sample, samples_of
-from doll.records import Epoch, Finished, Member, Metric, Update
+from doll.records import Finished, Member, Metric, TermStarted, Update
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -43,29 +43,29 @@ def test_a_measurement_is_named_for_who_makes_it_and_what_it_is_of(source: str, 
 def test_the_newest_measurements_of_each_are_exposed_with_the_times_they_were_made() -> None:
     job = Measurements("j", 2)
     job.feed(
-        Metric(source="ps", values={"version": 4, "joined_total": 2, "worker_0_up": 1, "worker_1_up": 0}, time_s=1)
+        Metric(source="ps", values={"version": 4, "joined_total": 2, "worker_0_live": 1, "worker_1_live": 0}, time_s=1)
     )
     job.feed(Metric(source="evaluator", values={"loss": 0.5}, time_s=2))
     job.feed(
-        Metric(source="ps", values={"version": 5, "joined_total": 3, "worker_0_up": 1, "worker_1_up": 1}, time_s=3)
+        Metric(source="ps", values={"version": 5, "joined_total": 3, "worker_0_live": 1, "worker_1_live": 1}, time_s=3)
     )
     found = exposed(job)
     assert found[key("doll_job_workers")] == 2
     assert found[key("doll_ps_version")] == 5
     assert found[key("doll_ps_joined_total")] == 3
-    assert found[key("doll_worker_up", worker="1")] == 1
+    assert found[key("doll_worker_live", worker="1")] == 1
     assert found[key("doll_evaluator_loss")] == 0.5
-    assert found[key("doll_measured_at_seconds", source="ps")] == 3
-    assert found[key("doll_measured_at_seconds", source="evaluator")] == 2
+    assert found[key("doll_last_metric_timestamp_seconds", source="ps")] == 3
+    assert found[key("doll_last_metric_timestamp_seconds", source="evaluator")] == 2
 
 
 def test_an_update_tells_its_loss_and_what_each_worker_took_for_it() -> None:
     members = tuple(
-        Member(worker=n, token=0, lo=0, hi=8, n_samples=8, base_version=0, compute_s=0.25 * (n + 1)) for n in (0, 1)
+        Member(worker=n, batch=0, lo=0, hi=8, n_samples=8, base_version=0, compute_s=0.25 * (n + 1)) for n in (0, 1)
     )
     job = Measurements("j", 2)
     job.feed(
-        Update(ps_epoch=1, version=1, members=members, n_samples=16, loss=0.7, metrics={"accuracy": 0.5}, apply_s=0.01)
+        Update(term=1, version=1, members=members, n_samples=16, loss=0.7, metrics={"accuracy": 0.5}, apply_s=0.01)
     )
     found = exposed(job)
     assert found[key("doll_update_loss")] == 0.7
@@ -76,27 +76,27 @@ def test_an_update_tells_its_loss_and_what_each_worker_took_for_it() -> None:
 def test_a_job_that_goes_on_has_not_finished_any_more() -> None:
     job = Measurements("j", 1)
     assert exposed(job)[key("doll_job_finished")] == 0
-    job.feed(Finished(ps_epoch=1, version=9, reason="updates: 9 reached", time_s=1))
+    job.feed(Finished(term=1, version=9, reason="updates: 9 reached", time_s=1))
     assert exposed(job)[key("doll_job_finished")] == 1
-    job.feed(Epoch(ps_epoch=2, resumed_version=9, origins=(0,), records_per_batch=8, time_s=2))
+    job.feed(TermStarted(term=2, resumed_version=9, origins=(0,), records_per_batch=8, time_s=2))
     assert exposed(job)[key("doll_job_finished")] == 0
 
 
 def test_a_new_generation_shows_nothing_of_the_run_before() -> None:
-    def epoch(number: int, generation: int = 0) -> Epoch:
-        return Epoch(
-            ps_epoch=number, resumed_version=0, origins=(0,), records_per_batch=1, time_s=0.0, generation=generation
+    def term_started(number: int, generation: int = 0) -> TermStarted:
+        return TermStarted(
+            term=number, resumed_version=0, origins=(0,), records_per_batch=1, time_s=0.0, generation=generation
         )
 
     def ps(number: int) -> Metric:
-        return Metric(source="ps", values={"ps_epoch": number, "version": 10 * number}, time_s=1)
+        return Metric(source="ps", values={"term": number, "version": 10 * number}, time_s=1)
 
-    finished = Finished(ps_epoch=1, version=10, reason="r", time_s=0.0)
+    finished = Finished(term=1, version=10, reason="r", time_s=0.0)
     job = Measurements("j", 2)
-    for record in (epoch(1), ps(1), Metric(source="producer", values={"sent_total": 7}, time_s=1), finished):
+    for record in (term_started(1), ps(1), Metric(source="producer", values={"sent_total": 7}, time_s=1), finished):
         job.feed(record)
     assert exposed(job)[key("doll_job_finished")] == 1
-    for record in (epoch(2, generation=2), ps(1), finished):
+    for record in (term_started(2, generation=2), ps(1), finished):
         job.feed(record)
     shown = exposed(job)
     assert shown[key("doll_job_finished")] == 0
@@ -109,10 +109,10 @@ def test_a_new_generation_shows_nothing_of_the_run_before() -> None:
 def test_a_loss_far_above_its_best_is_a_number_to_be_alarmed_by() -> None:
     job = Measurements("j", 1)
     for version in range(1, 41):
-        job.feed(Update(ps_epoch=1, version=version, members=(), n_samples=8, loss=0.5 if version < 30 else 1e9))
+        job.feed(Update(term=1, version=version, members=(), n_samples=8, loss=0.5 if version < 30 else 1e9))
         assert exposed(job)[key("doll_job_loss_worsened")] == float(version >= 30)
     assert exposed(job)[key("doll_job_best_window_loss")] == 0.5
-    job.feed(Epoch(ps_epoch=2, resumed_version=0, origins=(0,), records_per_batch=8, time_s=0.0, generation=2))
+    job.feed(TermStarted(term=2, resumed_version=0, origins=(0,), records_per_batch=8, time_s=0.0, generation=2))
     assert key("doll_job_loss_worsened") not in exposed(job)
 
 

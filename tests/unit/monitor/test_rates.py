@@ -68,12 +68,12 @@ def test_measured_equals_predicted_on_a_simulated_stream():
 
 def test_arrival_meter_finds_the_rate_of_each_stream():
     """Neither the producer's start nor the silence after its end counts."""
-    meter = rates.ArrivalMeter(samples_per_record=2)
+    estimator = rates.ArrivalRateEstimator(samples_per_record=2)
     for second in range(40):
         sent = min(max(second - 5, 0), 20)
-        meter.look(float(second), [100 * sent, 50 * sent, 7])
-    assert meter.rates_per_s() == [200.0, 100.0, 0.0]
+        estimator.observe(float(second), [100 * sent, 50 * sent, 7])
+    assert estimator.rates_per_s() == [200.0, 100.0, 0.0]
 
 
 def test_arrival_meter_without_a_look():
-    assert rates.ArrivalMeter().rates_per_s() == []
+    assert rates.ArrivalRateEstimator().rates_per_s() == []

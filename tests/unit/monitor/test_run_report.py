@@ -6,8 +6,8 @@ import pytest
 from doll.config import parse
 from doll.ledger.report import LedgerReport, Range
 from doll.monitor.progress import ProgressModel
-from doll.monitor.run_report import Outcome, build_report, summary
-from doll.records import Epoch, Member, Metric, Update
+from doll.monitor.run_report import RunOutcome, build_report, summary
+from doll.records import Member, Metric, TermStarted, Update
 
 JOB = """
 job: digits
@@ -22,7 +22,7 @@ stop: {updates: 40}
 
 def ledger(**changes: object) -> LedgerReport:
     empty: dict[str, object] = {
-        "version": 40, "ps_epoch": 1, "updates": 40, "unsaved": 0, "redone": 0, "produced": 700, "applied": 636,
+        "version": 40, "term": 1, "updates": 40, "unsaved": 0, "voided": 0, "produced": 700, "applied": 636,
         "pending": 60, "dead": 4, "gaps": 0, "missing": (), "twice": (), "gap_ranges": (), "partly_dead_samples": 0,
         "partitions": (), "problems": (),
     }  # fmt: skip
@@ -32,15 +32,15 @@ def ledger(**changes: object) -> LedgerReport:
 @pytest.fixture
 def model() -> ProgressModel:
     model = ProgressModel(parse(JOB), started_s=0.0)
-    model.feed(Epoch(ps_epoch=1, resumed_version=0, origins=(0, 0), records_per_batch=8, time_s=0.0))
+    model.feed(TermStarted(term=1, resumed_version=0, origins=(0, 0), records_per_batch=8, time_s=0.0))
     for version in range(1, 41):
         members = tuple(
-            Member(worker=n, token=version, lo=0, hi=8, n_samples=8, base_version=version - 1, compute_s=0.01)
+            Member(worker=n, batch=version, lo=0, hi=8, n_samples=8, base_version=version - 1, compute_s=0.01)
             for n in range(2)
         )
         model.feed(
             Update(
-                ps_epoch=1,
+                term=1,
                 version=version,
                 members=members,
                 n_samples=16,
@@ -50,19 +50,19 @@ def model() -> ProgressModel:
                 time_s=100.0 + 0.2 * version,
             )
         )
-    values = {"version": 40.0, "ps_epoch": 1.0, "loss": 0.2, "accuracy": 0.97}
+    values = {"version": 40.0, "term": 1.0, "loss": 0.2, "accuracy": 0.97}
     model.feed(Metric(source="evaluator", values=values, time_s=108.5))
     return model
 
 
 def test_the_report_has_the_keys_that_tools_read(model: ProgressModel):
-    outcome = Outcome("updates", 0, 12.3456, restarts={"worker-1": 2, "ps": 1}, kafka_kind="local")
+    outcome = RunOutcome("updates", 0, 12.3456, restarts={"worker-1": 2, "ps": 1}, kafka_kind="local")
     report = json.loads(json.dumps(build_report(model, outcome, ledger()), allow_nan=False))
     assert (report["job"], report["reason"], report["seconds"], report["exit_code"]) == ("digits", "updates", 12.346, 0)
     assert (report["updates"], report["version"], report["samples"]) == (40, 40, 640)
     assert (report["accuracy"], report["loss"], report["evaluated_version"]) == (0.97, 0.2, 40)
-    assert report["lambda_u_measured"] == pytest.approx(5.0)
-    assert report["lambda_u_predicted"] == pytest.approx(5.0)
+    assert report["update_rate_measured_per_s"] == pytest.approx(5.0)
+    assert report["update_rate_predicted_per_s"] == pytest.approx(5.0)
     assert report["proposition_1"]["margin"] == pytest.approx(8 / 80 / 0.01)
     assert report["prequential"]["loss"] == 2.0
     assert report["prequential"]["accuracy"] == 0.5
@@ -76,7 +76,7 @@ def test_the_report_has_the_keys_that_tools_read(model: ProgressModel):
 
 def test_missing_and_duplicate_count_offsets(model: ProgressModel):
     broken = ledger(missing=(Range(0, 8, 16), Range(1, 3, 4)), twice=(Range(0, 0, 2),))
-    report = build_report(model, Outcome("updates", 4, 1.0), broken)
+    report = build_report(model, RunOutcome("updates", 4, 1.0), broken)
     assert (report["audit"]["ok"], report["audit"]["missing"], report["audit"]["duplicate"]) == (False, 9, 2)
     text = summary(report)
     assert "missing" in text
@@ -84,9 +84,9 @@ def test_missing_and_duplicate_count_offsets(model: ProgressModel):
 
 
 def test_a_run_that_never_learned_reports_unknown_numbers_as_null():
-    report = build_report(ProgressModel(parse(JOB), 0.0), Outcome("failed", 1, 0.5, error="no broker"), None)
+    report = build_report(ProgressModel(parse(JOB), 0.0), RunOutcome("failed", 1, 0.5, error="no broker"), None)
     text = json.dumps(report, allow_nan=False)
-    assert json.loads(text)["lambda_u_measured"] is None
+    assert json.loads(text)["update_rate_measured_per_s"] is None
     assert report["audit"] is None
     assert report["accuracy"] is None
     assert "audit: not made" in summary(report)
@@ -95,7 +95,7 @@ def test_a_run_that_never_learned_reports_unknown_numbers_as_null():
 
 def test_the_summary_says_what_people_ask(model: ProgressModel):
     files = {"model": "runs/x/model/model.safetensors", "report": "runs/x/report.json"}
-    text = summary(build_report(model, Outcome("updates", 0, 65.0, files=files), ledger()))
+    text = summary(build_report(model, RunOutcome("updates", 0, 65.0, files=files), ledger()))
     assert text.splitlines()[0] == "digits: 40 updates, 640 samples in 1:05 (updates)"
     assert "held-out accuracy 0.9700" in text
     assert "update rate 5/s, by theory Nλ/(Kb) 5/s; Proposition 1 margin 10" in text
@@ -104,14 +104,12 @@ def test_the_summary_says_what_people_ask(model: ProgressModel):
 
 
 def test_a_run_that_has_lost_what_it_had_learned_says_so(model: ProgressModel) -> None:
-    report = build_report(model, Outcome("updates", 0, 1.0), None)
+    report = build_report(model, RunOutcome("updates", 0, 1.0), None)
     assert report["loss_worsened"] is False
     assert "warning" not in summary(report)
     for version in range(41, 60):
-        model.feed(
-            Update(ps_epoch=1, version=version, members=(), n_samples=16, loss=1e36, samples_total=0, time_s=200.0)
-        )
-    report = json.loads(json.dumps(build_report(model, Outcome("updates", 0, 1.0), None), allow_nan=False))
+        model.feed(Update(term=1, version=version, members=(), n_samples=16, loss=1e36, samples_total=0, time_s=200.0))
+    report = json.loads(json.dumps(build_report(model, RunOutcome("updates", 0, 1.0), None), allow_nan=False))
     assert report["loss_worsened"] is True
     assert (report["prequential"]["best_window_loss"], report["prequential"]["best_window_version"]) == (2.0, 10)
     assert "warning: the loss ended far above its best (prequential loss 2 at version 10" in summary(report)

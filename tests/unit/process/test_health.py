@@ -14,7 +14,7 @@ import pytest
 from doll.config import JobConfig, parse
 from doll.errors import ConfigError
 from doll.local.processes import free_port
-from doll.process.health import PORT_ENV, Pulse, Watchdog, port_of, pulse_of
+from doll.process.health import PORT_ENV, Heartbeat, Watchdog, heartbeat_of, port_of
 
 
 class Clock:
@@ -39,74 +39,74 @@ def ask(port: int, path: str, method: str = "GET") -> tuple[int, Any]:
 
 
 def test_it_starts_healthy_and_not_ready() -> None:
-    pulse = Pulse("ps", clock=Clock())
-    assert pulse.report() == {
+    heartbeat = Heartbeat("ps", clock=Clock())
+    assert heartbeat.report() == {
         "process": "ps", "healthy": True, "ready": False, "reasons": ["starting"], "ages_s": {},
     }  # fmt: skip
-    pulse.waits_for("")
-    assert pulse.report()["ready"]
+    heartbeat.set_waiting_for("")
+    assert heartbeat.report()["ready"]
 
 
 def test_a_vital_beat_that_is_late_is_ill_another_one_only_not_ready() -> None:
     clock = Clock()
-    pulse = Pulse("ps", clock=clock)
-    pulse.waits_for("")
-    pulse.expect("loop", within_s=15)
-    pulse.expect("kafka", within_s=5, vital=False)
+    heartbeat = Heartbeat("ps", clock=clock)
+    heartbeat.set_waiting_for("")
+    heartbeat.expect("loop", within_s=15)
+    heartbeat.expect("kafka", within_s=5, vital=False)
     clock.now += 6
-    report = pulse.report()
+    report = heartbeat.report()
     assert (report["healthy"], report["ready"]) == (True, False)
     assert report["reasons"] == ["kafka: nothing heard for 6 s"]
     assert report["ages_s"] == {"loop": 6.0, "kafka": 6.0}
-    pulse.beat("kafka")
-    assert pulse.report()["ready"]
+    heartbeat.beat("kafka")
+    assert heartbeat.report()["ready"]
     clock.now += 10
-    pulse.beat("kafka")
-    pulse.beat("never expected")
-    report = pulse.report()
+    heartbeat.beat("kafka")
+    heartbeat.beat("never expected")
+    report = heartbeat.report()
     assert (report["healthy"], report["ready"]) == (False, False)
     assert report["reasons"] == ["loop: no progress for 16 s"]
-    pulse.beat("loop")
-    assert pulse.report()["ready"]
+    heartbeat.beat("loop")
+    assert heartbeat.report()["ready"]
 
 
-def watched(stuck_s: float) -> tuple[Clock, Pulse, Watchdog]:
+def watched(liveness_timeout_s: float) -> tuple[Clock, Heartbeat, Watchdog]:
     clock = Clock()
-    pulse = Pulse("ps", clock=clock)
-    pulse.expect("loop", within_s=15)
-    pulse.expect("kafka", within_s=1, vital=False)
-    return clock, pulse, Watchdog(pulse, stuck_s, clock=clock)
+    heartbeat = Heartbeat("ps", clock=clock)
+    heartbeat.expect("loop", within_s=15)
+    heartbeat.expect("kafka", within_s=1, vital=False)
+    return clock, heartbeat, Watchdog(heartbeat, liveness_timeout_s, clock=clock)
 
 
 def test_the_watchdog_ends_what_is_stuck_for_long_enough() -> None:
-    clock, pulse, dog = watched(60)
+    clock, heartbeat, watchdog = watched(60)
     for _ in range(75):
         clock.now += 1
-        assert dog.look() == ""
+        assert watchdog.check() == ""
     clock.now += 1
-    assert dog.look() == "loop: no progress for 76 s"
-    pulse.beat("loop")
-    assert dog.look() == ""
+    assert watchdog.check() == "loop: no progress for 76 s"
+    heartbeat.beat("loop")
+    assert watchdog.check() == ""
     for _ in range(70):
         clock.now += 1
-        assert dog.look() == ""  # counted from anew
+        assert watchdog.check() == ""  # counted from anew
 
 
 def test_kafka_s_absence_ends_nothing() -> None:
-    clock, pulse, dog = watched(10)
+    clock, heartbeat, watchdog = watched(10)
     for _ in range(1000):
         clock.now += 1
-        pulse.beat("loop")
-        assert dog.look() == ""
+        heartbeat.beat("loop")
+        assert watchdog.check() == ""
 
 
 def test_a_process_that_was_stopped_for_an_hour_is_not_stuck() -> None:
-    clock, pulse, dog = watched(60)
+    clock, heartbeat, watchdog = watched(60)
     clock.now += 3600
-    assert dog.look() == ""
+    assert watchdog.check() == ""
     clock.now += 1
-    pulse.beat("loop")
-    assert dog.look() == ""
+    heartbeat.beat("loop")
+    assert watchdog.check() == ""
 
 
 def test_the_port_comes_from_the_environment_else_from_the_job_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,14 +130,14 @@ def test_the_port_comes_from_the_environment_else_from_the_job_file(monkeypatch:
 def test_probes_answer_on_loopback_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     port = free_port()
     monkeypatch.setenv(PORT_ENV, str(port))
-    with pulse_of("worker-3", job()) as pulse:
+    with heartbeat_of("worker-3", job()) as heartbeat:
         assert ask(port, "/healthz")[0] == 200
         status, report = ask(port, "/readyz")
         assert (status, report["process"], report["reasons"]) == (503, "worker-3", ["starting"])
-        pulse.waits_for("")
+        heartbeat.set_waiting_for("")
         assert ask(port, "/readyz?verbose")[0] == 200
         assert ask(port, "/readyz", "HEAD") == (200, None)
-        pulse.expect("loop", within_s=-1)
+        heartbeat.expect("loop", within_s=-1)
         assert ask(port, "/healthz")[0] == 503
         assert ask(port, "/")[0] == 404
         assert ask(port, "/healthz", "POST")[0] == 501
@@ -153,17 +153,17 @@ def test_a_port_that_is_taken_does_not_stop_the_work(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         monkeypatch.setenv(PORT_ENV, str(other.getsockname()[1]))
-        with pulse_of("ps", job()) as pulse:
-            assert not pulse.report()["ready"]
-    assert "no_health_probe" in capsys.readouterr().out
+        with heartbeat_of("ps", job()) as heartbeat:
+            assert not heartbeat.report()["ready"]
+    assert "health_probe_unavailable" in capsys.readouterr().out
 
 
 def test_a_stuck_process_ends_with_an_error() -> None:
     program = (
-        "import sys, time\nfrom doll.config import parse\nfrom doll.process.health import pulse_of\n"
-        "config = parse(\"job: j\\ntask: {class: 'a:B'}\\nhealth: {stuck_s: 0.5}\")\n"
-        "with pulse_of('ps', config) as pulse:\n"
-        "    pulse.expect('loop', within_s=0.2)\n"
+        "import sys, time\nfrom doll.config import parse\nfrom doll.process.health import heartbeat_of\n"
+        "config = parse(\"job: j\\ntask: {class: 'a:B'}\\nhealth: {liveness_timeout_s: 0.5}\")\n"
+        "with heartbeat_of('ps', config) as heartbeat:\n"
+        "    heartbeat.expect('loop', within_s=0.2)\n"
         "    time.sleep(3600)\n"
         "sys.exit(0)\n"
     )

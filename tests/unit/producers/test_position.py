@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from doll.config import JobConfig, parse
 from doll.producers import sources
-from doll.producers.position import HEADER, headers, name_of, position_in
+from doll.producers.position import HEADER, headers, position_in, source_name
 
 
 def config(source: str, folder: Path = Path()) -> JobConfig:
@@ -17,7 +17,7 @@ def config(source: str, folder: Path = Path()) -> JobConfig:
 
 def test_only_what_is_read_in_order_has_positions() -> None:
     names = [
-        name_of(config(source).source)
+        source_name(config(source).source)
         for source in (
             "{kind: csv, path: a.csv}", "{kind: csv, path: b.csv}", "{kind: csv, path: a.csv, header: true}",
             "{kind: jsonl, path: a.csv}", "{kind: idx, images: a, labels: b, augment: false}",
@@ -26,13 +26,13 @@ def test_only_what_is_read_in_order_has_positions() -> None:
     ]  # fmt: skip
     assert len(set(names)) == 6
     assert all(names)
-    assert name_of(config("{kind: csv, path: a.csv, repeat: true, limit_samples: 5}").source) == names[0]
+    assert source_name(config("{kind: csv, path: a.csv, repeat: true, limit_samples: 5}").source) == names[0]
     for source in ("{kind: idx, images: a, labels: b}", "{kind: synthetic}", "{kind: stdin}", "{kind: digits}"):
-        assert name_of(config(source).source) == ""
+        assert source_name(config(source).source) == ""
 
 
 def test_a_position_is_read_back_and_another_source_s_is_not() -> None:
-    name, other = (name_of(config(f"{{kind: csv, path: {path}}}").source) for path in ("a", "b"))
+    name, other = (source_name(config(f"{{kind: csv, path: {path}}}").source) for path in ("a", "b"))
     assert position_in(name, [("trace", b"x"), *headers(name, 17)]) == 17
     assert position_in(other, headers(name, 17)) is None
     assert headers("", 17) == []

@@ -12,7 +12,7 @@ from doll import config as job_config
 from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.producers.pacing import BURST_S, Pacer
-from doll.producers.schedule import arrival_times, events
+from doll.producers.schedule import arrival_times, scheduled_samples
 
 
 def _config(arrivals: str, source: str = "{kind: jsonl, path: d.jsonl}", folder: Path = Path(".")) -> JobConfig:
@@ -28,13 +28,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_asap_sends_everything_in_the_files_order(folder: Path) -> None:
-    sent = list(events(_config("{process: asap}", folder=folder), [0, 0]))
+    sent = list(scheduled_samples(_config("{process: asap}", folder=folder), [0, 0]))
     assert sent == [(0.0, n % 2, b"%d" % n) for n in range(7)]
 
 
 def test_streams_of_different_rates_keep_their_own_lines_and_all_are_sent(folder: Path) -> None:
     config = _config("{process: deterministic, rate_per_s: [1, 10]}", folder=folder)
-    sent = list(events(config, [0, 0]))
+    sent = list(scheduled_samples(config, [0, 0]))
     assert [time_s for time_s, _, _ in sent] == sorted(time_s for time_s, _, _ in sent)
     assert [value for _, stream, value in sent if stream == 0] == [b"0", b"2", b"4", b"6"]
     assert [value for _, stream, value in sent if stream == 1] == [b"1", b"3", b"5"]
@@ -66,7 +66,7 @@ def test_poisson_streams_reproduce_and_go_on_elsewhere_after_a_restart() -> None
 def test_lines_of_a_pipe_go_round_the_streams_and_silence_takes_no_turn() -> None:
     read_end, write_end = os.pipe()
     try:
-        feed = events(_config("{process: asap}", "{kind: stdin}"), [0, 0], pipe=read_end)
+        feed = scheduled_samples(_config("{process: asap}", "{kind: stdin}"), [0, 0], pipe=read_end)
         os.write(write_end, b"a\n")
         assert next(feed) == (0.0, 0, b"a")
         assert next(feed) == (0.0, 1, None)
@@ -83,13 +83,13 @@ def test_lines_of_a_pipe_go_round_the_streams_and_silence_takes_no_turn() -> Non
 
 def test_a_pipe_has_one_rate() -> None:
     with pytest.raises(ConfigError, match="stdin go to the streams in turn: expected one rate"):
-        events(_config("{rate_per_s: [1, 2]}", "{kind: stdin}"), [0, 0])
+        scheduled_samples(_config("{rate_per_s: [1, 2]}", "{kind: stdin}"), [0, 0])
 
 
 def test_a_paused_stream_loses_no_line_and_its_time_goes_by(folder: Path) -> None:
     down: set[int] = {1}
     config = _config("{process: deterministic, rate_per_s: 1}", folder=folder)
-    feed = events(config, [0, 0], paused=down.__contains__)
+    feed = scheduled_samples(config, [0, 0], paused=down.__contains__)
     assert [next(feed) for _ in range(4)] == [(0.0, 0, b"0"), (0.5, 1, None), (1.0, 0, b"2"), (1.5, 1, None)]
     down.clear()
     assert [(stream, value) for _, stream, value in feed if value is not None] == [

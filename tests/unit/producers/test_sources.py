@@ -211,7 +211,7 @@ def test_a_file_damaged_further_on_is_named_when_it_is_reached(tmp_path: Path) -
 def test_a_pipe_gives_lines_as_they_come_and_none_while_it_is_silent() -> None:
     read_end, write_end = os.pipe()
     try:
-        pipe = lines.read_pipe(read_end, max_bytes=100, patience_s=0.001)
+        pipe = lines.read_pipe(read_end, max_bytes=100, timeout_s=0.001)
         assert next(pipe) is None
         os.write(write_end, b"one\r\n\ntwo\nthr")
         assert [next(pipe), next(pipe)] == [b"one", b"two"]

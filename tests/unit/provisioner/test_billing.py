@@ -12,13 +12,13 @@ from doll.provisioner.billing import (
     LOCAL,
     RULES,
     Bill,
+    all_on_demand_usd,
     bill,
     bill_lines,
-    on_demand_usd,
     usd_per_1000_updates,
-    usd_per_point,
+    usd_per_error_point,
 )
-from doll.provisioner.fleets.port import End, Instance, InstanceState
+from doll.provisioner.fleets.port import EndReason, Instance, InstanceState
 from doll.provisioner.planning.state import Market
 from doll.provisioner.traces.model import Series, constant
 from doll.theory.cost import SECONDS_PER_HOUR, on_demand_runtime_s, work_samples
@@ -28,10 +28,12 @@ from hypothesis import strategies as st
 T0 = 1_700_000_000.0
 
 
-def machine(id_: str = "i", *, seconds: float | None = None, end: End = End.TERMINATED, **more: Any) -> Instance:
+def machine(
+    id_: str = "i", *, seconds: float | None = None, end: EndReason = EndReason.TERMINATED, **more: Any
+) -> Instance:
     """An instance that began at T0 and ran for `seconds`, or still runs."""
     ended = {} if seconds is None else {"ended_s": T0 + seconds, "end": end}
-    given = {"slot": 0, "epoch": 1, "market": "spot", "pool": "a", "launched_s": T0} | ended | more
+    given = {"slot": 0, "incarnation": 1, "market": "spot", "pool": "a", "launched_s": T0} | ended | more
     state = InstanceState.RUNNING if seconds is None else InstanceState.ENDED
     return Instance(id=id_, state=state, **given)
 
@@ -60,14 +62,16 @@ def test_the_local_market_bills_time_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("seconds", "end", "market", "free"),
     [
-        (3599.0, End.INTERRUPTED, "spot", True),
-        (3600.0, End.INTERRUPTED, "spot", False),
-        (3599.0, End.TERMINATED, "spot", False),
-        (3599.0, End.FAILED, "spot", False),
-        (3599.0, End.INTERRUPTED, "on_demand", False),
+        (3599.0, EndReason.INTERRUPTED, "spot", True),
+        (3600.0, EndReason.INTERRUPTED, "spot", False),
+        (3599.0, EndReason.TERMINATED, "spot", False),
+        (3599.0, EndReason.FAILED, "spot", False),
+        (3599.0, EndReason.INTERRUPTED, "on_demand", False),
     ],
 )
-def test_only_what_ec2_takes_back_in_its_first_hour_is_free(seconds: float, end: End, market: Any, free: bool) -> None:
+def test_only_what_ec2_takes_back_in_its_first_hour_is_free(
+    seconds: float, end: EndReason, market: Any, free: bool
+) -> None:
     found = bill([machine(seconds=seconds, end=end, market=market)], flat, EC2_LINUX, T0 + 1e6)
     assert (found.usd == 0, found.free) == (free, int(free))
 
@@ -125,13 +129,13 @@ def test_many_at_once_cost_what_each_costs_alone() -> None:
 def test_on_demand_is_the_papers_cost() -> None:
     """Eq. (5): all on-demand for θ_0."""
     samples = work_samples(10_000, 20, 256)
-    found = on_demand_usd(samples, np.full(64, 125.0), 0.286)
+    found = all_on_demand_usd(samples, np.full(64, 125.0), 0.286)
     assert found == pytest.approx(64 * 0.286 * on_demand_runtime_s(samples, 125, 64) / SECONDS_PER_HOUR)
 
 
 def test_ratios() -> None:
     assert usd_per_1000_updates(2.0, 500) == 4.0
     assert math.isnan(usd_per_1000_updates(2.0, 0))
-    assert usd_per_point(3.0, 0.9, 0.6) == pytest.approx(0.1)
-    assert math.isnan(usd_per_point(3.0, 0.6, 0.6))
+    assert usd_per_error_point(3.0, 0.9, 0.6) == pytest.approx(0.1)
+    assert math.isnan(usd_per_error_point(3.0, 0.6, 0.6))
     assert all(rule.source and rule.as_of for rule in RULES.values())

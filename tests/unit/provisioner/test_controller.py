@@ -14,12 +14,12 @@ from doll.errors import ConfigError, FencedError, ServiceUnavailableError
 from doll.provisioner.billing import EC2_LINUX
 from doll.provisioner.controller import Controller, ControllerSettings, Decision, slot_ranges
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
-from doll.provisioner.fleets.port import End, Instance, InstanceState, Order, Trouble
+from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchFailure, Order
 from doll.provisioner.lease import Lease
 from doll.provisioner.prices.stated import StatedPrices
-from doll.provisioner.reconcile import Launch, Limits
-from doll.provisioner.state_store import FileBook, MemoryBook
-from doll.records import Epoch, Evaluated, decode, encode
+from doll.provisioner.reconcile import Launch, LaunchLimits
+from doll.provisioner.state_store import FileStateStore, MemoryStateStore
+from doll.records import Evaluated, TermStarted, decode, encode
 from doll.storage.file_store import FileStore
 from doll.theory.cost import Prices
 from hypothesis import given
@@ -51,14 +51,14 @@ class Scene:
         self.clock = VirtualClock()
         self.fleet = Forgetful(self.clock, boot_s=boot_s, ending_s=5.0)
         self.world = JobWorld(self.clock, self.fleet, self.job)
-        self.book = MemoryBook()
+        self.state_store = MemoryStateStore()
         self.prices = StatedPrices(SPOT, ON_DEMAND)
         self.more = more
         self.controller = self.successor()
         self.decisions: list[Decision] = []
 
     def successor(self) -> Controller:
-        return Controller(self.job, self.fleet, self.prices, self.book, **self.more)
+        return Controller(self.job, self.fleet, self.prices, self.state_store, **self.more)
 
     def turn(self, **more: Any) -> Decision:
         self.world.tell(self.controller)
@@ -81,7 +81,7 @@ class Scene:
 
 def launches(decision: Decision) -> list[tuple[int, int, str]]:
     return [
-        (one.action.order.slot, one.action.order.epoch, one.action.order.market)
+        (one.action.order.slot, one.action.order.incarnation, one.action.order.market)
         for one in decision.done
         if isinstance(one.action, Launch)
     ]
@@ -96,11 +96,11 @@ def test_a_calm_job_runs_on_spot_and_hands_everything_back() -> None:
     last = decisions[-1]
     assert launches(decisions[0]) == [(slot, 1, "spot") for slot in range(4)]
     assert (last.phase, last.over, last.updates_done >= 100) == ("done", True, True)
-    assert [one for one in scene.fleet.everything() if one.state is not InstanceState.ENDED] == []
-    hours = sum((one.ended_s or 0) - one.launched_s for one in scene.fleet.everything()) / 3600
+    assert [one for one in scene.fleet.all_instances() if one.state is not InstanceState.ENDED] == []
+    hours = sum((one.ended_s or 0) - one.launched_s for one in scene.fleet.all_instances()) / 3600
     assert last.bill.usd == pytest.approx(hours * SPOT)
     assert last.bill.usd_without_boots == pytest.approx((hours - 4 * 20 / 3600) * SPOT, rel=0.02)
-    assert last.on_demand_usd == pytest.approx(250 / 3600 * 4 * ON_DEMAND, rel=0.05)
+    assert last.all_on_demand_usd == pytest.approx(250 / 3600 * 4 * ON_DEMAND, rel=0.05)
 
 
 def test_the_deadline_is_met_when_spot_is_taken_back_all_the_time() -> None:
@@ -130,15 +130,15 @@ def test_a_deadline_that_cannot_be_met_is_told_and_all_is_on_demand() -> None:
 def test_when_spot_is_dry_the_plan_waits_and_then_covers() -> None:
     scene = Scene(settings(deadline_s=500.0))
     for pool in scene.fleet.pools:
-        scene.fleet.set_room(pool, "spot", 0)
+        scene.fleet.set_capacity(pool, "spot", 0)
     first = scene.turn()
     assert set(first.markets) == {"spot"}, "the slack allows to wait"
-    assert all("capacity" in one.trouble for one in first.actions)
+    assert all("capacity" in one.failure for one in first.actions)
     assert first.alive == ()
     decisions = scene.to_the_end()
     assert scene.world.finished_s is not None
     assert scene.world.finished_s - first.started_s <= 500
-    assert {one.market for one in scene.fleet.everything()} == {"on_demand"}
+    assert {one.market for one in scene.fleet.all_instances()} == {"on_demand"}
     assert decisions[-1].bill.usd_by_market["spot"] == 0
 
 
@@ -150,7 +150,7 @@ def test_a_dry_market_is_planned_around_in_the_same_turn() -> None:
     for one in scene.fleet.alive():
         scene.fleet.interrupt(one.id, 0.0)
     for pool in scene.fleet.pools:
-        scene.fleet.set_room(pool, "spot", 0)
+        scene.fleet.set_capacity(pool, "spot", 0)
     decision = scene.steps(1)
     assert {"spot", "on_demand"} <= {market for _, _, market in launches(decision)}
     assert {one.market for one in scene.fleet.alive()} == {"on_demand"}
@@ -158,13 +158,15 @@ def test_a_dry_market_is_planned_around_in_the_same_turn() -> None:
 
 def test_a_slot_goes_back_to_spot_when_that_is_back() -> None:
     job = settings(deadline_s=600.0, updates=160.0)  # 400 s of work
-    scene = Scene(replace(job, planner=replace(job.planner, dwell_s=30.0), limits=Limits(bad_pool_s=20.0)))
+    scene = Scene(
+        replace(job, planner=replace(job.planner, spot_stable_s=30.0), limits=LaunchLimits(pool_backoff_s=20.0))
+    )
     for pool in scene.fleet.pools:
-        scene.fleet.set_room(pool, "spot", 0)
+        scene.fleet.set_capacity(pool, "spot", 0)
     scene.steps(15)
     assert "on_demand" in {one.market for one in scene.fleet.alive()}
     for pool in scene.fleet.pools:
-        scene.fleet.set_room(pool, "spot", None)
+        scene.fleet.set_capacity(pool, "spot", None)
     decisions = scene.to_the_end()
     assert any("RETURN" in reason or "spot has been available" in reason for one in decisions for reason in one.reasons)
     assert decisions[-1].bill.usd_by_market["spot"] > 0
@@ -189,7 +191,7 @@ def test_a_probe_is_asked_before_what_can_only_be_guessed() -> None:
     class Market:
         there = True
 
-        def spot_open(self, slot: int) -> bool | None:
+        def spot_available(self, slot: int) -> bool | None:
             return self.there
 
     market = Market()
@@ -210,7 +212,7 @@ def test_a_try_that_was_known_to_be_in_vain_is_no_reason_to_plan_again(monkeypat
     from doll.provisioner import controller as module
 
     class Market:
-        def spot_open(self, slot: int) -> bool | None:
+        def spot_available(self, slot: int) -> bool | None:
             return False
 
     plans: list[float] = []
@@ -219,20 +221,20 @@ def test_a_try_that_was_known_to_be_in_vain_is_no_reason_to_plan_again(monkeypat
     for one in scene.fleet.alive():
         scene.fleet.interrupt(one.id, 0.0)
     for pool in scene.fleet.pools:
-        scene.fleet.set_room(pool, "spot", 0)
+        scene.fleet.set_capacity(pool, "spot", 0)
     plan = module.planner.plan
-    monkeypatch.setattr(module.planner, "plan", lambda state, how: plans.append(state.clock_s) or plan(state, how))
+    monkeypatch.setattr(module.planner, "plan", lambda state, how: plans.append(state.elapsed_s) or plan(state, how))
     decision = scene.steps(1)
     assert [slot for slot, _, where in launches(decision) if where == "spot"], "still tried"
     assert len(plans) == 1
 
 
-# --- trouble --------------------------------------------------------------------------------------------------------
+# --- failure --------------------------------------------------------------------------------------------------------
 
 
 def test_a_used_up_quota_is_an_alarm_and_costs_no_deadline() -> None:
     scene = Scene(settings(deadline_s=500.0))
-    scene.fleet.fail_next("launch", Trouble.SPOT_QUOTA)
+    scene.fleet.fail_next("launch", LaunchFailure.SPOT_QUOTA)
     first = scene.turn()
     assert any("quota of spot" in alarm for alarm in first.alarms)
     scene.to_the_end()
@@ -244,7 +246,7 @@ def test_a_used_up_quota_is_an_alarm_and_costs_no_deadline() -> None:
 
 def test_a_misconfigured_launch_stops_and_tells() -> None:
     scene = Scene()
-    scene.fleet.fail_next("launch", Trouble.CONFIG)
+    scene.fleet.fail_next("launch", LaunchFailure.CONFIG)
     decision = scene.turn()
     assert decision.phase == "stopped"
     assert any("told to fail" in alarm for alarm in decision.alarms)
@@ -262,11 +264,11 @@ def test_a_fleet_that_does_not_answer_blinds_and_changes_nothing() -> None:
     spent = scene.decisions[-1].bill.usd
     scene.fleet.fail_next("instances", ServiceUnavailableError("gone"))
     decision = scene.steps(1)
-    assert (decision.phase, decision.actions) == ("blind", ())
+    assert (decision.phase, decision.actions) == ("unavailable", ())
     assert decision.bill.usd == spent
     assert any("gone" in alarm for alarm in decision.alarms)
     assert scene.steps(2).phase == "run"
-    assert len(scene.fleet.everything()) == 4
+    assert len(scene.fleet.all_instances()) == 4
 
 
 def test_prices_that_fail_are_the_last_known() -> None:
@@ -280,7 +282,7 @@ def test_prices_that_fail_are_the_last_known() -> None:
             raise ServiceUnavailableError("no prices")
 
     scene.controller._prices = Failing()  # type: ignore[assignment]
-    assert scene.turn().phase == "blind", "without any price nothing is bought"
+    assert scene.turn().phase == "unavailable", "without any price nothing is bought"
     scene.controller = scene.successor()
     scene.steps(4)
     spent = scene.decisions[-1].bill.usd
@@ -294,27 +296,27 @@ def test_prices_that_fail_are_the_last_known() -> None:
 def test_a_machine_that_breaks_is_replaced() -> None:
     scene = Scene()
     scene.steps(4)
-    scene.fleet.break_down("i-00000000000000000")
+    scene.fleet.fail_instance("i-00000000000000000")
     scene.steps(8)
-    alive = {(one.slot, one.epoch) for one in scene.fleet.alive()}
+    alive = {(one.slot, one.incarnation) for one in scene.fleet.alive()}
     assert alive == {(0, 2), (1, 1), (2, 1), (3, 1)}
 
 
 def test_a_machine_whose_worker_hangs_is_replaced() -> None:
-    scene = Scene(settings(deadline_s=5000.0, updates=1000.0, limits=Limits(silent_most_s=60.0)))
+    scene = Scene(settings(deadline_s=5000.0, updates=1000.0, limits=LaunchLimits(silence_timeout_s=60.0)))
     scene.steps(4)
     scene.world.mute.add("i-00000000000000000")
     scene.steps(20)
-    assert (0, 2) in {(one.slot, one.epoch) for one in scene.fleet.alive()}
-    assert scene.fleet.everything()[0].end is End.TERMINATED
+    assert (0, 2) in {(one.slot, one.incarnation) for one in scene.fleet.alive()}
+    assert scene.fleet.all_instances()[0].end is EndReason.TERMINATED
 
 
 def test_no_machine_is_blamed_while_there_is_no_parameter_server() -> None:
-    scene = Scene(settings(limits=Limits(boot_most_s=60.0)))
+    scene = Scene(settings(limits=LaunchLimits(boot_timeout_s=60.0)))
     for _ in range(30):
         scene.controller.turn(scene.clock())
         scene.clock.advance(10.0)
-    assert len(scene.fleet.everything()) == 4
+    assert len(scene.fleet.all_instances()) == 4
 
 
 def test_what_vanishes_from_the_listing_has_ended_and_is_billed() -> None:
@@ -327,7 +329,7 @@ def test_what_vanishes_from_the_listing_has_ended_and_is_billed() -> None:
     assert line.usd == pytest.approx((scene.clock() - gone.launched_s) / 3600 * SPOT)
     assert line.ended_s == scene.clock()
     scene.steps(6)
-    assert (0, 2) in {(one.slot, one.epoch) for one in scene.fleet.alive()}
+    assert (0, 2) in {(one.slot, one.incarnation) for one in scene.fleet.alive()}
 
 
 def test_boots_that_are_slower_than_planned_are_planned_with() -> None:
@@ -412,7 +414,7 @@ def test_a_dry_run_says_and_does_nothing() -> None:
     assert launches(first) == [(slot, 1, "spot") for slot in range(4)]
     assert launches(scene.turn()) == launches(first)
     assert [call for call in scene.fleet.calls if call.name != "instances"] == []
-    assert (scene.book.load(), scene.book.journal) == (None, [])
+    assert (scene.state_store.load(), scene.state_store.journal) == (None, [])
 
 
 def test_a_drain_ends_everything_and_starts_nothing() -> None:
@@ -455,17 +457,19 @@ def test_the_deadline_may_be_changed_in_mid_run() -> None:
 
 def test_the_behaviour_may_be_changed_in_mid_run() -> None:
     """How often a dry market is asked, how soon a silent worker counts as down."""
-    scene = Scene(settings(deadline_s=5000.0, limits=Limits(retry_s=1000.0, bad_pool_s=0.0)))
+    scene = Scene(settings(deadline_s=5000.0, limits=LaunchLimits(retry_s=1000.0, pool_backoff_s=0.0)))
     for pool in scene.fleet.pools:
-        scene.fleet.set_room(pool, "spot", 0)
+        scene.fleet.set_capacity(pool, "spot", 0)
     scene.steps(6)
     asked = len([call for call in scene.fleet.calls if call.name == "launch"])
     assert asked == 4, "each slot once"
-    scene.controller.retarget(settings(deadline_s=5000.0, silent_s=7.0, limits=Limits(retry_s=10.0, bad_pool_s=0.0)))
+    scene.controller.retarget(
+        settings(deadline_s=5000.0, heartbeat_timeout_s=7.0, limits=LaunchLimits(retry_s=10.0, pool_backoff_s=0.0))
+    )
     scene.clock.advance(1000.0)
     scene.steps(4)
     assert len([call for call in scene.fleet.calls if call.name == "launch"]) == asked + 4 * 4
-    assert scene.controller.observed.silent_s == 7.0
+    assert scene.controller.observed.heartbeat_timeout_s == 7.0
 
 
 def test_the_work_is_estimated_anew_from_the_jobs_own_errors() -> None:
@@ -473,12 +477,12 @@ def test_the_work_is_estimated_anew_from_the_jobs_own_errors() -> None:
     scene.turn()
     for version in range(1, 25):
         error = 0.9 * 0.95**version + 0.01
-        record = Evaluated(ps_epoch=1, version=version, loss=1.0, accuracy=1 - error)
+        record = Evaluated(term=1, version=version, loss=1.0, accuracy=1 - error)
         scene.controller.feed(record, scene.clock())
     decision = scene.steps(1)
-    assert 58 <= decision.updates_wanted <= 65, "0.9 * 0.95^J + 0.01 = 0.05 at J = 60.7"
+    assert 58 <= decision.target_updates <= 65, "0.9 * 0.95^J + 0.01 = 0.05 at J = 60.7"
     scene.controller = scene.successor()
-    assert scene.steps(1).updates_wanted == decision.updates_wanted, "a successor knows it too"
+    assert scene.steps(1).target_updates == decision.target_updates, "a successor knows it too"
 
 
 # --- restarts -------------------------------------------------------------------------------------------------------
@@ -486,7 +490,7 @@ def test_the_work_is_estimated_anew_from_the_jobs_own_errors() -> None:
 
 def test_a_successor_goes_on_where_the_other_was(tmp_path: Path) -> None:
     scene = Scene()
-    scene.book = FileBook(tmp_path, "digits")  # type: ignore[assignment]
+    scene.state_store = FileStateStore(tmp_path, "digits")  # type: ignore[assignment]
     scene.controller = scene.successor()
     before = scene.steps(6)
     scene.controller = scene.successor()
@@ -504,7 +508,7 @@ def test_a_successor_goes_on_where_the_other_was(tmp_path: Path) -> None:
 def test_a_state_file_that_is_no_use_is_no_obstacle(tmp_path: Path, content: str) -> None:
     """Tags and topics say enough: no second machine for any slot, the clock goes on, the money is not forgotten."""
     scene = Scene()
-    scene.book = FileBook(tmp_path, "digits")  # type: ignore[assignment]
+    scene.state_store = FileStateStore(tmp_path, "digits")  # type: ignore[assignment]
     scene.controller = scene.successor()
     before = scene.steps(6)
     (tmp_path / "provision-digits.json").write_text(content)
@@ -515,7 +519,7 @@ def test_a_state_file_that_is_no_use_is_no_obstacle(tmp_path: Path, content: str
     assert after.started_s == before.started_s
     assert after.bill.usd == pytest.approx(before.bill.usd)
     assert after.markets == before.markets
-    assert len(scene.fleet.everything()) == 4
+    assert len(scene.fleet.all_instances()) == 4
 
 
 def test_the_state_of_deleted_topics_says_nothing_about_new_ones_of_the_same_names() -> None:
@@ -524,7 +528,7 @@ def test_the_state_of_deleted_topics_says_nothing_about_new_ones_of_the_same_nam
     scene.controller = scene.successor()
     scene.to_the_end()
     assert scene.decisions[-1].over
-    bought = {one.id for one in scene.fleet.everything()}
+    bought = {one.id for one in scene.fleet.all_instances()}
     scene.more["topics_id"] = "second"
     scene.world = JobWorld(scene.clock, scene.fleet, scene.job)
     scene.controller = scene.successor()
@@ -537,8 +541,8 @@ def test_the_state_of_deleted_topics_says_nothing_about_new_ones_of_the_same_nam
     assert scene.turn().turn == 2, "and its own state it knows"
 
 
-@pytest.mark.parametrize("restarted", ["no", "yes", "without its book"])
-def test_a_new_generation_has_a_clock_and_a_bill_of_its_own_and_new_epochs(restarted: str) -> None:
+@pytest.mark.parametrize("restarted", ["no", "yes", "without its state_store"])
+def test_a_new_generation_has_a_clock_and_a_bill_of_its_own_and_new_incarnations(restarted: str) -> None:
     scene = Scene()
     scene.more = {"job": "digits", "topics_id": "same"}
     scene.controller = scene.successor()
@@ -546,17 +550,17 @@ def test_a_new_generation_has_a_clock_and_a_bill_of_its_own_and_new_epochs(resta
     before = scene.decisions[-1]
     scene.world.log.append((before.record(), scene.clock()))
     scene.clock.advance(100.0)
-    fresh = Epoch(ps_epoch=2, resumed_version=0, origins=(), records_per_batch=1, time_s=scene.clock(), generation=2)
+    fresh = TermStarted(term=2, resumed_version=0, origins=(), records_per_batch=1, time_s=scene.clock(), generation=2)
     scene.world.log.append((fresh, scene.clock()))
     scene.clock.advance(3.0)
     if restarted != "no":
-        scene.book = scene.book if restarted == "yes" else MemoryBook()
+        scene.state_store = scene.state_store if restarted == "yes" else MemoryStateStore()
         scene.controller = scene.successor()
     decision = scene.turn()
     assert (before.phase, decision.phase, decision.updates_done) == ("done", "run", 0)
-    first_turn = restarted == "without its book"
+    first_turn = restarted == "without its state_store"
     assert (decision.started_s, decision.bill.usd) == (scene.clock() if first_turn else fresh.time_s, 0)
-    if restarted == "without its book":
+    if restarted == "without its state_store":
         assert launches(decision) == [], "what its predecessor has launched may not be listed yet"
         while not launches(decision):
             decision = scene.steps(2)
@@ -576,7 +580,7 @@ def test_machines_that_another_job_has_left_are_ended_and_are_not_taken_for_ones
     assert [call.ids for call in scene.fleet.calls if call.name == "terminate"] == [{left.id}]
     assert any("of another job (letters)" in alarm for alarm in decision.alarms)
     assert left.id not in {one.id for one in decision.instances}
-    assert [one["id"] for one in scene.book.journal if one["kind"] == "end"] == [left.id]
+    assert [one["id"] for one in scene.state_store.journal if one["kind"] == "end"] == [left.id]
     assert not scene.steps(2).alarms
 
 
@@ -585,30 +589,30 @@ def test_a_state_file_of_an_earlier_release_is_read_where_it_is_of_this_job(
     tmp_path: Path, topic: str, known: bool
 ) -> None:
     (tmp_path / "provision.json").write_text(json.dumps({"positions": {topic: 3}}))
-    assert (FileBook(tmp_path, "digits").load() is not None) == known
-    FileBook(tmp_path, "digits").save({"turn": 1})
-    assert FileBook(tmp_path, "digits").load() == {"turn": 1}
-    assert FileBook(tmp_path, "other").load() is None
+    assert (FileStateStore(tmp_path, "digits").load() is not None) == known
+    FileStateStore(tmp_path, "digits").save({"turn": 1})
+    assert FileStateStore(tmp_path, "digits").load() == {"turn": 1}
+    assert FileStateStore(tmp_path, "other").load() is None
 
 
 def test_a_lost_book_forgets_no_money() -> None:
     """What the topics say was spent is a floor, also for machines that nobody lists any more."""
     scene = Scene(settings(deadline_s=3000.0))
     scene.steps(8)
-    scene.fleet.break_down("i-00000000000000000")
+    scene.fleet.fail_instance("i-00000000000000000")
     before = scene.steps(8)
     scene.fleet.hidden.add("i-00000000000000000")
-    scene.book = MemoryBook()
+    scene.state_store = MemoryStateStore()
     scene.controller = scene.successor()
     scene.world.log.append((before.record(), scene.clock()))
     assert scene.turn().bill.usd == pytest.approx(before.bill.usd)
-    assert scene.controller._memory.epoch(0) == 2
+    assert scene.controller._launch_state.incarnation(0) == 2
 
 
 def test_an_unwritable_book_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     scene = Scene()
-    scene.book = FileBook(tmp_path / "file", "digits")  # type: ignore[assignment]
+    scene.state_store = FileStateStore(tmp_path / "file", "digits")  # type: ignore[assignment]
     scene.controller = scene.successor()
     with pytest.raises(ConfigError, match=r"cannot write .*see --run-folder"):
         scene.turn()
@@ -641,7 +645,7 @@ def test_no_record_stops_it(strange: list[tuple[Any, float]]) -> None:
     for record, at_s in strange:
         scene.controller.feed(record, at_s)
     scene.steps(2)
-    scene.book = MemoryBook()
+    scene.state_store = MemoryStateStore()
     scene.controller = scene.successor()
     for record, at_s in strange:
         scene.controller.feed(record, at_s)

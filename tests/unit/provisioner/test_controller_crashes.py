@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from doll.provisioner.controller import Controller, ControllerSettings, Decision
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
-from doll.provisioner.fleets.port import Instance, InstanceState, Order, Trouble
-from doll.provisioner.reconcile import Limits
-from doll.provisioner.state_store import MemoryBook
+from doll.provisioner.fleets.port import Instance, InstanceState, LaunchFailure, Order
+from doll.provisioner.reconcile import LaunchLimits
+from doll.provisioner.state_store import MemoryStateStore
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -52,8 +52,8 @@ class FusedFleet:
     Its owner's listing lags behind: what this handle has not launched itself shows up after `LAG_S`.
     """
 
-    def __init__(self, fleet: FakeFleet, fuse: Fuse, story: Story) -> None:
-        self._fleet, self._fuse, self._story = fleet, fuse, story
+    def __init__(self, fleet: FakeFleet, fuse: Fuse, scenario: CrashScenario) -> None:
+        self._fleet, self._fuse, self._scenario = fleet, fuse, scenario
         self._launched: set[str] = set()
 
     def launch(self, order: Order) -> Instance:
@@ -62,41 +62,41 @@ class FusedFleet:
         return made
 
     def instances(self) -> Sequence[Instance]:
-        now_s = self._story.clock()
+        now_s = self._scenario.clock()
         return [one for one in self._fleet.instances() if one.id in self._launched or now_s - one.launched_s >= LAG_S]
 
     def terminate(self, ids: Collection[str]) -> None:
         for one in self._fleet.alive():
             if one.id in ids:
                 assert one.notice_s is None, "what has its notice is left to its owner"
-                assert self._story.ending or not self._story.world.works(one), "broken before the next was made"
+                assert self._scenario.ending or not self._scenario.world.works(one), "broken before the next was made"
         self._fuse.burn(lambda: self._fleet.terminate(ids))
 
     def close(self) -> None:
         pass
 
 
-class FusedBook(MemoryBook):
-    """A book whose writer may die at each writing."""
+class FusedStateStore(MemoryStateStore):
+    """A state_store whose writer may die at each writing."""
 
     def __init__(self, fuse: Fuse) -> None:
         super().__init__()
         self._fuse = fuse
 
     def save(self, kept: Mapping[str, Any]) -> None:
-        self._fuse.burn(lambda: MemoryBook.save(self, kept))
+        self._fuse.burn(lambda: MemoryStateStore.save(self, kept))
 
-    def note(self, entry: Mapping[str, Any]) -> None:
-        self._fuse.burn(lambda: MemoryBook.note(self, entry))
+    def append(self, entry: Mapping[str, Any]) -> None:
+        self._fuse.burn(lambda: MemoryStateStore.append(self, entry))
 
 
-class Story:
+class CrashScenario:
     """One job from its start to its drain, with crashes and a market, all from one seed.
 
     Args:
         crashes: how many times the controller dies.
         wild: the market interrupts, dries up, throttles and loses answers.
-        forget: the book is lost at a crash now and then.
+        forget: the state_store is lost at a crash now and then.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class Story:
         self.rng = random.Random(seed)
         self.clock = VirtualClock()
         self.fleet = FakeFleet(self.clock, boot_s=20.0, ending_s=5.0)
-        self.job = job or settings(deadline_s=DEADLINE_S, limits=Limits(bad_pool_s=30.0, early_s=20.0))
+        self.job = job or settings(deadline_s=DEADLINE_S, limits=LaunchLimits(pool_backoff_s=30.0, early_s=20.0))
         self.world = JobWorld(self.clock, self.fleet, self.job)
         self.fuse = Fuse()
-        self.book = FusedBook(self.fuse)
+        self.state_store = FusedStateStore(self.fuse)
         self.crashes_left = crashes
         self.crashes = 0
         self.decisions: list[Decision] = []
@@ -117,7 +117,7 @@ class Story:
         self.controller = self._start()
 
     def _start(self) -> Controller:
-        return Controller(self.job, FusedFleet(self.fleet, self.fuse, self), FlatPrices(), self.book)
+        return Controller(self.job, FusedFleet(self.fleet, self.fuse, self), FlatPrices(), self.state_store)
 
     @property
     def ending(self) -> bool:
@@ -141,8 +141,8 @@ class Story:
                 self.crashes_left -= 1
                 self.fuse.left = -1
                 if self._forget and self.rng.random() < 0.5:
-                    journal, self.book = self.book.journal, FusedBook(self.fuse)
-                    self.book.journal = journal
+                    journal, self.state_store = self.state_store.journal, FusedStateStore(self.fuse)
+                    self.state_store.journal = journal
                 self.controller = self._start()
 
     def market(self) -> None:
@@ -152,16 +152,18 @@ class Story:
             if one.market == "spot" and one.notice_s is None and rng.random() < 0.04:
                 fleet.interrupt(one.id, rng.choice([0.0, 30.0]))
             elif rng.random() < 0.002:
-                fleet.break_down(one.id)
+                fleet.fail_instance(one.id)
         for pool in ("c5.xlarge/zone-a", "m5.xlarge/zone-a", "c5.xlarge/zone-b", "m5.xlarge/zone-b"):
             if rng.random() < 0.1:
-                fleet.set_room(pool, "spot", rng.choice([0, 0, 1, None]))
+                fleet.set_capacity(pool, "spot", rng.choice([0, 0, 1, None]))
         if rng.random() < 0.05:
-            fleet.lose_answer_next()
+            fleet.lose_next_response()
         if rng.random() < 0.05:
-            fleet.fail_next("launch", rng.choice([Trouble.THROTTLED, Trouble.CAPACITY, Trouble.SPOT_QUOTA]))
+            fleet.fail_next(
+                "launch", rng.choice([LaunchFailure.THROTTLED, LaunchFailure.CAPACITY, LaunchFailure.SPOT_QUOTA])
+            )
         if rng.random() < 0.03:
-            fleet.go_away()
+            fleet.become_unavailable()
 
     def play(self, turns: int = 200) -> None:
         """To the end of the job."""
@@ -182,30 +184,36 @@ class Story:
             self.world.pass_time(STEP_S)
 
     def check(self) -> None:
-        """What must hold of every story."""
-        fleet, journal = self.fleet, self.book.journal
-        assert [one for one in fleet.everything() if one.state is not InstanceState.ENDED] == [], "no orphans"
+        """What must hold of every scenario."""
+        fleet, journal = self.fleet, self.state_store.journal
+        assert [one for one in fleet.all_instances() if one.state is not InstanceState.ENDED] == [], "no orphans"
         assert self.world.most_per_slot <= 2, "never more than make-before-break"
         noted = {
-            (one["slot"], one["epoch"], one["market"], one["attempt"]) for one in journal if one["kind"] == "order"
+            (one["slot"], one["incarnation"], one["market"], one["attempt"])
+            for one in journal
+            if one["kind"] == "order"
         }
         for call in fleet.calls:
             if call.order is not None:
                 order = call.order
-                assert (order.slot, order.epoch, order.market, order.attempt) in noted, "each launch is in the journal"
+                assert (order.slot, order.incarnation, order.market, order.attempt) in noted, (
+                    "each launch is in the journal"
+                )
         ended = {one["id"] for one in journal if one["kind"] == "end"}
         assert {id_ for call in fleet.calls for id_ in call.ids} <= ended, "and each end"
-        instances = fleet.everything()
-        assert len({(one.slot, one.epoch) for one in instances}) == len(instances), "an epoch is one machine"
+        instances = fleet.all_instances()
+        assert len({(one.slot, one.incarnation) for one in instances}) == len(instances), (
+            "an incarnation is one machine"
+        )
 
 
 @given(st.integers(0, 2**32))
 @hypothesis_settings(max_examples=25, deadline=None)
 def test_any_crash_in_any_market(seed: int) -> None:
-    story = Story(seed, crashes=20)
-    story.play()
-    story.drain()
-    story.check()
+    scenario = CrashScenario(seed, crashes=20)
+    scenario.play()
+    scenario.drain()
+    scenario.check()
 
 
 @given(st.integers(0, 2**32))
@@ -214,39 +222,39 @@ def test_any_crash_in_any_market(seed: int) -> None:
 @example(1_888_673_432)  # a launch whose answer was lost in the last turn before the job's end
 @hypothesis_settings(max_examples=10, deadline=None)
 def test_any_crash_with_the_book_lost_now_and_then(seed: int) -> None:
-    story = Story(seed, crashes=20, forget=True)
-    story.play()
-    story.drain()
-    story.check()
+    scenario = CrashScenario(seed, crashes=20, forget=True)
+    scenario.play()
+    scenario.drain()
+    scenario.check()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_orphans_after_twenty_crashes_in_mid_run(seed: int) -> None:
     """The bar: 20 crashes, and the job is drained long before its end."""
-    story = Story(seed, crashes=20)
+    scenario = CrashScenario(seed, crashes=20)
     turns = 0
-    story.world.pass_time(0.0)
-    while story.crashes < 20 and turns < 400:
-        story.turn()
-        story.clock.advance(STEP_S)
-        story.market()
-        story.world.pass_time(STEP_S if turns < 10 else 0.0)  # it does not finish by itself
+    scenario.world.pass_time(0.0)
+    while scenario.crashes < 20 and turns < 400:
+        scenario.turn()
+        scenario.clock.advance(STEP_S)
+        scenario.market()
+        scenario.world.pass_time(STEP_S if turns < 10 else 0.0)  # it does not finish by itself
         turns += 1
-    assert story.crashes == 20
-    story.drain()
-    story.check()
-    assert story.decisions[-1].phase == "drain"
+    assert scenario.crashes == 20
+    scenario.drain()
+    scenario.check()
+    assert scenario.decisions[-1].phase == "drain"
 
 
 @given(st.integers(0, 2**32))
 @hypothesis_settings(max_examples=15, deadline=None)
 def test_crashes_cost_no_deadline_and_no_money(seed: int) -> None:
     """In a calm market a controller that crashes does as one that does not: deadline and bill are the same."""
-    calm, crashed = Story(seed, crashes=0, wild=False), Story(seed, crashes=20, wild=False)
-    for story in (calm, crashed):
-        story.play()
-        story.check()
-        assert story.world.finished_s is not None
-        assert story.world.finished_s - story.decisions[0].started_s <= DEADLINE_S
+    calm, crashed = CrashScenario(seed, crashes=0, wild=False), CrashScenario(seed, crashes=20, wild=False)
+    for scenario in (calm, crashed):
+        scenario.play()
+        scenario.check()
+        assert scenario.world.finished_s is not None
+        assert scenario.world.finished_s - scenario.decisions[0].started_s <= DEADLINE_S
     assert crashed.decisions[-1].bill.usd == pytest.approx(calm.decisions[-1].bill.usd, rel=0.02)
     assert crashed.decisions[-1].bill.instances == calm.decisions[-1].bill.instances

@@ -22,7 +22,7 @@ from doll.theory.cost import Prices
 from fleet_rigs import REGION, ComposeRig, Ec2Rig, ec2
 
 NOWHERE = Services("127.0.0.1:9", "127.0.0.1:9")
-ORDER = Order(slot=0, epoch=1, market="on_demand", attempt=0)
+ORDER = Order(slot=0, incarnation=1, market="on_demand", attempt=0)
 PRICES = "plan: {spot_usd_per_h: 0.1, on_demand_usd_per_h: 0.3}"
 
 

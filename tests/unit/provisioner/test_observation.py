@@ -12,14 +12,14 @@ from doll.provisioner.observation import Observed
 from doll.records import (
     Alive,
     AnyRecord,
-    Decision,
-    Epoch,
     Evaluated,
     Finished,
     Join,
     Leave,
     Member,
     Metric,
+    ProvisionDecision,
+    TermStarted,
     Update,
     Welcome,
 )
@@ -31,15 +31,15 @@ def observed(slots: int = 2, **more: Any) -> Observed:
     return Observed(np.full(slots, 10.0), **more)
 
 
-def welcome(worker: int, incarnation: int, epoch: int, instance: str = "") -> Welcome:
+def welcome(worker: int, incarnation: int, session: int, instance: str = "") -> Welcome:
     return Welcome(
-        ps_epoch=1, worker=worker, instance=instance or f"p{worker}.{incarnation}", epoch=epoch, origin=0,
-        next_token=0, fingerprint="", incarnation=incarnation,
+        term=1, worker=worker, instance=instance or f"p{worker}.{incarnation}", session=session, origin=0,
+        next_batch=0, fingerprint="", incarnation=incarnation,
     )  # fmt: skip
 
 
-def update(version: int, ps_epoch: int = 1, **more: Any) -> Update:
-    return Update(ps_epoch=ps_epoch, version=version, members=(), n_samples=1, loss=0.5, **more)
+def update(version: int, term: int = 1, **more: Any) -> Update:
+    return Update(term=term, version=version, members=(), n_samples=1, loss=0.5, **more)
 
 
 def feed(model: Observed, *records: AnyRecord, at_s: float = T0) -> None:
@@ -52,30 +52,30 @@ def test_a_slot_is_held_by_whom_the_server_has_welcomed() -> None:
     assert model.holder(0) is None
     feed(model, Join(worker=0, instance="p0.1", incarnation=1))
     assert model.holder(0) is None, "asking is not having"
-    feed(model, welcome(0, 1, epoch=100))
+    feed(model, welcome(0, 1, session=100))
     holder = model.holder(0)
     assert holder is not None
     assert (holder.incarnation, holder.works) == (1, True)
-    feed(model, welcome(0, 2, epoch=101), at_s=T0 + 5)
+    feed(model, welcome(0, 2, session=101), at_s=T0 + 5)
     holder = model.holder(0)
     assert holder is not None
     assert (holder.incarnation, holder.since_s) == (2, T0 + 5)
-    feed(model, welcome(0, 1, epoch=100))
+    feed(model, welcome(0, 1, session=100))
     assert model.holder(0) == holder, "an old welcome that comes late changes nothing"
     assert model.highest_incarnation(0) == 2
     assert model.holder(1) is None
 
 
 def test_signs_of_life_count_only_of_whom_holds_the_slot() -> None:
-    model = observed(silent_s=30.0)
-    feed(model, welcome(0, 1, epoch=100), welcome(1, 1, epoch=101))
-    feed(model, Alive(worker=0, epoch=99), at_s=T0 + 40)  # a zombie
-    feed(model, Alive(worker=1, epoch=101), at_s=T0 + 40)
+    model = observed(heartbeat_timeout_s=30.0)
+    feed(model, welcome(0, 1, session=100), welcome(1, 1, session=101))
+    feed(model, Alive(worker=0, session=99), at_s=T0 + 40)  # a zombie
+    feed(model, Alive(worker=1, session=101), at_s=T0 + 40)
     silent, loud = model.holder(0), model.holder(1)
     assert silent is not None
     assert loud is not None
     assert (silent.works, loud.works) == (False, True)
-    feed(model, Alive(worker=0, epoch=100), at_s=T0 + 41)
+    feed(model, Alive(worker=0, session=100), at_s=T0 + 41)
     back = model.holder(0)
     assert back is not None
     assert back.works
@@ -84,17 +84,17 @@ def test_signs_of_life_count_only_of_whom_holds_the_slot() -> None:
 def test_when_nobody_is_heard_nobody_is_blamed() -> None:
     """Kafka away, or this process suspended: silence of all says nothing about one."""
     model = observed()
-    feed(model, welcome(0, 1, epoch=100), welcome(1, 1, epoch=101))
+    feed(model, welcome(0, 1, session=100), welcome(1, 1, session=101))
     assert all((found := model.holder(slot)) is not None and found.works for slot in (0, 1))
 
 
 def test_who_has_left_does_not_work_until_it_joins_again() -> None:
     model = observed()
-    feed(model, welcome(0, 1, epoch=100), Leave(worker=0, epoch=99, cause="old"))
+    feed(model, welcome(0, 1, session=100), Leave(worker=0, session=99, cause="old"))
     assert model.holder(0).works  # type: ignore[union-attr]
-    feed(model, Leave(worker=0, epoch=100, cause="notice"), Alive(worker=0, epoch=100))
+    feed(model, Leave(worker=0, session=100, cause="notice"), Alive(worker=0, session=100))
     assert not model.holder(0).works  # type: ignore[union-attr]
-    feed(model, welcome(0, 1, epoch=102))
+    feed(model, welcome(0, 1, session=102))
     assert model.holder(0).works  # type: ignore[union-attr]
 
 
@@ -102,30 +102,30 @@ def test_who_has_left_does_not_work_until_it_joins_again() -> None:
 def test_slots_that_are_none_are_passed_over(worker: int) -> None:
     model = observed()
     feed(
-        model, Join(worker=worker, instance="x"), welcome(worker, 1, 1), Alive(worker=worker, epoch=1),
-        Leave(worker=worker, epoch=1, cause=""),
+        model, Join(worker=worker, instance="x"), welcome(worker, 1, 1), Alive(worker=worker, session=1),
+        Leave(worker=worker, session=1, cause=""),
     )  # fmt: skip
     assert model.holder(0) is None
 
 
 def test_progress_goes_back_with_a_server_that_did() -> None:
     model = observed()
-    feed(model, Epoch(ps_epoch=1, resumed_version=0, origins=(), records_per_batch=1, time_s=T0))
+    feed(model, TermStarted(term=1, resumed_version=0, origins=(), records_per_batch=1, time_s=T0))
     feed(model, *(update(version) for version in range(1, 11)))
-    feed(model, Evaluated(ps_epoch=1, version=4, loss=0.9, accuracy=0.5), Evaluated(ps_epoch=1, version=10, loss=0.5))
+    feed(model, Evaluated(term=1, version=4, loss=0.9, accuracy=0.5), Evaluated(term=1, version=10, loss=0.5))
     assert model.updates_done == 10
-    feed(model, Epoch(ps_epoch=2, resumed_version=6, origins=(), records_per_batch=1, time_s=T0))
+    feed(model, TermStarted(term=2, resumed_version=6, origins=(), records_per_batch=1, time_s=T0))
     assert model.updates_done == 6
     assert model.errors("loss") == ([4], [0.9])
-    feed(model, update(11, ps_epoch=1))
+    feed(model, update(11, term=1))
     assert model.updates_done == 6, "the old server's updates are void"
-    feed(model, update(7, ps_epoch=2))
+    feed(model, update(7, term=2))
     assert model.updates_done == 7
-    feed(model, Finished(ps_epoch=1, version=11, reason="old", time_s=T0))
+    feed(model, Finished(term=1, version=11, reason="old", time_s=T0))
     assert model.finished is None
-    feed(model, Finished(ps_epoch=2, version=7, reason="updates", time_s=T0))
+    feed(model, Finished(term=2, version=7, reason="updates", time_s=T0))
     assert model.finished == "updates"
-    feed(model, Epoch(ps_epoch=3, resumed_version=7, origins=(), records_per_batch=1, time_s=T0))
+    feed(model, TermStarted(term=3, resumed_version=7, origins=(), records_per_batch=1, time_s=T0))
     assert model.finished is None, "a resumed job goes on"
 
 
@@ -133,9 +133,9 @@ def test_errors_in_both_measures() -> None:
     model = observed()
     feed(model, update(5))
     feed(
-        model, Evaluated(ps_epoch=1, version=5, loss=1.0, accuracy=0.75),
-        Evaluated(ps_epoch=1, version=2, loss=2.0, accuracy=0.5), Evaluated(ps_epoch=1, version=3, loss=1.5),
-        Evaluated(ps_epoch=1, version=4, loss=math.nan, accuracy=1.0),
+        model, Evaluated(term=1, version=5, loss=1.0, accuracy=0.75),
+        Evaluated(term=1, version=2, loss=2.0, accuracy=0.5), Evaluated(term=1, version=3, loss=1.5),
+        Evaluated(term=1, version=4, loss=math.nan, accuracy=1.0),
     )  # fmt: skip
     assert model.errors("error_rate") == ([2, 5], [0.5, 0.25])
     assert model.errors("loss") == ([2, 3, 5], [2.0, 1.5, 1.0])
@@ -144,44 +144,44 @@ def test_errors_in_both_measures() -> None:
 def test_service_time_is_the_mean_over_batches() -> None:
     model = observed()
     assert math.isnan(model.service_s)
-    member = Member(worker=0, token=0, lo=0, hi=1, n_samples=1, base_version=0, compute_s=0.1, fetch_s=0.2, store_s=0.3)
-    model.feed(Update(ps_epoch=1, version=1, members=(member, member), n_samples=2, loss=1.0), T0)
+    member = Member(worker=0, batch=0, lo=0, hi=1, n_samples=1, base_version=0, compute_s=0.1, fetch_s=0.2, store_s=0.3)
+    model.feed(Update(term=1, version=1, members=(member, member), n_samples=2, loss=1.0), T0)
     assert model.service_s == pytest.approx(0.6)
 
 
 def test_rates_are_what_arrives() -> None:
     model = observed(samples_per_record=2)
-    model.look_at_ends(T0, [0, 0])
+    model.observe_ends(T0, [0, 0])
     for second in range(60, 3601, 60):
-        model.look_at_ends(T0 + second, [10 * second, 2 * second])  # 20 and 4 samples/s
+        model.observe_ends(T0 + second, [10 * second, 2 * second])  # 20 and 4 samples/s
     assert model.rates_per_s() == pytest.approx([10.0, 4.1], rel=0.05), "not above what workers have shown"
-    feed(model, welcome(0, 1, epoch=100))
+    feed(model, welcome(0, 1, session=100))
     for second in range(0, 3601, 60):
-        feed(model, Alive(worker=0, epoch=100, next_offset=10 * second), at_s=T0 + second)
+        feed(model, Alive(worker=0, session=100, next_offset=10 * second), at_s=T0 + second)
     assert model.rates_per_s() == pytest.approx([19.8, 4.1], rel=0.05)
 
 
 def test_a_worker_that_cannot_keep_up_sets_the_rate() -> None:
     model = observed(1)
-    feed(model, welcome(0, 1, epoch=100))
-    model.look_at_ends(T0, [0])
+    feed(model, welcome(0, 1, session=100))
+    model.observe_ends(T0, [0])
     for second in range(0, 3601, 60):
-        model.look_at_ends(T0 + second, [10 * second])
-        feed(model, Alive(worker=0, epoch=100, next_offset=3 * second), at_s=T0 + second)
+        model.observe_ends(T0 + second, [10 * second])
+        feed(model, Alive(worker=0, session=100, next_offset=3 * second), at_s=T0 + second)
     assert model.rates_per_s() == pytest.approx([3.1], rel=0.05)
 
 
 def test_a_new_process_that_reads_from_an_earlier_offset_is_no_negative_rate() -> None:
     model = observed(1)
-    feed(model, welcome(0, 1, epoch=100), Alive(worker=0, epoch=100, next_offset=5000))
-    feed(model, welcome(0, 2, epoch=101), at_s=T0 + 1)
-    feed(model, Alive(worker=0, epoch=101, next_offset=100), at_s=T0 + 2)
-    feed(model, Alive(worker=0, epoch=101, next_offset=110), at_s=T0 + 3)
+    feed(model, welcome(0, 1, session=100), Alive(worker=0, session=100, next_offset=5000))
+    feed(model, welcome(0, 2, session=101), at_s=T0 + 1)
+    feed(model, Alive(worker=0, session=101, next_offset=100), at_s=T0 + 2)
+    feed(model, Alive(worker=0, session=101, next_offset=110), at_s=T0 + 3)
     assert (model.rates_per_s() > 9).all()
 
 
 def test_the_server_has_been_there_since_its_last_pause() -> None:
-    model = observed(silent_s=30.0)
+    model = observed(heartbeat_timeout_s=30.0)
     assert model.ps_since_s(T0) is None
     for second in (0, 10, 20, 100, 110):
         feed(model, Metric(source="ps", values={}, time_s=T0), at_s=T0 + second)
@@ -194,26 +194,26 @@ def test_the_server_has_been_there_since_its_last_pause() -> None:
 def test_the_newest_decision_is_kept() -> None:
     model = observed()
     for turn in (1, 3, 2):
-        feed(model, Decision(turn=turn, time_s=turn, started_s=0, phase="run", binding="none", feasible=True))
-    assert model.decided is not None
-    assert model.decided.turn == 3
+        feed(model, ProvisionDecision(turn=turn, time_s=turn, started_s=0, phase="run", binding="none", feasible=True))
+    assert model.last_decision is not None
+    assert model.last_decision.turn == 3
 
 
 def test_a_restart_forgets_nothing() -> None:
-    model = observed(silent_s=30.0)
-    feed(model, Epoch(ps_epoch=1, resumed_version=0, origins=(), records_per_batch=1, time_s=T0))
-    feed(model, welcome(0, 3, epoch=100), update(4), Evaluated(ps_epoch=1, version=3, loss=0.9, accuracy=0.1))
-    feed(model, Alive(worker=0, epoch=100, next_offset=10), at_s=T0 + 1)
-    feed(model, Alive(worker=0, epoch=100, next_offset=90), at_s=T0 + 2)
-    model.look_at_ends(T0, [0, 0])
-    model.look_at_ends(T0 + 60, [900, 900])
+    model = observed(heartbeat_timeout_s=30.0)
+    feed(model, TermStarted(term=1, resumed_version=0, origins=(), records_per_batch=1, time_s=T0))
+    feed(model, welcome(0, 3, session=100), update(4), Evaluated(term=1, version=3, loss=0.9, accuracy=0.1))
+    feed(model, Alive(worker=0, session=100, next_offset=10), at_s=T0 + 1)
+    feed(model, Alive(worker=0, session=100, next_offset=90), at_s=T0 + 2)
+    model.observe_ends(T0, [0, 0])
+    model.observe_ends(T0 + 60, [900, 900])
     for second in (0, 60, 120):
-        model.watch_spot(T0 + second, np.array([second < 120, True]), np.array([True, True]), ["a", "b"])
-    again = observed(silent_s=30.0)
+        model.observe_spot(T0 + second, np.array([second < 120, True]), np.array([True, True]), ["a", "b"])
+    again = observed(heartbeat_timeout_s=30.0)
     again.restore(json.loads(json.dumps(model.to_dict())))
     assert again.holder(0) == model.holder(0)
     assert again.holder(1) is None
-    assert (again.updates_done, again.ps_epoch, again.errors("loss")) == (4, 1, ([3], [0.9]))
+    assert (again.updates_done, again.term, again.errors("loss")) == (4, 1, ([3], [0.9]))
     assert again.rates_per_s().tolist() == model.rates_per_s().tolist()
     assert again.alpha() == model.alpha()
     with pytest.raises(ValueError, match="expected 3 slots, got 2"):
@@ -223,25 +223,25 @@ def test_a_restart_forgets_nothing() -> None:
 def test_a_new_generation_begins_at_nothing() -> None:
     """What the run before on the same topics did, decided and ended with is not this one's."""
     model = observed()
-    first = Epoch(ps_epoch=1, resumed_version=0, origins=(0, 0), records_per_batch=1, time_s=0.0)
-    decided = Decision(turn=9, time_s=1.0, started_s=0.0, phase="done", binding="done", feasible=True)
-    feed(model, first, update(1), update(2), Evaluated(ps_epoch=1, version=2, loss=0.2), decided)
-    feed(model, Finished(ps_epoch=1, version=2, reason="updates: 2 reached", time_s=0.0))
+    first = TermStarted(term=1, resumed_version=0, origins=(0, 0), records_per_batch=1, time_s=0.0)
+    decided = ProvisionDecision(turn=9, time_s=1.0, started_s=0.0, phase="done", binding="done", feasible=True)
+    feed(model, first, update(1), update(2), Evaluated(term=1, version=2, loss=0.2), decided)
+    feed(model, Finished(term=1, version=2, reason="updates: 2 reached", time_s=0.0))
     assert (model.updates_done, model.finished) == (2.0, "updates: 2 reached")
-    feed(model, Epoch(ps_epoch=2, resumed_version=0, origins=(0, 0), records_per_batch=1, time_s=2.0, generation=2))
-    assert (model.updates_done, model.finished, model.decided, model.evaluations) == (0.0, None, None, [])
+    feed(model, TermStarted(term=2, resumed_version=0, origins=(0, 0), records_per_batch=1, time_s=2.0, generation=2))
+    assert (model.updates_done, model.finished, model.last_decision, model.evaluations) == (0.0, None, None, [])
     assert math.isnan(model.loss)
-    feed(model, Evaluated(ps_epoch=1, version=0, loss=0.2))
+    feed(model, Evaluated(term=1, version=0, loss=0.2))
     assert model.evaluations == []
     again = observed()
     again.restore(json.loads(json.dumps(model.to_dict())))
-    assert (again.generation, again.ps_epoch) == (2, 2)
+    assert (again.generation, again.term) == (2, 2)
 
 
-def test_epochs_that_no_fleet_can_have_used_are_passed_over() -> None:
+def test_incarnations_that_no_fleet_can_have_used_are_passed_over() -> None:
     model = observed()
-    wild = Decision(
-        turn=1, time_s=T0, started_s=0, phase="run", binding="none", feasible=True, epochs=(2**63 - 1, 7, 5)
+    wild = ProvisionDecision(
+        turn=1, time_s=T0, started_s=0, phase="run", binding="none", feasible=True, incarnations=(2**63 - 1, 7, 5)
     )
     feed(model, wild, Join(worker=0, instance="x", incarnation=2**62))
     assert [model.highest_incarnation(slot) for slot in range(2)] == [0, 7]

@@ -1,4 +1,4 @@
-"""From what is there to what is wanted: make before break, pauses, limits, memory."""
+"""From what is there to what is wanted: make before break, pauses, limits, launch_state."""
 
 from __future__ import annotations
 
@@ -8,49 +8,64 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from doll.provisioner.fleets.port import End, Instance, InstanceState, LaunchError, Order, Trouble
+from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
-from doll.provisioner.reconcile import Action, Launch, Limits, Memory, Terminate, View, Wait, reconcile
+from doll.provisioner.reconcile import (
+    FleetAction,
+    FleetStatus,
+    Launch,
+    LaunchLimits,
+    LaunchState,
+    Terminate,
+    Wait,
+    reconcile,
+)
 
 T0 = 1_700_000_000.0
 
 
-def machine(epoch: int = 1, market: Market = "spot", slot: int = 0, **more: Any) -> Instance:
+def machine(incarnation: int = 1, market: Market = "spot", slot: int = 0, **more: Any) -> Instance:
     given = {"pool": "a", "state": InstanceState.RUNNING, "launched_s": T0 - 100} | more
-    return Instance(id=f"i{slot}.{epoch}", slot=slot, epoch=epoch, market=market, **given)
+    return Instance(id=f"i{slot}.{incarnation}", slot=slot, incarnation=incarnation, market=market, **given)
 
 
-def view(wanted: Sequence[Market | None], instances: Sequence[Instance], ready: str = "", **more: Any) -> View:
+def status(wanted: Sequence[Market | None], instances: Sequence[Instance], ready: str = "", **more: Any) -> FleetStatus:
     """`ready`: ids with blanks between them."""
-    return View(
+    return FleetStatus(
         wanted=wanted, reasons=[f"reason {slot}" for slot in range(len(wanted))], instances=instances,
         ready_s=dict.fromkeys(ready.split(), T0 - 50), **more,
     )  # fmt: skip
 
 
 def decide(
-    given: View, memory: Memory | None = None, *, limits: Limits | None = None, now_s: float = T0
-) -> list[Action]:
-    limits = limits or Limits()
-    if memory is None:
-        memory = Memory(len(given.wanted), limits)
+    given: FleetStatus,
+    launch_state: LaunchState | None = None,
+    *,
+    limits: LaunchLimits | None = None,
+    now_s: float = T0,
+) -> list[FleetAction]:
+    limits = limits or LaunchLimits()
+    if launch_state is None:
+        launch_state = LaunchState(len(given.wanted), limits)
         for one in given.instances:
             if one.slot < len(given.wanted):
-                memory.seen(one.slot, one.epoch)
-    return reconcile(given, memory, limits, now_s)
+                launch_state.seen(one.slot, one.incarnation)
+    return reconcile(given, launch_state, limits, now_s)
 
 
-def ends(actions: Sequence[Action]) -> list[str]:
+def ends(actions: Sequence[FleetAction]) -> list[str]:
     return [action.id for action in actions if isinstance(action, Terminate)]
 
 
-def orders(actions: Sequence[Action]) -> list[tuple[int, int, Market]]:
+def orders(actions: Sequence[FleetAction]) -> list[tuple[int, int, Market]]:
     return [
-        (action.order.slot, action.order.epoch, action.order.market) for action in actions if isinstance(action, Launch)
+        (action.order.slot, action.order.incarnation, action.order.market)
+        for action in actions
+        if isinstance(action, Launch)
     ]
 
 
-def waits(actions: Sequence[Action]) -> list[str]:
+def waits(actions: Sequence[FleetAction]) -> list[str]:
     return [action.why for action in actions if isinstance(action, Wait)]
 
 
@@ -58,64 +73,64 @@ def waits(actions: Sequence[Action]) -> list[str]:
 
 
 def test_a_slot_without_a_machine_gets_one() -> None:
-    assert orders(decide(view(["spot", "on_demand"], []))) == [(0, 1, "spot"), (1, 1, "on_demand")]
+    assert orders(decide(status(["spot", "on_demand"], []))) == [(0, 1, "spot"), (1, 1, "on_demand")]
 
 
 def test_what_is_as_wanted_is_left_alone() -> None:
-    assert decide(view(["spot"], [machine()], "i0.1")) == []
+    assert decide(status(["spot"], [machine()], "i0.1")) == []
 
 
 def test_what_boots_is_waited_for() -> None:
-    found = decide(view(["spot"], [machine(state=InstanceState.PENDING)]))
-    assert (ends(found), orders(found), waits(found)) == ([], [], ["epoch 1 (spot) boots"])
+    found = decide(status(["spot"], [machine(state=InstanceState.PENDING)]))
+    assert (ends(found), orders(found), waits(found)) == ([], [], ["incarnation 1 (spot) boots"])
 
 
 def test_a_move_launches_first_then_waits_then_ends() -> None:
     old, new = machine(1), machine(2, "on_demand")
-    found = decide(view(["on_demand"], [old], "i0.1"))
+    found = decide(status(["on_demand"], [old], "i0.1"))
     assert (orders(found), ends(found)) == ([(0, 2, "on_demand")], [])
-    found = decide(view(["on_demand"], [old, new], "i0.1"))
+    found = decide(status(["on_demand"], [old, new], "i0.1"))
     assert (orders(found), ends(found)) == ([], [])
-    found = decide(view(["on_demand"], [old, new], "i0.2"))
+    found = decide(status(["on_demand"], [old, new], "i0.2"))
     assert (orders(found), ends(found)) == ([], ["i0.1"])
 
 
 def test_a_plan_that_turns_back_ends_what_is_not_ready() -> None:
     """The old one serves and is wanted again."""
-    found = decide(view(["spot"], [machine(1), machine(2, "on_demand")], "i0.1"))
+    found = decide(status(["spot"], [machine(1), machine(2, "on_demand")], "i0.1"))
     assert (orders(found), ends(found)) == ([], ["i0.2"])
 
 
 def test_a_plan_that_turns_back_too_late_replaces_again() -> None:
     """The new one has fenced the old one, which is of no use any more."""
-    found = decide(view(["spot"], [machine(1), machine(2, "on_demand")], "i0.2"))
+    found = decide(status(["spot"], [machine(1), machine(2, "on_demand")], "i0.2"))
     assert (orders(found), ends(found)) == ([], ["i0.1"])
-    found = decide(view(["spot"], [machine(2, "on_demand")], "i0.2"))
+    found = decide(status(["spot"], [machine(2, "on_demand")], "i0.2"))
     assert (orders(found), ends(found)) == ([(0, 3, "spot")], [])
 
 
 def test_two_that_boot_both_go_on_until_one_is_ready() -> None:
-    found = decide(view(["on_demand"], [machine(1), machine(2, "on_demand")]))
+    found = decide(status(["on_demand"], [machine(1), machine(2, "on_demand")]))
     assert (orders(found), ends(found)) == ([], [])
-    found = decide(view(["on_demand"], [machine(1), machine(2, "on_demand")], "i0.1"))
+    found = decide(status(["on_demand"], [machine(1), machine(2, "on_demand")], "i0.1"))
     assert (orders(found), ends(found)) == ([], []), "the first serves until the wanted one does"
 
 
 def test_never_a_third_machine() -> None:
     doomed = machine(1, notice_s=T0 + 60)
-    found = decide(view(["on_demand"], [doomed, machine(2)], "i0.1"))
+    found = decide(status(["on_demand"], [doomed, machine(2)], "i0.1"))
     assert (orders(found), ends(found)) == ([], [])
     assert waits(found) == ["on_demand is wanted, but two machines are there"]
 
 
 def test_a_useless_second_one_makes_room() -> None:
     serving, booting = machine(1, "on_demand"), machine(2, "on_demand")
-    found = decide(view(["spot"], [serving, booting], "i0.1"))
+    found = decide(status(["spot"], [serving, booting], "i0.1"))
     assert (orders(found), ends(found)) == ([], ["i0.2"])
 
 
 def test_a_machine_that_was_fenced_by_one_that_is_gone_is_ended() -> None:
-    found = decide(view(["spot"], [machine(1)], held={0: 2}))
+    found = decide(status(["spot"], [machine(1)], held={0: 2}))
     assert ends(found) == ["i0.1"]
 
 
@@ -124,10 +139,10 @@ def test_a_machine_that_was_fenced_by_one_that_is_gone_is_ended() -> None:
 
 def test_a_notice_is_answered_by_a_launch_and_never_by_an_end() -> None:
     doomed = machine(1, notice_s=T0 + 60)
-    found = decide(view(["spot"], [doomed], "i0.1"))
+    found = decide(status(["spot"], [doomed], "i0.1"))
     assert (orders(found), ends(found)) == ([(0, 2, "spot")], [])
-    assert decide(view(["spot"], [doomed, machine(2)], "i0.2")) == []
-    assert decide(view([None], [doomed])) == []
+    assert decide(status(["spot"], [doomed, machine(2)], "i0.2")) == []
+    assert decide(status([None], [doomed])) == []
 
 
 # --- what nobody wants ----------------------------------------------------------------------------------------------
@@ -135,45 +150,45 @@ def test_a_notice_is_answered_by_a_launch_and_never_by_an_end() -> None:
 
 def test_orphans_are_ended() -> None:
     strange = [machine(1, slot=7), machine(1, slot=-1), machine(1, slot=9, notice_s=T0 + 9)]
-    assert sorted(ends(decide(view(["spot"], [machine(), *strange], "i0.1")))) == ["i-1.1", "i7.1"]
+    assert sorted(ends(decide(status(["spot"], [machine(), *strange], "i0.1")))) == ["i-1.1", "i7.1"]
 
 
 def test_a_drain_ends_all_but_what_has_its_notice() -> None:
-    found = decide(view([None, None], [machine(), machine(slot=1, notice_s=T0 + 1), machine(2)], "i0.1"))
+    found = decide(status([None, None], [machine(), machine(slot=1, notice_s=T0 + 1), machine(2)], "i0.1"))
     assert sorted(ends(found)) == ["i0.1", "i0.2"]
     assert orders(found) == []
 
 
 def test_ended_ones_are_not_there() -> None:
-    gone = machine(state=InstanceState.ENDED, ended_s=T0, end=End.FAILED)
-    assert orders(decide(view(["spot"], [gone]))) == [(0, 2, "spot")]
+    gone = machine(state=InstanceState.ENDED, ended_s=T0, end=EndReason.FAILED)
+    assert orders(decide(status(["spot"], [gone]))) == [(0, 2, "spot")]
     leaving = machine(state=InstanceState.ENDING)
-    assert orders(decide(view(["spot"], [leaving]))) == [(0, 2, "spot")]
+    assert orders(decide(status(["spot"], [leaving]))) == [(0, 2, "spot")]
 
 
 # --- illness --------------------------------------------------------------------------------------------------------
 
 
 def test_a_machine_whose_worker_never_joins_is_replaced() -> None:
-    found = decide(view(["spot"], [machine()], waited_s={"i0.1": 899.0}))
+    found = decide(status(["spot"], [machine()], waited_s={"i0.1": 899.0}))
     assert orders(found) == []
-    found = decide(view(["spot"], [machine()], waited_s={"i0.1": 901.0}))
+    found = decide(status(["spot"], [machine()], waited_s={"i0.1": 901.0}))
     assert (orders(found), ends(found)) == ([(0, 2, "spot")], []), "it is ended when the next is there"
-    found = decide(view(["spot"], [machine(), machine(2)], "i0.2", waited_s={"i0.1": 901.0}))
+    found = decide(status(["spot"], [machine(), machine(2)], "i0.2", waited_s={"i0.1": 901.0}))
     assert ends(found) == ["i0.1"]
 
 
 def test_a_machine_whose_worker_is_silent_is_replaced_and_may_come_back() -> None:
-    found = decide(view(["spot"], [machine()], silent_s={"i0.1": 299.0}))
+    found = decide(status(["spot"], [machine()], silent_s={"i0.1": 299.0}))
     assert orders(found) == []
-    found = decide(view(["spot"], [machine()], silent_s={"i0.1": 301.0}))
+    found = decide(status(["spot"], [machine()], silent_s={"i0.1": 301.0}))
     assert (orders(found), ends(found)) == ([(0, 2, "spot")], [])
-    found = decide(view(["spot"], [machine(), machine(2)], "i0.1"))
+    found = decide(status(["spot"], [machine(), machine(2)], "i0.1"))
     assert ends(found) == ["i0.2"], "it works again, so the second one is not needed"
 
 
 def test_a_second_one_that_never_gets_ready_makes_room() -> None:
-    found = decide(view(["spot"], [machine(1, "on_demand"), machine(2)], "i0.1", waited_s={"i0.2": 901.0}))
+    found = decide(status(["spot"], [machine(1, "on_demand"), machine(2)], "i0.1", waited_s={"i0.2": 901.0}))
     assert (orders(found), ends(found)) == ([], ["i0.2"])
 
 
@@ -181,169 +196,176 @@ def test_a_second_one_that_never_gets_ready_makes_room() -> None:
 
 
 def test_those_that_cannot_work_come_first_when_not_all_can_be_launched() -> None:
-    limits = Limits(launches_per_min=2)
+    limits = LaunchLimits(launches_per_min=2)
     serving, doomed = machine(1, "on_demand", slot=0), machine(1, slot=1, notice_s=T0 + 9)
-    found = decide(view(["spot", "spot", "spot"], [serving, doomed], "i0.1 i1.1"), limits=limits)
+    found = decide(status(["spot", "spot", "spot"], [serving, doomed], "i0.1 i1.1"), limits=limits)
     assert orders(found) == [(2, 1, "spot"), (1, 2, "spot")]
     assert ["enough launches for this minute" in why for why in waits(found)] == [True]
 
 
 def test_launches_are_counted_by_the_minute() -> None:
-    limits = Limits(launches_per_min=2)
-    memory = Memory(4, limits)
-    found = decide(view(["spot"] * 4, []), memory, limits=limits)
+    limits = LaunchLimits(launches_per_min=2)
+    launch_state = LaunchState(4, limits)
+    found = decide(status(["spot"] * 4, []), launch_state, limits=limits)
     for action in found:
         if isinstance(action, Launch):
-            memory.ordered(action.order, T0, fallback=False)
-            memory.launched(action.order)
+            launch_state.ordered(action.order, T0, fallback=False)
+            launch_state.launched(action.order)
     there = [machine(slot=0), machine(slot=1)]
-    assert orders(decide(view(["spot"] * 4, there), memory, limits=limits, now_s=T0 + 59)) == []
-    assert len(orders(decide(view(["spot"] * 4, there), memory, limits=limits, now_s=T0 + 61))) == 2
+    assert orders(decide(status(["spot"] * 4, there), launch_state, limits=limits, now_s=T0 + 59)) == []
+    assert len(orders(decide(status(["spot"] * 4, there), launch_state, limits=limits, now_s=T0 + 61))) == 2
 
 
 def test_fallbacks_are_held_back_but_not_when_the_deadline_is_in_danger() -> None:
-    limits = Limits(fallbacks_per_min=1)
+    limits = LaunchLimits(fallbacks_per_min=1)
     spots = [machine(slot=slot) for slot in range(3)]
-    calm = view(["on_demand"] * 3, spots, "i0.1 i1.1 i2.1")
+    calm = status(["on_demand"] * 3, spots, "i0.1 i1.1 i2.1")
     assert len(orders(decide(calm, limits=limits))) == 1
-    urgent = view(["on_demand"] * 3, spots, "i0.1 i1.1 i2.1", urgent=True)
+    urgent = status(["on_demand"] * 3, spots, "i0.1 i1.1 i2.1", urgent=True)
     assert len(orders(decide(urgent, limits=limits))) == 3
-    fresh = view(["on_demand"] * 3, [])
+    fresh = status(["on_demand"] * 3, [])
     assert len(orders(decide(fresh, limits=limits))) == 3, "a slot without a machine does not fall back"
 
 
 def test_the_budget_holds_launches_back() -> None:
-    given = view(["spot"] * 3, [], spare_usd=0.25, commit_usd={"spot": 0.1, "on_demand": 0.2})
+    given = status(["spot"] * 3, [], spare_usd=0.25, commit_usd={"spot": 0.1, "on_demand": 0.2})
     found = decide(given)
     assert len(orders(found)) == 2
     assert "the budget has 0.0500 USD to spare" in waits(found)[0]
 
 
-# --- memory ---------------------------------------------------------------------------------------------------------
+# --- launch_state ---------------------------------------------------------------------------------------------------------
 
 
-def error(trouble: Trouble, *pools: str) -> LaunchError:
-    return LaunchError("told to fail", trouble=trouble, pools=pools)
+def error(failure: LaunchFailure, *pools: str) -> LaunchError:
+    return LaunchError("told to fail", failure=failure, pools=pools)
 
 
-def after(trouble: Trouble, *pools: str, market: Market = "spot", slots: int = 2) -> tuple[Memory, Limits]:
-    limits = Limits()
-    memory = Memory(slots, limits)
-    order = memory.next_order(0, market, T0)
-    memory.ordered(order, T0, fallback=False)
-    memory.failed(order, error(trouble, *pools), T0)
-    return memory, limits
+def after(
+    failure: LaunchFailure, *pools: str, market: Market = "spot", slots: int = 2
+) -> tuple[LaunchState, LaunchLimits]:
+    limits = LaunchLimits()
+    launch_state = LaunchState(slots, limits)
+    order = launch_state.next_order(0, market, T0)
+    launch_state.ordered(order, T0, fallback=False)
+    launch_state.failed(order, error(failure, *pools), T0)
+    return launch_state, limits
 
 
 def test_no_capacity_avoids_the_pools_and_tries_again_with_a_new_attempt() -> None:
-    memory, limits = after(Trouble.CAPACITY, "a", "b")
-    assert memory.next_order(0, "spot", T0 + 30) == Order(0, 1, "spot", 1, frozenset("ab"))
-    assert memory.next_order(1, "spot", T0 + 1) == Order(1, 1, "spot", 0, frozenset("ab"))
-    assert memory.next_order(0, "on_demand", T0 + 1).avoid == frozenset(), "dry on spot is not dry on demand"
-    assert memory.bad_pools("spot", T0 + limits.bad_pool_s) == frozenset()
-    wanted = view(["spot", "spot"], [machine(slot=1)])
-    assert orders(decide(wanted, memory, now_s=T0 + 29)) == []
-    assert orders(decide(wanted, memory, now_s=T0 + 30)) == [(0, 1, "spot")]
-    assert memory.is_dry(0)
-    assert not memory.is_dry(1)
+    launch_state, limits = after(LaunchFailure.CAPACITY, "a", "b")
+    assert launch_state.next_order(0, "spot", T0 + 30) == Order(0, 1, "spot", 1, frozenset("ab"))
+    assert launch_state.next_order(1, "spot", T0 + 1) == Order(1, 1, "spot", 0, frozenset("ab"))
+    assert launch_state.next_order(0, "on_demand", T0 + 1).avoid == frozenset(), "dry on spot is not dry on demand"
+    assert launch_state.avoided_pools("spot", T0 + limits.pool_backoff_s) == frozenset()
+    wanted = status(["spot", "spot"], [machine(slot=1)])
+    assert orders(decide(wanted, launch_state, now_s=T0 + 29)) == []
+    assert orders(decide(wanted, launch_state, now_s=T0 + 30)) == [(0, 1, "spot")]
+    assert launch_state.lacks_capacity(0)
+    assert not launch_state.lacks_capacity(1)
 
 
 def test_a_spot_quota_stops_spot_for_a_while_and_on_demand_not_at_all() -> None:
-    memory, limits = after(Trouble.SPOT_QUOTA)
-    assert orders(decide(view(["spot", "spot"], []), memory, now_s=T0 + limits.quota_s - 1)) == []
-    assert orders(decide(view(["on_demand", "on_demand"], []), memory)) == [(0, 1, "on_demand"), (1, 1, "on_demand")]
-    assert len(orders(decide(view(["spot", "spot"], []), memory, now_s=T0 + limits.quota_s))) == 2
+    launch_state, limits = after(LaunchFailure.SPOT_QUOTA)
+    assert orders(decide(status(["spot", "spot"], []), launch_state, now_s=T0 + limits.quota_s - 1)) == []
+    assert orders(decide(status(["on_demand", "on_demand"], []), launch_state)) == [
+        (0, 1, "on_demand"),
+        (1, 1, "on_demand"),
+    ]
+    assert len(orders(decide(status(["spot", "spot"], []), launch_state, now_s=T0 + limits.quota_s))) == 2
 
 
 def test_an_on_demand_quota_gives_way_to_spot() -> None:
-    memory, _ = after(Trouble.ON_DEMAND_QUOTA, market="on_demand")
-    found = decide(view(["on_demand", "on_demand"], []), memory)
+    launch_state, _ = after(LaunchFailure.ON_DEMAND_QUOTA, market="on_demand")
+    found = decide(status(["on_demand", "on_demand"], []), launch_state)
     assert [market for _, _, market in orders(found)] == ["spot", "spot"]
-    kept = decide(view(["on_demand", "on_demand"], [machine(), machine(slot=1)], "i0.1 i1.1"), memory)
+    kept = decide(status(["on_demand", "on_demand"], [machine(), machine(slot=1)], "i0.1 i1.1"), launch_state)
     assert kept == [], "what is on spot stays there"
 
 
 def test_an_answer_that_was_lost_is_asked_for_again_word_by_word() -> None:
-    memory, limits = after(Trouble.THROTTLED, "a")
-    first = memory.pending[0][0]
-    memory.failed(Order(1, 1, "spot"), error(Trouble.CAPACITY, "z"), T0)  # pools to avoid have changed meanwhile
-    assert memory.next_order(0, "spot", T0 + 10) == first
-    assert memory.next_order(0, "on_demand", T0 + 10) == first, "first it must be known whether it is there"
-    later = memory.next_order(0, "spot", T0 + limits.trust_s + 1)
-    assert (later.epoch, later.attempt) == (2, 0), "its number may be taken"
+    launch_state, limits = after(LaunchFailure.THROTTLED, "a")
+    first = launch_state.pending[0][0]
+    launch_state.failed(
+        Order(1, 1, "spot"), error(LaunchFailure.CAPACITY, "z"), T0
+    )  # pools to avoid have changed meanwhile
+    assert launch_state.next_order(0, "spot", T0 + 10) == first
+    assert launch_state.next_order(0, "on_demand", T0 + 10) == first, "first it must be known whether it is there"
+    later = launch_state.next_order(0, "spot", T0 + limits.listing_lag_s + 1)
+    assert (later.incarnation, later.attempt) == (2, 0), "its number may be taken"
 
 
 def test_what_is_misconfigured_stops_everything() -> None:
-    memory, _ = after(Trouble.CONFIG)
-    found = decide(view(["spot", "on_demand"], []), memory, now_s=T0 + 3600)
+    launch_state, _ = after(LaunchFailure.CONFIG)
+    found = decide(status(["spot", "on_demand"], []), launch_state, now_s=T0 + 3600)
     assert orders(found) == []
     assert all(why.startswith("stopped: told to fail") for why in waits(found))
 
 
 def test_early_ends_in_a_row_make_longer_and_longer_pauses() -> None:
-    limits = Limits(early_s=100.0, early_most=1, backoff_s=60.0, backoff_most_s=200.0)
-    memory = Memory(1, limits)
+    limits = LaunchLimits(early_s=100.0, max_early_ends=1, backoff_s=60.0, max_backoff_s=200.0)
+    launch_state = LaunchState(1, limits)
     pauses = []
     for count in range(5):
         at_s = T0 + 10_000 * count
-        memory.interrupted(machine(count + 1, launched_s=at_s - 50), at_s)
-        pauses.append(max(0.0, memory.blocked_s(0, "spot") - at_s))
+        launch_state.interrupted(machine(count + 1, launched_s=at_s - 50), at_s)
+        pauses.append(max(0.0, launch_state.blocked_s(0, "spot") - at_s))
     assert pauses == [0, 60, 120, 200, 200]
-    assert memory.blocked_s(0, "on_demand") == -math.inf
-    memory.interrupted(machine(6, launched_s=T0), T0 + 100_000)
-    memory.interrupted(machine(7, launched_s=T0 + 199_950), T0 + 200_000)
-    assert memory.blocked_s(0, "spot") < T0 + 200_000, "one that lasted makes up for it"
+    assert launch_state.blocked_s(0, "on_demand") == -math.inf
+    launch_state.interrupted(machine(6, launched_s=T0), T0 + 100_000)
+    launch_state.interrupted(machine(7, launched_s=T0 + 199_950), T0 + 200_000)
+    assert launch_state.blocked_s(0, "spot") < T0 + 200_000, "one that lasted makes up for it"
 
 
 def test_the_pool_that_took_a_machine_back_is_avoided() -> None:
     """SkyPilot #2234: the next launch must not go where the last one was taken."""
-    memory = Memory(1, Limits())
-    memory.seen(0, 1)
-    memory.interrupted(machine(1), T0)
-    assert memory.next_order(0, "spot", T0 + 1).avoid == {"a"}
-    local = Memory(1, Limits(bad_pool_s=0.0))
+    launch_state = LaunchState(1, LaunchLimits())
+    launch_state.seen(0, 1)
+    launch_state.interrupted(machine(1), T0)
+    assert launch_state.next_order(0, "spot", T0 + 1).avoid == {"a"}
+    local = LaunchState(1, LaunchLimits(pool_backoff_s=0.0))
     local.interrupted(machine(1), T0)
     assert local.next_order(0, "spot", T0 + 1).avoid == frozenset()
 
 
 def test_tries_in_vain_on_spot_do_not_hold_back_those_that_go_on_demand() -> None:
-    memory = Memory(3, Limits(launches_per_min=2))
+    launch_state = LaunchState(3, LaunchLimits(launches_per_min=2))
     for slot in (0, 1):
         order = Order(slot, 1, "spot")
-        memory.ordered(order, T0, fallback=False)
-        memory.failed(order, LaunchError("dry", trouble=Trouble.CAPACITY), T0)
-    assert memory.launches_left(T0 + 1)[:2] == (2, 0)
-    memory.ordered(Order(2, 1, "on_demand"), T0 + 1, fallback=False)
-    assert memory.launches_left(T0 + 2)[:2] == (1, 0)
-    assert memory.launches_left(T0 + 60)[:2] == (1, 1)
+        launch_state.ordered(order, T0, fallback=False)
+        launch_state.failed(order, LaunchError("dry", failure=LaunchFailure.CAPACITY), T0)
+    assert launch_state.launches_left(T0 + 1)[:2] == (2, 0)
+    launch_state.ordered(Order(2, 1, "on_demand"), T0 + 1, fallback=False)
+    assert launch_state.launches_left(T0 + 2)[:2] == (1, 0)
+    assert launch_state.launches_left(T0 + 60)[:2] == (1, 1)
 
 
-def test_epochs_only_grow() -> None:
-    memory = Memory(1, Limits())
-    memory.seen(0, 7)
-    memory.seen(0, 3)
-    assert memory.next_order(0, "spot", T0).epoch == 8
+def test_terms_only_grow() -> None:
+    launch_state = LaunchState(1, LaunchLimits())
+    launch_state.seen(0, 7)
+    launch_state.seen(0, 3)
+    assert launch_state.next_order(0, "spot", T0).incarnation == 8
 
 
 def test_a_restart_forgets_nothing() -> None:
-    memory, limits = after(Trouble.CAPACITY, "a")
-    memory.ordered(Order(1, 4, "on_demand", 2, frozenset("q")), T0 + 1, fallback=True)
-    memory.interrupted(machine(1, slot=1, launched_s=T0), T0 + 2)
-    again = Memory(2, limits)
-    again.restore(json.loads(json.dumps(memory.to_dict())))
-    assert again.to_dict() == memory.to_dict()
-    assert again.pending == memory.pending
-    assert again.launches_left(T0 + 3) == memory.launches_left(T0 + 3)
+    launch_state, limits = after(LaunchFailure.CAPACITY, "a")
+    launch_state.ordered(Order(1, 4, "on_demand", 2, frozenset("q")), T0 + 1, fallback=True)
+    launch_state.interrupted(machine(1, slot=1, launched_s=T0), T0 + 2)
+    again = LaunchState(2, limits)
+    again.restore(json.loads(json.dumps(launch_state.to_dict())))
+    assert again.to_dict() == launch_state.to_dict()
+    assert again.pending == launch_state.pending
+    assert again.launches_left(T0 + 3) == launch_state.launches_left(T0 + 3)
     for slot in (0, 1):
         for market in ("spot", "on_demand"):
-            assert again.blocked_s(slot, market) == memory.blocked_s(slot, market)
-            assert again.next_order(slot, market, T0 + 3) == memory.next_order(slot, market, T0 + 3)
+            assert again.blocked_s(slot, market) == launch_state.blocked_s(slot, market)
+            assert again.next_order(slot, market, T0 + 3) == launch_state.next_order(slot, market, T0 + 3)
     with pytest.raises(ValueError, match="expected 3 slots, got 2"):
-        Memory(3, limits).restore(memory.to_dict())
+        LaunchState(3, limits).restore(launch_state.to_dict())
 
 
 def test_a_person_who_starts_it_again_has_mended_it() -> None:
-    memory, limits = after(Trouble.CONFIG)
-    again = Memory(2, limits)
-    again.restore(memory.to_dict())
+    launch_state, limits = after(LaunchFailure.CONFIG)
+    again = LaunchState(2, limits)
+    again.restore(launch_state.to_dict())
     assert again.stopped == ""

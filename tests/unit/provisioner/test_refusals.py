@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from doll.provisioner.controller import Controller, Decision
-from doll.provisioner.state_store import MemoryBook
+from doll.provisioner.state_store import MemoryStateStore
 from fleet_rigs import Ec2Rig, ec2
 from job_world import FlatPrices, settings
 from moto_overlay import REGION
@@ -22,14 +22,14 @@ class Stack:
     def __init__(self, rig: Ec2Rig) -> None:
         self.rig = rig
         job = settings(3, deadline_s=4000.0)
-        self.book = MemoryBook()
-        self.controller = Controller(job, rig.fleet, FlatPrices(), self.book, job="digits")
+        self.state_store = MemoryStateStore()
+        self.controller = Controller(job, rig.fleet, FlatPrices(), self.state_store, job="digits")
         self.decisions: list[Decision] = []
 
     def refuse(self, kind: str, code: str) -> None:
         for type_ in self.rig.types:
             for zone in "ab":
-                self.rig.market.refusals[(type_, REGION + zone), kind] = code
+                self.rig.market.error_codes[(type_, REGION + zone), kind] = code
 
     def turn(self) -> Decision:
         self.decisions.append(self.controller.turn(self.rig.clock()))
@@ -53,7 +53,9 @@ def test_one_code_of_all_pools_of_both_markets_stops_and_says_what_to_do(stack: 
     first = stack.turn()
     assert first.phase == "run", "one turn says little: what was made a moment ago may not be known everywhere yet"
     assert any(BLOCK_DEVICES in alarm and "launch template" in alarm for alarm in first.alarms), first.alarms
-    (code,) = {one["code"] for one in stack.book.journal if one["kind"] == "no_instance" and one["code"] != "KnownDry"}
+    (code,) = {
+        one["code"] for one in stack.state_store.journal if one["kind"] == "no_instance" and one["code"] != "KnownDry"
+    }
     assert code == BLOCK_DEVICES
     while stack.turn().phase == "run":
         assert len(stack.decisions) < 60, "after a bounded number of turns"
@@ -75,7 +77,7 @@ def test_a_refusal_of_one_market_is_an_alarm_and_the_other_is_used(stack: Stack)
     (said,) = [alarm for alarm in decision.alarms if SERVICE_LINKED_ROLE in alarm]
     assert "create-service-linked-role --aws-service-name spot.amazonaws.com" in said
     assert stack.alive("on_demand") >= 1, "on-demand machines are available"
-    stack.rig.market.refusals.clear()
+    stack.rig.market.error_codes.clear()
     for _ in range(40):
         decision = stack.turn()
     assert not any(SERVICE_LINKED_ROLE in alarm for alarm in decision.alarms), "a machine was bought: it is over"
@@ -88,7 +90,7 @@ def test_dry_pools_never_stop_it_and_are_asked_again(stack: Stack) -> None:
     for _ in range(60):
         assert stack.turn().phase == "run"
     assert not any("capacity" in alarm for alarm in stack.decisions[-1].alarms)
-    stack.rig.market.room.clear()
+    stack.rig.market.capacity.clear()
     for _ in range(30):
         stack.turn()
     assert stack.alive("spot") == 3, "also pools that each slot in turn has found to be dry"
@@ -97,7 +99,7 @@ def test_dry_pools_never_stop_it_and_are_asked_again(stack: Stack) -> None:
 def test_a_dry_pool_among_those_that_refuse_is_no_reason_to_stop(stack: Stack) -> None:
     for kind in ("spot", "on-demand"):
         stack.refuse(kind, BLOCK_DEVICES)
-        del stack.rig.market.refusals[(stack.rig.types[0], REGION + "a"), kind]
-        stack.rig.market.room[(stack.rig.types[0], REGION + "a"), kind] = 0
+        del stack.rig.market.error_codes[(stack.rig.types[0], REGION + "a"), kind]
+        stack.rig.market.capacity[(stack.rig.types[0], REGION + "a"), kind] = 0
     for _ in range(60):
         assert stack.turn().phase == "run"

@@ -12,7 +12,7 @@ from doll.errors import IllegalEventError
 from doll.ps import events as ev
 from doll.ps.engine import Engine, EngineSettings
 from doll.ps.policies import Asp, Bsp, Doll, Policy
-from doll.ps.policies.base import Token, View
+from doll.ps.policies.base import BatchId, PolicyView
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push
 
 T = TypeVar("T")
@@ -34,31 +34,31 @@ class Bench:
     def __init__(self, policy: Policy, workers: int = 3, **changes: object) -> None:
         self.now = 0.0
         self.engine = Engine(
-            settings(workers, **changes), policy, ps_epoch=1, now=0.0, origins=[100 * n for n in range(workers)]
+            settings(workers, **changes), policy, term=1, now=0.0, origins=[100 * n for n in range(workers)]
         )
-        self.epochs: dict[int, int] = {}
+        self.sessions: dict[int, int] = {}
         self.grants: dict[tuple[int, int], ev.SendGrant] = {}
 
-    def tell(self, event: ev.Event) -> list[ev.Action]:
+    def tell(self, event: ev.Event) -> list[ev.EngineAction]:
         actions = self.engine.handle(event, self.now)
         self.engine.check_invariants()
         for action in actions:
             if isinstance(action, ev.SendGrant):
-                self.grants[action.worker, action.token] = action
+                self.grants[action.worker, action.batch] = action
         return actions
 
     def join(self, *workers: int) -> None:
         for worker in workers:
             (welcome,) = only(self.tell(Join(worker=worker, instance=f"w{worker}")), ev.SendWelcome)
-            self.epochs[worker] = welcome.epoch
+            self.sessions[worker] = welcome.session
 
-    def announce(self, worker: int, first: int, until: int) -> list[ev.Action]:
-        return self.tell(Announce(worker=worker, epoch=self.epochs[worker], first=first, until=until))
+    def announce(self, worker: int, first: int, until: int) -> list[ev.EngineAction]:
+        return self.tell(Announce(worker=worker, session=self.sessions[worker], first=first, until=until))
 
-    def push(self, worker: int, token: int, **changes: object) -> list[ev.Action]:
-        grant = self.grants[worker, token]
+    def push(self, worker: int, batch: int, **changes: object) -> list[ev.EngineAction]:
+        grant = self.grants[worker, batch]
         values: dict[str, object] = {
-            "worker": worker, "epoch": self.epochs[worker], "token": token, "ps_epoch": 1, "grant": grant.grant,
+            "worker": worker, "session": self.sessions[worker], "batch": batch, "term": 1, "grant": grant.grant,
             "version": grant.version, "key": f"g{grant.grant}", "n_samples": 4, "loss_sum": 4.0,
         }  # fmt: skip
         actions = self.tell(Push(**{**values, **changes}))  # type: ignore[arg-type]
@@ -67,12 +67,12 @@ class Bench:
         return actions
 
 
-def only(actions: Sequence[ev.Action], kind: type[T]) -> list[T]:
+def only(actions: Sequence[ev.EngineAction], kind: type[T]) -> list[T]:
     return [action for action in actions if isinstance(action, kind)]
 
 
-def granted(actions: Sequence[ev.Action]) -> list[tuple[int, int]]:
-    return [(action.worker, action.token) for action in only(actions, ev.SendGrant)]
+def granted(actions: Sequence[ev.EngineAction]) -> list[tuple[int, int]]:
+    return [(action.worker, action.batch) for action in only(actions, ev.SendGrant)]
 
 
 def test_a_group_starts_when_k_batches_are_there_and_prefers_distinct_workers() -> None:
@@ -80,11 +80,11 @@ def test_a_group_starts_when_k_batches_are_there_and_prefers_distinct_workers() 
     bench.join(0, 1, 2)
     assert granted(bench.announce(0, 0, 2)) == []
     assert granted(bench.announce(1, 0, 1)) == [(0, 0), (1, 0), (0, 1)], "three batches: worker 0 has to give two"
-    for worker, token in [(0, 0), (1, 0), (0, 1)]:
-        actions = bench.push(worker, token)
+    for worker, batch in [(0, 0), (1, 0), (0, 1)]:
+        actions = bench.push(worker, batch)
     (update,) = only(actions, ev.ApplyUpdate)
     assert update.version == 1
-    assert [(item.push.worker, item.push.token, item.lo, item.hi) for item in update.batches] == [
+    assert [(item.push.worker, item.push.batch, item.lo, item.hi) for item in update.batches] == [
         (0, 0, 0, 4), (1, 0, 100, 104), (0, 1, 4, 8)
     ]  # fmt: skip
     assert update.scale == pytest.approx(1 / 12)
@@ -98,8 +98,8 @@ def test_of_a_worker_that_may_hold_more_than_the_server_allows_only_so_many_coun
     actions = bench.announce(0, 0, 2**40)
     assert granted(actions) == [(0, 0), (0, 1), (0, 2), (0, 3)]
     assert only(actions, ev.SendHello) == []
-    for token in range(4):
-        actions = bench.push(0, token)
+    for batch in range(4):
+        actions = bench.push(0, batch)
     (stored,) = only(actions, ev.StoreCheckpoint)
     bench.tell(ev.CheckpointStored(version=stored.version))
     assert granted(bench.announce(0, 4, 2**40)) == [(0, 4), (0, 5), (0, 6), (0, 7)]
@@ -114,7 +114,7 @@ def test_a_worker_that_goes_is_replaced_at_the_same_version() -> None:
     bench.announce(1, 0, 1)
     bench.push(0, 0)
     bench.announce(2, 0, 1)
-    actions = bench.tell(Leave(worker=1, epoch=bench.epochs[1], cause="spot"))
+    actions = bench.tell(Leave(worker=1, session=bench.sessions[1], cause="spot"))
     assert granted(actions) == [(2, 0)]
     (update,) = only(bench.push(2, 0), ev.ApplyUpdate)
     assert [item.push.worker for item in update.batches] == [0, 2]
@@ -140,7 +140,7 @@ def test_a_grant_that_takes_too_long_goes_to_somebody_else() -> None:
     bench.announce(1, 0, 1)
     bench.now = TIMEOUT_S - 1
     for worker in (0, 1):
-        bench.tell(Alive(worker=worker, epoch=bench.epochs[worker]))
+        bench.tell(Alive(worker=worker, session=bench.sessions[worker]))
     bench.now = TIMEOUT_S + 1
     assert granted(bench.tell(ev.Tick())) == [(1, 0)], "worker 0 is stuck: it gets nothing until it is heard to finish"
 
@@ -153,9 +153,9 @@ def test_a_lost_gradient_takes_later_batches_of_its_worker_back_too() -> None:
     grant = bench.grants[0, 0]
     push = Push(
         worker=0,
-        epoch=bench.epochs[0],
-        token=0,
-        ps_epoch=1,
+        session=bench.sessions[0],
+        batch=0,
+        term=1,
         grant=grant.grant,
         version=0,
         key="k",
@@ -165,7 +165,7 @@ def test_a_lost_gradient_takes_later_batches_of_its_worker_back_too() -> None:
     bench.tell(push)
     actions = bench.tell(ev.GradientLost(grant=grant.grant, reason="gone"))
     assert granted(actions) == [(0, 0), (0, 1)]
-    assert bench.engine.counters["returned_blob_lost"] == 2
+    assert bench.engine.counters["requeued_blob_lost"] == 2
 
 
 def test_duplicates_and_foreign_grants_are_refused() -> None:
@@ -175,8 +175,8 @@ def test_duplicates_and_foreign_grants_are_refused() -> None:
     bench.announce(1, 0, 1)
     bench.push(0, 0)
     assert only(bench.push(0, 0), ev.FetchGradient) == []
-    assert only(bench.push(1, 0, ps_epoch=7), ev.FetchGradient) == []
-    assert only(bench.push(1, 0, epoch=3), ev.FetchGradient) == []
+    assert only(bench.push(1, 0, term=7), ev.FetchGradient) == []
+    assert only(bench.push(1, 0, session=3), ev.FetchGradient) == []
     assert only(bench.push(1, 0, version=5), ev.FetchGradient) == []
     assert only(bench.push(1, 0), ev.ApplyUpdate)
     counters = bench.engine.counters
@@ -189,15 +189,15 @@ def test_a_newer_incarnation_fences_the_older_and_reads_on_from_the_durable_batc
     bench.join(0)
     bench.announce(0, 0, 2)
     bench.push(0, 0)
-    old = bench.epochs[0]
+    old = bench.sessions[0]
     actions = bench.tell(Join(worker=0, instance="second"))
     assert [fence.instance for fence in only(actions, ev.SendFence)] == ["w0"]
     (welcome,) = only(actions, ev.SendWelcome)
-    assert welcome.epoch > old
-    assert welcome.next_token == 0, "batch 0 is applied, but no checkpoint has it yet"
-    assert only(bench.tell(Join(worker=0, instance="w0", epoch=old)), ev.SendFence)
-    assert bench.tell(Announce(worker=0, epoch=old, first=0, until=2)) == []
-    assert granted(bench.tell(Announce(worker=0, epoch=welcome.epoch, first=0, until=2))) == [(0, 1)]
+    assert welcome.session > old
+    assert welcome.next_batch == 0, "batch 0 is applied, but no checkpoint has it yet"
+    assert only(bench.tell(Join(worker=0, instance="w0", session=old)), ev.SendFence)
+    assert bench.tell(Announce(worker=0, session=old, first=0, until=2)) == []
+    assert granted(bench.tell(Announce(worker=0, session=welcome.session, first=0, until=2))) == [(0, 1)]
 
 
 def test_an_older_machine_that_starts_again_does_not_get_its_slot_back() -> None:
@@ -209,7 +209,7 @@ def test_an_older_machine_that_starts_again_does_not_get_its_slot_back() -> None
         assert [fence.instance for fence in only(actions, ev.SendFence)] == ["i-1:c"]
         assert not only(actions, ev.SendWelcome)
     assert bench.engine.counters["refused_fenced"] == 2
-    bench.tell(Announce(worker=0, epoch=welcome.epoch, first=0, until=1))
+    bench.tell(Announce(worker=0, session=welcome.session, first=0, until=1))
     assert bench.engine.num_computing == 1, "the newer machine goes on undisturbed"
     # Its own process may start again, and a process that nobody has numbered may take over, as ever.
     assert only(bench.tell(Join(worker=0, instance="i-2:d", incarnation=2)), ev.SendWelcome)
@@ -221,7 +221,7 @@ def test_incarnations_survive_a_restart_of_the_server() -> None:
     bench = Bench(Doll(1), workers=2)
     bench.tell(Join(worker=1, instance="i-7:a", incarnation=7))
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(bench.engine.snapshot(0.0)), type=ev.EngineSnapshot)
-    again = Engine(settings(2), Doll(1), ps_epoch=2, now=0.0, snapshot=state)
+    again = Engine(settings(2), Doll(1), term=2, now=0.0, snapshot=state)
     assert only(again.handle(Join(worker=1, instance="i-6:b", incarnation=6), 0.0), ev.SendFence)
     assert only(again.handle(Join(worker=0, instance="i-1:c", incarnation=1), 0.0), ev.SendWelcome)
 
@@ -232,45 +232,45 @@ def test_a_checkpoint_of_before_incarnations_still_loads() -> None:
     raw = msgspec.to_builtins(bench.engine.snapshot(0.0))
     del raw["incarnations"]
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(raw), type=ev.EngineSnapshot)
-    again = Engine(settings(2), Doll(1), ps_epoch=2, now=0.0, snapshot=state)
+    again = Engine(settings(2), Doll(1), term=2, now=0.0, snapshot=state)
     assert only(again.handle(Join(worker=0, instance="i-1:a", incarnation=1), 0.0), ev.SendWelcome)
     assert again.snapshot(0.0).incarnations == (1, 0)
 
 
 def test_a_later_machine_that_a_restarted_server_has_forgotten_wins_over_an_older_one() -> None:
-    """The checkpoint is of before machine 2 joined; machine 1 joins the next server first and gets a higher epoch."""
+    """The checkpoint is of before machine 2 joined; machine 1 joins the next server first and gets a higher session."""
     bench = Bench(Doll(1), workers=1)
     bench.tell(Join(worker=0, instance="i-1:a", incarnation=1))
     snapshot = bench.engine.snapshot(0.0)
     (held,) = only(bench.tell(Join(worker=0, instance="i-2:b", incarnation=2)), ev.SendWelcome)
-    again = Engine(settings(1), Doll(1), ps_epoch=2, now=0.0, snapshot=snapshot)
+    again = Engine(settings(1), Doll(1), term=2, now=0.0, snapshot=snapshot)
     (older,) = only(again.handle(Join(worker=0, instance="i-1:c", incarnation=1), 0.0), ev.SendWelcome)
-    assert older.epoch > held.epoch
-    actions = again.handle(Join(worker=0, instance="i-2:b", epoch=held.epoch, incarnation=2), 0.0)
+    assert older.session > held.session
+    actions = again.handle(Join(worker=0, instance="i-2:b", session=held.session, incarnation=2), 0.0)
     assert [fence.instance for fence in only(actions, ev.SendFence)] == ["i-1:c"]
     (welcome,) = only(actions, ev.SendWelcome)
-    assert welcome.epoch > older.epoch
+    assert welcome.session > older.session
 
 
 def test_a_process_that_two_servers_have_welcomed_is_not_fenced_as_its_own_predecessor() -> None:
-    """Both heard its Join; it takes the earlier server's epoch first, and answers the later one's Hello with that."""
-    earlier, later = (Engine(settings(1), Doll(1), ps_epoch=number, now=0.0, origins=[0]) for number in (1, 2))
+    """Both heard its Join; it takes the earlier server's session first, and answers the later one's Hello with that."""
+    earlier, later = (Engine(settings(1), Doll(1), term=number, now=0.0, origins=[0]) for number in (1, 2))
     join = Join(worker=0, instance="a")
     (first,) = only(earlier.handle(join, 0.0), ev.SendWelcome)
     (second,) = only(later.handle(join, 0.0), ev.SendWelcome)
-    assert first.epoch < second.epoch
-    (again,) = only(later.handle(Join(worker=0, instance="a", epoch=first.epoch), 0.0), ev.SendWelcome)
-    assert again.epoch == second.epoch
+    assert first.session < second.session
+    (again,) = only(later.handle(Join(worker=0, instance="a", session=first.session), 0.0), ev.SendWelcome)
+    assert again.session == second.session
 
 
-def test_epochs_of_a_later_server_are_higher_whatever_the_earlier_one_handed_out() -> None:
+def test_sessions_of_a_later_server_are_higher_whatever_the_earlier_one_handed_out() -> None:
     first = Bench(Doll(1), workers=1)
     first.join(0)
     first.tell(Join(worker=0, instance="b"))
-    second = Engine(settings(1), Doll(1), ps_epoch=2, now=0.0, origins=[0])
+    second = Engine(settings(1), Doll(1), term=2, now=0.0, origins=[0])
     (welcome,) = only(second.handle(Join(worker=0, instance="c"), 0.0), ev.SendWelcome)
-    assert welcome.epoch > 1 << 20
-    assert welcome.epoch >> 20 == 2
+    assert welcome.session > 1 << 20
+    assert welcome.session >> 20 == 2
 
 
 def test_durable_is_said_only_after_the_checkpoint() -> None:
@@ -292,7 +292,7 @@ def test_a_full_worker_makes_a_checkpoint_due() -> None:
     bench = Bench(Doll(1), workers=1)
     bench.join(0)
     bench.announce(0, 0, 8)
-    saved = [only(bench.push(0, token), ev.StoreCheckpoint) for token in range(4)]
+    saved = [only(bench.push(0, batch), ev.StoreCheckpoint) for batch in range(4)]
     assert [bool(item) for item in saved] == [False, False, False, True]
 
 
@@ -308,7 +308,7 @@ def test_missing_weights_are_published_again_and_the_batch_is_granted_again() ->
     bench.join(0)
     bench.announce(0, 0, 1)
     grant = bench.grants[0, 0].grant
-    actions = bench.tell(Nack(worker=0, epoch=bench.epochs[0], token=0, ps_epoch=1, grant=grant, reason="weights"))
+    actions = bench.tell(Nack(worker=0, session=bench.sessions[0], batch=0, term=1, grant=grant, reason="weights"))
     assert [type(action) for action in actions] == [ev.RepublishWeights, ev.SendGrant]
 
 
@@ -319,8 +319,8 @@ def test_bsp_waits_for_every_live_worker_and_keeps_the_push_of_one_that_left() -
         bench.announce(worker, 0, 2)
     bench.push(0, 0)
     bench.push(1, 0)
-    bench.tell(Leave(worker=1, epoch=bench.epochs[1], cause="spot"))
-    actions = bench.tell(Leave(worker=2, epoch=bench.epochs[2], cause="spot"))
+    bench.tell(Leave(worker=1, session=bench.sessions[1], cause="spot"))
+    actions = bench.tell(Leave(worker=2, session=bench.sessions[2], cause="spot"))
     (update,) = only(actions, ev.ApplyUpdate)
     assert [item.push.worker for item in update.batches] == [0, 1]
     assert granted(actions) == [(0, 1)]
@@ -353,7 +353,7 @@ def test_stop_rules_end_the_job_after_a_last_checkpoint(stop: StopConfig, reason
     bench.announce(0, 0, 1)
     actions = bench.push(0, 0)
     bench.now = 6.0
-    actions += bench.tell(Evaluated(ps_epoch=1, version=1, loss=0.4, accuracy=0.95))
+    actions += bench.tell(Evaluated(term=1, version=1, loss=0.4, accuracy=0.95))
     actions += bench.tell(ev.Tick())
     (save,) = only(actions, ev.StoreCheckpoint)
     assert only(actions, ev.Finish) == []
@@ -370,14 +370,14 @@ def test_a_server_that_starts_again_on_a_finished_job_adds_nothing() -> None:
     bench.announce(0, 0, 2)
     bench.push(0, 0)
     snapshot = bench.engine.snapshot(0.0)
-    again = Engine(settings(1, stop=StopConfig(updates=1)), Doll(1), ps_epoch=2, now=0.0, snapshot=snapshot)
+    again = Engine(settings(1, stop=StopConfig(updates=1)), Doll(1), term=2, now=0.0, snapshot=snapshot)
     assert [type(action) for action in again.handle(ev.Tick(), 0.0)] == [ev.StoreCheckpoint]
     assert only(again.handle(ev.CheckpointStored(version=1), 0.0), ev.Finish)
 
 
 def test_an_evaluation_of_another_server_does_not_stop_the_job() -> None:
     bench = Bench(Doll(1), workers=1, stop=StopConfig(accuracy=0.9))
-    bench.tell(Evaluated(ps_epoch=0, version=0, loss=0.1, accuracy=1.0))
+    bench.tell(Evaluated(term=0, version=0, loss=0.1, accuracy=1.0))
     assert bench.engine.stopping is None
 
 
@@ -389,10 +389,10 @@ def test_an_outcome_that_was_never_ordered_is_a_bug_and_says_so() -> None:
 
 def test_a_policy_that_applies_what_is_not_held_is_a_bug_and_says_so() -> None:
     class Wrong(Asp):
-        def collect(self, view: View) -> list[Token]:
-            return [Token(0, 0)]
+        def collect(self, view: PolicyView) -> list[BatchId]:
+            return [BatchId(0, 0)]
 
-    engine = Engine(settings(1), Wrong(), ps_epoch=1, now=0.0, origins=[0])
+    engine = Engine(settings(1), Wrong(), term=1, now=0.0, origins=[0])
     with pytest.raises(IllegalEventError, match="policy asp applies batch 0 of worker 0 out of order"):
         engine.handle(ev.Tick(), 0.0)
 
@@ -401,9 +401,9 @@ def test_messages_before_a_restarted_server_knows_the_worker_ask_it_to_join() ->
     bench = Bench(Doll(1), workers=1)
     bench.join(0)
     snapshot = bench.engine.snapshot(0.0)
-    again = Engine(settings(1), Doll(1), ps_epoch=2, now=0.0, snapshot=snapshot)
-    assert only(again.handle(Alive(worker=0, epoch=bench.epochs[0]), 0.0), ev.SendHello)
+    again = Engine(settings(1), Doll(1), term=2, now=0.0, snapshot=snapshot)
+    assert only(again.handle(Alive(worker=0, session=bench.sessions[0]), 0.0), ev.SendHello)
     assert (
-        only(again.handle(Join(worker=0, instance="w0", epoch=bench.epochs[0]), 0.0), ev.SendWelcome)[0].epoch
-        == bench.epochs[0]
+        only(again.handle(Join(worker=0, instance="w0", session=bench.sessions[0]), 0.0), ev.SendWelcome)[0].session
+        == bench.sessions[0]
     )

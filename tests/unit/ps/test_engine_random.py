@@ -112,7 +112,7 @@ def test_every_batch_is_applied_exactly_once_whatever_happens(policy: str, seed:
 class Unnumbered(Engine):
     """Does not look at the number of a machine."""
 
-    def _on_join(self, event: Join, now: float, actions: list[ev.Action]) -> None:
+    def _on_join(self, event: Join, now: float, actions: list[ev.EngineAction]) -> None:
         super()._on_join(structs.replace(event, incarnation=0), now, actions)
 
 
@@ -150,11 +150,11 @@ def test_the_random_runs_reach_the_refusals_and_returns() -> None:
         "refused_late",
         "refused_fenced",
         "refused_not_joined",
-        "returned_lease",
-        "returned_rejoin",
-        "returned_blob_lost",
-        "returned_nack_weights",
-        "returned_timeout",
+        "requeued_lease",
+        "requeued_rejoin",
+        "requeued_blob_lost",
+        "requeued_nack_weights",
+        "requeued_timeout",
         "workers_lost",
     }
     assert expected <= set(seen), expected - set(seen)

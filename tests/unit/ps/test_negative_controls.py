@@ -16,10 +16,10 @@ from doll.errors import IllegalEventError
 from doll.ledger.balance import DurableModel, LedgerReport, balance
 from doll.ps import events as ev
 from doll.ps.engine import Engine
-from doll.ps.policies.base import Policy, Token, View
+from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll
-from doll.records import Announce, Epoch, Join, Member, Update, Welcome
+from doll.records import Announce, Join, Member, TermStarted, Update, Welcome
 from engine_world import POLICIES, Process, World
 
 SEEDS = range(12)
@@ -29,7 +29,7 @@ class LedgerWorld(World):
     """A world whose batches know the offsets that they hold, and whose books are those of `doll audit`."""
 
     def __init__(self, policy: str) -> None:
-        self.records: list[Epoch | Update] = []
+        self.records: list[TermStarted | Update] = []
         self.held: dict[tuple[int, int], tuple[int, ...]] = {}  # offsets that a gradient was computed on, by grant
         super().__init__(policy)
 
@@ -37,8 +37,8 @@ class LedgerWorld(World):
         super().start_ps()
         assert self.engine is not None
         self.records.append(
-            Epoch(
-                ps_epoch=self.ps_epoch, resumed_version=self.engine.version, origins=tuple(self.origins),
+            TermStarted(
+                term=self.term, resumed_version=self.engine.version, origins=tuple(self.origins),
                 records_per_batch=self.settings.records_per_batch, time_s=self.now,
             )
         )  # fmt: skip
@@ -52,28 +52,28 @@ class LedgerWorld(World):
             process.position += 1
             for raw in batcher.feed(offset, offset):
                 offsets = tuple(at for at, _ in raw.records)
-                self._do(process, core.batch_ready(Batch(raw.token, offsets, len(offsets), self.now)))  # type: ignore[arg-type]
+                self._do(process, core.batch_ready(Batch(raw.number, offsets, len(offsets), self.now)))  # type: ignore[arg-type]
 
     def compute(self, process: Process, *, blob_lost: bool = False) -> None:
         if process.computing:
             item = process.computing[0]
-            self.held[item.grant.ps_epoch, item.grant.grant] = item.batch.data
+            self.held[item.grant.term, item.grant.grant] = item.batch.data
         super().compute(process, blob_lost=blob_lost)
 
-    def _perform(self, engine: Engine, action: ev.Action) -> list[ev.Action]:
+    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
         if isinstance(action, ev.ApplyUpdate):
             members = []
             for item in action.batches:
-                offsets = self.held[self.ps_epoch, item.grant]
+                offsets = self.held[self.term, item.grant]
                 members.append(
                     Member(
-                        worker=item.push.worker, token=item.push.token, lo=offsets[0], hi=offsets[-1] + 1,
+                        worker=item.push.worker, batch=item.push.batch, lo=offsets[0], hi=offsets[-1] + 1,
                         n_samples=len(offsets), base_version=item.push.version,
                     )
                 )  # fmt: skip
             self.records.append(
                 Update(
-                    ps_epoch=self.ps_epoch, version=action.version, members=tuple(members),
+                    term=self.term, version=action.version, members=tuple(members),
                     n_samples=sum(member.n_samples for member in members), loss=1.0, metrics={},
                     samples_total=action.samples_total, time_s=self.now,
                 )
@@ -83,7 +83,7 @@ class LedgerWorld(World):
     def audit(self) -> LedgerReport:
         assert self.stored is not None
         durable = DurableModel(
-            ps_epoch=self.ps_epoch, version=self.stored.version, applied=self.stored.applied,
+            term=self.term, version=self.stored.version, applied=self.stored.applied,
             origins=tuple(self.origins), records_per_batch=self.settings.records_per_batch,
         )  # fmt: skip
         return balance(durable=durable, ends=self.high, records=self.records, dead_letters=[])
@@ -109,12 +109,12 @@ class AcknowledgingOnAnnounce(LedgerWorld):
         super().receive(process)
         if not joined_before and process.core is not None and process.batcher is not None:
             ahead = max(0, self.committed.get(process.worker, 0) - process.batcher.next_offset)
-            welcome = self.down[process.worker][process.reads_from - 1]
+            welcome = self.commands[process.worker][process.reads_from - 1]
             assert isinstance(welcome, Welcome)
             process.batcher = Batcher(
                 origin=welcome.origin + ahead,
                 records_per_batch=self.settings.records_per_batch,
-                next_token=welcome.next_token,
+                next_batch=welcome.next_batch,
             )
             process.position = process.batcher.next_offset
 
@@ -122,7 +122,7 @@ class AcknowledgingOnAnnounce(LedgerWorld):
 class _ForgetfulEngine(Engine):
     """Does not check whether a batch that is announced again is in the model already, saved or not."""
 
-    def _on_join(self, event: Join, now: float, actions: list[ev.Action]) -> None:
+    def _on_join(self, event: Join, now: float, actions: list[ev.EngineAction]) -> None:
         slot = self._slots[event.worker]
         while slot.held_grants:
             del self._grants[slot.held_grants.popleft().number]
@@ -174,7 +174,7 @@ def offsets(ranges: Sequence[object]) -> int:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_with_everything_in_place_the_books_balance(policy: str, seed: int) -> None:
     report = play(LedgerWorld(policy), seed)
-    assert report.complaints() == []
+    assert report.violations() == []
     assert report.ok
     assert report.applied > 500
 
@@ -199,32 +199,32 @@ def test_without_the_check_of_what_is_applied_samples_count_twice(policy: str) -
 class _ImpatientBsp(Bsp):
     """Applies a gradient at once, not with the others of its round."""
 
-    def collect(self, view: View) -> Sequence[Token]:
-        return view.held_order()[:1]
+    def collect(self, view: PolicyView) -> Sequence[BatchId]:
+        return view.held_batches()[:1]
 
 
 class _OverfullDoll(Doll):
     """Starts one batch more than the group needs: it is left over at an older version."""
 
-    def start(self, view: View) -> Sequence[int]:
+    def start(self, view: PolicyView) -> Sequence[int]:
         in_group = view.num_held + view.num_computing
         if in_group or view.num_waiting <= self.group_size:
             return ()
-        return [worker for worker, _ in list(view.waiting_order())[: self.group_size + 1]]
+        return [worker for worker, _ in list(view.waiting_batches())[: self.group_size + 1]]
 
 
 class _SmallerGroups(Doll):
     """Applies what is there, however few."""
 
-    def collect(self, view: View) -> Sequence[Token]:
-        return view.held_order() if view.num_held else ()
+    def collect(self, view: PolicyView) -> Sequence[BatchId]:
+        return view.held_batches() if view.num_held else ()
 
 
 class _StealingDoll(Doll):
     """Applies the newest gradients first."""
 
-    def collect(self, view: View) -> Sequence[Token]:
-        return view.held_order()[::-1] if view.num_held == self.group_size else ()
+    def collect(self, view: PolicyView) -> Sequence[BatchId]:
+        return view.held_batches()[::-1] if view.num_held == self.group_size else ()
 
 
 class MutantWorld(LedgerWorld):

@@ -21,7 +21,7 @@ from doll.records import Announce, AnyRecord, Grant, Join, Metric, Push, Welcome
 from doll.storage.blobs import encode_blob, gradient_key
 from doll.storage.checkpoints import Checkpoint
 from doll.task import load_task
-from doll.testing import MemoryBlobs, MemoryStore
+from doll.testing import MemoryBlobs, MemoryCheckpointStore
 
 JOB = """
 job: replayed
@@ -39,13 +39,13 @@ class Outbox:
         self.mail: list[AnyRecord] = []
         self.sent = 0
 
-    def down(self, worker: int, record: AnyRecord) -> None:
+    def send_command(self, worker: int, record: AnyRecord) -> None:
         self.mail.append(record)
 
-    def update(self, record: AnyRecord) -> None:
+    def send_update(self, record: AnyRecord) -> None:
         self.sent += 1
 
-    def metric(self, record: Metric) -> None:
+    def send_metric(self, record: Metric) -> None:
         pass
 
     def updates_acknowledged(self) -> int:
@@ -55,17 +55,17 @@ class Outbox:
 class Run:
     """One server with random gradients, random order of answers, lost blobs and workers that come again."""
 
-    def __init__(self, folder: Path, store: MemoryStore, *overrides: str, seed: int = 0) -> None:
+    def __init__(self, folder: Path, store: MemoryCheckpointStore, *overrides: str, seed: int = 0) -> None:
         self.config: JobConfig = parse(JOB, overrides)
         self.rng, self.numbers = random.Random(seed), np.random.default_rng(seed)
         self.store, self.blobs, self.box, self.now = store, MemoryBlobs(), Outbox(), 5.0
         model = build(self.config, load_task(self.config))
         mark = fingerprint(self.config, model)
         self.optimizer = Optimizer(model, self.config.training.optimizer)
-        ps_epoch = store.claim_epoch()
+        term = store.claim_term()
         held = store.load_newest(mark)
-        start = Start(ps_epoch, self.now, (0, 10, 20)) if held is None else Start.resume(ps_epoch, self.now, held)
-        self.path = folder / f"ps-{ps_epoch}.log"
+        start = Start(term, self.now, (0, 10, 20)) if held is None else Start.resume(term, self.now, held)
+        self.path = folder / f"ps-{term}.log"
         self.log = FileEventLog(self.path, start)
         self.server = ParameterServer(
             self.config, engine=make_engine(self.config, start, self.optimizer), optimizer=self.optimizer,
@@ -73,7 +73,7 @@ class Run:
         )  # fmt: skip
         self.server.open()
         self.weights = {self.server.engine.version: self.optimizer.weights.tobytes()}
-        self.epochs = [0] * self.config.data.workers
+        self.sessions = [0] * self.config.data.workers
         for worker in range(self.config.data.workers):
             self.join(worker)
 
@@ -84,9 +84,9 @@ class Run:
     def join(self, worker: int) -> None:
         self.server.feed(Join(worker=worker, instance=f"{worker}-{self.rng.random()}"))
         welcome = next(record for record in reversed(self.box.mail) if isinstance(record, Welcome))
-        self.epochs[worker] = welcome.epoch
-        first = welcome.next_token
-        self.server.feed(Announce(worker=worker, epoch=welcome.epoch, first=first, until=first + 8))
+        self.sessions[worker] = welcome.session
+        first = welcome.next_batch
+        self.server.feed(Announce(worker=worker, session=welcome.session, first=first, until=first + 8))
 
     def play(self, updates: int) -> None:
         until = self.server.engine.version + updates
@@ -103,13 +103,13 @@ class Run:
 
     def answer(self, grant: Grant) -> None:
         fate = self.rng.random()
-        key = gradient_key(self.config.job, grant.ps_epoch, grant.grant) if fate > 0.1 else ""
+        key = gradient_key(self.config.job, grant.term, grant.grant) if fate > 0.1 else ""
         if fate > 0.3:
             gradient = self.numbers.normal(size=self.optimizer.weights.size).astype(np.float32)
             self.blobs.put(key, encode_blob(gradient, job=self.config.job, kind="g", version=grant.version), 600.0)
         self.server.feed(
             Push(
-                worker=grant.worker, epoch=grant.epoch, token=grant.token, ps_epoch=grant.ps_epoch, grant=grant.grant,
+                worker=grant.worker, session=grant.session, batch=grant.batch, term=grant.term, grant=grant.grant,
                 version=grant.version, key=key, n_samples=4 if key else 0, loss_sum=4.0,
             )
         )  # fmt: skip
@@ -121,7 +121,7 @@ class Run:
 
 
 def assert_equal(ours: Checkpoint, theirs: Checkpoint) -> None:
-    assert (ours.version, ours.ps_epoch, ours.state) == (theirs.version, theirs.ps_epoch, theirs.state)
+    assert (ours.version, ours.term, ours.state) == (theirs.version, theirs.term, theirs.state)
     assert ours.fingerprint == theirs.fingerprint
     assert {name: tensor.tobytes() for name, tensor in ours.tensors.items()} == {
         name: tensor.tobytes() for name, tensor in theirs.tensors.items()
@@ -142,7 +142,7 @@ def test_the_replay_of_a_run_and_of_its_successor_is_equal(
     tmp_path: Path, overrides: tuple[str, ...], seed: int
 ) -> None:
     """The first server dies after its last checkpoint; the second begins from that checkpoint, momentum included."""
-    store = MemoryStore("replayed", keep=100)
+    store = MemoryCheckpointStore("replayed", keep=100)
     lost = 0
     for part in (1, 2):
         run = Run(tmp_path, store, *overrides, seed=10 * seed + part)
@@ -158,14 +158,14 @@ def test_the_replay_of_a_run_and_of_its_successor_is_equal(
         assert {version: replayed[version] for version in run.weights} == run.weights
         held = store.load_newest(None)
         assert held is not None
-        assert held.ps_epoch == part
+        assert held.term == part
         assert_equal(ordered[held.version], held)
-        lost += run.server.engine.counters["returned_blob_lost"]
+        lost += run.server.engine.counters["requeued_blob_lost"]
     assert lost > 0
 
 
 def test_a_killed_servers_log_ends_with_what_is_whole(tmp_path: Path) -> None:
-    run = Run(tmp_path, MemoryStore("replayed"))
+    run = Run(tmp_path, MemoryCheckpointStore("replayed"))
     run.play(6)
     run.close()
     data = run.path.read_bytes()
@@ -200,7 +200,7 @@ def test_a_file_that_is_no_event_log_is_refused(tmp_path: Path, data: bytes) -> 
 
 
 def test_a_log_that_ends_in_divergence_diverges_again(tmp_path: Path) -> None:
-    run = Run(tmp_path, MemoryStore("replayed"))
+    run = Run(tmp_path, MemoryCheckpointStore("replayed"))
     run.play(4)
     run.numbers = type("Nan", (), {"normal": staticmethod(lambda size: np.full(size, np.nan))})()  # type: ignore[assignment]
     with pytest.raises(DivergedError):

@@ -23,7 +23,6 @@ from doll.records import (
     Announce,
     AnyRecord,
     Durable,
-    Epoch,
     Fence,
     Finished,
     Grant,
@@ -33,13 +32,14 @@ from doll.records import (
     Nack,
     Push,
     Stop,
+    TermStarted,
     Update,
     Welcome,
 )
 from doll.storage.blobs import decode_blob, decode_latest, encode_blob, gradient_key, latest_key
 from doll.storage.checkpoints import Checkpoint
 from doll.task import load_task
-from doll.testing import MemoryBlobs, MemoryStore
+from doll.testing import MemoryBlobs, MemoryCheckpointStore
 
 JOB = """
 job: unit
@@ -59,13 +59,13 @@ class Mailbox:
     metrics: list[Metric] = field(default_factory=list)
     acknowledged: int | None = None  # None: all, at once
 
-    def down(self, worker: int, record: AnyRecord) -> None:
+    def send_command(self, worker: int, record: AnyRecord) -> None:
         self.mail.append((worker, record))
 
-    def update(self, record: AnyRecord) -> None:
+    def send_update(self, record: AnyRecord) -> None:
         self.updates.append(record)
 
-    def metric(self, record: Metric) -> None:
+    def send_metric(self, record: Metric) -> None:
         self.metrics.append(record)
 
     def updates_acknowledged(self) -> int:
@@ -78,21 +78,17 @@ class Mailbox:
 class Rig:
     """A server, and workers whose gradients are whatever the test says."""
 
-    def __init__(self, *overrides: str, store: MemoryStore | None = None) -> None:
+    def __init__(self, *overrides: str, store: MemoryCheckpointStore | None = None) -> None:
         self.config: JobConfig = parse(JOB, overrides)
         self.now = 0.0
         self.box, self.blobs = Mailbox(), MemoryBlobs(clock=lambda: self.now)
-        self.store = store or MemoryStore("unit")
+        self.store = store or MemoryCheckpointStore("unit")
         model = build(self.config, load_task(self.config))
         self.mark = fingerprint(self.config, model)
         self.optimizer = Optimizer(model, self.config.training.optimizer)
-        self.ps_epoch = self.store.claim_epoch()
+        self.term = self.store.claim_term()
         checkpoint = self.store.load_newest(self.mark)
-        start = (
-            Start(self.ps_epoch, 0.0, (100, 200))
-            if checkpoint is None
-            else Start.resume(self.ps_epoch, 0.0, checkpoint)
-        )
+        start = Start(self.term, 0.0, (100, 200)) if checkpoint is None else Start.resume(self.term, 0.0, checkpoint)
         self.server = ParameterServer(
             self.config, engine=make_engine(self.config, start, self.optimizer), optimizer=self.optimizer,
             blobs=self.blobs, store=self.store, outbox=self.box, fingerprint=self.mark, clock=lambda: self.now,
@@ -107,20 +103,20 @@ class Rig:
     def join(self) -> None:
         for worker in (0, 1):
             self.server.feed(Join(worker=worker, instance=f"i{worker}"))
-        self.epochs = {record.worker: record.epoch for record in self.box.of(Welcome)}
+        self.sessions = {record.worker: record.session for record in self.box.of(Welcome)}
 
     def announce(self, worker: int, first: int, until: int) -> None:
-        self.server.feed(Announce(worker=worker, epoch=self.epochs[worker], first=first, until=until))
+        self.server.feed(Announce(worker=worker, session=self.sessions[worker], first=first, until=until))
 
     def answer(self, grant: Grant, value: float = 1.0, *, store: bool = True, key: str | None = None) -> None:
         """Push a gradient of this value everywhere, as the sum over 4 samples."""
-        name = gradient_key("unit", grant.ps_epoch, grant.grant) if key is None else key
+        name = gradient_key("unit", grant.term, grant.grant) if key is None else key
         if store and name:
             gradient = np.full(self.size, value, np.float32)
             self.blobs.put(name, encode_blob(gradient, job="unit", kind="g", version=grant.version), 60.0)
         self.server.feed(
             Push(
-                worker=grant.worker, epoch=grant.epoch, token=grant.token, ps_epoch=grant.ps_epoch, grant=grant.grant,
+                worker=grant.worker, session=grant.session, batch=grant.batch, term=grant.term, grant=grant.grant,
                 version=grant.version, key=name, n_samples=4 if name else 0, loss_sum=8.0 if name else 0.0,
                 metric_sums={"accuracy": 2.0} if name else {}, dead=() if name else (100,),
             )
@@ -166,16 +162,16 @@ def rig() -> Any:
 
 def test_it_says_that_it_is_there_before_anything_else() -> None:
     rig = Rig()
-    (epoch,) = rig.box.updates
-    assert isinstance(epoch, Epoch)
-    assert (epoch.ps_epoch, epoch.resumed_version, epoch.origins, epoch.records_per_batch) == (1, 0, (100, 200), 4)
-    assert rig.box.mail == [(0, Hello(ps_epoch=1)), (1, Hello(ps_epoch=1))]
+    (started,) = rig.box.updates
+    assert isinstance(started, TermStarted)
+    assert (started.term, started.resumed_version, started.origins, started.records_per_batch) == (1, 0, (100, 200), 4)
+    assert rig.box.mail == [(0, Hello(term=1)), (1, Hello(term=1))]
     rig.server.close()
 
 
 def test_the_origins_of_a_new_job_are_durable_before_anybody_hears_of_them() -> None:
     """A server that starts again before its first checkpoint would take them anew, and workers keep the old ones."""
-    store = MemoryStore("unit")
+    store = MemoryCheckpointStore("unit")
     rig = Rig(store=store)
     heard: list[int] = []
     keep = store.save
@@ -197,14 +193,14 @@ def test_the_origins_of_a_new_job_are_durable_before_anybody_hears_of_them() -> 
     heir = Rig("data.start=latest", store=store)
     heir.join()
     assert heir.server.engine.origins == (100, 200)
-    assert [(record.origin, record.next_token) for record in heir.box.of(Welcome)] == [(100, 0), (200, 0)]
+    assert [(record.origin, record.next_batch) for record in heir.box.of(Welcome)] == [(100, 0), (200, 0)]
     heir.update()
     heir.turn_until(lambda: heir.server.engine.durable_version == 1)
     heir.server.close()
 
 
 def test_nothing_is_heard_of_a_server_whose_origins_cannot_be_kept() -> None:
-    store = MemoryStore("unit")
+    store = MemoryCheckpointStore("unit")
     store.fail_next(CheckpointError("disk full"))
     rig = object.__new__(Rig)
     with pytest.raises(CheckpointError, match="disk full"):
@@ -217,10 +213,10 @@ def test_weights_are_there_before_the_grant_and_only_the_newest_are_kept(rig: Ri
     seen = []
 
     class Watching(Mailbox):
-        def down(self, worker: int, record: AnyRecord) -> None:
+        def send_command(self, worker: int, record: AnyRecord) -> None:
             if isinstance(record, Grant):
                 seen.append(rig.blobs.get(record.key) is not None)
-            super().down(worker, record)
+            super().send_command(worker, record)
 
     rig.box.__class__ = Watching
     for _ in range(6):
@@ -244,7 +240,7 @@ def test_an_update_is_recorded_with_its_lineage(rig: Rig) -> None:
     assert isinstance(update, Update)
     assert (update.version, update.n_samples, update.samples_total) == (1, 8, 8)
     assert (update.loss, update.metrics) == (2.0, {"accuracy": 0.5})
-    assert [(m.worker, m.token, m.lo, m.hi, m.base_version) for m in update.members] == [
+    assert [(m.worker, m.batch, m.lo, m.hi, m.base_version) for m in update.members] == [
         (0, 0, 100, 104, 0),
         (1, 0, 200, 204, 0),
     ]
@@ -254,7 +250,7 @@ def test_an_update_is_recorded_with_its_lineage(rig: Rig) -> None:
 
 
 def test_a_checkpoint_waits_for_the_update_records_and_durable_waits_for_the_checkpoint(rig: Rig) -> None:
-    rig.box.acknowledged = 1  # the Epoch record only
+    rig.box.acknowledged = 1  # the TermStarted record only
     rig.update()
     for _ in range(3):
         rig.server.turn()
@@ -277,7 +273,7 @@ def test_a_checkpoint_waits_for_the_update_records_and_durable_waits_for_the_che
     release.set()
     rig.turn_until(lambda: bool(rig.box.of(Durable)))
     assert rig.store.saved == [(1, 1)]
-    assert rig.box.of(Durable) == [Durable(ps_epoch=1, worker=worker, until=1) for worker in (0, 1)]
+    assert rig.box.of(Durable) == [Durable(term=1, worker=worker, until=1) for worker in (0, 1)]
 
 
 def test_what_a_checkpoint_holds_is_one_moment_also_when_learning_goes_on(rig: Rig) -> None:
@@ -304,7 +300,7 @@ def test_a_lost_gradient_is_computed_again(rig: Rig) -> None:
     rig.answer(second, store=False)
     assert rig.server.engine.version == 0
     (again,) = rig.grants()
-    assert (again.worker, again.token, again.version) == (second.worker, second.token, 0)
+    assert (again.worker, again.batch, again.version) == (second.worker, second.batch, 0)
     assert again.grant != second.grant
     rig.answer(second)  # the old answer comes late: refused, and its blob is dropped
     assert rig.server.engine.version == 0
@@ -338,7 +334,7 @@ def test_weights_that_a_worker_misses_are_published_again(rig: Rig) -> None:
     rig.announce(1, 0, 1)
     first, second = rig.grants()
     rig.blobs.wipe()
-    nack = Nack(worker=0, epoch=first.epoch, token=0, ps_epoch=1, grant=first.grant, reason="weights")
+    nack = Nack(worker=0, session=first.session, batch=0, term=1, grant=first.grant, reason="weights")
     rig.server.feed(nack)
     (again,) = rig.grants()
     assert again.key == second.key
@@ -373,8 +369,8 @@ def test_a_model_that_diverges_ends_the_server_and_leaves_the_checkpoint_intact(
 
 def test_a_fenced_server_stops_and_saves_nothing(rig: Rig) -> None:
     rig.update()
-    rig.store.claim_epoch()  # a successor
-    with pytest.raises(FencedError, match="epoch 1 is over: epoch 2"):
+    rig.store.claim_term()  # a successor
+    with pytest.raises(FencedError, match="term 1 is over: term 2"):
         rig.turn_until(lambda: False)
     assert rig.store.saved == []
     assert rig.box.of(Durable) == []
@@ -382,15 +378,15 @@ def test_a_fenced_server_stops_and_saves_nothing(rig: Rig) -> None:
 
 def test_a_superseded_server_with_nothing_to_save_stops_too(rig: Rig) -> None:
     """It hears workers answer a newer server, and asks the store whether that is so: anybody may write to the topic."""
-    newer = Nack(worker=0, epoch=rig.epochs[0], token=0, ps_epoch=2, grant=1, reason="batch")
+    newer = Nack(worker=0, session=rig.sessions[0], batch=0, term=2, grant=1, reason="batch")
     rig.server.feed(newer)
-    rig.store.claim_epoch()
-    with pytest.raises(FencedError, match="epoch 1 is over: epoch 2"):
+    rig.store.claim_term()
+    with pytest.raises(FencedError, match="term 1 is over: term 2"):
         rig.server.feed(newer)
 
 
 def test_a_checkpoint_that_cannot_be_saved_is_not_durable(rig: Rig) -> None:
-    """It is tried again for `checkpoint.retry_s`: ending at once would only lose what is learned meanwhile."""
+    """It is tried again for `checkpoint.retry_timeout_s`: ending at once would only lose what is learned meanwhile."""
     rig.store.fail_next(*[CheckpointError("disk full")] * 3)
     rig.update()
     with structlog.testing.capture_logs() as logs:
@@ -462,7 +458,7 @@ def test_sigterm_saves_although_the_save_under_way_fails(rig: Rig, monkeypatch: 
     under_way.set_exception(CheckpointError("timeout"))
     rig.server.save_now()
     assert rig.store.saved == [(1, 1)]
-    rig.store.claim_epoch()
+    rig.store.claim_term()
     with pytest.raises(FencedError):
         rig.server.save_now()
 
@@ -479,11 +475,11 @@ def test_a_successor_goes_on_from_the_checkpoint_and_does_the_rest_again() -> No
     rig.server.close()
 
     heir = Rig(store=rig.store)
-    (epoch,) = heir.box.updates
-    assert isinstance(epoch, Epoch)
-    assert (epoch.ps_epoch, epoch.resumed_version, epoch.origins) == (2, 1, (100, 200))
+    (started,) = heir.box.updates
+    assert isinstance(started, TermStarted)
+    assert (started.term, started.resumed_version, started.origins) == (2, 1, (100, 200))
     heir.join()
-    assert [record.next_token for record in heir.box.of(Welcome)] == [1, 1]
+    assert [record.next_batch for record in heir.box.of(Welcome)] == [1, 1]
     heir.update(2.0)
     assert heir.optimizer.weights.tobytes() == weights.tobytes()  # momentum went with the checkpoint
     assert all(grant.key.startswith("doll:unit:w:2:") for grant in heir.box.of(Grant))
@@ -511,18 +507,18 @@ def test_crash_after_the_checkpoint_before_durable_is_said_in_the_next_welcome()
     del rig.store.save
     heir = Rig(store=rig.store)
     heir.join()
-    assert [record.next_token for record in heir.box.of(Welcome)] == [1, 1]
+    assert [record.next_batch for record in heir.box.of(Welcome)] == [1, 1]
     heir.server.close()
 
 
 def test_an_older_incarnation_is_fenced(rig: Rig) -> None:
     rig.announce(0, 0, 1)
-    old = rig.epochs[0]
+    old = rig.sessions[0]
     rig.server.feed(Join(worker=0, instance="newer"))
-    assert rig.box.of(Fence) == [Fence(ps_epoch=1, worker=0, instance="i0")]
+    assert rig.box.of(Fence) == [Fence(term=1, worker=0, instance="i0")]
     welcome = rig.box.of(Welcome)[-1]
-    assert (welcome.instance, welcome.epoch > old) == ("newer", True)
-    rig.server.feed(Announce(worker=0, epoch=old, first=0, until=2))
+    assert (welcome.instance, welcome.session > old) == ("newer", True)
+    rig.server.feed(Announce(worker=0, session=old, first=0, until=2))
     assert rig.server.engine.counters["refused_fenced"] == 1
 
 
@@ -533,13 +529,13 @@ def test_it_measures_itself_once_a_second(rig: Rig) -> None:
     (metric,) = rig.box.metrics
     assert metric.source == "ps"
     assert metric.values["version"] == 0
-    assert metric.values["worker_1_up"] == 1.0
+    assert metric.values["worker_1_live"] == 1.0
     assert metric.values["joined_total"] == 2
 
 
 def test_a_state_of_another_build_is_not_taken_for_one() -> None:
     checkpoint = Checkpoint(
-        job="unit", fingerprint="", ps_epoch=1, version=1, state=msgspec.msgpack.encode({"version": 1}), tensors={}
+        job="unit", fingerprint="", term=1, version=1, state=msgspec.msgpack.encode({"version": 1}), tensors={}
     )
     with pytest.raises(CheckpointError, match="version 1 of job 'unit' holds no engine state that this build reads"):
         restore(checkpoint)

@@ -8,7 +8,7 @@ from doll.config import StopConfig
 from doll.ps import events as ev
 from doll.ps.engine import Engine, EngineSettings
 from doll.ps.policies import Asp, Bsp, Doll, Policy
-from doll.ps.stuck import PATIENCE_S, Stuck, shortfall
+from doll.ps.stuck import STALL_REPORT_S, StallDetector, shortfall
 from doll.records import Alive, Announce, Join, Leave, Push
 
 
@@ -20,30 +20,30 @@ class Bench:
             num_workers=2, records_per_batch=1, max_pending_batches=3, lease_s=8.0, grant_timeout_s=30.0,
             checkpoint_every_updates=1, checkpoint_every_s=1000.0, stop=StopConfig(),
         )  # fmt: skip
-        self.engine = Engine(settings, policy or Doll(group_size), ps_epoch=1, now=0.0, origins=(0, 0))
-        self.epochs: dict[int, int] = {}
+        self.engine = Engine(settings, policy or Doll(group_size), term=1, now=0.0, origins=(0, 0))
+        self.sessions: dict[int, int] = {}
         for worker in (0, 1):
             self.join(worker)
 
     def join(self, worker: int, instance: str = "a") -> None:
         for action in self.tell(Join(worker=worker, instance=f"{instance}{worker}")):
             if isinstance(action, ev.SendWelcome):
-                self.epochs[worker] = action.epoch
+                self.sessions[worker] = action.session
 
     def announce(self, worker: int, until: int) -> list[ev.SendGrant]:
-        found = self.tell(Announce(worker=worker, epoch=self.epochs[worker], first=0, until=until))
+        found = self.tell(Announce(worker=worker, session=self.sessions[worker], first=0, until=until))
         return [action for action in found if isinstance(action, ev.SendGrant)]
 
     def push(self, grants: Sequence[ev.SendGrant]) -> None:
         for grant in grants:
             self.tell(
                 Push(
-                    worker=grant.worker, epoch=grant.epoch, token=grant.token, ps_epoch=1, grant=grant.grant,
+                    worker=grant.worker, session=grant.session, batch=grant.batch, term=1, grant=grant.grant,
                     version=grant.version, key="", n_samples=0, loss_sum=0.0,
                 )
             )  # fmt: skip
 
-    def tell(self, event: ev.Event, now: float = 1.0) -> list[ev.Action]:
+    def tell(self, event: ev.Event, now: float = 1.0) -> list[ev.EngineAction]:
         actions = self.engine.handle(event, now)
         self.engine.check_invariants()
         return actions
@@ -59,7 +59,7 @@ def test_waiting_for_data_is_not_being_stuck() -> None:
 def test_a_group_larger_than_what_one_worker_can_hold_needs_the_other() -> None:
     bench = Bench()
     bench.announce(0, 3)
-    bench.tell(Leave(worker=1, epoch=bench.epochs[1], cause="sigterm"))
+    bench.tell(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
     assert shortfall(bench.engine) == 2
     bench.join(1, "b")
     assert shortfall(bench.engine) == 0
@@ -73,7 +73,7 @@ def test_a_group_under_way_counts_what_it_has() -> None:
     mine = [grant for grant in grants if grant.worker == 0]
     bench.push(mine)
     assert shortfall(bench.engine) == 0
-    bench.tell(Leave(worker=1, epoch=bench.epochs[1], cause="sigterm"))
+    bench.tell(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
     assert len(mine) == 3
     assert bench.engine.num_held == 3
     assert shortfall(bench.engine) == 2  # worker 0 is full: its three are held in the group
@@ -83,32 +83,32 @@ def test_what_is_in_the_model_makes_room() -> None:
     bench = Bench(group_size=3)
     bench.push(bench.announce(0, 3))
     assert bench.engine.version == 1
-    bench.tell(Leave(worker=1, epoch=bench.epochs[1], cause="sigterm"))
+    bench.tell(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
     assert shortfall(bench.engine) == 0
 
 
 def test_it_is_told_once_when_it_lasts_and_again_when_it_comes_back() -> None:
     bench = Bench()
-    stuck = Stuck(now=0.0)
-    bench.tell(Leave(worker=1, epoch=bench.epochs[1], cause="sigterm"))
-    assert stuck.look(bench.engine, PATIENCE_S / 2) is None
-    told = stuck.look(bench.engine, PATIENCE_S)
+    stuck = StallDetector(now=0.0)
+    bench.tell(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
+    assert stuck.check(bench.engine, STALL_REPORT_S / 2) is None
+    told = stuck.check(bench.engine, STALL_REPORT_S)
     assert told is not None
     assert "2 batches more" in told
     assert "1 of 2 workers" in told
-    assert stuck.look(bench.engine, 2 * PATIENCE_S) is None
+    assert stuck.check(bench.engine, 2 * STALL_REPORT_S) is None
     bench.join(1, "b")
-    assert stuck.look(bench.engine, 3 * PATIENCE_S) is None
-    assert stuck.lasted_s(3 * PATIENCE_S) == 0
-    bench.tell(Leave(worker=1, epoch=bench.epochs[1], cause="sigterm"))
-    assert stuck.look(bench.engine, 3.5 * PATIENCE_S) is None
-    assert stuck.look(bench.engine, 4 * PATIENCE_S) is not None
+    assert stuck.check(bench.engine, 3 * STALL_REPORT_S) is None
+    assert stuck.stalled_s(3 * STALL_REPORT_S) == 0
+    bench.tell(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
+    assert stuck.check(bench.engine, 3.5 * STALL_REPORT_S) is None
+    assert stuck.check(bench.engine, 4 * STALL_REPORT_S) is not None
 
 
 def let_its_grant_time_out(bench: Bench, worker: int) -> None:
     """Its process is alive, and its gradient does not come."""
     for other in (0, 1):
-        alive = Alive(worker=other, epoch=bench.epochs[other])
+        alive = Alive(worker=other, session=bench.sessions[other])
         bench.tell(alive, now=32.0)
     bench.tell(ev.Tick(), now=32.0)
     assert dict(bench.engine.workers())[worker].stalled
@@ -122,13 +122,13 @@ def test_bsp_is_stuck_when_a_worker_that_is_up_owes_a_gradient_and_does_not_give
     let_its_grant_time_out(bench, 1)
     assert bench.engine.num_held == 1
     assert shortfall(bench.engine) == 1
-    stuck = Stuck(now=0.0)
-    told = stuck.look(bench.engine, PATIENCE_S)
+    stuck = StallDetector(now=0.0)
+    told = stuck.check(bench.engine, STALL_REPORT_S)
     assert told is not None
     assert "policy bsp needs a batch of every worker that is up, and 1 of 2 give none" in told
     bench.push(second)  # late: refused, but it is well again, and gets its batch once more
     assert shortfall(bench.engine) == 0
-    assert stuck.look(bench.engine, 2 * PATIENCE_S) is None
+    assert stuck.check(bench.engine, 2 * STALL_REPORT_S) is None
 
 
 def test_bsp_is_stuck_when_one_stream_has_no_records_and_the_others_are_full() -> None:
@@ -137,7 +137,7 @@ def test_bsp_is_stuck_when_one_stream_has_no_records_and_the_others_are_full() -
     assert shortfall(bench.engine) == 0  # slower streams are waited for: the other still has room
     bench.announce(0, 3)
     assert shortfall(bench.engine) == 1
-    bench.tell(Alive(worker=1, epoch=bench.epochs[1], lag=1))
+    bench.tell(Alive(worker=1, session=bench.sessions[1], lag=1))
     assert shortfall(bench.engine) == 0  # it has something to read
     bench.push(bench.announce(1, 1))
     assert bench.engine.version == 1
@@ -158,8 +158,8 @@ def test_without_any_worker_every_policy_is_stuck() -> None:
     for policy in (Doll(1), Bsp(), Asp()):
         bench = Bench(policy=policy)
         for worker in (0, 1):
-            bench.tell(Leave(worker=worker, epoch=bench.epochs[worker], cause="sigterm"))
+            bench.tell(Leave(worker=worker, session=bench.sessions[worker], cause="sigterm"))
         assert shortfall(bench.engine) == 1
-        told = Stuck(now=0.0).look(bench.engine, PATIENCE_S)
+        told = StallDetector(now=0.0).check(bench.engine, STALL_REPORT_S)
         assert told is not None
         assert "the 0 of 2 workers that are up" in told

@@ -90,9 +90,9 @@ def test_the_audit_of_a_run_that_has_ended_is_in_its_report(ended: runfolder.Run
 
 def test_the_status_of_a_run_that_has_ended_is_its_report(ended: runfolder.RunFolder):
     from doll.monitor.progress import ProgressModel
-    from doll.monitor.run_report import Outcome, build_report
+    from doll.monitor.run_report import RunOutcome, build_report
 
-    report = build_report(ProgressModel(load(ended.job), 0.0), Outcome("updates", 0, 3.5), None)
+    report = build_report(ProgressModel(load(ended.job), 0.0), RunOutcome("updates", 0, 3.5), None)
     ended.report.write_text(json.dumps(report))
     found = status_of(open_target(ended.path, []))
     assert found.content == report

@@ -1,4 +1,4 @@
-"""Replays of recorded markets: windows, rivals, bounds, and the planner against them."""
+"""Replays of recorded markets: windows, baselines, bounds, and the planner against them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from doll.cli.app import app
 from doll.cli.backtest import policies
 from doll.errors import ConfigError
 from doll.provisioner.planning import baselines
-from doll.provisioner.planning.baselines import ON_DEMAND, SPOT, Job, MarketPolicy, Moment
+from doll.provisioner.planning.baselines import ON_DEMAND, SPOT, BacktestJob, MarketPolicy, Observation
 from doll.provisioner.traces.model import Pool, Series, TraceSet, constant, write_folder
 from doll.provisioner.traces.recordings import load
 from doll.provisioner.traces.windows import Windows, clairvoyant_usd, sample, slots_up
@@ -38,10 +38,10 @@ def windows(up: list[list[int]], price: list[float] | None = None, tick_s: float
     )  # fmt: skip
 
 
-def job(market: Windows, *, hours: float, deadline_hours: float, boot_s: float = 0.0) -> Job:
+def job(market: Windows, *, hours: float, deadline_hours: float, boot_s: float = 0.0) -> BacktestJob:
     """`hours`: θ_0, with one sample per second and slot."""
     n = market.up.shape[2]
-    return Job(
+    return BacktestJob(
         samples=n * hours * HOUR_S, deadline_s=deadline_hours * HOUR_S, rates_per_s=np.ones(n), boot_s=boot_s,
         tick_s=market.tick_s, on_demand=market.on_demand, pool_alpha=market.pool_alpha, pool_price=market.pool_price,
     )  # fmt: skip
@@ -114,7 +114,7 @@ def test_the_clairvoyant_is_the_cheapest_of_all_plans():
             assert bound == np.inf
 
 
-# --- replay and rivals ------------------------------------------------------------------------------------------------
+# --- replay and baselines ------------------------------------------------------------------------------------------------
 
 
 def test_all_on_demand_takes_the_whole_time_and_price():
@@ -149,7 +149,7 @@ def test_static_puts_as_many_slots_on_spot_as_theorem_4():
     policy = baselines.Static()
     policy.start(replace(job(market, hours=9.0, deadline_hours=9.45), pool_alpha=np.array([0.9])))
     zero, ones = np.zeros((1, 64)), np.ones((1, 64), bool)
-    moment = Moment(0.0, zero[:, 0], zero, market.up[:, 0], np.full((1, 64), SPOT), ones, market.price[:, 0])
+    moment = Observation(0.0, zero[:, 0], zero, market.up[:, 0], np.full((1, 64), SPOT), ones, market.price[:, 0])
     assert int((policy.decide(moment) == SPOT).sum()) == 30
 
 
@@ -161,11 +161,11 @@ def test_greedy_waits_until_the_slack_is_gone_then_stays_on_demand():
     assert outcome.moves.tolist() == [2.0]
 
 
-def moment(policy: MarketPolicy, the_job: Job, *, now_h: float, done_h: float, up: int, on_demand: bool) -> int:
+def moment(policy: MarketPolicy, the_job: BacktestJob, *, now_h: float, done_h: float, up: int, on_demand: bool) -> int:
     """What a policy chooses for the only slot, `done_h` hours of work into a job."""
     choice = np.full((1, 1), ON_DEMAND if on_demand else SPOT)
     done = np.array([done_h * HOUR_S])
-    seen = Moment(
+    seen = Observation(
         now_h * HOUR_S, done, done[None], np.array([[bool(up)]]), choice, np.array([[True]]), np.array([0.25])
     )
     return int(policy.decide(seen)[0, 0])
@@ -224,7 +224,7 @@ def test_long_boots_cost_no_more_than_the_best_rival(boot_s: float):
     settings = BacktestSettings(
         rates_per_s=(125.0,) * 8, job_hours=12.0, deadline_ratios=(1.1,), windows=12, boot_s=boot_s
     )
-    rows = backtest([flicker(3)], settings, lambda: [*baselines.rivals(), planners()[0]])
+    rows = backtest([flicker(3)], settings, lambda: [*baselines.baselines(), planners()[0]])
     found = verdict(rows)
     assert found.all_met
     assert found.worst_points < 1.0
@@ -337,7 +337,7 @@ def test_a_recording_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path
         assert f"left out: {tmp_path}/damaged/traces.jsonl: line 1: expected a trace" in result.stderr
         assert ("left out: trace set flicker (short): expected a recording" in result.stderr) == (not only)
     content = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
-    assert [one["what"] for one in content["left_out"]] == [
+    assert [one["what"] for one in content["skipped"]] == [
         f"{tmp_path}/damaged/traces.jsonl", "trace set flicker (short)",
     ]  # fmt: skip
     nothing = CliRunner().invoke(app, [*arguments, "--only", "damaged"])

@@ -19,8 +19,8 @@ from doll.tasks.digits import Digits
 TASK = Digits(hidden=(8,), holdout_samples=50)
 
 
-def batches(worker: int, token: int) -> tuple[np.ndarray, np.ndarray]:
-    rng = np.random.default_rng((worker, token))
+def batches(worker: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng((worker, batch))
     return rng.integers(0, 255, (4, 8, 8), dtype=np.uint8), rng.integers(0, 10, 4)
 
 
@@ -54,7 +54,7 @@ def test_lost_batches_are_computed_again_and_none_is_kept() -> None:
     system = System(settings, spot=[True] * 4, preemption=Markov(0.6, 1.0, np.random.default_rng(2)), learner=made)
     system.run()
     assert system.preemptions > 5
-    assert system.engine.counters["returned"] > 0
+    assert system.engine.counters["requeued"] > 0
     assert made.version == system.version == 60
     # What is left are grants that are still out when the run ends.
     assert len(made._gradients) <= 3
@@ -62,4 +62,4 @@ def test_lost_batches_are_computed_again_and_none_is_kept() -> None:
 
 def test_a_grant_of_another_version_is_refused() -> None:
     with pytest.raises(ValueError, match="expected a grant of version 0, got one of 7"):
-        learner().grant(SendGrant(worker=0, epoch=1, token=0, grant=1, version=7))
+        learner().grant(SendGrant(worker=0, session=1, batch=0, grant=1, version=7))

@@ -7,7 +7,7 @@ import pytest
 from doll.config import DollPolicyConfig
 from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.traces.availability import Markov
-from doll.simulation.provisioning import Planned
+from doll.simulation.provisioning import PlannerProvisioner
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 
@@ -30,7 +30,9 @@ def run(seed: int, ratio: float, *, guard: bool = True) -> System:
         guard=guard,
     )
     preemption = Markov(0.8, 100.0, np.random.default_rng((seed, 1)))
-    system = System(settings, spot=[True] * N, preemption=preemption, provisioner=Planned(planner), boot_s=1.0)
+    system = System(
+        settings, spot=[True] * N, preemption=preemption, provisioner=PlannerProvisioner(planner), boot_s=1.0
+    )
     system.run()
     return system
 

@@ -67,7 +67,7 @@ def test_arrivals_pause_while_a_machine_is_gone_and_it_costs_nothing():
 def test_a_gradient_under_way_is_lost_with_its_machine_and_computed_again():
     system = System(clockwork(updates=2), spot=[True], preemption=Script((True, 1.1), (False, 1.9), (True, 1.0)))
     assert system.run().time_s == pytest.approx([3.25, 4.15])
-    assert system.engine.counters["returned_leave"] == 1
+    assert system.engine.counters["requeued_leave"] == 1
 
 
 def test_another_worker_replaces_the_batch_of_one_that_is_gone():
@@ -78,7 +78,7 @@ def test_another_worker_replaces_the_batch_of_one_that_is_gone():
     assert replaced.run().time_s == pytest.approx([2.25])
     literal = System(clockwork(**changes, replacement=False), spot=[True, False], preemption=gone)  # type: ignore[arg-type]
     assert literal.run().time_s == pytest.approx([51.1 + 0.25])
-    assert literal.engine.counters["returned"] == 0
+    assert literal.engine.counters["requeued"] == 0
 
 
 def test_samples_that_pile_up_are_announced_together():
@@ -154,7 +154,7 @@ def test_the_queue_grows_where_the_necessary_condition_fails():
         system = System(paper(compute_s=load * 0.64 / harmonic(20), updates=None, seconds=600.0))
         system.run()
         summary = summarise(system, 1.0)
-        assert (summary.waiting_growth > 1.5) is grows
+        assert (summary.queue_growth > 1.5) is grows
         assert (summary.margin_necessary < 1) is grows
 
 
@@ -169,7 +169,7 @@ def test_with_replacement_the_formula_holds_and_without_it_the_job_stalls():
             settings = paper(updates=None, seconds=seconds, seed=seed, replacement=replacement)
             system = System(settings, spot=slots, preemption=Markov(0.9, 1000.0, np.random.default_rng((seed, 1))))
             system.run()
-            drawn = summarise(system, 0.9).rate_given_up_time * seconds
+            drawn = summarise(system, 0.9).rate_at_observed_uptime * seconds
             done += system.version / drawn / 4
         shares[replacement] = done
     assert shares[True] > 0.99

@@ -20,11 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-def checkpoint(version: int = 20, ps_epoch: int = 1) -> Checkpoint:
+def checkpoint(version: int = 20, term: int = 1) -> Checkpoint:
     tensors = {"weights": np.arange(64, dtype=np.float32) + version, "step": np.array(version)}
-    return Checkpoint(
-        job="digits", fingerprint="f1", ps_epoch=ps_epoch, version=version, state=b"state", tensors=tensors
-    )
+    return Checkpoint(job="digits", fingerprint="f1", term=term, version=version, state=b"state", tensors=tensors)
 
 
 BYTES = b"".join(encode_checkpoint(checkpoint()))
@@ -74,11 +72,11 @@ def test_a_whole_file_of_another_schema_is_not_passed_over(tmp_path: Path) -> No
     """A newer release wrote it: to go back to an older checkpoint silently would lose updates."""
     import hashlib
 
-    body = b"DLCK\x02" + BYTES[5:-32]
+    body = b"DLCK\x03" + BYTES[5:-32]
     store = FileStore(tmp_path, "digits")
     store.save(checkpoint(10))
     (tmp_path / "checkpoint-00000001-0000000020.doll").write_bytes(body + hashlib.sha256(body).digest())
-    with pytest.raises(CheckpointError, match="expected a checkpoint of schema 1, got b'DLCK', schema 2"):
+    with pytest.raises(CheckpointError, match="expected a checkpoint of schema 2, got b'DLCK', schema 3"):
         store.load_newest("f1")
 
 
@@ -92,11 +90,11 @@ def test_a_renamed_file_is_passed_over(tmp_path: Path) -> None:
 
 
 def test_foreign_files_are_let_be(tmp_path: Path) -> None:
-    for name in ("notes.txt", "checkpoint-1-2.doll", "checkpoint-00000001-0000000002.doll.bak", "epoch-x.claim"):
+    for name in ("notes.txt", "checkpoint-1-2.doll", "checkpoint-00000001-0000000002.doll.bak", "term-x.claim"):
         (tmp_path / name).write_text("mine")
     store = FileStore(tmp_path, "digits")
     assert store.load_newest("f1") is None
-    assert store.newest_epoch() == 0
+    assert store.newest_term() == 0
     for version in range(5):
         store.save(checkpoint(version))
     assert (tmp_path / "notes.txt").read_text() == "mine"
@@ -119,7 +117,7 @@ else:
     file_store._fsync_folder = die
 store = file_store.FileStore(Path(sys.argv[1]), "digits")
 tensors = {"weights": np.ones(64, np.float32)}
-store.save(Checkpoint(job="digits", fingerprint="f1", ps_epoch=1, version=30, state=b"s", tensors=tensors))
+store.save(Checkpoint(job="digits", fingerprint="f1", term=1, version=30, state=b"s", tensors=tensors))
 """
 
 
@@ -133,8 +131,8 @@ def test_killed_while_saving(tmp_path: Path, moment: str, version: int) -> None:
     loaded = store.load_newest("f1")
     assert loaded is not None
     assert loaded.version == version
-    epoch = store.claim_epoch()  # the lock went with the process
-    store.save(checkpoint(31, ps_epoch=epoch))
+    term = store.claim_term()  # the lock went with the process
+    store.save(checkpoint(31, term=term))
     assert list(tmp_path.glob("*.tmp")) == []
 
 
@@ -159,7 +157,7 @@ from pathlib import Path
 from doll.storage.file_store import FileStore
 store = FileStore(Path(sys.argv[1]), "digits")
 sys.stdin.readline()
-print(*[store.claim_epoch() for _ in range(40)])
+print(*[store.claim_term() for _ in range(40)])
 """
 
 
@@ -184,17 +182,17 @@ def test_a_suspended_holder_of_the_lock_is_named_not_waited_for(tmp_path: Path) 
     fcntl.flock(holder, fcntl.LOCK_EX)
     store = FileStore(tmp_path, "digits", lock_timeout_s=0.05)
     with pytest.raises(CheckpointError, match=r"held .*\.lock for 0\.05 s: is a parameter server suspended"):
-        store.claim_epoch()
+        store.claim_term()
     with pytest.raises(CheckpointError, match=r"is a parameter server suspended"):
         store.save(checkpoint())
     os.close(holder)
-    assert store.claim_epoch() == 1
+    assert store.claim_term() == 1
 
 
 def test_reading_makes_no_folder(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "none", "digits")
     assert store.load_newest(None) is None
-    assert store.newest_epoch() == 0
+    assert store.newest_term() == 0
     assert not (tmp_path / "none").exists()
 
 
@@ -207,7 +205,7 @@ def test_a_reader_beside_a_busy_writer_always_finds_a_whole_checkpoint(tmp_path:
         "while os.getppid() == int(sys.argv[2]):\n"
         "    v += 1\n"
         "    tensors = {'w': np.ones(9)}\n"
-        "    store.save(Checkpoint(job='digits', fingerprint='f', ps_epoch=1, version=v, state=b'', tensors=tensors))\n"
+        "    store.save(Checkpoint(job='digits', fingerprint='f', term=1, version=v, state=b'', tensors=tensors))\n"
     )
     writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(os.getpid())])
     try:
@@ -228,7 +226,7 @@ def test_a_reader_beside_a_busy_writer_always_finds_a_whole_checkpoint(tmp_path:
 
 def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(CheckpointError, match=r"cannot claim an epoch in .*file"):
-        FileStore(tmp_path / "file", "digits").claim_epoch()
+    with pytest.raises(CheckpointError, match=r"cannot claim a term in .*file"):
+        FileStore(tmp_path / "file", "digits").claim_term()
     with pytest.raises(ValueError, match="expected keep >= 2"):
         FileStore(tmp_path, "digits", keep=1)

@@ -39,10 +39,10 @@ def store() -> S3Store:
     return S3Store(URL, "digits")
 
 
-def checkpoint(ps_epoch: int, version: int) -> Checkpoint:
+def checkpoint(term: int, version: int) -> Checkpoint:
     weights = np.full(10, version, np.float32)
     return Checkpoint(
-        job="digits", fingerprint="f", ps_epoch=ps_epoch, version=version, state=b"s", tensors={"weights": weights}
+        job="digits", fingerprint="f", term=term, version=version, state=b"s", tensors={"weights": weights}
     )
 
 
@@ -54,7 +54,7 @@ def names(s3: Any) -> list[str]:
 def newest(of: S3Store) -> tuple[int, int]:
     found = of.load_newest("f")
     assert found is not None
-    return found.ps_epoch, found.version
+    return found.term, found.version
 
 
 def before(act: Callable[[], object], call: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,10 +71,10 @@ def before(act: Callable[[], object], call: Callable[..., Any]) -> Callable[...,
 
 def test_a_claim_between_a_save_s_look_and_its_write_fences_it(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = store(), store()
-    assert old.claim_epoch() == 1
+    assert old.claim_term() == 1
     old.save(checkpoint(1, 20))
-    monkeypatch.setattr(old, "_put_new", before(new.claim_epoch, old._put_new))
-    with pytest.raises(FencedError, match="epoch 1 is over: epoch 2 has claimed s3://models/team/digits"):
+    monkeypatch.setattr(old, "_put_new", before(new.claim_term, old._put_new))
+    with pytest.raises(FencedError, match="term 1 is over: term 2 has claimed s3://models/team/digits"):
         old.save(checkpoint(1, 40))
     assert newest(new) == (1, 20)
     new.save(checkpoint(2, 21))  # removes what does not count
@@ -84,26 +84,26 @@ def test_a_claim_between_a_save_s_look_and_its_write_fences_it(s3: Any, monkeypa
 def test_a_claim_while_a_durable_checkpoint_is_saved_again_leaves_it(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGTERM saves the version once more, with newer state. Its batches have been acknowledged: it must not go."""
     old, new = store(), store()
-    assert old.claim_epoch() == 1
+    assert old.claim_term() == 1
     old.save(checkpoint(1, 20))
-    monkeypatch.setattr(old, "_put_new", before(new.claim_epoch, old._put_new))
-    with pytest.raises(FencedError, match="epoch 1 is over"):
+    monkeypatch.setattr(old, "_put_new", before(new.claim_term, old._put_new))
+    with pytest.raises(FencedError, match="term 1 is over"):
         old.save(dataclasses.replace(checkpoint(1, 20), state=b"a later clock"))
     assert newest(new) == (1, 20)
-    assert store().claim_epoch() == 3
+    assert store().claim_term() == 3
     assert newest(store()) == (1, 20)
 
 
 def test_what_a_claim_has_seen_stays_though_its_writer_was_fenced(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The claim's line names it, and its server has perhaps told workers already that it is durable."""
     old, new = store(), store()
-    old.claim_epoch()
+    old.claim_term()
     old.save(checkpoint(1, 20))
     put = old._put_new
 
     def put_then_claim(*args: Any) -> bool:
         done = put(*args)
-        new.claim_epoch()
+        new.claim_term()
         return done
 
     monkeypatch.setattr(old, "_put_new", put_then_claim)
@@ -113,24 +113,24 @@ def test_what_a_claim_has_seen_stays_though_its_writer_was_fenced(s3: Any, monke
 
 
 def test_a_late_write_that_nobody_could_take_back_does_not_count(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The old server is killed right after its write: its object stays, and is later than what epoch 2 began from."""
+    """The old server is killed right after its write: its object stays, and is later than what term 2 began from."""
     old, new = store(), store()
-    old.claim_epoch()
+    old.claim_term()
     old.save(checkpoint(1, 20))
 
     def die(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    put = before(new.claim_epoch, old._put_new)
+    put = before(new.claim_term, old._put_new)
     monkeypatch.setattr(old, "_put_new", lambda *args: put(*args) and die())
     with pytest.raises(KeyboardInterrupt):
         old.save(checkpoint(1, 40))
     assert "checkpoint-00000001-0000000040.doll" in names(s3)
     assert new.versions() == [(1, 20)]
     assert newest(new) == (1, 20)
-    # The next claim too begins from what epoch 2 began from, though it never saved.
+    # The next claim too begins from what term 2 began from, though it never saved.
     third = store()
-    assert third.claim_epoch() == 3
+    assert third.claim_term() == 3
     assert newest(third) == (1, 20)
     third.save(checkpoint(3, 21))
     assert third.versions() == [(1, 20), (3, 21)]
@@ -140,25 +140,25 @@ def test_a_late_write_that_nobody_could_take_back_does_not_count(s3: Any, monkey
 def test_a_save_before_the_claim_s_line_counts(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The new server has claimed and looks what is there: what was saved until then is what it begins from."""
     old, new = store(), store()
-    old.claim_epoch()
+    old.claim_term()
     old.save(checkpoint(1, 20))
 
     claim = new._put_new
     monkeypatch.setattr(new, "_put_new", before(lambda: old.save(checkpoint(1, 40)), claim))
-    assert new.claim_epoch() == 2
+    assert new.claim_term() == 2
     assert newest(new) == (1, 40)
 
 
 def test_a_claimer_that_died_before_its_line_hinders_nobody(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     first, dying = store(), store()
-    first.claim_epoch()
+    first.claim_term()
     first.save(checkpoint(1, 20))
     monkeypatch.setattr(dying, "_put", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        dying.claim_epoch()
+        dying.claim_term()
     with pytest.raises(FencedError):
         first.save(checkpoint(1, 40))
-    assert store().claim_epoch() == 3
+    assert store().claim_term() == 3
     assert newest(store()) == (1, 20)
 
 
@@ -179,7 +179,7 @@ def test_a_reply_that_was_lost_is_not_taken_for_another_server(s3: Any, monkeypa
         monkeypatch.setattr(of._client, "put_object", send)
 
     lose_a_reply()
-    assert of.claim_epoch() == 2  # epoch 1 is taken, by nobody: no harm
+    assert of.claim_term() == 2  # term 1 is taken, by nobody: no harm
     lose_a_reply()
     of.save(checkpoint(2, 20))
     assert newest(of) == (2, 20)
@@ -202,7 +202,7 @@ def test_a_store_that_ignores_conditions_is_refused(s3: Any, monkeypatch: pytest
         lambda IfNoneMatch="", **arguments: put(**arguments),
     )
     with pytest.raises(CheckpointError, match="ignores `If-None-Match: \\*`"):
-        of.claim_epoch()
+        of.claim_term()
 
 
 def test_checkpoints_that_vanish_while_they_are_read_are_looked_up_again(
@@ -222,7 +222,7 @@ def test_checkpoints_that_vanish_while_they_are_read_are_looked_up_again(
 def test_neighbours_under_a_longer_prefix_are_not_ours(s3: Any) -> None:
     S3Store(f"{URL}-2", "digits").save(checkpoint(9, 90))
     assert store().load_newest(None) is None
-    assert store().newest_epoch() == 0
+    assert store().newest_term() == 0
     S3Store("s3://models", "digits").save(checkpoint(3, 30))
     assert S3Store("s3://models/", "digits").versions() == [(3, 30)]
     assert store().versions() == []
@@ -233,20 +233,20 @@ def test_a_list_of_many_pages_is_read_whole(s3: Any, monkeypatch: pytest.MonkeyP
     of.save(checkpoint(1, 20))
     of.save(checkpoint(2, 25))
     for _ in range(3):
-        of.claim_epoch()
+        of.claim_term()
     monkeypatch.setenv("MOTO_S3_DEFAULT_MAX_KEYS", "2")
     assert len(s3.list_objects_v2(Bucket="models")["Contents"]) == 2
     assert of.versions() == [(1, 20), (2, 25)]
-    assert of.newest_epoch() == 5
+    assert of.newest_term() == 5
 
 
 def test_trouble_names_the_place_and_s3_s_reason_and_no_secret(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CheckpointError, match=r"cannot claim an epoch in s3://nowhere/x: .*NoSuchBucket"):
-        S3Store("s3://nowhere/x", "digits").claim_epoch()
+    with pytest.raises(CheckpointError, match=r"cannot claim a term in s3://nowhere/x: .*NoSuchBucket"):
+        S3Store("s3://nowhere/x", "digits").claim_term()
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
     monkeypatch.setattr("doll.storage.s3_store._ATTEMPTS", 1)
     away = store()  # outside moto's reach
-    for call in (away.newest_epoch, away.claim_epoch, lambda: away.load_newest(None)):
+    for call in (away.newest_term, away.claim_term, lambda: away.load_newest(None)):
         with pytest.raises(CheckpointError, match=r"s3://models/team/digits: Could not connect") as caught:
             call()
         assert "hunter2" not in str(caught.value)

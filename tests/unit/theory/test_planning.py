@@ -18,8 +18,8 @@ J, K, B, RATE, N = 10_000, 20, 256, 125.0, 64
 SAMPLES = cost.work_samples(J, K, B)
 HIGH, LOW = Prices(0.158, 0.286), Prices(0.058, 0.186)
 SETTINGS = [(0.9, 1.05), (0.8, 1.05), (0.8, 1.10)]
-# Cases per brute-force sweep; DOLL_SWEEP=100000 for the long one.
-SWEEP = int(os.environ.get("DOLL_SWEEP", "10000"))
+# Cases per brute-force sweep; DOLL_SWEEP_CASES=100000 for the long one.
+SWEEP = int(os.environ.get("DOLL_SWEEP_CASES", "10000"))
 
 
 def test_runtime_with_all_on_demand() -> None:

@@ -37,7 +37,7 @@ module "boot" {
 
   environment = {
     AWS_REGION      = var.region
-    DOLL_NAME       = var.name
+    DOLL_STACK_NAME       = var.name
     DOLL_PRIVATE_IP = var.private_ip
   }
   scripts = ["control", "cache", "role", "heartbeat", "doll", "drain"]

@@ -42,7 +42,7 @@ module "boot" {
 
   environment = {
     AWS_REGION      = var.region
-    DOLL_NAME       = var.name
+    DOLL_STACK_NAME       = var.name
     DOLL_NODE       = each.key
     DOLL_NODES      = var.broker_count
     DOLL_PRIVATE_IP = each.value.private_ip

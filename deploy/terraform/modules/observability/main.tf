@@ -241,7 +241,7 @@ resource "aws_cloudwatch_dashboard" "this" {
           yAxis = { left = { min = 0 } }
           metrics = [
             ["DOLL", "doll_provisioner_spent_usd", "Cluster", var.name, { label = "spent" }],
-            ["DOLL", "doll_provisioner_on_demand_usd", "Cluster", var.name, { label = "the same work, all on demand" }],
+            ["DOLL", "doll_provisioner_all_on_demand_usd", "Cluster", var.name, { label = "the same work, all on demand" }],
           ]
         }
       },

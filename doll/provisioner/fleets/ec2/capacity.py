@@ -64,7 +64,7 @@ class CapacityCache:
         if together >= self._zone_pools:
             self._zones[pool.zone, market] = now_s + self._hold_s
 
-    def rule_out(self, pool: Ec2Pool, market: Market, until_s: float) -> None:
+    def exclude(self, pool: Ec2Pool, market: Market, until_s: float) -> None:
         """The pool is not to be had, for a reason that says nothing about its zone."""
         self._pools[pool, market] = max(until_s, self._pools.get((pool, market), until_s))
 
@@ -77,7 +77,7 @@ class CapacityCache:
         until_s = self._markets.get(market, now_s)
         return until_s if until_s > now_s else None
 
-    def is_dry(self, pool: Ec2Pool, market: Market, now_s: float) -> bool:
+    def lacks_capacity(self, pool: Ec2Pool, market: Market, now_s: float) -> bool:
         """The pool is left alone at `now_s`: itself, its zone, or the whole market."""
         until_s = max(
             self._pools.get((pool, market), now_s),

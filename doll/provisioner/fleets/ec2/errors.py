@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from doll.provisioner.fleets.port import Trouble
+from doll.provisioner.fleets.port import LaunchFailure
 
 
 class Scope(enum.StrEnum):
@@ -34,7 +34,7 @@ class ErrorRule:
         alarm: a person should look: it does not go away by itself.
     """
 
-    trouble: Trouble
+    failure: LaunchFailure
     scope: Scope = Scope.NONE
     hold_s: float = 0.0
     alarm: bool = False
@@ -44,43 +44,43 @@ CAPACITY_HOLD_S: Final = 180.0
 REFUSAL_HOLD_S: Final = 30.0
 QUOTA_HOLD_S: Final = 900.0
 
-_DRY = ErrorRule(Trouble.CAPACITY, Scope.POOL, CAPACITY_HOLD_S)
-_SPOT_QUOTA = ErrorRule(Trouble.SPOT_QUOTA, Scope.MARKET, QUOTA_HOLD_S, alarm=True)
-_ON_DEMAND_QUOTA = ErrorRule(Trouble.ON_DEMAND_QUOTA, Scope.MARKET, QUOTA_HOLD_S, alarm=True)
-_LATER = ErrorRule(Trouble.THROTTLED)
-_NEVER = ErrorRule(Trouble.CONFIG, alarm=True)
+_NO_CAPACITY = ErrorRule(LaunchFailure.CAPACITY, Scope.POOL, CAPACITY_HOLD_S)
+_SPOT_QUOTA = ErrorRule(LaunchFailure.SPOT_QUOTA, Scope.MARKET, QUOTA_HOLD_S, alarm=True)
+_ON_DEMAND_QUOTA = ErrorRule(LaunchFailure.ON_DEMAND_QUOTA, Scope.MARKET, QUOTA_HOLD_S, alarm=True)
+_THROTTLED = ErrorRule(LaunchFailure.THROTTLED)
+_MISCONFIGURED = ErrorRule(LaunchFailure.CONFIG, alarm=True)
 # It may be of one market, type or zone only, or what was made a moment ago may not be known everywhere yet: who asks
-# decides by what others say, and by how often. See `doll.provisioner.reconcile.Memory`.
-_REFUSED = ErrorRule(Trouble.REFUSED, Scope.POOL, REFUSAL_HOLD_S, alarm=True)
+# decides by what others say, and by how often. See `doll.provisioner.reconcile.LaunchState`.
+_REFUSED = ErrorRule(LaunchFailure.REFUSED, Scope.POOL, REFUSAL_HOLD_S, alarm=True)
 
 # A code that ends in "." stands for all that begin with it.
 RULES: Final[dict[str, ErrorRule]] = {
-    "InsufficientInstanceCapacity": _DRY,
-    "InsufficientCapacity": _DRY,
-    "InsufficientHostCapacity": _DRY,
-    "InsufficientReservedInstanceCapacity": _DRY,
-    "InsufficientVolumeCapacity": _DRY,
-    "ReservationCapacityExceeded": _DRY,
-    "UnfulfillableCapacity": _DRY,
-    "SpotMaxPriceTooLow": _DRY,  # only where the launch template sets a maximum price; DOLL sets none
-    "Unsupported": ErrorRule(Trouble.CAPACITY, Scope.PAIR, math.inf),  # no such type in that zone
-    "InsufficientFreeAddressesInSubnet": ErrorRule(Trouble.CAPACITY, Scope.SUBNET, QUOTA_HOLD_S, alarm=True),
+    "InsufficientInstanceCapacity": _NO_CAPACITY,
+    "InsufficientCapacity": _NO_CAPACITY,
+    "InsufficientHostCapacity": _NO_CAPACITY,
+    "InsufficientReservedInstanceCapacity": _NO_CAPACITY,
+    "InsufficientVolumeCapacity": _NO_CAPACITY,
+    "ReservationCapacityExceeded": _NO_CAPACITY,
+    "UnfulfillableCapacity": _NO_CAPACITY,
+    "SpotMaxPriceTooLow": _NO_CAPACITY,  # only where the launch template sets a maximum price; DOLL sets none
+    "Unsupported": ErrorRule(LaunchFailure.CAPACITY, Scope.PAIR, math.inf),  # no such type in that zone
+    "InsufficientFreeAddressesInSubnet": ErrorRule(LaunchFailure.CAPACITY, Scope.SUBNET, QUOTA_HOLD_S, alarm=True),
     "MaxSpotInstanceCountExceeded": _SPOT_QUOTA,
     "VcpuLimitExceeded": _ON_DEMAND_QUOTA,
     "InstanceLimitExceeded": _ON_DEMAND_QUOTA,
-    "RequestLimitExceeded": _LATER,
-    "Throttling": _LATER,
-    "ThrottlingException": _LATER,
-    "RequestThrottled": _LATER,
-    "RequestThrottledException": _LATER,
-    "InternalError": _LATER,
-    "InternalFailure": _LATER,
-    "ServerInternal": _LATER,
-    "ServiceUnavailable": _LATER,
-    "Unavailable": _LATER,
-    "RequestTimeout": _LATER,
-    "RequestResourceCountExceeded": _LATER,
-    "IdempotentParameterMismatch": ErrorRule(Trouble.TAKEN),
+    "RequestLimitExceeded": _THROTTLED,
+    "Throttling": _THROTTLED,
+    "ThrottlingException": _THROTTLED,
+    "RequestThrottled": _THROTTLED,
+    "RequestThrottledException": _THROTTLED,
+    "InternalError": _THROTTLED,
+    "InternalFailure": _THROTTLED,
+    "ServerInternal": _THROTTLED,
+    "ServiceUnavailable": _THROTTLED,
+    "Unavailable": _THROTTLED,
+    "RequestTimeout": _THROTTLED,
+    "RequestResourceCountExceeded": _THROTTLED,
+    "IdempotentParameterMismatch": ErrorRule(LaunchFailure.TAKEN),
     "AuthFailure.": _REFUSED,  # of the service-linked role of spot; on-demand does without
     "Blocked": _REFUSED,
     "InvalidBlockDeviceMapping": _REFUSED,
@@ -92,34 +92,34 @@ RULES: Final[dict[str, ErrorRule]] = {
     "PendingVerification": _REFUSED,
     "UnsupportedOperation": _REFUSED,
     "VolumeLimitExceeded": _REFUSED,
-    "UnauthorizedOperation": _NEVER,
-    "AuthFailure": _NEVER,
-    "OptInRequired": _NEVER,
-    "InvalidClientTokenId": _NEVER,
-    "SignatureDoesNotMatch": _NEVER,
-    "InvalidLaunchTemplateId.": _NEVER,
-    "InvalidLaunchTemplateName.": _NEVER,
-    "InvalidLaunchTemplateVersion": _NEVER,
-    "InvalidAMIID.": _NEVER,
-    "InvalidSubnetID.": _NEVER,
-    "InvalidGroup.": _NEVER,
-    "InvalidParameter": _NEVER,
-    "InvalidParameterValue": _NEVER,
-    "InvalidParameterCombination": _NEVER,
-    "InvalidFleetConfig": _NEVER,
-    "InvalidFleetConfiguration": _NEVER,
-    "MissingParameter": _NEVER,
+    "UnauthorizedOperation": _MISCONFIGURED,
+    "AuthFailure": _MISCONFIGURED,
+    "OptInRequired": _MISCONFIGURED,
+    "InvalidClientTokenId": _MISCONFIGURED,
+    "SignatureDoesNotMatch": _MISCONFIGURED,
+    "InvalidLaunchTemplateId.": _MISCONFIGURED,
+    "InvalidLaunchTemplateName.": _MISCONFIGURED,
+    "InvalidLaunchTemplateVersion": _MISCONFIGURED,
+    "InvalidAMIID.": _MISCONFIGURED,
+    "InvalidSubnetID.": _MISCONFIGURED,
+    "InvalidGroup.": _MISCONFIGURED,
+    "InvalidParameter": _MISCONFIGURED,
+    "InvalidParameterValue": _MISCONFIGURED,
+    "InvalidParameterCombination": _MISCONFIGURED,
+    "InvalidFleetConfig": _MISCONFIGURED,
+    "InvalidFleetConfiguration": _MISCONFIGURED,
+    "MissingParameter": _MISCONFIGURED,
 }
 
 # What a launch that failed for several reasons is said to have failed for: what tells the caller most comes first.
 _RANK: Final = (
-    Trouble.SPOT_QUOTA,
-    Trouble.ON_DEMAND_QUOTA,
-    Trouble.CAPACITY,
-    Trouble.REFUSED,
-    Trouble.THROTTLED,
-    Trouble.TAKEN,
-    Trouble.CONFIG,
+    LaunchFailure.SPOT_QUOTA,
+    LaunchFailure.ON_DEMAND_QUOTA,
+    LaunchFailure.CAPACITY,
+    LaunchFailure.REFUSED,
+    LaunchFailure.THROTTLED,
+    LaunchFailure.TAKEN,
+    LaunchFailure.CONFIG,
 )
 
 
@@ -132,7 +132,7 @@ def rule_of_pool(code: str) -> ErrorRule:
 def rule_of_call(code: str, http_status: int = 400) -> ErrorRule:
     """What the code of a failed call asks for. One that is not in the table: again later where AWS is at fault (5xx),
     else never, so that nothing loops on what it does not understand."""
-    return _find(code) or (_LATER if http_status >= 500 else _NEVER)
+    return _find(code) or (_THROTTLED if http_status >= 500 else _MISCONFIGURED)
 
 
 def worst(rules: Iterable[ErrorRule]) -> ErrorRule:
@@ -141,7 +141,7 @@ def worst(rules: Iterable[ErrorRule]) -> ErrorRule:
     Raises:
         ValueError: there is none.
     """
-    return min(rules, key=lambda rule: _RANK.index(rule.trouble))
+    return min(rules, key=lambda rule: _RANK.index(rule.failure))
 
 
 _TEMPLATE: Final = "correct the launch template (fleet.launch_template and its version)"

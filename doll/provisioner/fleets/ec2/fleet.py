@@ -21,7 +21,7 @@ from doll import telemetry
 from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.provisioner.fleets.ec2.capacity import CapacityCache, Ec2Pool
 from doll.provisioner.fleets.ec2.errors import ErrorRule, Scope, advice, rule_of_call, rule_of_pool, worst
-from doll.provisioner.fleets.port import End, Fleet, Instance, InstanceState, LaunchError, Order, Trouble
+from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
 
 if TYPE_CHECKING:
@@ -31,16 +31,16 @@ log = telemetry.get_logger(__name__)
 
 CLUSTER_TAG: Final = "doll:cluster"
 WORKER_TAG: Final = "doll:worker"
-EPOCH_TAG: Final = "doll:epoch"
+INCARNATION_TAG: Final = "doll:incarnation"
 MARKET_TAG: Final = "doll:market"
 JOB_TAG: Final = "doll:job"
 # Identity stands on all that a launch makes: the provisioner's role may create nothing that does not carry it.
 _TAGGED: Final = ("instance", "volume", "network-interface", "fleet")
 _TOKEN_CHARS: Final = 64
-_TERMINATE_AT_ONCE: Final = 100
+_MAX_IDS_PER_CALL: Final = 100
 _ORDERS_REMEMBERED: Final = 4096
 _SAYS_CHARS: Final = 300
-TRUST_S: Final = 60.0
+LISTING_LAG_S: Final = 60.0
 """EC2's answers may lag behind what it has done, by seconds; for so long what it has promised counts."""
 ENDED_KEPT_S: Final = 3600.0
 FRESH_S: Final = 5.0
@@ -54,10 +54,10 @@ _STATES: Final[Mapping[str, InstanceState]] = {
     "stopped": InstanceState.ENDED,  # the template ends instances that shut down; one that is stopped works no more
     "terminated": InstanceState.ENDED,
 }
-_ENDS: Final[Mapping[str, End]] = {
-    "Server.SpotInstanceTermination": End.INTERRUPTED,
-    "Server.SpotInstanceShutdown": End.INTERRUPTED,
-    "Client.UserInitiatedShutdown": End.TERMINATED,
+_ENDS: Final[Mapping[str, EndReason]] = {
+    "Server.SpotInstanceTermination": EndReason.INTERRUPTED,
+    "Server.SpotInstanceShutdown": EndReason.INTERRUPTED,
+    "Client.UserInitiatedShutdown": EndReason.TERMINATED,
 }
 _ENDED_AT: Final = re.compile(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)")
 _CAPACITY_TYPE: Final[Mapping[Market, str]] = {"spot": "spot", "on_demand": "on-demand"}
@@ -79,12 +79,12 @@ class _Known:
 
     Attributes:
         seen_s: when EC2 last told of it.
-        told_s: when it was told to end; minus infinity if it was not.
+        terminate_sent_s: when it was told to end; minus infinity if it was not.
     """
 
     instance: Instance
     seen_s: float
-    told_s: float = float("-inf")
+    terminate_sent_s: float = float("-inf")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ _OrderKey = tuple[str, int, int, Market, int]
 
 
 def _key(order: Order) -> _OrderKey:
-    return (order.run, order.slot, order.epoch, order.market, order.attempt)
+    return (order.run, order.slot, order.incarnation, order.market, order.attempt)
 
 
 class Ec2Fleet:
@@ -130,7 +130,7 @@ class Ec2Fleet:
         version: of the launch template.
         subnets, instance_types: in order of preference.
         notices: where interruption notices come from; None: an interruption is seen when it has happened.
-        calls_per_s: mutating calls, at most.
+        api_calls_per_s: mutating calls, at most.
         clock: Unix seconds.
         sleep: waits; only the pacing of calls uses it.
         page_size: of listings; 5 to 1000.
@@ -147,7 +147,7 @@ class Ec2Fleet:
         subnets: Sequence[str],
         instance_types: Sequence[str],
         notices: Notices | None = None,
-        calls_per_s: float = 2.0,
+        api_calls_per_s: float = 2.0,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
         page_size: int = 200,
@@ -162,7 +162,7 @@ class Ec2Fleet:
         self._types = tuple(instance_types)
         self._notices = notices
         self._clock = clock
-        self._pacer = Pacer(calls_per_s, sleep=sleep)
+        self._pacer = Pacer(api_calls_per_s, sleep=sleep)
         self._page_size = page_size
         self._zones: list[tuple[str, list[_Override]]] = []
         self._zone_names: dict[str, str] = {}
@@ -172,7 +172,7 @@ class Ec2Fleet:
         # What each order asked for: repeated, it must be the same to the byte, though the cache has changed since.
         self._asked: dict[_OrderKey, list[list[_Override]]] = {}
         self._closed_subnets: dict[str, float] = {}
-        self._held_for: dict[tuple[Ec2Pool, Market], str] = {}  # the code of the last refusal
+        self._backoff_codes: dict[tuple[Ec2Pool, Market], str] = {}  # the code of the last refusal
 
     # --- the port ---------------------------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Ec2Fleet:
         try:
             found = self._adopted(order)
         except ServiceUnavailableError as error:
-            raise LaunchError(str(error), trouble=Trouble.THROTTLED, code="Unavailable") from error
+            raise LaunchError(str(error), failure=LaunchFailure.THROTTLED, code="Unavailable") from error
         if found is not None:
             self._ids[key] = found.id
             return found
@@ -197,7 +197,7 @@ class Ec2Fleet:
                 self._ids[key] = got.id
                 return got
             reasons += got
-            if worst(one.rule for one in reasons).trouble not in (Trouble.CAPACITY, Trouble.REFUSED):
+            if worst(one.rule for one in reasons).failure not in (LaunchFailure.CAPACITY, LaunchFailure.REFUSED):
                 break
         raise self._failure(order, reasons, {one.pool.name for choice in self._asked[key] for one in choice})
 
@@ -213,9 +213,13 @@ class Ec2Fleet:
         for id_, instance in listed.items():
             self._learn(id_, instance, now_s)
         for id_, known in list(self._known.items()):
-            if id_ not in listed and known.instance.state is not InstanceState.ENDED and now_s - known.seen_s > TRUST_S:
+            if (
+                id_ not in listed
+                and known.instance.state is not InstanceState.ENDED
+                and now_s - known.seen_s > LISTING_LAG_S
+            ):
                 # Nobody tells of it any more: it ended while we did not look.
-                gone = replace(known.instance, state=InstanceState.ENDED, ended_s=now_s, end=End.FAILED)
+                gone = replace(known.instance, state=InstanceState.ENDED, ended_s=now_s, end=EndReason.FAILED)
                 self._known[id_] = replace(known, instance=gone)
             ended_s = self._known[id_].instance.ended_s
             if ended_s is not None and id_ not in listed and now_s - ended_s > ENDED_KEPT_S:
@@ -231,15 +235,15 @@ class Ec2Fleet:
             ServiceUnavailableError: EC2 does not answer; those that were not reached live on.
         """
         unknown = sorted(set(ids) - set(self._known))
-        for start in range(0, len(unknown), _TERMINATE_AT_ONCE):
-            batch = unknown[start : start + _TERMINATE_AT_ONCE]
+        for start in range(0, len(unknown), _MAX_IDS_PER_CALL):
+            batch = unknown[start : start + _MAX_IDS_PER_CALL]
             for one in self._listed({"tag:" + CLUSTER_TAG: self._cluster, "instance-id": batch}):
                 self._learn(one.id, one, self._clock())
         own = [id_ for id_ in ids if id_ in self._known and self._known[id_].instance.is_alive]
         if passed := sorted(set(ids) - set(self._known)):
-            log.warning("not_ours", ids=passed, cluster=self._cluster)
-        for start in range(0, len(own), _TERMINATE_AT_ONCE):
-            self._terminate(own[start : start + _TERMINATE_AT_ONCE])
+            log.warning("foreign_instances", ids=passed, cluster=self._cluster)
+        for start in range(0, len(own), _MAX_IDS_PER_CALL):
+            self._terminate(own[start : start + _MAX_IDS_PER_CALL])
 
     def zones(self) -> list[str]:
         """The zones that have a subnet and at least one of the instance types, in order of preference.
@@ -270,7 +274,7 @@ class Ec2Fleet:
         key = _key(order)
         known = self._known.get(self._ids.get(key, ""))
         now_s = self._clock()
-        if known is not None and now_s - known.seen_s <= TRUST_S:
+        if known is not None and now_s - known.seen_s <= LISTING_LAG_S:
             return known.instance
         if key not in self._asked and now_s - self._listed_s <= FRESH_S:
             # All was listed a moment ago, and this order was not made since: another look would show the same.
@@ -279,7 +283,7 @@ class Ec2Fleet:
         found = self._listed({
             "tag:" + CLUSTER_TAG: self._cluster,
             "tag:" + WORKER_TAG: str(order.slot),
-            "tag:" + EPOCH_TAG: str(order.epoch),
+            "tag:" + INCARNATION_TAG: str(order.incarnation),
             "tag:" + MARKET_TAG: order.market,
         })  # fmt: skip
         of_order = []
@@ -294,7 +298,7 @@ class Ec2Fleet:
 
     def _is_of(self, one: Instance, order: Order) -> bool:
         """It lives, and is what the order, or an earlier attempt of it, wanted."""
-        same = (one.slot, one.epoch, one.market) == (order.slot, order.epoch, order.market)
+        same = (one.slot, one.incarnation, one.market) == (order.slot, order.incarnation, order.market)
         return one.is_alive and same and (not one.job or one.job == self._job)
 
     def _refuse_if_held(self, order: Order, now_s: float) -> None:
@@ -304,7 +308,7 @@ class Ec2Fleet:
             raise LaunchError(
                 f"{_named(order)}: the {_CAPACITY_TYPE[order.market]} quota was used up; asked again in "
                 f"{until_s - now_s:.0f} s. Raise it in Service Quotas (docs/aws.md)",
-                trouble=Trouble.SPOT_QUOTA if spot else Trouble.ON_DEMAND_QUOTA,
+                failure=LaunchFailure.SPOT_QUOTA if spot else LaunchFailure.ON_DEMAND_QUOTA,
                 code="MaxSpotInstanceCountExceeded" if spot else "VcpuLimitExceeded",
             )
 
@@ -321,17 +325,21 @@ class Ec2Fleet:
                 one
                 for one in overrides
                 if one.pool.name not in order.avoid
-                and not self.cache.is_dry(one.pool, order.market, now_s)
+                and not self.cache.lacks_capacity(one.pool, order.market, now_s)
                 and self._closed_subnets.get(one.subnet, now_s) <= now_s
             ]
             if usable:
                 choices.append(usable)
         if not choices:
             # It names no pools: what was not asked is no news, and must not make the time longer for which it is not.
-            held = [self._held_for.get((one.pool, order.market), "") for _, overrides in zones for one in overrides]
+            held = [
+                self._backoff_codes.get((one.pool, order.market), "") for _, overrides in zones for one in overrides
+            ]
             codes = ", ".join(sorted({code for code in held if code})) or "to be avoided"
             raise LaunchError(
-                f"{_named(order)}: no pool is to be asked now ({codes})", trouble=Trouble.CAPACITY, code="KnownDry"
+                f"{_named(order)}: no pool is to be asked now ({codes})",
+                failure=LaunchFailure.CAPACITY,
+                code="KnownDry",
             )
         return choices
 
@@ -375,12 +383,12 @@ class Ec2Fleet:
         ]
         missing = sorted({f"{type_}/{zone}" for type_ in self._types for zone in zones if (type_, zone) not in offered})
         if missing:
-            log.warning("not_offered", pools=missing)
+            log.warning("instance_type_not_offered", pools=missing)
         self._zones = [(zone, overrides) for zone, overrides in found if overrides]
         if not self._zones:
             raise LaunchError(
                 f"none of {', '.join(self._types)} is offered in {', '.join(zones)}: correct fleet.instance_types",
-                trouble=Trouble.CONFIG,
+                failure=LaunchFailure.CONFIG,
                 code="Unsupported",
             )
         return self._zones
@@ -393,13 +401,13 @@ class Ec2Fleet:
             answer = self._client.create_fleet(**self._request(order, number, overrides))
         except _aws_errors() as error:
             code, rule = _rule_of(error)
-            if rule.trouble is Trouble.TAKEN and (found := self._adopted(order)) is not None:
+            if rule.failure is LaunchFailure.TAKEN and (found := self._adopted(order)) is not None:
                 return found
             if rule.scope is Scope.NONE:
                 raise _launch_error(_named(order), error) from error
             rule = _in_market(rule, market)
             for one in overrides:
-                self._note(one, market, code, rule)
+                self._back_off_pool(one, market, code, rule)
             return [_Reason(code, rule, str(error))]
         reasons = []
         for refusal in answer.get("Errors", ()):
@@ -411,7 +419,7 @@ class Ec2Fleet:
                 if named.get("InstanceType", one.instance_type) == one.instance_type and (
                     named.get("SubnetId", one.subnet) == one.subnet
                 ):
-                    self._note(one, market, code, rule)
+                    self._back_off_pool(one, market, code, rule)
             if rule.alarm:
                 log.error("launch_refused", code=code, says=refusal.get("ErrorMessage", ""), worker=order.slot)
         ids = [(got, id_) for got in answer.get("Instances", ()) for id_ in got["InstanceIds"]]
@@ -424,18 +432,18 @@ class Ec2Fleet:
         self.cache.forget(pool, market)
         now_s = self._clock()
         instance = Instance(
-            id=id_, slot=order.slot, epoch=order.epoch, market=market, pool=pool.name, state=InstanceState.PENDING,
+            id=id_, slot=order.slot, incarnation=order.incarnation, market=market, pool=pool.name, state=InstanceState.PENDING,
             launched_s=now_s, job=self._job,
         )  # fmt: skip
         self._known[id_] = _Known(instance, now_s)
-        log.info("launched", id=id_, worker=order.slot, epoch=order.epoch, market=market, pool=pool.name)
+        log.info("launched", id=id_, worker=order.slot, incarnation=order.incarnation, market=market, pool=pool.name)
         return instance
 
     def _request(self, order: Order, number: int, overrides: Sequence[_Override]) -> dict[str, Any]:
         tags = {
             CLUSTER_TAG: self._cluster,
             WORKER_TAG: str(order.slot),
-            EPOCH_TAG: str(order.epoch),
+            INCARNATION_TAG: str(order.incarnation),
             MARKET_TAG: order.market,
             **({JOB_TAG: self._job} if self._job else {}),
         }
@@ -463,34 +471,34 @@ class Ec2Fleet:
             request["OnDemandOptions"] = {"AllocationStrategy": "lowest-price"}
         return request
 
-    def _note(self, override: _Override, market: Market, code: str, rule: ErrorRule) -> None:
+    def _back_off_pool(self, override: _Override, market: Market, code: str, rule: ErrorRule) -> None:
         now_s = self._clock()
-        self._held_for[override.pool, market] = code
+        self._backoff_codes[override.pool, market] = code
         match rule.scope:
-            case Scope.POOL if rule.trouble is Trouble.REFUSED:
-                self.cache.rule_out(override.pool, market, now_s + rule.hold_s)
+            case Scope.POOL if rule.failure is LaunchFailure.REFUSED:
+                self.cache.exclude(override.pool, market, now_s + rule.hold_s)
             case Scope.POOL:
                 self.cache.mark(override.pool, market, now_s, rule.hold_s)
             case Scope.PAIR:
                 for each in get_args(Market):
-                    self.cache.rule_out(override.pool, each, now_s + rule.hold_s)
+                    self.cache.exclude(override.pool, each, now_s + rule.hold_s)
             case Scope.SUBNET:
                 self._closed_subnets[override.subnet] = now_s + rule.hold_s
             case Scope.MARKET:
                 self.cache.mark_market(market, now_s, rule.hold_s)
             case Scope.NONE:
                 return
-        log.info("left_alone", pool=override.pool.name, market=market, code=code, for_s=rule.hold_s)
+        log.info("pool_excluded", pool=override.pool.name, market=market, code=code, for_s=rule.hold_s)
 
     def _failure(self, order: Order, reasons: Sequence[_Reason], pools: Collection[str]) -> LaunchError:
-        trouble = worst(one.rule for one in reasons).trouble
+        failure = worst(one.rule for one in reasons).failure
         codes = list(dict.fromkeys(one.code for one in reasons))
-        chosen = next(one for one in reasons if one.rule.trouble is trouble)
-        of_pools = trouble in (Trouble.CAPACITY, Trouble.REFUSED)
+        chosen = next(one for one in reasons if one.rule.failure is failure)
+        of_pools = failure in (LaunchFailure.CAPACITY, LaunchFailure.REFUSED)
         text = f"{_named(order)}: {', '.join(codes)}" + (f" in {', '.join(sorted(pools))}" if of_pools else "")
-        if trouble in (Trouble.REFUSED, Trouble.CONFIG):
+        if failure in (LaunchFailure.REFUSED, LaunchFailure.CONFIG):
             text = f"{chosen.code}: {chosen.says[:_SAYS_CHARS] or 'EC2 gives no message'}: {advice(chosen.code)}"
-        return LaunchError(text, trouble=trouble, code=chosen.code, pools=pools if of_pools else ())
+        return LaunchError(text, failure=failure, code=chosen.code, pools=pools if of_pools else ())
 
     def _remember(self, key: _OrderKey, choices: list[list[_Override]]) -> None:
         self._asked[key] = choices
@@ -519,18 +527,18 @@ class Ec2Fleet:
         now_s = self._clock()
         for one in raw:
             tags = {tag["Key"]: tag["Value"] for tag in one.get("Tags", ())}
-            market, worker, epoch = (tags.get(key, "") for key in (MARKET_TAG, WORKER_TAG, EPOCH_TAG))
-            if market not in get_args(Market) or not worker.isdecimal() or not epoch.isdecimal():
-                log.warning("not_a_worker", id=one["InstanceId"], tags=tags)
+            market, worker, incarnation = (tags.get(key, "") for key in (MARKET_TAG, WORKER_TAG, INCARNATION_TAG))
+            if market not in get_args(Market) or not worker.isdecimal() or not incarnation.isdecimal():
+                log.warning("invalid_worker_tags", id=one["InstanceId"], tags=tags)
                 continue
             state = _STATES.get(one["State"]["Name"], InstanceState.ENDING)
-            end, ended_s = End.NOT, None
+            end, ended_s = EndReason.NOT, None
             if state is InstanceState.ENDED:
-                end = _ENDS.get(one.get("StateReason", {}).get("Code", ""), End.FAILED)
+                end = _ENDS.get(one.get("StateReason", {}).get("Code", ""), EndReason.FAILED)
                 at = _ENDED_AT.search(one.get("StateTransitionReason", ""))
                 ended_s = datetime.strptime(at[1], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp() if at else now_s
             yield Instance(
-                id=one["InstanceId"], slot=int(worker), epoch=int(epoch), market=cast("Market", market),
+                id=one["InstanceId"], slot=int(worker), incarnation=int(incarnation), market=cast("Market", market),
                 pool=Ec2Pool(one["InstanceType"], one["Placement"]["AvailabilityZone"]).name, state=state,
                 launched_s=one["LaunchTime"].timestamp(), ended_s=ended_s, end=end, job=tags.get(JOB_TAG, ""),
             )  # fmt: skip
@@ -543,18 +551,20 @@ class Ec2Fleet:
             return
         old = before.instance
         instance = replace(instance, notice_s=old.notice_s)
-        lags = now_s - before.told_s <= TRUST_S or (old.ended_s is not None and now_s - old.ended_s <= TRUST_S)
+        lags = now_s - before.terminate_sent_s <= LISTING_LAG_S or (
+            old.ended_s is not None and now_s - old.ended_s <= LISTING_LAG_S
+        )
         if instance.is_alive and lags and not old.is_alive:
             instance = replace(instance, state=old.state, ended_s=old.ended_s, end=old.end)
         elif instance.state is InstanceState.ENDED and old.ended_s is not None:
             instance = replace(instance, ended_s=old.ended_s)
-        elif instance.end is End.INTERRUPTED:
+        elif instance.end is EndReason.INTERRUPTED:
             if instance.notice_s is not None and instance.ended_s is not None:
                 instance = replace(instance, ended_s=min(instance.ended_s, max(instance.notice_s, instance.launched_s)))
             self.cache.mark(Ec2Pool.of(instance.pool), instance.market, now_s)
             log.info("interrupted", id=id_, worker=instance.slot, pool=instance.pool)
-        elif instance.end is End.FAILED and before.told_s > float("-inf"):
-            instance = replace(instance, end=End.TERMINATED)
+        elif instance.end is EndReason.FAILED and before.terminate_sent_s > float("-inf"):
+            instance = replace(instance, end=EndReason.TERMINATED)
         self._known[id_] = replace(before, instance=instance, seen_s=now_s)
 
     def _take_notices(self, now_s: float) -> None:
@@ -564,7 +574,7 @@ class Ec2Fleet:
         try:
             taken = self._notices.take(own)
         except ServiceUnavailableError as error:
-            log.warning("no_notices", reason=str(error))  # the listing still tells what has ended
+            log.warning("spot_notices_unavailable", reason=str(error))  # the listing still tells what has ended
             return
         for id_, at_s in taken.items():
             known = self._known[id_]
@@ -590,8 +600,8 @@ class Ec2Fleet:
         for id_ in ids:
             known = self._known[id_]
             instance = replace(known.instance, state=InstanceState.ENDING)
-            self._known[id_] = replace(known, instance=instance, told_s=now_s, seen_s=now_s)
-            log.info("terminated", id=id_, worker=instance.slot, epoch=instance.epoch)
+            self._known[id_] = replace(known, instance=instance, terminate_sent_s=now_s, seen_s=now_s)
+            log.info("terminated", id=id_, worker=instance.slot, incarnation=instance.incarnation)
 
 
 class Pacer:
@@ -624,12 +634,12 @@ class Pacer:
 def client_token(cluster: str, order: Order, zone_number: int = 0) -> str:
     """What tells EC2 that a request is a repetition: at most 64 ASCII characters.
 
-    >>> client_token("digits", Order(slot=3, epoch=2, market="spot", attempt=1))
-    'digits-w3-e2-spot-a1'
-    >>> client_token("digits", Order(slot=3, epoch=2, market="spot", run="1a2b"), 1)
-    'digits-w3-e2-spot-a0z1-r1a2b'
+    >>> client_token("digits", Order(slot=3, incarnation=2, market="spot", attempt=1))
+    'digits-w3-i2-spot-a1'
+    >>> client_token("digits", Order(slot=3, incarnation=2, market="spot", run="1a2b"), 1)
+    'digits-w3-i2-spot-a0z1-r1a2b'
     """
-    rest = f"-w{order.slot}-e{order.epoch}-{_CAPACITY_TYPE[order.market]}-a{order.attempt}"
+    rest = f"-w{order.slot}-i{order.incarnation}-{_CAPACITY_TYPE[order.market]}-a{order.attempt}"
     rest += f"z{zone_number}" if zone_number else ""
     rest += f"-r{order.run}" if order.run else ""
     if len(cluster) + len(rest) > _TOKEN_CHARS:
@@ -654,7 +664,7 @@ def connect(config: JobConfig) -> Ec2Fleet:
         aws_client("ec2", settings.region), cluster=config.cluster, job=config.job,
         launch_template=settings.launch_template,
         version=settings.launch_template_version, subnets=settings.subnets, instance_types=settings.instance_types,
-        notices=notices, calls_per_s=settings.calls_per_s,
+        notices=notices, api_calls_per_s=settings.api_calls_per_s,
     )  # fmt: skip
 
 
@@ -700,11 +710,11 @@ def _in_market(rule: ErrorRule, market: Market) -> ErrorRule:
     """A quota is the quota of the market that was asked, whatever its code is called."""
     if rule.scope is not Scope.MARKET:
         return rule
-    return replace(rule, trouble=Trouble.SPOT_QUOTA if market == "spot" else Trouble.ON_DEMAND_QUOTA)
+    return replace(rule, failure=LaunchFailure.SPOT_QUOTA if market == "spot" else LaunchFailure.ON_DEMAND_QUOTA)
 
 
 def _named(order: Order) -> str:
-    return f"worker {order.slot}, epoch {order.epoch}, {_CAPACITY_TYPE[order.market]}"
+    return f"worker {order.slot}, incarnation {order.incarnation}, {_CAPACITY_TYPE[order.market]}"
 
 
 def _aws_errors() -> tuple[type[Exception], ...]:
@@ -734,18 +744,18 @@ def _rule_of(error: Exception) -> tuple[str, ErrorRule]:
         aws.NoRegionError,
         aws.ParamValidationError,
     )
-    return code, ErrorRule(Trouble.CONFIG if isinstance(error, ours) else Trouble.THROTTLED)
+    return code, ErrorRule(LaunchFailure.CONFIG if isinstance(error, ours) else LaunchFailure.THROTTLED)
 
 
 def _launch_error(what: str, error: Exception) -> LaunchError:
     code, rule = _rule_of(error)
-    more = f": {advice(code)}" if rule.trouble is Trouble.CONFIG else ""
-    return LaunchError(f"{what}: {error}{more}", trouble=rule.trouble, code=code)
+    more = f": {advice(code)}" if rule.failure is LaunchFailure.CONFIG else ""
+    return LaunchError(f"{what}: {error}{more}", failure=rule.failure, code=code)
 
 
 def _unavailable(what: str, error: Exception) -> DollError:
     _, rule = _rule_of(error)
-    if rule.trouble is Trouble.CONFIG:
+    if rule.failure is LaunchFailure.CONFIG:
         return ConfigError(f"{what}: {error}: see docs/aws.md for the permissions that are needed")
     return ServiceUnavailableError(f"EC2, {what}: {error}")
 

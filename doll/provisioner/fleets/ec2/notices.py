@@ -28,7 +28,7 @@ UNLISTED_S: Final = 60.0
 _WARNING: Final = "EC2 Spot Instance Interruption Warning"
 _REBALANCE: Final = "EC2 Instance Rebalance Recommendation"
 _MOST_CHARS: Final = 1_048_576  # of a message, as SQS has it
-_AT_ONCE: Final = 10  # what SQS gives at most
+_MAX_MESSAGES: Final = 10  # what SQS gives at most
 _MAX_ROUNDS: Final = 50  # a queue that fills faster than it is read must not hold up the provisioner
 
 
@@ -56,32 +56,34 @@ class Ec2Notices:
         """
         from botocore.exceptions import BotoCoreError, ClientError
 
-        found: dict[str, float] = {}
+        taken_at_s: dict[str, float] = {}
         try:
             for _ in range(_MAX_ROUNDS):
                 answer = self._client.receive_message(
-                    QueueUrl=self._queue_url, MaxNumberOfMessages=_AT_ONCE, WaitTimeSeconds=0,
+                    QueueUrl=self._queue_url, MaxNumberOfMessages=_MAX_MESSAGES, WaitTimeSeconds=0,
                     VisibilityTimeout=AGAIN_S,
                 )  # fmt: skip
                 messages = answer.get("Messages", ())
                 if not messages:
                     break
-                over = [message["ReceiptHandle"] for message in messages if self._read(message["Body"], own, found)]
+                over = [
+                    message["ReceiptHandle"] for message in messages if self._read(message["Body"], own, taken_at_s)
+                ]
                 if over:
                     self._client.delete_message_batch(
                         QueueUrl=self._queue_url,
                         Entries=[{"Id": str(number), "ReceiptHandle": one} for number, one in enumerate(over)],
                     )
         except (BotoCoreError, ClientError) as error:
-            if not found:
+            if not taken_at_s:
                 raise ServiceUnavailableError(f"SQS, reading interruption notices: {error}") from error
             log.warning("notices_not_deleted", reason=str(error))  # they come again, and say the same
-        return found
+        return taken_at_s
 
     def close(self) -> None:
         self._client.close()
 
-    def _read(self, body: str, own: Collection[str], found: dict[str, float]) -> bool:
+    def _read(self, body: str, own: Collection[str], taken_at_s: dict[str, float]) -> bool:
         """Enter what the message says; whether nobody needs it any more."""
         try:
             event = json_object(body, max_chars=_MOST_CHARS)
@@ -100,5 +102,5 @@ class Ec2Notices:
         if id_ not in own:
             return self._clock() - said_s > UNLISTED_S
         # The same event may come twice; the first notice is the one that counts.
-        found[id_] = min(found.get(id_, said_s + NOTICE_S), said_s + NOTICE_S)
+        taken_at_s[id_] = min(taken_at_s.get(id_, said_s + NOTICE_S), said_s + NOTICE_S)
         return False

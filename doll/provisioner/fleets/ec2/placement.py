@@ -40,7 +40,7 @@ class Ec2Placement:
         self._zones = zones
         self._asked_s = -math.inf
 
-    def news(self, now_s: float) -> dict[str, int] | None:
+    def poll_scores(self, now_s: float) -> dict[str, int] | None:
         """The scores by zone, best first, where an hour has passed since they were asked for; else None.
 
         AWS answers with the ten best zones of the region.
@@ -55,11 +55,11 @@ class Ec2Placement:
                 InstanceTypes=self._types, TargetCapacity=self._workers, TargetCapacityUnitType="units",
                 SingleAvailabilityZone=True, RegionNames=[self._client.meta.region_name],
             )  # fmt: skip
-            found = {one["AvailabilityZoneId"]: one["Score"] for page in pages for one in page["SpotPlacementScores"]}
+            scores = {one["AvailabilityZoneId"]: one["Score"] for page in pages for one in page["SpotPlacementScores"]}
         except (BotoCoreError, ClientError) as error:
-            log.warning("no_placement_scores", reason=str(error), action="going on without")
+            log.warning("placement_scores_unavailable", reason=str(error), action="going on without")
             return None
-        best = sorted(found.items(), key=lambda one: (-one[1], one[0]))
+        best = sorted(scores.items(), key=lambda one: (-one[1], one[0]))
         return {self._zones.get(id_, id_): score for id_, score in best}
 
 

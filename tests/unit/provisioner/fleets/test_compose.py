@@ -9,11 +9,11 @@ from doll.config import parse
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.provisioner.fleets import compose as compose_fleet
 from doll.provisioner.fleets.compose import GRACE_S, POOL
-from doll.provisioner.fleets.port import End, InstanceState, LaunchError, Order, Trouble
+from doll.provisioner.fleets.port import EndReason, InstanceState, LaunchError, LaunchFailure, Order
 from fake_docker import DAEMON
 from fleet_rigs import ComposeRig, compose
 
-NAME = "digits-w3-e2-spot-a0"
+NAME = "digits-w3-i2-spot-a0"
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_launch_is_one_run_of_the_worker_service_with_its_identity(rig: Compos
         f"DOLL_INSTANCE={NAME}",
         "DOLL_MARKET=spot",
     ]
-    labels = {"doll.cluster": "digits", "doll.worker": "3", "doll.epoch": "2", "doll.market": "spot"}
+    labels = {"doll.cluster": "digits", "doll.worker": "3", "doll.incarnation": "2", "doll.market": "spot"}
     assert labels.items() <= config["Labels"].items()
 
 
@@ -81,18 +81,18 @@ def test_an_end_is_asked_for_and_then_forced(rig: ComposeRig) -> None:
     rig.fleet.instances()
     assert ["kill", NAME] in rig.calls()
     (ended,) = rig.fleet.instances()
-    assert (ended.state, ended.end) == (InstanceState.ENDED, End.TERMINATED)
+    assert (ended.state, ended.end) == (InstanceState.ENDED, EndReason.TERMINATED)
     rig.crash()
     assert list(rig.fleet.instances()) == [ended], "who ended it shows after a crash too: by the exit code"
 
 
 def test_a_container_that_the_kernel_killed_for_its_memory_has_failed(rig: ComposeRig) -> None:
     rig.fleet.launch(Order(3, 2, "spot"))
-    rig.break_down(NAME)
+    rig.fail_instance(NAME)
     containers = rig.state()["containers"]
     containers[NAME]["State"] |= {"ExitCode": 137, "OOMKilled": True}
     rig.change(containers=containers)
-    assert [one.end for one in rig.fleet.instances()] == [End.FAILED]
+    assert [one.end for one in rig.fleet.instances()] == [EndReason.FAILED]
 
 
 def test_what_ended_an_hour_ago_is_removed(rig: ComposeRig) -> None:
@@ -108,7 +108,7 @@ def test_what_ended_an_hour_ago_is_removed(rig: ComposeRig) -> None:
 def test_containers_with_our_label_that_are_no_workers_are_let_alone(rig: ComposeRig) -> None:
     rig.fleet.launch(Order(3, 2, "spot"))
     containers = rig.state()["containers"]
-    containers[NAME]["Config"]["Labels"]["doll.epoch"] = "?"
+    containers[NAME]["Config"]["Labels"]["doll.incarnation"] = "?"
     rig.change(containers=containers)
     assert list(rig.fleet.instances()) == []
     rig.fleet.terminate([NAME])
@@ -116,39 +116,39 @@ def test_containers_with_our_label_that_are_no_workers_are_let_alone(rig: Compos
 
 
 @pytest.mark.parametrize(
-    ("says", "trouble"),
+    ("says", "failure"),
     [
-        (DAEMON, Trouble.THROTTLED),
-        ("error during connect: Get: EOF", Trouble.THROTTLED),
-        ("mkdir /var/lib/docker/x: no space left on device", Trouble.CAPACITY),
-        ("could not find an available, non-overlapping IPv4 address pool", Trouble.CAPACITY),
-        ("pull access denied for doll, repository does not exist", Trouble.CONFIG),
-        ("something that nobody expects", Trouble.CONFIG),
+        (DAEMON, LaunchFailure.THROTTLED),
+        ("error during connect: Get: EOF", LaunchFailure.THROTTLED),
+        ("mkdir /var/lib/docker/x: no space left on device", LaunchFailure.CAPACITY),
+        ("could not find an available, non-overlapping IPv4 address pool", LaunchFailure.CAPACITY),
+        ("pull access denied for doll, repository does not exist", LaunchFailure.CONFIG),
+        ("something that nobody expects", LaunchFailure.CONFIG),
     ],
 )
-def test_what_docker_says_decides_what_to_do(rig: ComposeRig, says: str, trouble: Trouble) -> None:
+def test_what_docker_says_decides_what_to_do(rig: ComposeRig, says: str, failure: LaunchFailure) -> None:
     rig.change(fail_before={"compose": says})
     error = refused(rig, Order(3, 2, "spot"))
-    assert error.trouble is trouble
-    assert error.pools == (frozenset({POOL}) if trouble is Trouble.CAPACITY else frozenset())
+    assert error.failure is failure
+    assert error.pools == (frozenset({POOL}) if failure is LaunchFailure.CAPACITY else frozenset())
     assert says in str(error)
 
 
 def test_the_only_pool_can_be_avoided(rig: ComposeRig) -> None:
     error = refused(rig, Order(3, 2, "spot", avoid=frozenset({POOL})))
-    assert (error.trouble, error.pools) == (Trouble.CAPACITY, frozenset({POOL}))
+    assert (error.failure, error.pools) == (LaunchFailure.CAPACITY, frozenset({POOL}))
     assert rig.calls() == []
 
 
 def test_a_service_that_is_not_there_is_a_mistake(rig: ComposeRig) -> None:
     rig.fleet = rig.make(service="workers")
     error = refused(rig, Order(3, 2, "spot"))
-    assert (error.trouble, "no such service: workers" in str(error)) == (Trouble.CONFIG, True)
+    assert (error.failure, "no such service: workers" in str(error)) == (LaunchFailure.CONFIG, True)
 
 
 def test_without_docker_it_says_so(rig: ComposeRig) -> None:
     rig.fleet = rig.make(docker=str(rig.folder / "none"))
-    assert refused(rig, Order(3, 2, "spot")).trouble is Trouble.CONFIG
+    assert refused(rig, Order(3, 2, "spot")).failure is LaunchFailure.CONFIG
     with pytest.raises(ConfigError, match=r"cannot run .*none"):
         rig.fleet.instances()
     with pytest.raises(ConfigError, match=r"cannot run .*none"):
@@ -162,7 +162,7 @@ def test_a_docker_that_hangs_is_given_up(rig: ComposeRig) -> None:
     rig.fleet = rig.make(docker=str(hangs), timeout_s=0.2)
     with pytest.raises(ServiceUnavailableError, match=r"no end within 0\.2 s"):
         rig.fleet.instances()
-    assert refused(rig, Order(3, 2, "spot")).trouble is Trouble.THROTTLED
+    assert refused(rig, Order(3, 2, "spot")).failure is LaunchFailure.THROTTLED
 
 
 def test_a_fleet_is_made_from_the_job_file(rig: ComposeRig) -> None:

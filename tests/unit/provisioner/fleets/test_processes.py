@@ -15,18 +15,19 @@ from doll.errors import ConfigError
 from doll.local.forks import ForkServer
 from doll.local.supervisor import RoleSpec
 from doll.provisioner.fleets.fake import VirtualClock
-from doll.provisioner.fleets.port import End, Instance, InstanceState, LaunchError, Order, Trouble
+from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.fleets.processes import Machine, ProcessFleet
 from doll.provisioner.traces.market import MarketClock, SpotMarket
 from doll.provisioner.traces.model import constant
-from waiting import PATIENCE_S, until
+from paths import SUPPORT
+from waiting import WAIT_TIMEOUT_S, until
 
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """A fork server with nothing heavy loaded, whose children find the sample roles."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(Path(__file__).parent.parent / "local"))
+        patch.setenv("PYTHONPATH", str(SUPPORT))
         with ForkServer(tmp_path_factory.mktemp("fork") / "server.log", preload=["json"]) as server:
             yield server
 
@@ -41,8 +42,8 @@ class Box:
     folder: Path
     again: Callable[[], ProcessFleet]
 
-    def launch(self, slot: int = 0, epoch: int = 1, market: str = "spot", attempt: int = 0) -> Instance:
-        return self.fleet.launch(Order(slot, epoch, market, attempt))  # type: ignore[arg-type]
+    def launch(self, slot: int = 0, incarnation: int = 1, market: str = "spot", attempt: int = 0) -> Instance:
+        return self.fleet.launch(Order(slot, incarnation, market, attempt))  # type: ignore[arg-type]
 
     def machine(self, id_: str) -> Machine:
         return next(one for one in self.fleet.machines if one.instance.id == id_)
@@ -71,13 +72,13 @@ def make(forks: ForkServer, tmp_path: Path) -> Iterator[Callable[..., Box]]:
     made: list[Box] = []
 
     def one(
-        *spans: tuple[bool, float], heeds: bool = True, boot_s: float = 0.0, surprise: float = 0.0, slots: int = 2,
+        *spans: tuple[bool, float], heeds: bool = True, boot_s: float = 0.0, no_notice_share: float = 0.0, slots: int = 2,
         opened: bool = True,
     ) -> Box:  # fmt: skip
         clock, opening = VirtualClock(), MarketClock()
         market = SpotMarket(
             [itertools.cycle(spans) for _ in range(slots)], constant(0.1, 0, 1), 0.3, name="box", alpha=0.5,
-            notice_s=5.0, surprise=surprise,
+            notice_s=5.0, no_notice_share=no_notice_share,
         )  # fmt: skip
         if opened:
             opening.open(clock())
@@ -99,13 +100,19 @@ def make(forks: ForkServer, tmp_path: Path) -> Iterator[Callable[..., Box]]:
     for box in made:
         box.fleet.terminate([machine.instance.id for machine in box.fleet.machines])
         box.clock.advance(60.0)  # who does not heed SIGTERM is killed
-        assert box.fleet.wait_until_ended(PATIENCE_S)
+        assert box.fleet.wait_until_ended(WAIT_TIMEOUT_S)
 
 
 def test_a_launch_is_a_process_that_knows_who_it_is(make: Callable[..., Box]) -> None:
     box = make((True, math.inf))
-    one = box.launch(slot=1, epoch=7)
-    assert (one.slot, one.epoch, one.market, one.pool, one.state) == (1, 7, "spot", "box/1", InstanceState.RUNNING)
+    one = box.launch(slot=1, incarnation=7)
+    assert (one.slot, one.incarnation, one.market, one.pool, one.state) == (
+        1,
+        7,
+        "spot",
+        "box/1",
+        InstanceState.RUNNING,
+    )
     assert one.launched_s == box.clock()
     assert box.works(one.id) == ["1", "7", one.id, "spot", "0"]
     assert psutil.pid_exists(box.machine(one.id).pid or 0)
@@ -146,7 +153,7 @@ def test_spot_is_refused_while_the_slots_market_is_dry_and_on_demand_is_not(make
     box = make((False, 10.0), (True, 10.0))
     with pytest.raises(LaunchError) as caught:
         box.launch()
-    assert (caught.value.trouble, caught.value.pools) == (Trouble.CAPACITY, frozenset({"box/0"}))
+    assert (caught.value.failure, caught.value.pools) == (LaunchFailure.CAPACITY, frozenset({"box/0"}))
     assert box.fleet.instances() == []
     assert box.launch(market="on_demand").is_alive
     box.clock.advance(10.0)
@@ -159,7 +166,7 @@ def test_a_pool_to_avoid_is_avoided(make: Callable[..., Box]) -> None:
     box = make((True, math.inf))
     with pytest.raises(LaunchError) as caught:
         box.fleet.launch(Order(0, 1, "spot", 0, frozenset({"box/0"})))
-    assert caught.value.trouble is Trouble.CAPACITY
+    assert caught.value.failure is LaunchFailure.CAPACITY
 
 
 def test_a_worker_that_is_told_leaves_within_its_notice(make: Callable[..., Box]) -> None:
@@ -171,10 +178,10 @@ def test_a_worker_that_is_told_leaves_within_its_notice(make: Callable[..., Box]
     box.clock.advance(0.2)
     assert box.fleet.instances()[0].notice_s == pytest.approx(one.launched_s + 15.0)
     ended = box.ended(one.id)
-    assert (ended.instance.end, ended.instance.ended_s) == (End.INTERRUPTED, box.clock())
+    assert (ended.instance.end, ended.instance.ended_s) == (EndReason.INTERRUPTED, box.clock())
     assert (ended.exit_code, ended.killed, ended.preempted) == (0, False, True)
     with pytest.raises(LaunchError):
-        box.launch(epoch=2)
+        box.launch(incarnation=2)
 
 
 def test_a_worker_that_stays_is_killed_when_the_notice_is_over(make: Callable[..., Box]) -> None:
@@ -187,17 +194,17 @@ def test_a_worker_that_stays_is_killed_when_the_notice_is_over(make: Callable[..
     assert noticed.notice_s is not None
     box.clock.advance(0.2)
     ended = box.ended(one.id)
-    assert (ended.instance.end, ended.exit_code, ended.killed) == (End.INTERRUPTED, -signal.SIGKILL, True)
+    assert (ended.instance.end, ended.exit_code, ended.killed) == (EndReason.INTERRUPTED, -signal.SIGKILL, True)
 
 
 def test_a_surprise_is_sigkill_without_a_word(make: Callable[..., Box]) -> None:
-    box = make((True, 10.0), (False, 10.0), surprise=1.0)
+    box = make((True, 10.0), (False, 10.0), no_notice_share=1.0)
     one = box.launch()
     box.works(one.id)
     box.clock.advance(10.0)
     ended = box.ended(one.id)
     assert ended.instance.notice_s is None
-    assert (ended.instance.end, ended.exit_code, ended.surprise) == (End.INTERRUPTED, -signal.SIGKILL, True)
+    assert (ended.instance.end, ended.exit_code, ended.without_notice) == (EndReason.INTERRUPTED, -signal.SIGKILL, True)
 
 
 def test_a_machine_that_is_taken_while_it_boots_is_told_too(make: Callable[..., Box]) -> None:
@@ -207,7 +214,7 @@ def test_a_machine_that_is_taken_while_it_boots_is_told_too(make: Callable[..., 
     box.clock.advance(10.0)
     assert box.fleet.instances()[0].notice_s is not None
     ended = box.ended(one.id)
-    assert (ended.instance.end, ended.exit_code) == (End.INTERRUPTED, 0)
+    assert (ended.instance.end, ended.exit_code) == (EndReason.INTERRUPTED, 0)
 
 
 @pytest.mark.parametrize(("heeds", "code"), [(True, 0), (False, -signal.SIGKILL)])
@@ -220,9 +227,9 @@ def test_to_terminate_is_to_tell_and_then_to_kill(make: Callable[..., Box], heed
     if not heeds:
         box.clock.advance(5.0)  # the time to drain, and one second
     ended = box.ended(one.id)
-    assert (ended.instance.end, ended.exit_code, ended.preempted) == (End.TERMINATED, code, False)
+    assert (ended.instance.end, ended.exit_code, ended.preempted) == (EndReason.TERMINATED, code, False)
     box.fleet.terminate([one.id])
-    assert box.fleet.instances()[0].end is End.TERMINATED
+    assert box.fleet.instances()[0].end is EndReason.TERMINATED
 
 
 def test_a_worker_that_ends_by_itself_has_failed_and_nobody_starts_it_again(make: Callable[..., Box]) -> None:
@@ -231,7 +238,7 @@ def test_a_worker_that_ends_by_itself_has_failed_and_nobody_starts_it_again(make
     box.works(one.id)
     psutil.Process(box.machine(one.id).pid).kill()
     ended = box.ended(one.id)
-    assert (ended.instance.end, ended.exit_code) == (End.FAILED, -signal.SIGKILL)
+    assert (ended.instance.end, ended.exit_code) == (EndReason.FAILED, -signal.SIGKILL)
     box.clock.advance(3600.0)
     assert len(box.fleet.instances()) == 1
     box.clock.advance(1.0)
@@ -244,7 +251,7 @@ def test_after_a_crash_of_the_controller_its_instances_are_there(make: Callable[
     box.clock.advance(3.0)
     box.works(runs.id)
     box.works(dead.id)
-    boots = box.launch(slot=1, epoch=2)
+    boots = box.launch(slot=1, incarnation=2)
     psutil.Process(box.machine(dead.id).pid).kill()
     box.ended(dead.id)
     before = box.fleet.instances()
@@ -258,7 +265,7 @@ def test_after_a_crash_of_the_controller_its_instances_are_there(make: Callable[
     box.fleet.terminate([boots.id])
     assert box.ended(boots.id).exit_code == 0
     box.clock.advance(94.0)
-    assert box.ended(runs.id).instance.end is End.INTERRUPTED
+    assert box.ended(runs.id).instance.end is EndReason.INTERRUPTED
 
 
 def test_instances_of_a_parent_that_was_killed_have_ended(make: Callable[..., Box], tmp_path: Path) -> None:
@@ -267,7 +274,7 @@ def test_instances_of_a_parent_that_was_killed_have_ended(make: Callable[..., Bo
     box.works(one.id)
     with ForkServer(tmp_path / "other.log", preload=["json"]) as other:
         fleet = ProcessFleet(other, lambda _: RoleSpec("", "", tmp_path / "log"), tmp_path, clock=box.clock)
-        assert [(found.id, found.end) for found in fleet.instances()] == [(one.id, End.FAILED)]
+        assert [(found.id, found.end) for found in fleet.instances()] == [(one.id, EndReason.FAILED)]
 
 
 def test_a_file_that_cannot_be_read_is_told(make: Callable[..., Box], tmp_path: Path) -> None:

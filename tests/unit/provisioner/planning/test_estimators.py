@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from doll.provisioner.planning.estimators import Availability, Boots, Rates, alpha_quantile
+from doll.provisioner.planning.estimators import AvailabilityEstimator, BootTimeEstimator, RateEstimator, alpha_quantile
 
 
 def test_quantiles_are_those_of_the_posterior() -> None:
@@ -21,7 +21,7 @@ def watch(
 ) -> tuple[bool, float]:
     """One simulated day of slots in one pool; `share` of the interruptions hit the whole pool at once."""
     step_s, cycle_s = 60.0, 3600.0
-    found = Availability(prior_cycle_s=cycle_s, half_life_s=1e9, cluster_s=10.0 if effect else 1e-9)
+    found = AvailabilityEstimator(prior_cycle_s=cycle_s, half_life_s=1e9, cluster_s=10.0 if effect else 1e-9)
     # The plain tally takes each slot for a pool of its own, as a binomial count would.
     pools: list[object] = ["one"] * slots if effect else list(range(slots))
     fall, rise = step_s / (alpha * cycle_s), step_s / ((1 - alpha) * cycle_s)
@@ -45,36 +45,36 @@ def test_interval_covers_and_the_design_effect_is_needed() -> None:
 
 
 def test_before_anything_is_seen_the_prior_speaks_and_is_unsure() -> None:
-    alpha = Availability(prior_alpha=0.8).alpha()
+    alpha = AvailabilityEstimator(prior_alpha=0.8).alpha()
     assert alpha.low < 0.3
     assert alpha.point == pytest.approx(0.8, abs=0.05)
     assert alpha.high > 0.95
 
 
 def test_slots_on_demand_are_censored() -> None:
-    seen, blind = Availability(), Availability()
+    seen, blind = AvailabilityEstimator(), AvailabilityEstimator()
     up = np.array([True, True])
     for second in range(0, 36_000, 60):
         seen.observe(second, up, np.array([True, True]))
         blind.observe(second, up, np.array([False, False]))
     assert seen.alpha().point > 0.95
-    assert blind.alpha() == Availability().alpha()
+    assert blind.alpha() == AvailabilityEstimator().alpha()
 
 
 def test_a_slot_that_comes_back_to_spot_is_no_interruption() -> None:
-    found = Availability()
+    found = AvailabilityEstimator()
     found.observe(0.0, np.array([True]), np.array([True]))
     found.observe(60.0, np.array([False]), np.array([False]))  # moved on-demand by us
     found.observe(120.0, np.array([False]), np.array([True]))  # booting on spot
     assert found.design_effect == 1.0
-    assert found.cycle_s == pytest.approx(Availability().cycle_s, rel=0.01)
+    assert found.cycle_s == pytest.approx(AvailabilityEstimator().cycle_s, rel=0.01)
 
 
 def test_old_observations_fade() -> None:
     fading, lasting, fresh = (
-        Availability(half_life_s=7200.0),
-        Availability(half_life_s=1e12),
-        Availability(half_life_s=7200.0),
+        AvailabilityEstimator(half_life_s=7200.0),
+        AvailabilityEstimator(half_life_s=1e12),
+        AvailabilityEstimator(half_life_s=7200.0),
     )
     on = np.ones(4, dtype=bool)
     for minute in range(2400):
@@ -90,19 +90,19 @@ def test_old_observations_fade() -> None:
 
 
 def test_design_effect_of_one_pool_outage() -> None:
-    found = Availability()
+    found = AvailabilityEstimator()
     on = np.ones(8, dtype=bool)
     found.observe(0.0, on, on)
     found.observe(60.0, ~on, on)
     assert found.design_effect == 8.0
-    apart = Availability()
+    apart = AvailabilityEstimator()
     apart.observe(0.0, on, on)
     apart.observe(60.0, ~on, on, pools=list(range(8)))
     assert apart.design_effect == 1.0
 
 
 def test_cycle_is_measured() -> None:
-    found = Availability(prior_cycle_s=3600.0)
+    found = AvailabilityEstimator(prior_cycle_s=3600.0)
     for step in range(2000):
         up = np.array([(step // 9) % 2 == 0])
         found.observe(step * 60.0, up, np.array([True]))
@@ -110,7 +110,7 @@ def test_cycle_is_measured() -> None:
 
 
 def test_rates_move_from_the_stated_to_the_seen() -> None:
-    rates = Rates([100.0, 100.0], prior_s=60.0)
+    rates = RateEstimator([100.0, 100.0], prior_s=60.0)
     assert rates.per_s().tolist() == [100.0, 100.0]
     rates.observe([60 * 200, 0], [60.0, 0.0])
     assert rates.per_s() == pytest.approx([150.0, 100.0], rel=0.01)
@@ -119,7 +119,7 @@ def test_rates_move_from_the_stated_to_the_seen() -> None:
 
 
 def test_a_rate_that_has_changed_is_learned_however_long_the_job_has_run() -> None:
-    rates = Rates([100.0, 100.0], half_life_s=1800.0)
+    rates = RateEstimator([100.0, 100.0], half_life_s=1800.0)
     for _ in range(24 * 60):
         rates.observe([60 * 100.0, 60 * 100.0], [60.0, 60.0])  # a day
     for minute in range(1, 121):
@@ -128,25 +128,25 @@ def test_a_rate_that_has_changed_is_learned_however_long_the_job_has_run() -> No
             assert rates.per_s()[0] == pytest.approx(60.0, rel=0.02), "half of the way in half_life_s"
     assert rates.per_s()[0] == pytest.approx(25.0, rel=0.02)
     assert rates.per_s()[1] == pytest.approx(100.0), "a stream whose worker is away is not forgotten"
-    again = Rates([100.0, 100.0])
+    again = RateEstimator([100.0, 100.0])
     again.restore(rates.to_dict())
     assert again.per_s().tolist() == rates.per_s().tolist()
 
 
 def test_a_state_of_an_earlier_release_is_rates_without_decay() -> None:
-    rates = Rates([100.0], prior_s=60.0)
+    rates = RateEstimator([100.0], prior_s=60.0)
     rates.restore({"samples": [60 * 200.0], "up_s": [60.0]})
     assert rates.per_s().tolist() == [150.0]
 
 
 def test_boots_count_with_their_slow_tenth_and_old_ones_are_forgotten() -> None:
-    boots = Boots(keep=20)
+    boots = BootTimeEstimator(keep=20)
     assert boots.slow_s == 0.0
     boots.observe(75.0)
     assert boots.slow_s == 75.0
     for seconds in range(1, 21):
         boots.observe(float(seconds))
     assert boots.slow_s == 18.0, "the smallest that nine of ten do not exceed; 75 s is long ago"
-    again = Boots(keep=20)
+    again = BootTimeEstimator(keep=20)
     again.restore(boots.to_dict())
     assert again.slow_s == 18.0

@@ -16,7 +16,7 @@ SETTINGS = PlannerSettings(updates=10_000, group_size=20, batch_size=256, deadli
 
 
 def state(
-    clock_s: float = 0.0, done: float = 0.0, *, workers: int = 64, alpha: float = 0.9, **changes: object
+    elapsed_s: float = 0.0, done: float = 0.0, *, workers: int = 64, alpha: float = 0.9, **changes: object
 ) -> PlannerState:
     values: dict[str, object] = {
         "rates_per_s": np.full(workers, 8000.0 / workers),
@@ -25,7 +25,7 @@ def state(
         "alpha": Alpha(alpha),
         "prices": PRICES,
     }
-    return PlannerState(clock_s=clock_s, updates_done=done, **{**values, **changes})  # type: ignore[arg-type]
+    return PlannerState(elapsed_s=elapsed_s, updates_done=done, **{**values, **changes})  # type: ignore[arg-type]
 
 
 def paper(**changes: object) -> PlannerSettings:
@@ -37,7 +37,7 @@ def paper(**changes: object) -> PlannerSettings:
         "boot_s": 0.0,
         "cycle_s": 1000.0,
         "dead_band": 0,
-        "dwell_s": 0.0,
+        "spot_stable_s": 0.0,
     }
     return replace(SETTINGS, **{**plain, **changes})  # type: ignore[arg-type]
 
@@ -98,7 +98,7 @@ def test_spot_that_is_not_cheaper_is_left() -> None:
     assert made.binding == "price"
     assert set(made.reason_codes) == {Reason.PRICE}
     # What is down costs nothing, so waiting for it is right at any price.
-    waiting = plan(replace(dear, up=np.zeros(64, dtype=bool), spot_open=np.zeros(64, dtype=bool)), SETTINGS)
+    waiting = plan(replace(dear, up=np.zeros(64, dtype=bool), spot_available=np.zeros(64, dtype=bool)), SETTINGS)
     assert waiting.num_spot == 64
 
 
@@ -139,7 +139,7 @@ def test_returns_only_after_the_dwell_time() -> None:
     steady = plan(replace(base, spot_changed_s=np.full(64, clock - SETTINGS.dwell)), SETTINGS)
     assert steady.num_spot == 64
     assert Reason.RETURN in steady.reason_codes
-    gone = plan(replace(base, spot_open=on_spot, spot_changed_s=np.full(64, 0.0)), SETTINGS)
+    gone = plan(replace(base, spot_available=on_spot, spot_changed_s=np.full(64, 0.0)), SETTINGS)
     assert gone.num_moves == 0
 
 
@@ -169,26 +169,28 @@ def test_the_pace_leaves_what_the_guard_holds() -> None:
 
 
 def test_the_guard_holds_a_period_only_for_outages_that_go_unseen() -> None:
-    seen = replace(SETTINGS, boot_s=200.0, replan_s=120.0, unseen_s=30.0)
+    seen = replace(SETTINGS, boot_s=200.0, replan_s=120.0, detection_delay_s=30.0)
     assert start(state(), seen).num_spot == 64  # 286 s of slack for 230 s
-    assert start(state(), replace(seen, unseen_s=None)).num_spot < 64  # for 320 s
+    assert start(state(), replace(seen, detection_delay_s=None)).num_spot < 64  # for 320 s
     # A slot that waits loses a whole period before the planner is asked again.
     few = np.arange(64) < 4
-    assert start(state(spot_open=~few), seen).num_spot == 64
-    assert start(state(spot_open=few), seen).num_spot < 64
-    with pytest.raises(ValueError, match="unseen_s"):
-        replace(SETTINGS, unseen_s=-1.0)
+    assert start(state(spot_available=~few), seen).num_spot == 64
+    assert start(state(spot_available=few), seen).num_spot < 64
+    with pytest.raises(ValueError, match="detection_delay_s"):
+        replace(SETTINGS, detection_delay_s=-1.0)
 
 
 def test_a_slot_that_loses_as_much_by_leaving_stays() -> None:
     """Slack is short of a boot, and each move costs a boot: moving what works would only cost money."""
-    seen = replace(SETTINGS, boot_s=100.0, unseen_s=0.0)
+    seen = replace(SETTINGS, boot_s=100.0, detection_delay_s=0.0)
     short = state(3000.0, (3000 - 200) * 1.5625)
     made = plan(short, seen)
     assert made.slack_s == pytest.approx(86.4)
     assert made.num_moves == 0
     # A slot that waits is better off on-demand.
-    waits = plan(replace(short, up=np.arange(64) >= 3, spot_open=np.arange(64) >= 3), replace(seen, slack_reserve=0.0))
+    waits = plan(
+        replace(short, up=np.arange(64) >= 3, spot_available=np.arange(64) >= 3), replace(seen, slack_reserve=0.0)
+    )
     assert np.flatnonzero(waits.moved).tolist() == [0, 1, 2]
 
 
@@ -199,7 +201,7 @@ def test_a_boot_costs_what_is_left_of_it(on_spot: bool) -> None:
     for age_s, left_s in ((0.0, 20.0), (15.0, 5.0), (50.0, 20.0)):
         made = plan(
             state(
-                3000.0, 3000 * 1.5625, up=~booting, on_spot=~booting | on_spot, spot_open=np.ones(64, dtype=bool),
+                3000.0, 3000 * 1.5625, up=~booting, on_spot=~booting | on_spot, spot_available=np.ones(64, dtype=bool),
                 spot_changed_s=np.full(64, 3000.0 - age_s), moved_s=np.full(64, 3000.0 - age_s),
             ),
             SETTINGS,
@@ -212,7 +214,7 @@ def test_a_boot_on_spot_that_the_slack_cannot_bear_is_made_on_demand() -> None:
     slow = replace(SETTINGS, boot_s=200.0, replan_s=10.0)
     back = np.arange(64) < 16
     made = plan(
-        state(3000.0, (3000 - 30) * 1.5625, up=~back, spot_open=np.ones(64, dtype=bool),
+        state(3000.0, (3000 - 30) * 1.5625, up=~back, spot_available=np.ones(64, dtype=bool),
               spot_changed_s=np.where(back, 3000.0, -np.inf)),
         slow,
     )  # fmt: skip
@@ -260,44 +262,44 @@ class World:
 
     def __init__(self, settings: PlannerSettings, rates: np.ndarray) -> None:
         self.settings, self.rates = settings, rates
-        self.clock_s = self.samples = self.cost = 0.0
+        self.elapsed_s = self.samples = self.cost = 0.0
         self.moves = 0
         count = len(rates)
         self.on_spot = np.ones(count, dtype=bool)
         self.ready_s, self.moved_s, self.changed_s = np.zeros(count), np.full(count, -np.inf), np.full(count, -np.inf)
         self.open = np.ones(count, dtype=bool)
 
-    def step(self, spot_open: np.ndarray) -> bool:
+    def step(self, spot_available: np.ndarray) -> bool:
         """One replanning period; True when the work is done."""
-        came = spot_open & ~self.open
-        self.changed_s[spot_open != self.open] = self.clock_s
-        self.ready_s[came & self.on_spot] = self.clock_s + self.settings.boot_s
-        self.open = spot_open.copy()
+        came = spot_available & ~self.open
+        self.changed_s[spot_available != self.open] = self.elapsed_s
+        self.ready_s[came & self.on_spot] = self.elapsed_s + self.settings.boot_s
+        self.open = spot_available.copy()
         lives = ~self.on_spot | self.open
         seen = PlannerState(
-            clock_s=self.clock_s,
+            elapsed_s=self.elapsed_s,
             updates_done=self.samples / (self.settings.group_size * self.settings.batch_size),
             rates_per_s=self.rates,
             on_spot=self.on_spot,
-            up=lives & (self.ready_s <= self.clock_s),
+            up=lives & (self.ready_s <= self.elapsed_s),
             alpha=Alpha(0.7, 0.5, 0.9),
             prices=PRICES,
-            spot_open=self.open,
+            spot_available=self.open,
             spot_changed_s=self.changed_s,
             moved_s=self.moved_s,
         )
-        made = start(seen, self.settings) if self.clock_s == 0 else plan(seen, self.settings)
-        if self.clock_s > 0:
+        made = start(seen, self.settings) if self.elapsed_s == 0 else plan(seen, self.settings)
+        if self.elapsed_s > 0:
             self.moves += made.num_moves
-            self.ready_s[made.moved] = self.clock_s + self.settings.boot_s
-            self.moved_s[made.moved] = self.clock_s
+            self.ready_s[made.moved] = self.elapsed_s + self.settings.boot_s
+            self.moved_s[made.moved] = self.elapsed_s
         self.on_spot = made.on_spot
         lives = ~self.on_spot | self.open
         period = self.settings.replan_s
-        works_s = np.clip(self.clock_s + period - self.ready_s, 0, period) * lives
+        works_s = np.clip(self.elapsed_s + period - self.ready_s, 0, period) * lives
         progress = float(self.rates @ works_s)
         left = self.settings.samples - self.samples
-        self.clock_s += period * min(1.0, left / progress) if progress > 0 else period
+        self.elapsed_s += period * min(1.0, left / progress) if progress > 0 else period
         self.samples += progress
         return self.samples >= self.settings.samples * (1 - 1e-9)
 
@@ -318,10 +320,12 @@ def adversary(rng: np.random.Generator, kind: int, slots: int, steps: int) -> np
 
 
 @pytest.mark.parametrize(
-    ("rule", "boot_s", "unseen_s", "cases"),
+    ("rule", "boot_s", "detection_delay_s", "cases"),
     [("pace", 90.0, None, 32), ("theorem", 90.0, None, 32), ("pace", 600.0, 0.0, 24), ("pace", 330.0, 20.0, 24)],
 )
-def test_guard_meets_every_feasible_deadline(rule: str, boot_s: float, unseen_s: float | None, cases: int) -> None:
+def test_guard_meets_every_feasible_deadline(
+    rule: str, boot_s: float, detection_delay_s: float | None, cases: int
+) -> None:
     """Outages begin as the planner is asked here, so that none goes unseen for any time."""
     rng = np.random.default_rng(7)
     for case in range(cases):
@@ -335,14 +339,14 @@ def test_guard_meets_every_feasible_deadline(rule: str, boot_s: float, unseen_s:
             deadline_s=ratio * work_s,
             boot_s=boot_s,
             replan_s=60.0,
-            unseen_s=unseen_s,
+            detection_delay_s=detection_delay_s,
             rule=rule,  # type: ignore[arg-type]
         )
         world = World(settings, rates)
-        for spot_open in adversary(rng, case % 4, 12, int(ratio * work_s / 60) + 10):
-            if world.step(spot_open):
+        for spot_available in adversary(rng, case % 4, 12, int(ratio * work_s / 60) + 10):
+            if world.step(spot_available):
                 break
-        assert world.clock_s <= settings.deadline_s, (case, ratio)
+        assert world.elapsed_s <= settings.deadline_s, (case, ratio)
 
 
 def test_without_the_guard_deadlines_are_missed() -> None:
@@ -359,10 +363,10 @@ def test_without_the_guard_deadlines_are_missed() -> None:
             slack_reserve=0.0,
         )
         world = World(settings, np.full(12, 100.0))
-        for spot_open in np.repeat(np.arange(300) < gone_at, 12).reshape(300, 12):
-            if world.step(spot_open):
+        for spot_available in np.repeat(np.arange(300) < gone_at, 12).reshape(300, 12):
+            if world.step(spot_available):
                 break
-        missed += world.clock_s > settings.deadline_s
+        missed += world.elapsed_s > settings.deadline_s
     assert missed == 10
 
 

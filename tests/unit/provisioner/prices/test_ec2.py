@@ -63,9 +63,9 @@ def test_the_cheapest_pools_are_the_current_prices(rig: Ec2Rig) -> None:
 
 
 def test_a_dry_pool_has_no_price_unless_all_are_dry(rig: Ec2Rig) -> None:
-    feed = made_of(rig, is_dry=lambda pool, market, now_s: pool.zone == ZONES[1])
+    feed = made_of(rig, lacks_capacity=lambda pool, market, now_s: pool.zone == ZONES[1])
     assert feed.current(rig.clock()).spot_usd_per_h == 0.05
-    feed = made_of(rig, is_dry=lambda pool, market, now_s: True)
+    feed = made_of(rig, lacks_capacity=lambda pool, market, now_s: True)
     assert feed.current(rig.clock()).spot_usd_per_h == 0.04
 
 
@@ -122,12 +122,12 @@ def test_a_pool_that_the_job_file_no_longer_names_has_a_price_too(rig: Ec2Rig) -
 
 def test_while_ec2_is_away_old_prices_serve_and_new_ones_are_an_error(rig: Ec2Rig) -> None:
     feed = made_of(rig, page_size=1000)
-    rig.go_away()
+    rig.become_unavailable()
     with pytest.raises(ServiceUnavailableError, match="asking for spot prices"):
         feed.current(rig.clock())
     assert feed.current(rig.clock()).spot_usd_per_h == 0.04
     rig.advance(400)
-    rig.go_away()
+    rig.become_unavailable()
     assert feed.current(rig.clock()).spot_usd_per_h == 0.04
     calls, end = counted(rig)
     rig.advance(30)

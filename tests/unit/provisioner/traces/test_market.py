@@ -1,4 +1,4 @@
-"""The local spot market: spells by seed, notices, surprises, prices in wall time, and the feed over it."""
+"""The local spot market: intervals by seed, notices, surprises, prices in wall time, and the feed over it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from doll.errors import ConfigError
 from doll.provisioner.prices.trace import TracePrices
-from doll.provisioner.traces.market import MarketClock, Spell, SpotMarket
+from doll.provisioner.traces.market import AvailabilityInterval, MarketClock, SpotMarket
 from doll.provisioner.traces.model import Pool, Series, constant
 from doll.theory.cost import Prices
 
@@ -26,10 +26,10 @@ def fixed(*spans: tuple[bool, float], **more: float) -> SpotMarket:
     return SpotMarket([itertools.cycle(spans)], constant(0.1, 0, 1), 0.3, name="fixed", alpha=0.5, **more)  # type: ignore[arg-type]
 
 
-def spells(market: SpotMarket, slot: int, until_s: float) -> list[Spell]:
-    found = [market.spell(slot, 0.0)]
+def intervals(market: SpotMarket, slot: int, until_s: float) -> list[AvailabilityInterval]:
+    found = [market.interval(slot, 0.0)]
     while found[-1].end_s < until_s:
-        found.append(market.spell(slot, found[-1].end_s))
+        found.append(market.interval(slot, found[-1].end_s))
     return found
 
 
@@ -42,7 +42,7 @@ def pool(num_up: list[float], price: list[float], machines: int = 4) -> Pool:
 
 def test_spells_follow_each_other_and_alternate() -> None:
     for slot in range(4):
-        found = spells(chain(), slot, 3000.0)
+        found = intervals(chain(), slot, 3000.0)
         assert found[0].start_s == 0
         for before, after in itertools.pairwise(found):
             assert after.start_s == before.end_s
@@ -51,44 +51,49 @@ def test_spells_follow_each_other_and_alternate() -> None:
 
 
 def test_the_chain_is_up_a_share_alpha_of_market_time() -> None:
-    found = [spell for slot in range(4) for spell in spells(chain(), slot, 50_000.0)]
-    up_s = sum(spell.end_s - spell.start_s for spell in found if spell.up)
-    total_s = sum(spell.end_s - spell.start_s for spell in found)
+    found = [interval for slot in range(4) for interval in intervals(chain(), slot, 50_000.0)]
+    up_s = sum(interval.end_s - interval.start_s for interval in found if interval.up)
+    total_s = sum(interval.end_s - interval.start_s for interval in found)
     assert up_s / total_s == pytest.approx(0.8, abs=0.02)
     # Cycles of 1000 market seconds are 50 s of the wall.
     assert total_s / (len(found) / 2) == pytest.approx(50.0, rel=0.1)
 
 
 def test_a_seed_decides_all_whatever_is_asked_for_first() -> None:
-    one, other = chain(seed=3, surprise=0.3), chain(seed=3, surprise=0.3)
-    late = other.spell(3, 900.0), other.spell(0, 900.0)
-    assert spells(one, 0, 1000.0) == spells(other, 0, 1000.0)
-    assert one.spell(3, 900.0) == late[0]
-    assert one.spell(0, 900.0) == late[1]
-    assert spells(one, 0, 1000.0) != spells(chain(seed=4, surprise=0.3), 0, 1000.0)
+    one, other = chain(seed=3, no_notice_share=0.3), chain(seed=3, no_notice_share=0.3)
+    late = other.interval(3, 900.0), other.interval(0, 900.0)
+    assert intervals(one, 0, 1000.0) == intervals(other, 0, 1000.0)
+    assert one.interval(3, 900.0) == late[0]
+    assert one.interval(0, 900.0) == late[1]
+    assert intervals(one, 0, 1000.0) != intervals(chain(seed=4, no_notice_share=0.3), 0, 1000.0)
 
 
 def test_a_boundary_belongs_to_the_spell_that_begins() -> None:
     market = fixed((True, 40), (False, 20), speed_up=2.0, notice_s=3)
-    assert market.spell(0, 19.999) == Spell(0, True, 0.0, 20.0, 23.0)
-    assert market.spell(0, 20.0) == Spell(1, False, 20.0, 30.0, 30.0)
+    assert market.interval(0, 19.999) == AvailabilityInterval(0, True, 0.0, 20.0, 23.0)
+    assert market.interval(0, 20.0) == AvailabilityInterval(1, False, 20.0, 30.0, 30.0)
     assert market.is_up(0, 30.0)
     assert not market.is_up(0, 29.9)
 
 
 def test_spans_of_one_kind_are_one_spell_and_an_endless_one_never_ends() -> None:
     market = fixed((True, 10), (True, 5), (False, 5))
-    assert market.spell(0, 12.0).end_s == 15.0
-    assert market.spell(0, 16.0).end_s == 20.0
-    assert math.isinf(fixed((True, math.inf)).spell(0, 1e9).end_s)
-    assert math.isinf(fixed((True, 10.0)).spell(0, 5.0).end_s)
+    assert market.interval(0, 12.0).end_s == 15.0
+    assert market.interval(0, 16.0).end_s == 20.0
+    assert math.isinf(fixed((True, math.inf)).interval(0, 1e9).end_s)
+    assert math.isinf(fixed((True, 10.0)).interval(0, 5.0).end_s)
 
 
 def test_a_share_of_spells_ends_without_notice() -> None:
-    ups = [spell for slot in range(4) for spell in spells(chain(surprise=0.25), slot, 20_000.0) if spell.up]
-    assert np.mean([spell.surprise for spell in ups]) == pytest.approx(0.25, abs=0.04)
-    assert {round(spell.taken_s - spell.end_s, 6) for spell in ups} == {0.0, 2.0}
-    assert not any(spell.surprise for spell in spells(chain(), 0, 2000.0) if spell.up)
+    ups = [
+        interval
+        for slot in range(4)
+        for interval in intervals(chain(no_notice_share=0.25), slot, 20_000.0)
+        if interval.up
+    ]
+    assert np.mean([interval.without_notice for interval in ups]) == pytest.approx(0.25, abs=0.04)
+    assert {round(interval.taken_s - interval.end_s, 6) for interval in ups} == {0.0, 2.0}
+    assert not any(interval.without_notice for interval in intervals(chain(), 0, 2000.0) if interval.up)
 
 
 def test_a_replay_has_the_share_of_slots_that_the_recording_has_of_machines() -> None:
@@ -111,7 +116,7 @@ def test_a_replay_begins_where_enough_of_the_recording_is_left() -> None:
 
 def test_a_pool_that_never_changes_never_ends() -> None:
     market = SpotMarket.replay(pool([4, 4], [0.1, 0.2]), 3, length_s=1.0)
-    assert all(math.isinf(market.spell(n, 0.0).end_s) and market.is_up(n, 1e6) for n in range(3))
+    assert all(math.isinf(market.interval(n, 0.0).end_s) and market.is_up(n, 1e6) for n in range(3))
 
 
 def test_prices_are_per_wall_hour_so_that_the_bill_is_that_of_market_time() -> None:
@@ -155,7 +160,7 @@ def test_the_price_series_has_every_change_also_over_the_end_of_the_recording() 
     assert series.mean(OPENED_S + 3, OPENED_S + 113) == pytest.approx(mean, rel=1e-3)
 
 
-@pytest.mark.parametrize("wrong", [{"speed_up": 0.0}, {"notice_s": -1.0}, {"surprise": 1.5}, {"alpha": 0.0}])
+@pytest.mark.parametrize("wrong", [{"speed_up": 0.0}, {"notice_s": -1.0}, {"no_notice_share": 1.5}, {"alpha": 0.0}])
 def test_numbers_out_of_range_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="expected"):
-        chain(**wrong).spell(0, 0.0)
+        chain(**wrong).interval(0, 0.0)

@@ -129,8 +129,8 @@ def test_sets_of_one_name_get_the_name_of_their_folder_too(tmp_path: Path):
     sets = load(tmp_path)
     assert [one.name for one in sets] == ["x (one)", "x (two)", "y"]
     write_folder(sets, tmp_path / "copy")
-    copied, left_out = read_folder(tmp_path / "copy")
-    assert ([one.name for one in copied], left_out) == (["x (one)", "x (two)", "y"], [])
+    copied, skipped = read_folder(tmp_path / "copy")
+    assert ([one.name for one in copied], skipped) == (["x (one)", "x (two)", "y"], [])
     assert [pool.name for one in copied for pool in one.pools] == ["a (x (one))", "a (x (two))", "b"]
 
 
@@ -150,7 +150,7 @@ def test_a_set_that_cannot_be_used_is_left_out_and_the_others_are_read(tmp_path:
     (tmp_path / "other" / "README.txt").write_text("Not a recording.\n")
     found = survey(tmp_path)
     assert [one.name for one in found.sets] == ["good"]
-    assert [str(one).replace(str(tmp_path), "") for one in found.left_out] == [
+    assert [str(one).replace(str(tmp_path), "") for one in found.skipped] == [
         "/broken/pools.csv: line 2: pool 'a' has rows neither in prices.csv nor in availability.csv",
         "/mixed/pools.csv: trace set 'bad': /mixed/availability.csv: line 6: expected a number in num_up, got 'x'",
         "/mixed/pools.csv: pool 'd': it has rows in availability.csv, and is not in pools.csv",
@@ -171,7 +171,7 @@ def test_a_recording_is_known_by_what_is_in_it_whatever_its_name(tmp_path: Path)
     assert sorted(one.name for one in found.sets) == [
         "bamboo-g4dn-trace", "bamboo-p3-trace", "bamboo-v100", "skypilot-availability-2023-02-15",
     ]  # fmt: skip
-    assert [one.why for one in found.left_out] == ["p3_trace.csv beside it is read instead"]
+    assert [one.why for one in found.skipped] == ["p3_trace.csv beside it is read instead"]
 
 
 def test_the_year_of_a_history_is_that_of_its_rows_not_of_its_first(tmp_path: Path):
@@ -188,7 +188,7 @@ def test_the_year_of_a_history_is_that_of_its_rows_not_of_its_first(tmp_path: Pa
         (one,) = found.sets
         assert (one.name, [pool.on_demand_usd_per_hour for pool in one.pools]) == ("ec2-2016", [0.044])
         assert one.pools[0].price.times_s.tolist() == [0.0, 259200.0, 345600.0, 424800.0]
-        assert found.left_out == []
+        assert found.skipped == []
 
 
 def test_instance_types_without_a_price_are_named(tmp_path: Path):
@@ -198,7 +198,7 @@ def test_instance_types_without_a_price_are_named(tmp_path: Path):
     (tmp_path / "prices.csv").write_text(EC2 + "".join(rows))
     found = survey(tmp_path)
     assert [pool.name for one in found.sets for pool in one.pools] == ["z m1.small"]
-    assert [str(one).partition("prices.csv: ")[2] for one in found.left_out] == [
+    assert [str(one).partition("prices.csv: ")[2] for one in found.skipped] == [
         "pool z m1.medium: expected two or more prices, got one",
         "13 instance types (once.large, x0.large, x1.large, x10.large, x11.large, x2.large, x3.large, x4.large and 5 "
         "more), 25 rows: no on-demand price of 2016 is known: state it in on_demand.csv beside the file, see "
@@ -239,7 +239,7 @@ def test_every_damaged_file_is_one_line_with_what_was_expected_and_came(
     (tmp_path / name).write_bytes(content)
     found = survey(tmp_path)
     assert found.sets == []
-    (only,) = found.left_out
+    (only,) = found.skipped
     assert str(only).startswith(f"{tmp_path / name}: ")
     assert "\n" not in str(only)
     assert re.search(expected, str(only)), str(only)
@@ -252,7 +252,7 @@ def test_a_line_that_would_fill_the_memory_is_not_read_to_its_end(tmp_path: Path
     with gzip.open(tmp_path / "traces.jsonl.gz", "wb", compresslevel=1) as file:
         for _ in range(20):
             file.write(b"[" * 1_000_000)
-    (only,) = survey(tmp_path).left_out
+    (only,) = survey(tmp_path).skipped
     assert "expected at most 16000000 characters in a line" in only.why
 
 

@@ -87,7 +87,7 @@ get_settings
 need openssl openssl
 insist mount_volume
 rm -rf "$conf" && mkdir -p "$conf"
-authority "$conf" "doll/$DOLL_NAME/kafka-authority" kafka "$([ "$DOLL_NODE" = 1 ] && echo create || echo await)"
+authority "$conf" "doll/$DOLL_STACK_NAME/kafka-authority" kafka "$([ "$DOLL_NODE" = 1 ] && echo create || echo await)"
 certificate "$conf" doll-broker "$DOLL_PRIVATE_IP"
 properties > "$conf/server.properties"
 mkdir -p "$kafka/data"

@@ -12,9 +12,9 @@ root=${DOLL_ROOT:-} # a folder in which tests play the host
 run=$root/run/doll
 state=$root/var/lib/doll
 uid=10001 # of the image's user
-pause_s=${DOLL_PAUSE_S:-10}
+pause_s=${DOLL_RETRY_INTERVAL_S:-10}
 
-# DOLL_NAME, AWS_REGION and what the host's own role needs
+# DOLL_STACK_NAME, AWS_REGION and what the host's own role needs
 # shellcheck source=/dev/null
 . "$root/etc/doll/boot.env"
 export AWS_REGION AWS_DEFAULT_REGION=$AWS_REGION AWS_PAGER=""
@@ -34,7 +34,7 @@ need() { command -v "$1" > /dev/null || insist dnf install --assumeyes --quiet "
 
 # name of the parameter, file
 parameter() {
-  aws ssm get-parameter --name "/doll/$DOLL_NAME/$1" --query Parameter.Value --output text > "$2.new" && mv "$2.new" "$2"
+  aws ssm get-parameter --name "/doll/$DOLL_STACK_NAME/$1" --query Parameter.Value --output text > "$2.new" && mv "$2.new" "$2"
 }
 
 # name of a variable: its value in the parameter `environment`
@@ -51,14 +51,14 @@ fetch_environment() {
 
 # name of the secret, file
 fetch_secret() {
-  aws secretsmanager get-secret-value --secret-id "doll/$DOLL_NAME/$1" --query SecretString --output text > "$2.new" &&
+  aws secretsmanager get-secret-value --secret-id "doll/$DOLL_STACK_NAME/$1" --query SecretString --output text > "$2.new" &&
     mv "$2.new" "$2"
 }
 
 # The certificates of the authorities that Kafka's and the cache's own certificates come from, where they are ours.
 fetch_authorities() {
   local object
-  for object in $(setting DOLL_BOOT_AUTHORITIES); do
+  for object in $(setting DOLL_BOOT_CERT_AUTHORITIES); do
     aws s3 cp --quiet "s3://$(setting DOLL_BOOT_BUCKET)/ca/$object.pem" "$run/ca/$object.pem" || return
     chmod 644 "$run/ca/$object.pem"
   done
@@ -140,7 +140,7 @@ authority() {
     fi
     # Only where it surely has no value yet: a second authority would cut off all who know the first.
     if [[ $who == create && $told == *ResourceNotFoundException* ]]; then
-      openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -noenc -days 3650 -subj "/CN=DOLL $DOLL_NAME $name" \
+      openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -noenc -days 3650 -subj "/CN=DOLL $DOLL_STACK_NAME $name" \
         -addext "keyUsage=critical,keyCertSign,cRLSign" -keyout "$folder/new.key" -out "$folder/new.crt" 2> /dev/null
       cat "$folder/new.key" "$folder/new.crt" > "$folder/new.pem"
       aws secretsmanager put-secret-value --secret-id "$secret" --secret-string "file://$folder/new.pem" > /dev/null ||

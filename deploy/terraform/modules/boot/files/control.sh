@@ -8,7 +8,7 @@ if [ -n "$(setting DOLL_BOOT_CACHE_IMAGE)" ]; then
   # Certificate and user of the cache beside us; doll's own user may touch its keys only.
   need openssl openssl
   mkdir -p "$run/cache"
-  authority "$run/cache" "doll/$DOLL_NAME/cache-authority" cache create
+  authority "$run/cache" "doll/$DOLL_STACK_NAME/cache-authority" cache create
   certificate "$run/cache" doll-cache "$DOLL_PRIVATE_IP"
   hash=$(secret DOLL_REDIS_PASSWORD | tr -d '\n' | sha256sum | cut -d ' ' -f 1)
   printf 'user default off\nuser %s on #%s ~doll:* +@all -@dangerous\n' "$(secret DOLL_REDIS_USERNAME)" "$hash" \

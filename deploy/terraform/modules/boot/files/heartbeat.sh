@@ -20,7 +20,7 @@ told="" provisioner=1
 for role in ps:8080 evaluate:8081 provision:8082; do
   value=$(silent "${role%:*}" "${role#*:}")
   if [ "${role%:*}" = provision ]; then provisioner=$value; fi
-  told+="${told:+,}{\"MetricName\":\"RoleSilent\",\"Value\":$value,\"Dimensions\":[{\"Name\":\"Cluster\",\"Value\":\"$DOLL_NAME\"},"
+  told+="${told:+,}{\"MetricName\":\"RoleSilent\",\"Value\":$value,\"Dimensions\":[{\"Name\":\"Cluster\",\"Value\":\"$DOLL_STACK_NAME\"},"
   told+="{\"Name\":\"Role\",\"Value\":\"${role%:*}\"}]}"
 done
 aws cloudwatch put-metric-data --namespace DOLL --metric-data "[$told]"
@@ -30,7 +30,7 @@ if [ -z "$(docker ps --quiet --filter name=^doll-ps$)" ]; then
   exit 0
 fi
 # A budget is kept by the provisioner alone. Where it fails for good, workers are given no sign of life: they power
-# themselves off after DOLL_ORPHAN_S, and what the job has learned stays.
+# themselves off after DOLL_ORPHAN_TIMEOUT_S, and what the job has learned stays.
 if [ "$provisioner" = 1 ] && grep --quiet 'budget_usd: *[0-9]' "$state/job/job.yaml"; then
   say "the provisioner is silent and the job has a budget: no sign of life for the workers"
 else
@@ -38,9 +38,9 @@ else
   aws s3 cp --quiet "$run/heartbeat" "s3://$(setting DOLL_BOOT_BUCKET)/job/heartbeat"
 fi
 count=$(aws ec2 describe-instances --query 'Reservations[].Instances[].InstanceId' --output text \
-  --filters "Name=tag:doll:cluster,Values=$DOLL_NAME" Name=instance-state-name,Values=running | wc --words)
+  --filters "Name=tag:doll:cluster,Values=$DOLL_STACK_NAME" Name=instance-state-name,Values=running | wc --words)
 aws cloudwatch put-metric-data --namespace DOLL --metric-name WorkersRunning --unit Count --value "$count" \
-  --dimensions "Cluster=$DOLL_NAME"
+  --dimensions "Cluster=$DOLL_STACK_NAME"
 
 # For the dashboard: measurements of the provisioner's last turn, under the names that `doll prometheus` gives them. From
 # inside its container: where none runs, the graphs end.
@@ -56,4 +56,4 @@ of = [{"Name": "Cluster", "Value": cluster}]
 print(json.dumps([
     {"MetricName": f"doll_provisioner_{name}", "Value": found[name], "Timestamp": found["time_s"], "Dimensions": of}
     for name in names if name in found
-]))' "$DOLL_NAME" availability instances_spot spent_usd on_demand_usd <<< "$told")"
+]))' "$DOLL_STACK_NAME" availability instances_spot spent_usd all_on_demand_usd <<< "$told")"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# One worker slot, until it ends; then the machine goes. The slot and its epoch are in the instance's tags, which
+# One worker slot, until it ends; then the machine goes. The slot and its incarnation are in the instance's tags, which
 # `doll worker --from-imds` reads; it also watches for the spot notice.
 # shellcheck source=common.sh
 . "${DOLL_ROOT:-}/opt/doll/common.sh"
@@ -21,7 +21,7 @@ done
 # A machine that EC2 takes in its first hour is free, one that ends itself is not: with a notice, wait to be taken.
 if metadata spot/instance-action > /dev/null; then
   say "spot has given notice: waiting to be taken"
-  sleep "${DOLL_TAKEN_S:-300}"
+  sleep "${DOLL_INTERRUPTION_WAIT_S:-300}"
 fi
 say "powering off: nothing left to do here"
 systemctl poweroff

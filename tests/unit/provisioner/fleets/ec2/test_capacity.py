@@ -7,7 +7,7 @@ import re
 import pytest
 from doll.provisioner.fleets.ec2.capacity import CapacityCache, Ec2Pool
 from doll.provisioner.fleets.ec2.errors import RULES, Scope, rule_of_call, rule_of_pool, worst
-from doll.provisioner.fleets.port import Trouble
+from doll.provisioner.fleets.port import LaunchFailure
 from paths import DOCS
 
 A, B, C, D = (Ec2Pool(type_, "us-east-1a") for type_ in ("c5.xlarge", "c6i.xlarge", "m5.xlarge", "m6i.xlarge"))
@@ -25,11 +25,11 @@ def test_a_pool_is_named_by_type_and_zone() -> None:
 def test_a_dry_pool_is_left_alone_in_its_market_for_three_minutes() -> None:
     cache = CapacityCache()
     cache.mark(A, "spot", 1000.0)
-    assert cache.is_dry(A, "spot", 1179.9)
-    assert not cache.is_dry(A, "spot", 1180.0)
-    assert not cache.is_dry(A, "on_demand", 1000.0)
-    assert not cache.is_dry(B, "spot", 1000.0)
-    assert not cache.is_dry(FAR, "spot", 1000.0)
+    assert cache.lacks_capacity(A, "spot", 1179.9)
+    assert not cache.lacks_capacity(A, "spot", 1180.0)
+    assert not cache.lacks_capacity(A, "on_demand", 1000.0)
+    assert not cache.lacks_capacity(B, "spot", 1000.0)
+    assert not cache.lacks_capacity(FAR, "spot", 1000.0)
 
 
 def test_three_pools_within_a_minute_are_the_zone() -> None:
@@ -37,20 +37,20 @@ def test_three_pools_within_a_minute_are_the_zone() -> None:
     cache.mark(A, "spot", 1000.0)
     cache.mark(B, "spot", 1030.0)
     cache.mark(B, "spot", 1040.0)
-    assert not cache.is_dry(D, "spot", 1040.0), "the same pool twice is one pool"
+    assert not cache.lacks_capacity(D, "spot", 1040.0), "the same pool twice is one pool"
     cache.mark(C, "spot", 1059.0)
-    assert cache.is_dry(D, "spot", 1059.0)
-    assert cache.is_dry(D, "spot", 1238.9)
-    assert not cache.is_dry(D, "spot", 1239.0)
-    assert not cache.is_dry(D, "on_demand", 1059.0)
-    assert not cache.is_dry(FAR, "spot", 1059.0)
+    assert cache.lacks_capacity(D, "spot", 1059.0)
+    assert cache.lacks_capacity(D, "spot", 1238.9)
+    assert not cache.lacks_capacity(D, "spot", 1239.0)
+    assert not cache.lacks_capacity(D, "on_demand", 1059.0)
+    assert not cache.lacks_capacity(FAR, "spot", 1059.0)
 
 
 def test_three_pools_in_more_than_a_minute_are_not() -> None:
     cache = CapacityCache()
     for at_s, pool in ((1000.0, A), (1040.0, B), (1061.0, C)):
         cache.mark(pool, "spot", at_s)
-    assert not cache.is_dry(D, "spot", 1061.0)
+    assert not cache.lacks_capacity(D, "spot", 1061.0)
 
 
 def test_a_pool_that_gives_a_machine_is_forgiven_with_its_zone() -> None:
@@ -58,43 +58,43 @@ def test_a_pool_that_gives_a_machine_is_forgiven_with_its_zone() -> None:
     for pool in (A, B, C):
         cache.mark(pool, "spot", 1000.0)
     cache.forget(A, "spot")
-    assert not cache.is_dry(A, "spot", 1001.0)
-    assert not cache.is_dry(D, "spot", 1001.0)
-    assert cache.is_dry(B, "spot", 1001.0)
+    assert not cache.lacks_capacity(A, "spot", 1001.0)
+    assert not cache.lacks_capacity(D, "spot", 1001.0)
+    assert cache.lacks_capacity(B, "spot", 1001.0)
 
 
 def test_what_is_ruled_out_says_nothing_of_its_zone() -> None:
     cache = CapacityCache()
     for pool in (A, B, C):
-        cache.rule_out(pool, "spot", float("inf"))
-    assert cache.is_dry(A, "spot", 1e12)
-    assert not cache.is_dry(D, "spot", 1000.0)
+        cache.exclude(pool, "spot", float("inf"))
+    assert cache.lacks_capacity(A, "spot", 1e12)
+    assert not cache.lacks_capacity(D, "spot", 1000.0)
     cache.mark(A, "spot", 1000.0)
-    assert cache.is_dry(A, "spot", 1e12), "a shorter hold does not end a longer one"
+    assert cache.lacks_capacity(A, "spot", 1e12), "a shorter hold does not end a longer one"
 
 
 def test_a_market_without_quota_is_left_alone_as_a_whole() -> None:
     cache = CapacityCache()
     cache.mark_market("spot", 1000.0, 900.0)
-    assert cache.is_dry(A, "spot", 1899.0)
+    assert cache.lacks_capacity(A, "spot", 1899.0)
     assert cache.market_until_s("spot", 1899.0) == 1900.0
     assert cache.market_until_s("spot", 1900.0) is None
     assert cache.market_until_s("on_demand", 1000.0) is None
-    assert not cache.is_dry(A, "on_demand", 1000.0)
+    assert not cache.lacks_capacity(A, "on_demand", 1000.0)
 
 
 def test_unknown_codes_are_never_looped_on() -> None:
     assert rule_of_pool("SomethingNew").scope is Scope.POOL
-    assert rule_of_call("SomethingNew").trouble is Trouble.CONFIG
-    assert rule_of_call("SomethingNew", 503).trouble is Trouble.THROTTLED
-    assert rule_of_call("InvalidAMIID.Malformed").trouble is Trouble.CONFIG
+    assert rule_of_call("SomethingNew").failure is LaunchFailure.CONFIG
+    assert rule_of_call("SomethingNew", 503).failure is LaunchFailure.THROTTLED
+    assert rule_of_call("InvalidAMIID.Malformed").failure is LaunchFailure.CONFIG
 
 
 def test_the_worst_of_several_names_the_failure() -> None:
     codes = ["Unsupported", "UnauthorizedOperation", "MaxSpotInstanceCountExceeded", "InsufficientInstanceCapacity"]
-    assert worst(map(rule_of_pool, codes)).trouble is Trouble.SPOT_QUOTA
-    assert worst(map(rule_of_pool, codes[:2])).trouble is Trouble.CAPACITY
-    assert worst(map(rule_of_pool, codes[1:2])).trouble is Trouble.CONFIG
+    assert worst(map(rule_of_pool, codes)).failure is LaunchFailure.SPOT_QUOTA
+    assert worst(map(rule_of_pool, codes[:2])).failure is LaunchFailure.CAPACITY
+    assert worst(map(rule_of_pool, codes[1:2])).failure is LaunchFailure.CONFIG
 
 
 def test_whatever_a_rule_holds_back_it_holds_back_for_a_while() -> None:

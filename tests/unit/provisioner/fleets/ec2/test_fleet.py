@@ -14,7 +14,7 @@ from doll.config import parse
 from doll.errors import ConfigError
 from doll.provisioner.fleets.ec2 import fleet as ec2_fleet
 from doll.provisioner.fleets.ec2.fleet import Ec2Fleet, Pacer, client_token
-from doll.provisioner.fleets.port import End, InstanceState, LaunchError, Order, Trouble
+from doll.provisioner.fleets.port import EndReason, InstanceState, LaunchError, LaunchFailure, Order
 from fleet_rigs import Ec2Rig, ec2
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +46,7 @@ def refused(fleet: Any, order: Order) -> LaunchError:
 
 def dry(rig: Ec2Rig, zone: str, kind: str = "spot") -> None:
     for type_ in rig.types:
-        rig.market.room[(type_, zone), kind] = 0
+        rig.market.capacity[(type_, zone), kind] = 0
 
 
 def overrides(request: dict[str, Any]) -> list[tuple[str, str]]:
@@ -61,12 +61,12 @@ def test_a_launch_asks_for_one_instance_of_one_market_that_carries_its_identity_
     rig.fleet.launch(Order(3, 2, "spot", attempt=1))
     (request,) = rig.market.requests
     assert request["Type"] == "instant"
-    assert request["ClientToken"] == "digits-w3-e2-spot-a1"
+    assert request["ClientToken"] == "digits-w3-i2-spot-a1"
     assert request["TargetCapacitySpecification"] == {"TotalTargetCapacity": 1, "DefaultTargetCapacityType": "spot"}
     assert request["SpotOptions"] == {"AllocationStrategy": "price-capacity-optimized"}, "and no maximum price"
     (config,) = request["LaunchTemplateConfigs"]
     assert config["LaunchTemplateSpecification"] == {"LaunchTemplateId": rig.template, "Version": "1"}
-    tags = {"doll:cluster": "digits", "doll:worker": "3", "doll:epoch": "2", "doll:market": "spot"}
+    tags = {"doll:cluster": "digits", "doll:worker": "3", "doll:incarnation": "2", "doll:market": "spot"}
     assert {one["ResourceType"] for one in request["TagSpecifications"]} == {
         "instance",
         "volume",
@@ -94,7 +94,7 @@ def test_a_template_may_be_given_by_name(rig: Ec2Rig) -> None:
 ORDERS = st.builds(
     Order,
     slot=st.integers(0, 9999),
-    epoch=st.integers(1, 10**6),
+    incarnation=st.integers(1, 10**6),
     market=st.sampled_from(["spot", "on_demand"]),
     attempt=st.integers(0, 999),
 )
@@ -117,14 +117,14 @@ def test_the_first_subnets_zone_is_asked_first_and_the_next_when_it_is_dry(rig: 
     assert overrides(rig.market.requests[0]) == [(type_, rig.subnets[0]) for type_ in rig.types]
     dry(rig, ZONE_A)
     assert rig.fleet.launch(Order(1, 1, "spot")).pool.endswith(ZONE_B)
-    assert [one["ClientToken"] for one in rig.market.requests[1:]] == ["digits-w1-e1-spot-a0", "digits-w1-e1-spot-a0z1"]
+    assert [one["ClientToken"] for one in rig.market.requests[1:]] == ["digits-w1-i1-spot-a0", "digits-w1-i1-spot-a0z1"]
 
 
 def test_the_cheapest_pool_that_has_room_is_taken(rig: Ec2Rig) -> None:
     for type_, usd in zip(rig.types, (0.09, 0.05, 0.07), strict=True):
         rig.market.prices[type_, ZONE_A] = [(rig.clock() - 60, usd)]
     assert rig.fleet.launch(Order(0, 1, "spot")).pool == f"{rig.types[1]}/{ZONE_A}"
-    rig.market.room[(rig.types[1], ZONE_A), "spot"] = 0
+    rig.market.capacity[(rig.types[1], ZONE_A), "spot"] = 0
     assert rig.fleet.launch(Order(1, 1, "spot")).pool == f"{rig.types[2]}/{ZONE_A}"
 
 
@@ -135,13 +135,13 @@ def test_what_is_known_to_be_dry_is_not_asked_for_three_minutes(rig: Ec2Rig) -> 
     assert len(rig.market.requests) == 2, "once in each zone"
     for attempt in range(1, 5):
         error = refused(rig.fleet, Order(0, 1, "spot", attempt=attempt))
-        assert (error.trouble, error.code) == (Trouble.CAPACITY, "KnownDry")
+        assert (error.failure, error.code) == (LaunchFailure.CAPACITY, "KnownDry")
         rig.advance(40)
     assert len(rig.market.requests) == 2
     rig.fleet.launch(Order(0, 1, "on_demand"))
     rig.advance(30)
     assert refused(rig.fleet, Order(0, 1, "spot", attempt=9)).code == "InsufficientInstanceCapacity"
-    rig.market.room.clear()
+    rig.market.capacity.clear()
     rig.advance(181)
     rig.fleet.launch(Order(0, 1, "spot", attempt=10))
 
@@ -161,7 +161,7 @@ def test_a_type_that_a_zone_does_not_offer_is_never_asked_for(rig: Ec2Rig) -> No
     assert overrides(rig.market.requests[0]) == [("c5.xlarge", rig.subnets[0])]
     assert fleet.zones() == [ZONE_A, ZONE_B]
     error = refused(rig.make(instance_types=("c99.mega",)), Order(0, 1, "spot"))
-    assert error.trouble is Trouble.CONFIG
+    assert error.failure is LaunchFailure.CONFIG
     assert "correct fleet.instance_types" in str(error)
 
 
@@ -169,51 +169,51 @@ def test_a_type_that_a_zone_does_not_offer_is_never_asked_for(rig: Ec2Rig) -> No
 
 
 @pytest.mark.parametrize(
-    ("code", "market", "trouble", "calls_later"),
+    ("code", "market", "failure", "calls_later"),
     [
-        ("InsufficientInstanceCapacity", "spot", Trouble.CAPACITY, 0),
-        ("UnfulfillableCapacity", "on_demand", Trouble.CAPACITY, 0),
-        ("MaxSpotInstanceCountExceeded", "spot", Trouble.SPOT_QUOTA, 0),
-        ("VcpuLimitExceeded", "on_demand", Trouble.ON_DEMAND_QUOTA, 0),
-        ("VcpuLimitExceeded", "spot", Trouble.SPOT_QUOTA, 0),
-        ("Unsupported", "spot", Trouble.CAPACITY, 0),
-        ("InsufficientFreeAddressesInSubnet", "spot", Trouble.CAPACITY, 0),
-        ("SomethingNew", "spot", Trouble.REFUSED, 0),
-        ("InvalidBlockDeviceMapping", "on_demand", Trouble.REFUSED, 0),
-        ("UnauthorizedOperation", "spot", Trouble.CONFIG, 1),
+        ("InsufficientInstanceCapacity", "spot", LaunchFailure.CAPACITY, 0),
+        ("UnfulfillableCapacity", "on_demand", LaunchFailure.CAPACITY, 0),
+        ("MaxSpotInstanceCountExceeded", "spot", LaunchFailure.SPOT_QUOTA, 0),
+        ("VcpuLimitExceeded", "on_demand", LaunchFailure.ON_DEMAND_QUOTA, 0),
+        ("VcpuLimitExceeded", "spot", LaunchFailure.SPOT_QUOTA, 0),
+        ("Unsupported", "spot", LaunchFailure.CAPACITY, 0),
+        ("InsufficientFreeAddressesInSubnet", "spot", LaunchFailure.CAPACITY, 0),
+        ("SomethingNew", "spot", LaunchFailure.REFUSED, 0),
+        ("InvalidBlockDeviceMapping", "on_demand", LaunchFailure.REFUSED, 0),
+        ("UnauthorizedOperation", "spot", LaunchFailure.CONFIG, 1),
     ],
 )
 def test_what_pools_say_decides_what_the_launch_says(
-    rig: Ec2Rig, code: str, market: Any, trouble: Trouble, calls_later: int
+    rig: Ec2Rig, code: str, market: Any, failure: LaunchFailure, calls_later: int
 ) -> None:
     kind = market.replace("_", "-")
     for type_ in rig.types:
         for zone in (ZONE_A, ZONE_B):
-            rig.market.refusals[(type_, zone), kind] = code
+            rig.market.error_codes[(type_, zone), kind] = code
     error = refused(rig.fleet, Order(0, 1, market))
-    assert (error.trouble, error.code) == (trouble, code)
+    assert (error.failure, error.code) == (failure, code)
     before = len(rig.market.requests)
     refused(rig.fleet, Order(0, 1, market, attempt=1))
     assert len(rig.market.requests) - before == calls_later
 
 
 @pytest.mark.parametrize(
-    ("code", "trouble"),
+    ("code", "failure"),
     [
-        ("RequestLimitExceeded", Trouble.THROTTLED),
-        ("InternalError", Trouble.THROTTLED),
-        ("Unavailable", Trouble.THROTTLED),
-        ("UnauthorizedOperation", Trouble.CONFIG),
-        ("InvalidLaunchTemplateId.NotFound", Trouble.CONFIG),
-        ("InvalidAMIID.NotFound", Trouble.CONFIG),
-        ("NobodyKnows", Trouble.CONFIG),
-        ("MaxSpotInstanceCountExceeded", Trouble.SPOT_QUOTA),
+        ("RequestLimitExceeded", LaunchFailure.THROTTLED),
+        ("InternalError", LaunchFailure.THROTTLED),
+        ("Unavailable", LaunchFailure.THROTTLED),
+        ("UnauthorizedOperation", LaunchFailure.CONFIG),
+        ("InvalidLaunchTemplateId.NotFound", LaunchFailure.CONFIG),
+        ("InvalidAMIID.NotFound", LaunchFailure.CONFIG),
+        ("NobodyKnows", LaunchFailure.CONFIG),
+        ("MaxSpotInstanceCountExceeded", LaunchFailure.SPOT_QUOTA),
     ],
 )
-def test_a_call_that_fails_as_a_whole(rig: Ec2Rig, code: str, trouble: Trouble) -> None:
+def test_a_call_that_fails_as_a_whole(rig: Ec2Rig, code: str, failure: LaunchFailure) -> None:
     rig.market.api_errors.append(code)
     error = refused(rig.fleet, Order(0, 1, "spot"))
-    assert (error.trouble, error.code) == (trouble, code)
+    assert (error.failure, error.code) == (failure, code)
 
 
 def test_a_quota_is_asked_again_after_a_quarter_of_an_hour(rig: Ec2Rig) -> None:
@@ -227,7 +227,7 @@ def test_a_quota_is_asked_again_after_a_quarter_of_an_hour(rig: Ec2Rig) -> None:
 
 def test_subnets_that_are_not_there_are_a_mistake(rig: Ec2Rig) -> None:
     error = refused(rig.make(subnets=["subnet-0123456789abcdef0"]), Order(0, 1, "spot"))
-    assert (error.trouble, error.code) == (Trouble.CONFIG, "InvalidSubnetID.NotFound")
+    assert (error.failure, error.code) == (LaunchFailure.CONFIG, "InvalidSubnetID.NotFound")
 
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
@@ -237,11 +237,11 @@ def test_a_repeated_order_sends_the_same_request_though_pools_have_run_dry_since
     order = Order(0, 1, "spot")
     rig.market.api_errors.append("RequestLimitExceeded")
     refused(rig.fleet, order)
-    rig.market.room[(rig.types[0], ZONE_A), "spot"] = 0
+    rig.market.capacity[(rig.types[0], ZONE_A), "spot"] = 0
     rig.fleet.launch(Order(1, 1, "spot"))  # learns that this pool is dry
-    rig.market.room.clear()
+    rig.market.capacity.clear()
     rig.fleet.launch(order)
-    same = [one for one in rig.market.requests if one["ClientToken"] == "digits-w0-e1-spot-a0"]
+    same = [one for one in rig.market.requests if one["ClientToken"] == "digits-w0-i1-spot-a0"]
     assert len(same) == 2
     assert same[0] == same[1]
     assert len(overrides(same[1])) == 3
@@ -255,14 +255,14 @@ def test_a_token_that_was_used_for_another_request_leads_to_what_is_there(rig: E
     rig.crash()
     other = Order(0, 1, "spot", avoid=frozenset({f"{rig.types[0]}/{ZONE_A}"}))
     error = refused(rig.fleet, other)
-    assert error.trouble is Trouble.TAKEN, "EC2's listing does not show it yet"
+    assert error.failure is LaunchFailure.TAKEN, "EC2's listing does not show it yet"
     rig.advance(15)
     made = rig.fleet.launch(other)
     rig.advance(90)
     assert [one.id for one in rig.fleet.instances()] == [made.id]
 
 
-def test_no_crash_and_no_lost_answer_makes_two_machines_of_one_epoch(rig: Ec2Rig) -> None:
+def test_no_crash_and_no_lost_answer_makes_two_machines_of_one_incarnation(rig: Ec2Rig) -> None:
     rng = random.Random(7)
     for slot in range(20):
         order = Order(slot, 1, rng.choice(["spot", "on_demand"]))
@@ -304,7 +304,7 @@ def test_the_state_of_the_machine_says_who_ended_it_and_when(rig: Ec2Rig) -> Non
         ended[how] = rig.fleet.launch(Order(slot, 1, "spot")).id
     rig.advance(100)
     rig.fleet.terminate([ended["terminate"]])
-    rig.market.stop_by_itself(ended["fail"])
+    rig.market.shut_down_from_inside(ended["fail"])
     rig.market.interrupt(ended["interrupt"], 0.0, announced=False)
     at_s = rig.clock()
     rig.advance(10)
@@ -313,9 +313,9 @@ def test_the_state_of_the_machine_says_who_ended_it_and_when(rig: Ec2Rig) -> Non
     rig.advance(300)
     found = {one.id: one for one in rig.fleet.instances()}
     assert [found[ended[how]].end for how in ("terminate", "interrupt", "fail")] == [
-        End.TERMINATED,
-        End.INTERRUPTED,
-        End.FAILED,
+        EndReason.TERMINATED,
+        EndReason.INTERRUPTED,
+        EndReason.FAILED,
     ]
     assert found[ended["terminate"]].ended_s == found[ended["fail"]].ended_s == at_s
 
@@ -327,7 +327,7 @@ def test_one_that_nobody_tells_of_any_more_has_ended(rig: Ec2Rig) -> None:
     assert [one.is_alive for one in rig.fleet.instances()] == [True], "listings lag"
     rig.advance(20)
     (gone,) = rig.fleet.instances()
-    assert (gone.id, gone.state, gone.end) == (made.id, InstanceState.ENDED, End.FAILED)
+    assert (gone.id, gone.state, gone.end) == (made.id, InstanceState.ENDED, EndReason.FAILED)
     rig.advance(4000)
     assert list(rig.fleet.instances()) == []
 
@@ -409,7 +409,7 @@ fleet:
   subnets: [{", ".join(rig.subnets)}]
   instance_types: [c5.xlarge]
   queue_url: {rig.queue_url}
-  calls_per_s: 20
+  api_calls_per_s: 20
 """
     )
     fleet = ec2_fleet.connect(config)

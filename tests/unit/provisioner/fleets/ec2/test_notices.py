@@ -11,7 +11,7 @@ from doll.errors import ServiceUnavailableError
 from doll.provisioner.controller import Controller, Decision
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
 from doll.provisioner.prices.stated import StatedPrices
-from doll.provisioner.state_store import MemoryBook
+from doll.provisioner.state_store import MemoryStateStore
 from fleet_rigs import Ec2Rig, ec2
 from job_world import settings
 
@@ -48,10 +48,10 @@ def test_ours_are_told_with_their_time_until_the_instance_has_ended(rig: Ec2Rig)
     assert notices(rig).take([OURS]) == {OURS: at_s + 120}
     assert notices(rig).take([OURS]) == {}, "hidden for a while"
     assert left(rig) == 2
-    rig.market.show_again()
+    rig.market.expire_visibility_timeout()
     rig.advance(60.0)
     assert notices(rig).take([OURS]) == {OURS: at_s + 120}
-    rig.market.show_again()
+    rig.market.expire_visibility_timeout()
     rig.advance(70.0)
     assert notices(rig).take([]) == {}
     assert left(rig) == 0
@@ -62,9 +62,9 @@ def test_a_strangers_notice_is_deleted_when_it_cannot_be_of_an_instance_that_is_
     at_s = rig.clock() // 1
     rig.market.event(WARNING, THEIRS, at_s)
     assert notices(rig).take([OURS]) == {}
-    rig.market.show_again()
+    rig.market.expire_visibility_timeout()
     assert notices(rig).take([OURS, THEIRS]) == {THEIRS: at_s + 120}
-    rig.market.show_again()
+    rig.market.expire_visibility_timeout()
     rig.advance(61.0)
     assert notices(rig).take([OURS]) == {}
     assert left(rig) == 0
@@ -76,7 +76,7 @@ def test_more_than_one_answer_holds_is_read_at_once(rig: Ec2Rig) -> None:
         rig.market.event(WARNING, id_, rig.clock())
     assert set(notices(rig).take(own)) == set(own)
     assert left(rig) == 35
-    rig.market.show_again()
+    rig.market.expire_visibility_timeout()
     rig.advance(120.0)
     assert notices(rig).take(own[:3]).keys() == set(own[:3])
     assert left(rig) == 3
@@ -120,16 +120,16 @@ def test_a_queue_that_is_not_there_is_an_error_and_the_fleet_lives_without(rig: 
 
 
 class Scene:
-    """A controller on EC2 that may die; its book survives."""
+    """A controller on EC2 that may die; its state_store survives."""
 
     def __init__(self, rig: Ec2Rig) -> None:
-        self.rig, self.book = rig, MemoryBook()
+        self.rig, self.state_store = rig, MemoryStateStore()
         rig.market.boot_s = rig.market.lag_s = 0.0
         self.start()
 
     def start(self) -> None:
         self.rig.crash()
-        self.controller = Controller(settings(2), self.rig.fleet, StatedPrices(0.1, 0.3), self.book)
+        self.controller = Controller(settings(2), self.rig.fleet, StatedPrices(0.1, 0.3), self.state_store)
 
     def turn(self) -> Decision:
         self.rig.advance(10.0)
@@ -151,10 +151,10 @@ def test_a_notice_that_was_read_by_a_provisioner_that_died_before_it_acted_is_ac
     scene = Scene(rig)
     taken = scene.turn().alive[0].id
     rig.market.interrupt(taken, 600.0)
-    # It reads the queue and dies: nothing of it is in the book.
+    # It reads the queue and dies: nothing of it is in the state_store.
     assert [one.id for one in rig.fleet.instances() if one.notice_s is not None] == [taken]
     scene.start()
-    rig.market.show_again()
+    rig.market.expire_visibility_timeout()
     scene.check_replaced(scene.turn(), taken)
 
 

@@ -42,12 +42,12 @@ def test_the_same_question_at_the_start_and_hourly(rig: Ec2Rig) -> None:
     placement = made_of(rig)
     ids = {one["AvailabilityZone"]: one["AvailabilityZoneId"] for one in rig.ec2.describe_subnets()["Subnets"]}
     rig.market.scores = {ids[REGION + "a"]: 2, "use1-az99": 5, ids[REGION + "b"]: 9}
-    first = placement.news(0.0)
+    first = placement.poll_scores(0.0)
     assert first is not None
     assert list(first.items()) == [(REGION + "b", 9), ("use1-az99", 5), (REGION + "a", 2)], "best first"
-    assert [placement.news(at_s) for at_s in (1.0, 3599.0)] == [None, None]
+    assert [placement.poll_scores(at_s) for at_s in (1.0, 3599.0)] == [None, None]
     rig.market.scores[ids[REGION + "a"]] = 10
-    second = placement.news(3600.0)
+    second = placement.poll_scores(3600.0)
     assert second is not None
     assert second[REGION + "a"] == 10
     one, other = rig.market.score_requests
@@ -61,13 +61,13 @@ def test_what_may_not_be_asked_is_logged_and_asked_an_hour_later(rig: Ec2Rig) ->
     placement = made_of(rig)
     rig.market.scores = None
     with structlog.testing.capture_logs() as logs:
-        assert placement.news(0.0) is None
-    assert [entry["event"] for entry in logs] == ["no_placement_scores"]
+        assert placement.poll_scores(0.0) is None
+    assert [entry["event"] for entry in logs] == ["placement_scores_unavailable"]
     assert "UnauthorizedOperation" in logs[0]["reason"]
-    assert placement.news(60.0) is None
+    assert placement.poll_scores(60.0) is None
     assert len(rig.market.score_requests) == 1
     rig.market.scores = {"use1-az99": 5}
-    assert placement.news(3600.0) == {"use1-az99": 5}
+    assert placement.poll_scores(3600.0) == {"use1-az99": 5}
 
 
 def test_it_is_asked_for_only_where_the_job_wants_it_and_has_types_enough(rig: Ec2Rig) -> None:
