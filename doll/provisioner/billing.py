@@ -236,10 +236,19 @@ def _line(
         until_s = end_s if fenced_s is None else min(end_s, fenced_s)
         served_s = min(billed_s, max(0.0, until_s - max(one.launched_s, ready_s)))
     return BillLine(
-        id=one.id, slot=one.slot, incarnation=one.incarnation, market=one.market, pool=one.pool, launched_s=one.launched_s,
-        ended_s=one.ended_s, end=one.end.value, billed_s=billed_s, usd=usd_per_s * billed_s,
-        usd_without_boots=usd_per_s * served_s, free=free,
-    )  # fmt: skip
+        id=one.id,
+        slot=one.slot,
+        incarnation=one.incarnation,
+        market=one.market,
+        pool=one.pool,
+        launched_s=one.launched_s,
+        ended_s=one.ended_s,
+        end=one.end.value,
+        billed_s=billed_s,
+        usd=usd_per_s * billed_s,
+        usd_without_boots=usd_per_s * served_s,
+        free=free,
+    )
 
 
 def bill(

@@ -315,6 +315,7 @@ class Controller:
         self._spot_changed_s = np.full(count, -math.inf)
         self._pools = [""] * count
         self._known: dict[str, Instance] = {}  # not ended when last seen, or not billed yet
+        self._unlisted: set[str] = set()  # of those, not in the newest listing
         self._ends_recorded: set[str] = set()  # instances whose notice or end has been counted
         self._ready_s: dict[str, float] = {}  # since when an instance's worker has, or had, its slot
         self._fenced_s: dict[str, float] = {}
@@ -403,8 +404,8 @@ class Controller:
         if self._launch_state.stopped:
             phase = "stopped" if phase == "run" else phase
             alarms.append(
-                f"nothing is launched any more: {self._launch_state.stopped}. Correct it, then start the provisioner again: "
-                "doll provision run JOB.yaml"
+                f"nothing is launched any more: {self._launch_state.stopped}. Correct it, then start the provisioner "
+                "again: doll provision run JOB.yaml"
             )
         alarms += self._current_alarms(desired, now_s)
         decision = self._decision(desired, phase, instances, fleet, bill, prices, done, alarms, now_s)
@@ -475,7 +476,7 @@ class Controller:
             self._launch_state.seen(slot, self.observed.highest_incarnation(slot))
 
     def _begin_generation(self, now_s: float) -> None:
-        """The job has begun anew on the same topics: another clock, another bill. Incarnations go on: each is used once."""
+        """The job has started again on the same topics: new clock, new bill. Incarnations go on, each is used once."""
         self._generation, began_s = self.observed.generation, self.observed.generation_s
         self._begun_s = began_s if 0 < began_s <= now_s else now_s
         if self._started_s is None:
@@ -493,6 +494,7 @@ class Controller:
         """The instances that count, and what is to be remembered of them."""
         limits, count = self.settings.limits, self.settings.num_slots
         found = {one.id: one for one in listed}
+        self._unlisted = self._known.keys() - found.keys()
         for id_, one in self._known.items():
             if id_ in found and found[id_].notice_s is None and one.notice_s is not None:
                 # A notice is never taken back, but a fleet that was made anew may not have read it yet.
@@ -804,7 +806,7 @@ class Controller:
         return FleetStatus(
             wanted=desired.markets, reasons=desired.reasons, instances=instances, ready_s=fleet.ready_s,
             silent_s=fleet.silent_s, waited_s=fleet.waited_s, held=fleet.held, urgent=desired.urgent,
-            spare_usd=spare_usd, commit_usd=commit,
+            spare_usd=spare_usd, commit_usd=commit, unlisted=self._unlisted,
         )  # fmt: skip
 
     # --- act --------------------------------------------------------------------------------------------------------
@@ -903,24 +905,51 @@ class Controller:
         return found
 
     def _decision(
-        self, desired: _DesiredState, phase: Phase, instances: Sequence[Instance], fleet: _Readiness, bill: Bill, prices: Prices,
-        done: Sequence[ActionResult], alarms: Sequence[str], now_s: float,
-    ) -> Decision:  # fmt: skip
+        self,
+        desired: _DesiredState,
+        phase: Phase,
+        instances: Sequence[Instance],
+        fleet: _Readiness,
+        bill: Bill,
+        prices: Prices,
+        done: Sequence[ActionResult],
+        alarms: Sequence[str],
+        now_s: float,
+    ) -> Decision:
         assert self._started_s is not None
         left = any(one.state is not InstanceState.ENDED for one in instances) or self._others
         left = left or self._launch_state.may_have_launched(now_s)
         return Decision(
-            turn=self._turn, now_s=now_s, started_s=self._started_s, phase=phase, markets=desired.markets,
-            reasons=desired.reasons, binding=desired.binding, feasible=desired.feasible, done=tuple(done),
-            instances=tuple(instances), ready=frozenset(fleet.ready_s), incarnations=self._incarnations(), bill=bill,
-            updates_done=self.observed.updates_done, target_updates=self._planner.updates,
+            turn=self._turn,
+            now_s=now_s,
+            started_s=self._started_s,
+            phase=phase,
+            markets=desired.markets,
+            reasons=desired.reasons,
+            binding=desired.binding,
+            feasible=desired.feasible,
+            done=tuple(done),
+            instances=tuple(instances),
+            ready=frozenset(fleet.ready_s),
+            incarnations=self._incarnations(),
+            bill=bill,
+            updates_done=self.observed.updates_done,
+            target_updates=self._planner.updates,
             all_on_demand_usd=self._on_demand_usd(desired.state.rates_per_s, prices),
-            expected_cost_usd=desired.expected_cost_usd, expected_finish_s=desired.expected_finish_s, slack_s=desired.slack_s,
-            alpha=desired.state.alpha, cycle_s=self.observed.spot.cycle_s, prices=prices,
-            rates_per_s=desired.state.rates_per_s, usd_per_error_point=self._usd_per_point(bill), moves=self._moves,
-            interruptions=self._interruptions, alarms=tuple(dict.fromkeys(alarms)), dry_run=self._dry_run,
+            expected_cost_usd=desired.expected_cost_usd,
+            expected_finish_s=desired.expected_finish_s,
+            slack_s=desired.slack_s,
+            alpha=desired.state.alpha,
+            cycle_s=self.observed.spot.cycle_s,
+            prices=prices,
+            rates_per_s=desired.state.rates_per_s,
+            usd_per_error_point=self._usd_per_point(bill),
+            moves=self._moves,
+            interruptions=self._interruptions,
+            alarms=tuple(dict.fromkeys(alarms)),
+            dry_run=self._dry_run,
             over=phase in ("done", "drain", "budget") and not left,
-        )  # fmt: skip
+        )
 
     def _decide_nothing(self, now_s: float, prices: Prices | None, alarms: Sequence[str]) -> Decision:
         """Nothing can be seen, so nothing is done."""
@@ -931,15 +960,36 @@ class Controller:
             markets = tuple("spot" if spot else "on_demand" for spot in self._on_spot)
         bill = replace(self._archived_bill.plus(Bill.of(self._lines.values())), usd=self._last_usd)
         return Decision(
-            turn=self._turn, now_s=now_s, started_s=now_s if self._started_s is None else self._started_s,
-            phase="unavailable", markets=markets, reasons=("as before: fleet or prices do not answer",) * count,
-            binding="unavailable", feasible=True, done=(), instances=(), ready=frozenset(), incarnations=self._incarnations(), bill=bill,
-            updates_done=self.observed.updates_done, target_updates=self._planner.updates,
-            all_on_demand_usd=self._on_demand_usd(rates, prices), expected_cost_usd=math.nan, expected_finish_s=math.nan,
-            slack_s=math.nan, alpha=self.observed.alpha(), cycle_s=self.observed.spot.cycle_s, prices=prices,
-            rates_per_s=rates, usd_per_error_point=self._usd_per_point(bill), moves=self._moves,
-            interruptions=self._interruptions, alarms=tuple(alarms), dry_run=self._dry_run, over=False,
-        )  # fmt: skip
+            turn=self._turn,
+            now_s=now_s,
+            started_s=now_s if self._started_s is None else self._started_s,
+            phase="unavailable",
+            markets=markets,
+            reasons=("as before: fleet or prices do not answer",) * count,
+            binding="unavailable",
+            feasible=True,
+            done=(),
+            instances=(),
+            ready=frozenset(),
+            incarnations=self._incarnations(),
+            bill=bill,
+            updates_done=self.observed.updates_done,
+            target_updates=self._planner.updates,
+            all_on_demand_usd=self._on_demand_usd(rates, prices),
+            expected_cost_usd=math.nan,
+            expected_finish_s=math.nan,
+            slack_s=math.nan,
+            alpha=self.observed.alpha(),
+            cycle_s=self.observed.spot.cycle_s,
+            prices=prices,
+            rates_per_s=rates,
+            usd_per_error_point=self._usd_per_point(bill),
+            moves=self._moves,
+            interruptions=self._interruptions,
+            alarms=tuple(alarms),
+            dry_run=self._dry_run,
+            over=False,
+        )
 
     def _incarnations(self) -> tuple[int, ...]:
         return tuple(self._launch_state.incarnation(slot) for slot in range(self.settings.num_slots))
@@ -966,28 +1016,40 @@ class Controller:
         self._fenced_s = {id_: at_s for id_, at_s in self._fenced_s.items() if id_ in about}
         self._state_store.save(
             {
-                "state": _STATE_VERSION, "job": self._job, "topics_id": self._topics_id,
+                "state": _STATE_VERSION,
+                "job": self._job,
+                "topics_id": self._topics_id,
                 "generation": self._generation,
                 "begun_s": self._begun_s if math.isfinite(self._begun_s) else None,
-                "turn": self._turn, "started_s": self._started_s,
+                "turn": self._turn,
+                "started_s": self._started_s,
                 "on_spot": None if self._on_spot is None else self._on_spot.tolist(),
-                "moved_s": _plain(self._moved_s), "spot_available": self._spot_available.tolist(),
-                "spot_changed_s": _plain(self._spot_changed_s), "pools": self._pools,
-                "known": [_instance_dict(one) for one in self._known.values()], "told": sorted(self._ends_recorded),
-                "ready_s": self._ready_s, "fenced_s": self._fenced_s,
-                "lines": [line.to_dict() for line in self._lines.values()], "settled": self._archived_bill.to_dict(),
+                "moved_s": _plain(self._moved_s),
+                "spot_available": self._spot_available.tolist(),
+                "spot_changed_s": _plain(self._spot_changed_s),
+                "pools": self._pools,
+                "known": [_instance_dict(one) for one in self._known.values()],
+                "told": sorted(self._ends_recorded),
+                "ready_s": self._ready_s,
+                "fenced_s": self._fenced_s,
+                "lines": [line.to_dict() for line in self._lines.values()],
+                "settled": self._archived_bill.to_dict(),
                 "carried_usd": 0.0 if math.isnan(self._earlier_usd) else self._earlier_usd,
                 "last_usd": self._last_usd,
                 "prices": None if self._last_prices is None else asdict(self._last_prices),
                 "spent_budget_usd": self._spent_budget_usd,
                 "work": {
-                    "asked": self.settings.planner.updates, "updates": self._planner.updates,
+                    "asked": self.settings.planner.updates,
+                    "updates": self._planner.updates,
                     "evaluations": self._evaluations,
                 },
-                "moves": self._moves, "interruptions": self._interruptions, "launch_state": self._launch_state.to_dict(),
-                "observed": self.observed.to_dict(), "positions": self.positions,
+                "moves": self._moves,
+                "interruptions": self._interruptions,
+                "launch_state": self._launch_state.to_dict(),
+                "observed": self.observed.to_dict(),
+                "positions": self.positions,
             }
-        )  # fmt: skip
+        )
 
     def _restore(self) -> None:
         kept = self._state_store.load()

@@ -1,7 +1,7 @@
 """What the provisioner knows of a job, folded from its records: progress, rates, who holds which slot. Pure.
 
-Records come from the topics `updates`, `events`, `commands` and `metrics`, in any order between the topics. Times are Unix
-seconds.
+Records come from the topics `updates`, `events`, `commands` and `metrics`, in any order between the topics. Times are
+Unix seconds.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Slot:
     read_at_s: float = 0.0
 
     def used(self, incarnation: int) -> None:
-        """An instance of this incarnation was there. Whoever can write to the topics could name any: a wild one is none."""
+        """An instance of this incarnation exists or did. Implausible numbers are ignored: topics are no proof."""
         if incarnation <= _MAX_INCARNATION:
             self.highest = max(self.highest, incarnation)
 

@@ -8,8 +8,8 @@ One slot at a time, by these rules:
 - An instance with a notice is left alone: its owner ends it, and may not charge for it. It is replaced at once.
 - What nobody wants (slots that are none, machines of a job that is over) is ended.
 
-`LaunchState` holds what must be known from one turn to the next: numbers of incarnations and attempts, orders under way, pools
-that were dry, pauses.
+`LaunchState` holds what must be known from one turn to the next: numbers of incarnations and attempts, pending orders,
+pools without capacity, pauses.
 """
 
 from __future__ import annotations
@@ -107,6 +107,8 @@ class FleetStatus:
         urgent: the deadline is in danger: fallbacks are not held back.
         spare_usd: what may still be committed; infinite without a budget.
         commit_usd: what one launch commits, by market.
+        unlisted: ids of instances that are known from their launch, but not in the fleet's own listing yet. A notice
+            would not show, so they are not ended before they are listed.
     """
 
     wanted: Sequence[Market | None]
@@ -119,6 +121,7 @@ class FleetStatus:
     urgent: bool = False
     spare_usd: float = math.inf
     commit_usd: Mapping[Market, float] = field(default_factory=dict)
+    unlisted: Collection[str] = frozenset()
 
 
 @dataclass
@@ -344,23 +347,36 @@ class LaunchState:
         return {
             "slots": [
                 {
-                    "incarnation": one.incarnation, "attempt": one.attempt, "failed": one.failed, "retry_at_s": one.retry_at_s,
-                    "early": one.early, "no_spot_s": one.no_spot_s if math.isfinite(one.no_spot_s) else None, "no_capacity": one.no_capacity,
+                    "incarnation": one.incarnation,
+                    "attempt": one.attempt,
+                    "failed": one.failed,
+                    "retry_at_s": one.retry_at_s,
+                    "early": one.early,
+                    "no_spot_s": one.no_spot_s if math.isfinite(one.no_spot_s) else None,
+                    "no_capacity": one.no_capacity,
                 }
                 for one in self._slots
             ],
             "pending": [
                 {
-                    "slot": order.slot, "incarnation": order.incarnation, "market": order.market, "attempt": order.attempt,
-                    "avoid": sorted(order.avoid), "run": order.run, "since_s": since_s,
+                    "slot": order.slot,
+                    "incarnation": order.incarnation,
+                    "market": order.market,
+                    "attempt": order.attempt,
+                    "avoid": sorted(order.avoid),
+                    "run": order.run,
+                    "since_s": since_s,
                 }
                 for order, since_s in self.pending.values()
             ],
             "no_capacity_s": self._no_capacity_s if math.isfinite(self._no_capacity_s) else None,
             "launches_from_s": self.launches_from_s if math.isfinite(self.launches_from_s) else None,
-            "avoided_pools": self._avoided_pools, "quota": self._quota,
-            "launched_s": self._launched_s, "failed_launches_s": self._failed_launches_s, "fallbacks_s": self._fallbacks_s,
-        }  # fmt: skip
+            "avoided_pools": self._avoided_pools,
+            "quota": self._quota,
+            "launched_s": self._launched_s,
+            "failed_launches_s": self._failed_launches_s,
+            "fallbacks_s": self._fallbacks_s,
+        }
 
     def restore(self, kept: Mapping[str, Any]) -> None:
         """Go on from what `to_dict` gave. A stop is forgotten: a new start is a person's word that it is mended.
@@ -372,12 +388,16 @@ class LaunchState:
             raise ValueError(f"expected {len(self._slots)} slots, got {len(kept['slots'])}")
         self._slots = [
             _SlotAttempts(
-                incarnation=int(one["incarnation"]), attempt=int(one["attempt"]), failed=bool(one["failed"]),
-                retry_at_s={market: float(at_s) for market, at_s in one["retry_at_s"].items()}, early=int(one["early"]),
-                no_spot_s=-math.inf if one["no_spot_s"] is None else float(one["no_spot_s"]), no_capacity=bool(one["no_capacity"]),
+                incarnation=int(one["incarnation"]),
+                attempt=int(one["attempt"]),
+                failed=bool(one["failed"]),
+                retry_at_s={market: float(at_s) for market, at_s in one["retry_at_s"].items()},
+                early=int(one["early"]),
+                no_spot_s=-math.inf if one["no_spot_s"] is None else float(one["no_spot_s"]),
+                no_capacity=bool(one["no_capacity"]),
             )
             for one in kept["slots"]
-        ]  # fmt: skip
+        ]
         self.pending = {
             int(one["slot"]): (
                 Order(
@@ -437,6 +457,7 @@ def reconcile(status: FleetStatus, launch_state: LaunchState, limits: LaunchLimi
             why = status.reasons[slot] if target == market else f"{market} is not available: {target}"
             requests.append((found.rank, slot, target, f"{request}; {why}", found.falls_back(target)))
     actions += _admit(sorted(requests), status, launch_state, now_s)
+    actions = [_defer_unlisted(action, status) for action in actions]
     return sorted(actions, key=lambda action: not isinstance(action, Terminate))
 
 
@@ -450,6 +471,13 @@ def _available_market(slot: int, market: Market, launch_state: LaunchState, now_
 
 def _end(instance: Instance, why: str) -> Terminate:
     return Terminate(instance.id, instance.slot, why)
+
+
+def _defer_unlisted(action: FleetAction, status: FleetStatus) -> FleetAction:
+    """An instance that is not listed yet may have a notice that cannot be seen: it is ended once it is listed."""
+    if isinstance(action, Terminate) and action.id in status.unlisted:
+        return Wait(action.slot, f"{action.id} is not listed yet, it is ended later: {action.why}")
+    return action
 
 
 class _SlotInstances:

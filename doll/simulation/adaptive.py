@@ -21,8 +21,8 @@ ADAPTIVE = "adaptive"
 class Adaptive:
     """`doll.provisioner.planning.planner`, asked at every tick for every job.
 
-    Availability is up-time over time on spot, of all jobs at once: what `estimators.AvailabilityEstimator` finds live, without its
-    interval, which no rule of the planner looks at.
+    Availability is up-time over time on spot, of all jobs at once: the point estimate of
+    `estimators.AvailabilityEstimator`. Its interval is left out, as no rule of the planner uses it.
     """
 
     def __init__(self, name: str, settings: PlannerSettings | None = None) -> None:

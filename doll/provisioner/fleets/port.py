@@ -1,4 +1,6 @@
-"""The fleet port: what the provisioner asks of whoever owns machines. One instance per slot; identity: (slot, incarnation).
+"""The fleet port: what the provisioner asks of whoever owns machines.
+
+One instance per slot, with the identity (slot, incarnation).
 
 Three adapters: local processes, docker compose, EC2. A fleet knows machines, not workers: whether the worker on an
 instance is ready, the parameter server's records say. All times are Unix seconds.

@@ -2,8 +2,8 @@
 
 With a `SpotMarket` it is a spot market on a laptop: a launch on spot is refused while the slot's market has no machine;
 at the end of an up interval the process is told (SIGTERM: it drains), and killed (SIGKILL) when the notice is over,
-whether it has left or not; without notice it is SIGKILL at once. Nobody starts a process again: that is the provisioner's
-business. The processes belong to the fork server, and die with it also where its parent is killed.
+whether it has left or not; without notice it is SIGKILL at once. Nobody starts a process again: that is the
+provisioner's business. The processes belong to the fork server, and die with it also where its parent is killed.
 
 What was launched is kept in a small file, so that a controller that crashes and makes a new fleet of the same fork
 server finds its instances again. Time passes for the machines when `poll` or any call of the port is made.
@@ -179,7 +179,7 @@ class ProcessFleet:
 
     def _buy(self, id_: str, order: Order) -> Machine:
         now_s = self._clock()
-        # Each slot's intervals are its own, so each slot is a pool of its own: one that is dry says nothing of the others.
+        # Each slot has its own intervals, so each slot is a pool: one without capacity implies nothing for the others.
         pool = f"{'local' if self._market is None else self._market.name}/{order.slot}"
         bought_s = self._market_clock.since(now_s)
         dry = order.market == "spot" and pool in order.avoid
@@ -196,9 +196,15 @@ class ProcessFleet:
                 failure=LaunchFailure.CAPACITY, code="InsufficientInstanceCapacity", pools=[pool],
             )  # fmt: skip
         instance = Instance(
-            id=id_, slot=order.slot, incarnation=order.incarnation, market=order.market, pool=pool, state=InstanceState.PENDING,
-            launched_s=now_s, job=self._job,
-        )  # fmt: skip
+            id=id_,
+            slot=order.slot,
+            incarnation=order.incarnation,
+            market=order.market,
+            pool=pool,
+            state=InstanceState.PENDING,
+            launched_s=now_s,
+            job=self._job,
+        )
         return Machine(instance, bought_s=bought_s)
 
     def _advance(self, id_: str, machine: Machine, now_s: float) -> None:

@@ -142,10 +142,11 @@ def guard(
 ) -> tuple[Bools, Bools]:
     """Take back from spot what the deadline cannot afford to lose.
 
-    Worst case: everything on spot goes down now, the planner sees it `detection_delay` seconds later, and all of it has to boot
-    on-demand. Each slot on spot then loses rate x (detection delay + boot), one that is down rate x (period + boot), each
-    that moves now rate x boot. What is left of the slack must cover that, so slots leave spot until it does: returns
-    first, then slots that are down or boot there, then the fastest; but none that would lose no less by leaving.
+    Worst case: everything on spot goes down now, the planner sees it `detection_delay` seconds later, and all of it
+    has to boot on-demand. Each slot on spot then loses rate x (detection delay + boot), one that is down rate x
+    (period + boot), each that moves now rate x boot. What is left of the slack must cover that, so slots leave spot
+    until it does: returns first, then slots that are down or boot there, then the fastest; but none that would lose no
+    less by leaving.
 
     Args:
         wanted: the markets that the rule chose.

@@ -43,7 +43,8 @@ class PlannerSettings:
         deadline_s: θ on the job's clock, seconds.
         budget_usd: most that the workers may cost; None for no bound.
         replan_s: the planner is asked again at least this often; the guard relies on it.
-        detection_delay_s: how long a working spot machine may have been gone before the planner is asked; None: `replan_s`.
+        detection_delay_s: how long a working spot machine may have been gone before the planner is asked; None:
+            `replan_s`.
         boot_s: from a change of market to a worker that is ready.
         cycle_s: mean up + down time of a spot worker, for the spread of forecasts and for `risk`.
         rule: "pace" waits for spot while the slack allows and covers workers that are down when it does not;
@@ -122,8 +123,8 @@ class PlannerState:
         alpha: availability of spot.
         prices: current prices.
         spent_usd: cost so far.
-        spot_available: spot is to be had for this slot now, shape (N,): for a slot on spot that it runs or boots, for one
-            on-demand what a probe said. Default: as `up` for slots on spot, True for the others.
+        spot_available: whether spot has a machine for this slot now, shape (N,): for a slot on spot, whether it runs or
+            boots; for one on-demand, what a probe reported. Default: as `up` for slots on spot, True for the others.
         spot_changed_s: since when `spot_available` is what it is, shape (N,). Default: since ever.
         moved_s: when the slot last changed its market, shape (N,). Default: never.
 

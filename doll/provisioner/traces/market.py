@@ -5,8 +5,8 @@ Everything is asked and answered in wall seconds since the market opened; prices
 market's price times the speed-up. So a bill over wall time is the bill of the market time that went by: at speed-up
 20, a machine of 0.158 USD/h that runs for 3 minutes has run for one hour of the market and costs 0.158 USD.
 
-At the end of an up interval the owner gives notice and takes the machine `notice_s` later; a share of the intervals ends
-without notice, as EC2's warning is a best effort too.
+At the end of an up interval the owner gives notice and takes the machine `notice_s` later; a share of the intervals
+ends without notice, as EC2's warning is a best effort too.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ class SpotMarket:
         return cls(
             [_repeat(up[:, n], seconds) for n in range(num_slots)],
             Series(times_s, pool.price.at(times_s)), pool.on_demand_usd_per_hour, name=pool.name, alpha=pool.alpha,
-            speed_up=speed_up, notice_s=notice_s, no_notice_share=no_notice_share, seed=seed, offset_s=start_s - pool.start_s,
+            speed_up=speed_up, notice_s=notice_s, no_notice_share=no_notice_share, seed=seed,
+            offset_s=start_s - pool.start_s,
         )  # fmt: skip
 
     @property

@@ -137,6 +137,14 @@ def test_a_machine_that_was_fenced_by_one_that_is_gone_is_ended() -> None:
 # --- notices --------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_not_listed_yet_is_ended_once_it_is() -> None:
+    """A notice would not show before."""
+    actions = decide(status([None], [machine()], "i0.1", unlisted={"i0.1"}))
+    assert ends(actions) == []
+    assert waits(actions) == ["i0.1 is not listed yet, it is ended later: reason 0"]
+    assert ends(decide(status([None], [machine()], "i0.1"))) == ["i0.1"]
+
+
 def test_a_notice_is_answered_by_a_launch_and_never_by_an_end() -> None:
     doomed = machine(1, notice_s=T0 + 60)
     found = decide(status(["spot"], [doomed], "i0.1"))
@@ -234,7 +242,7 @@ def test_the_budget_holds_launches_back() -> None:
     assert "the budget has 0.0500 USD to spare" in waits(found)[0]
 
 
-# --- launch_state ---------------------------------------------------------------------------------------------------------
+# --- launch_state ---------------------------------------------------------------------------------------------------
 
 
 def error(failure: LaunchFailure, *pools: str) -> LaunchError:

@@ -114,7 +114,7 @@ def test_the_clairvoyant_is_the_cheapest_of_all_plans():
             assert bound == np.inf
 
 
-# --- replay and baselines ------------------------------------------------------------------------------------------------
+# --- replay and baselines -------------------------------------------------------------------------------------------
 
 
 def test_all_on_demand_takes_the_whole_time_and_price():

@@ -432,9 +432,15 @@ class Ec2Fleet:
         self.cache.forget(pool, market)
         now_s = self._clock()
         instance = Instance(
-            id=id_, slot=order.slot, incarnation=order.incarnation, market=market, pool=pool.name, state=InstanceState.PENDING,
-            launched_s=now_s, job=self._job,
-        )  # fmt: skip
+            id=id_,
+            slot=order.slot,
+            incarnation=order.incarnation,
+            market=market,
+            pool=pool.name,
+            state=InstanceState.PENDING,
+            launched_s=now_s,
+            job=self._job,
+        )
         self._known[id_] = _Known(instance, now_s)
         log.info("launched", id=id_, worker=order.slot, incarnation=order.incarnation, market=market, pool=pool.name)
         return instance

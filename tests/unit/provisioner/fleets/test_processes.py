@@ -72,9 +72,13 @@ def make(forks: ForkServer, tmp_path: Path) -> Iterator[Callable[..., Box]]:
     made: list[Box] = []
 
     def one(
-        *spans: tuple[bool, float], heeds: bool = True, boot_s: float = 0.0, no_notice_share: float = 0.0, slots: int = 2,
+        *spans: tuple[bool, float],
+        heeds: bool = True,
+        boot_s: float = 0.0,
+        no_notice_share: float = 0.0,
+        slots: int = 2,
         opened: bool = True,
-    ) -> Box:  # fmt: skip
+    ) -> Box:
         clock, opening = VirtualClock(), MarketClock()
         market = SpotMarket(
             [itertools.cycle(spans) for _ in range(slots)], constant(0.1, 0, 1), 0.3, name="box", alpha=0.5,
