@@ -7,7 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.run.folder import Target, read_json
+from doll.process.files import read_json
+from doll.run.folder import Target
 
 if TYPE_CHECKING:
     from doll.ledger.report import LedgerReport

@@ -11,7 +11,8 @@ from doll.drill.conductor import FaultInjector
 from doll.drill.metadata_service import FakeMetadataService
 from doll.drill.routes import RoleRelays
 from doll.errors import AuditError, ConfigError
-from doll.run.folder import RunFolder, write_json
+from doll.process.files import write_json
+from doll.run.folder import RunFolder
 from doll.run.job import PARAMETER_SERVERS, run_up
 
 if TYPE_CHECKING:

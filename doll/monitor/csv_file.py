@@ -6,12 +6,12 @@ import contextlib
 import csv
 import io
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
 from doll.monitor.history import Table
+from doll.process.files import replacing
 
 _ROWS = 1_000  # written at a time
 _INTEGER_COLUMNS = frozenset({"term", "version", "n_samples", "samples_total", "batches", "void"})
@@ -32,11 +32,9 @@ class CsvFile:
             OSError: the folder cannot be written.
         """
         if changed or self._written < 0:
-            temporary = self.path.with_suffix(".tmp")
-            with temporary.open("w", encoding="utf-8") as file:
+            with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as file:
                 file.write(_text([self._table.names]))
                 self._write(file, 0)
-            os.replace(temporary, self.path)
         elif len(self._table) > self._written:
             with self.path.open("a", encoding="utf-8") as file:
                 self._write(file, self._written)

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from doll.errors import ConfigError, FencedError
-from doll.run.folder import STACK, read_json
+from doll.process.files import read_json
+from doll.run.folder import STACK
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import doll
 from doll.errors import CheckpointError
+from doll.process.files import replacing, write_json
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -63,10 +62,8 @@ def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[
         "how_to_load": _HOW_TO_LOAD.splitlines(),
         "doll_version": doll.__version__,
     }
-    out_folder.mkdir(parents=True, exist_ok=True)
-    temporary = out_folder / f"model.safetensors.{os.getpid()}.tmp"
-    save_file(tensors, temporary, metadata={"job": config.job, "version": str(stored.version)})
-    temporary.chmod(0o644)  # safetensors makes it readable for its owner alone
-    os.replace(temporary, out_folder / "model.safetensors")
-    (out_folder / "model.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    with replacing(out_folder / "model.safetensors") as temporary:
+        save_file(tensors, temporary, metadata={"job": config.job, "version": str(stored.version)})
+        temporary.chmod(0o644)  # safetensors makes it readable for its owner alone
+    write_json(out_folder / "model.json", about)
     return about

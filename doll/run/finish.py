@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from doll.errors import AuditError, DollError, ServiceUnavailableError
 from doll.monitor.run_report import RunOutcome, build_report
-from doll.run.folder import RunFolder, write_json
+from doll.process.files import write_json
+from doll.run.folder import RunFolder
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

@@ -8,7 +8,6 @@ ids while it runs), `health.json` (ports of the health probes), `logs/`, `checkp
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,8 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from doll.bounded import json_object, read_text
 from doll.errors import ConfigError
+from doll.process.files import read_json, write_atomically, write_json
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 JOB = "job.yaml"
 STACK = "stack.json"
 REPORT = "report.json"
-_MOST_BYTES = 64_000_000
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ class RunFolder:
         from doll.config import dump
 
         base = yaml.safe_dump({"base_folder": str(config.base_folder.resolve())}, allow_unicode=True)
-        write_text(self.job, dump(config) + base)
+        write_atomically(self.job, dump(config) + base)
 
     def write_stack(self, services: Services, **facts: Any) -> None:
         """Note where the services are; they hold no secret."""
@@ -190,28 +188,3 @@ def open_target(path: Path, overrides: list[str], run_folder: Path | None = None
     if run_folder is None:
         run_folder = path.parent.resolve() if is_run_folder else Path("runs") / config.job
     return Target(config, RunFolder(run_folder.resolve()), is_run_folder, path)
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Replace `path` by `content`, whole or not at all."""
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
-    try:
-        return json_object(read_text(path, max_bytes=_MOST_BYTES))
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"cannot read {path}: {exc}") from exc
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text`, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

@@ -25,10 +25,11 @@ from doll.ledger.admission import AFTER_TERM_ENV
 from doll.monitor.display import Display, make_display
 from doll.monitor.progress import ProgressModel
 from doll.monitor.run_report import RunOutcome, summary
+from doll.process.files import write_json
 from doll.process.health import PORT_ENV
 from doll.run import folder as runfolder
 from doll.run.finish import finish_run, shown
-from doll.run.folder import RunFolder, write_json
+from doll.run.folder import RunFolder
 from doll.run.interrupts import Interrupts
 from doll.services import BLOBS_ENV
 

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.run.folder import RunFolder, open_target, read_json
+from doll.process.files import read_json
+from doll.run.folder import RunFolder, open_target
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

@@ -1,0 +1,80 @@
+"""Replace a file atomically: a reader sees the old content or the new one, never a part of either."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from doll.bounded import json_object, read_text
+from doll.errors import ConfigError
+
+MAX_JSON_BYTES: Final = 64_000_000
+
+
+@contextmanager
+def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
+    """A temporary file beside `path` for the body to write; it replaces `path` when the body ends without an error.
+
+    Folders above `path` are created. If the body raises, `path` stays as it was and the temporary file is removed.
+
+    Args:
+        durable: also survive a power failure: the file and its folder are synced to disk.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        yield temporary
+        if durable:
+            _sync(temporary)
+        temporary.replace(path)
+        if durable:
+            _sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+    """Replace `path` by `content` (text as UTF-8); see `replacing`.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    with replacing(path, durable=durable) as temporary:
+        temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
+
+
+def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
+    """Replace `path` by `value` as indented JSON; see `replacing`.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n", durable=durable)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of at most `MAX_JSON_BYTES`.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    try:
+        return json_object(read_text(path, max_bytes=MAX_JSON_BYTES))
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"cannot read {path}: {exc}") from exc
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
