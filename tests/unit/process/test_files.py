@@ -25,10 +25,15 @@ def test_content_is_replaced_and_no_temporary_file_stays(tmp_path: Path, durable
 def test_a_failed_write_keeps_the_old_content(tmp_path: Path) -> None:
     path = tmp_path / "state.txt"
     write_atomically(path, "old")
-    with pytest.raises(ZeroDivisionError), replacing(path) as temporary:
-        temporary.write_text("half")
-        assert path.read_text() == "old"
-        raise ZeroDivisionError
+
+    def fail_halfway() -> None:
+        with replacing(path) as temporary:
+            temporary.write_text("half")
+            assert path.read_text() == "old"
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_halfway()
     assert path.read_text() == "old"
     assert files_in(tmp_path) == ["state.txt"]
 
@@ -43,7 +48,7 @@ def test_json_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_json_that_is_no_object_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "state.json"
     path.write_text(content)
-    with pytest.raises(ConfigError, match="cannot read .*state.json"):
+    with pytest.raises(ConfigError, match=r"cannot read .*state\.json"):
         read_json(path)
 
 
