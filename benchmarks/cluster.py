@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from doll.config import JobConfig
+from doll.kafka.clients import kafka_settings
 from doll.local.kafka_cluster import KafkaCluster
 from doll.records import AnyRecord, Update
 from doll.run.folder import RunFolder
 from doll.run.job import run_up
-from doll.services import Services, kafka_settings
+from doll.services import Services
 
 from benchmarks.harness import job
 

@@ -168,7 +168,7 @@ class Bench:
         return _rate(out), usage
 
     def flush_redis(self) -> None:
-        from doll.services import connect_redis
+        from doll.storage.redis_client import connect_redis
 
         client = connect_redis(self.stack.services)
         client.flushall()

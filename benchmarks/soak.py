@@ -230,7 +230,7 @@ def end_faults(soak: Soak, supervisor: Supervisor) -> None:
 def limit_topics(config: JobConfig, stack: Stack) -> None:
     """Have the broker keep little, as a job does that runs for longer than its retention."""
     from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
-    from doll.services import kafka_settings
+    from doll.kafka.clients import kafka_settings
 
     resources = []
     for kind, settings in _RETENTION.items():
@@ -264,7 +264,7 @@ def _bytes_of(path: Path) -> int:
 
 def _redis_bytes(stack: Stack) -> int | None:
     import redis
-    from doll.services import connect_redis
+    from doll.storage.redis_client import connect_redis
 
     client = connect_redis(stack.services, timeout_s=1.0, retries=0)
     try:

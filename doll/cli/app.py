@@ -477,9 +477,9 @@ def slot_of_this_machine(number: int | None) -> int:
 def _ready(at: Target, process: str) -> Services:
     """Logging set up and the services answering, for a process of the job."""
     from doll import telemetry
-    from doll.services import require
+    from doll.service_checks import require_services
 
     telemetry.configure(process=process)
     services = at.services()
-    require(at.config, services)
+    require_services(at.config, services)
     return services

@@ -87,12 +87,12 @@ def replay(
     Example: doll dead replay my.yaml --reason JSONDecodeError --dry-run
     """
     from doll.ledger import dead_letters
-    from doll.services import require
+    from doll.service_checks import require_services
     from doll.storage.stores import open_store
 
     found_at = target(job, job_option, overrides, run_folder)
     services = found_at.services()
-    require(found_at.config, services)
+    require_services(found_at.config, services)
     store = open_store(found_at.config, found_at.run.path)
     chosen = dead_letters.dead_records(found_at.config, services, store, reason=reason, at=_places(at))
     done = dead_letters.replay(found_at.config, services, chosen, dry_run=dry_run, again=again)
@@ -106,12 +106,12 @@ def _dead(
     job: Any, job_option: Any, overrides: Any, run_folder: Any, reason: str, at: list[str] | None
 ) -> list[DeadRecord]:
     from doll.ledger.dead_letters import dead_records
-    from doll.services import require
+    from doll.service_checks import require_services
     from doll.storage.stores import open_store
 
     found = target(job, job_option, overrides, run_folder)
     services = found.services()
-    require(found.config, services)
+    require_services(found.config, services)
     store = open_store(found.config, found.run.path)
     return dead_records(found.config, services, store, reason=reason, at=_places(at))
 

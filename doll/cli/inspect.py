@@ -140,11 +140,11 @@ def _of_this_run(target: Target, records: list[AnyRecord]) -> list[AnyRecord]:
 
 
 def _reachable_services(target: Target) -> Services:
-    from doll.services import require
+    from doll.service_checks import require_services
 
     services = target.services()
     try:
-        require(target.config, services, timeout_s=5.0)
+        require_services(target.config, services, timeout_s=5.0)
     except ServiceUnavailableError as error:
         if target.is_run_folder and target.run.report.exists():
             raise ServiceUnavailableError(

@@ -56,11 +56,11 @@ def prometheus(job: JobArgument = None, job_option: JobOption = None, overrides:
     at = target(job, job_option, overrides)
     from doll import telemetry
     from doll.kafka import topics
-    from doll.services import require
+    from doll.service_checks import require_services
 
     telemetry.configure(process="prometheus")
     services = at.services()
-    require(at.config, services)
+    require_services(at.config, services)
     topics.check(at.config, services)
     from doll.monitor.prometheus import serve_metrics
 

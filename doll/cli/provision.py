@@ -301,12 +301,12 @@ class _ControllerRuntime:
         from doll.provisioner.lease import Lease, claims_of
         from doll.provisioner.machines import machines_of
         from doll.provisioner.state_store import FileStateStore
-        from doll.services import require
+        from doll.service_checks import require_services
 
         at = self._at
         telemetry.configure(process="provisioner")
         services = at.services()
-        require(at.config, services)
+        require_services(at.config, services)
         topics.ensure(at.config, services)
         with ExitStack() as opened:
             self.heartbeat: Heartbeat = opened.enter_context(heartbeat_of("provisioner", at.config))
@@ -423,7 +423,7 @@ class _MetricsPublisher:
     def __init__(self, config: JobConfig, services: Any) -> None:
         from confluent_kafka import Producer
 
-        from doll.services import kafka_settings
+        from doll.kafka.clients import kafka_settings
 
         self._producer = Producer(kafka_settings(config, services, linger_ms=5, message_timeout_ms=30_000))
         self._topic = config.topic("metrics")

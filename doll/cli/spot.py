@@ -573,7 +573,7 @@ class _LeaveReporter:
     def __init__(self, config: JobConfig, services: Services) -> None:
         from confluent_kafka import Producer
 
-        from doll.services import kafka_settings
+        from doll.kafka.clients import kafka_settings
 
         self._producer = Producer(kafka_settings(config, services, acks="all", linger_ms=0))
         self._topic = config.topic("events")

@@ -27,7 +27,7 @@ def run_any_worker(config: JobConfig, services: Services, run_folder: Path) -> i
     """
     from doll.consumers.redis_slots import lease_slot
     from doll.kafka.job_end import on_finish
-    from doll.services import connect_redis
+    from doll.storage.redis_client import connect_redis
 
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())  # until the worker takes it over

@@ -32,11 +32,12 @@ from doll.consumers.kafka_channel import WorkerChannel
 from doll.consumers.transport import OutOfRange
 from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, GradientDone, Send, WorkerAction, WorkerCore
 from doll.errors import BlobError, ConfigError, DataLossError, RecordError, ServiceUnavailableError, TaskError
+from doll.kafka.clients import kafka_credentials
 from doll.kafka.samples_topic import lost_records, truncated_message
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
 from doll.records import Announce, DeadLetter, Grant, Push, Welcome, decode
-from doll.services import Services, kafka_credentials
+from doll.services import Services
 from doll.storage.blobs import Blobs, decode_blob, encode_blob, gradient_key
 from doll.task import Task
 from doll.telemetry import get_logger

@@ -18,9 +18,10 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from doll.config import JobConfig
 from doll.errors import FencedError, RecordError, ServiceUnavailableError
 from doll.kafka import topics
+from doll.kafka.clients import LINGER_MS, RECORD_LIMIT_BYTES, kafka_settings
 from doll.kafka.range_reader import TopicReader
 from doll.records import AnyRecord, DeadLetter, Fence, Hello, Join, Metric, Stop, Welcome, decode, encode
-from doll.services import LINGER_MS, RECORD_LIMIT_BYTES, Services, kafka_settings
+from doll.services import Services
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

@@ -24,7 +24,8 @@ from doll.ledger.admission import AFTER_TERM_ENV
 from doll.model import build, fingerprint
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
-from doll.services import Services, require
+from doll.service_checks import require_services
+from doll.services import Services
 from doll.storage.stores import open_blobs
 from doll.task import load_task
 from doll.telemetry import get_logger
@@ -70,7 +71,7 @@ def _run(
         )
     # Until Faust takes the signals over.
     signal.signal(signal.SIGTERM, lambda *_: departure.leave_within(config.worker.drain_s, "sigterm"))
-    require(config, services)
+    require_services(config, services)
     topics.check(config, services)
     task = load_task(config)
     model = build(config, task)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from doll import packing
 from doll.config import DigitsSource, IdxSource, SyntheticSource
 from doll.errors import CheckpointError, DollError
-from doll.services import Services, kafka_settings
+from doll.kafka.clients import kafka_settings
+from doll.services import Services
 
 if TYPE_CHECKING:
     from pathlib import Path

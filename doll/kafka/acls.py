@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.services import kafka_credentials
+from doll.kafka.clients import kafka_credentials
 
 if TYPE_CHECKING:
     from confluent_kafka.admin import AdminClient

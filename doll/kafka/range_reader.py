@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from doll.errors import RecordError, ServiceUnavailableError
 from doll.kafka import topics
+from doll.kafka.clients import kafka_settings
 from doll.records import decode
-from doll.services import Services, kafka_settings
+from doll.services import Services
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

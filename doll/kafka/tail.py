@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from doll import telemetry
 from doll.errors import RecordError, ServiceUnavailableError
+from doll.kafka.clients import kafka_settings
 from doll.kafka.topics import watermarks
 from doll.records import AnyRecord, decode
-from doll.services import Services, kafka_settings
+from doll.services import Services
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

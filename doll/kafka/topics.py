@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import topic_settings
 from doll.kafka.acls import allow_producer
-from doll.services import RECORD_LIMIT_BYTES, Services, kafka_settings
+from doll.kafka.clients import RECORD_LIMIT_BYTES, kafka_settings
+from doll.services import Services
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:

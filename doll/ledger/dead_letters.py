@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
+from doll.kafka.clients import kafka_settings
 from doll.kafka.range_reader import TopicReader
 from doll.ledger.audit import build_ledger
 from doll.ledger.balance import OffsetState
 from doll.records import DeadLetter, encode
-from doll.services import Services, kafka_settings
+from doll.services import Services
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

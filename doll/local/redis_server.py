@@ -11,7 +11,8 @@ from typing import ClassVar, Final
 from doll.errors import ServiceUnavailableError
 from doll.local import processes
 from doll.local.server import LocalServer
-from doll.services import Services, connect_redis
+from doll.services import Services
+from doll.storage.redis_client import connect_redis
 
 _START_S: Final = 60.0  # well under 1 s on a quiet machine
 _BIND_TRIES: Final = 5

@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
-from doll import services as connections
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import topics
+from doll.kafka.clients import kafka_problem
 from doll.local import compose, kafka_jars, redis_server, shared_memory
 from doll.local.compose import Compose
 from doll.local.kafka_broker import LocalKafka
 from doll.local.kafka_cluster import KafkaCluster, nodes_with_data
 from doll.local.mock_kafka import KEPT_BYTES_PER_PARTITION, MockKafka
 from doll.local.redis_server import LocalRedis
-from doll.services import Services
+from doll.service_checks import require_services
+from doll.services import KAFKA_ENV, REDIS_ENV, Services, kafka_address, redis_address
+from doll.storage.redis_client import redis_problem
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -74,17 +76,15 @@ def local_stack(
         ConfigError: an address is malformed, or security is asked for without an address.
         ServiceUnavailableError: an address in the job file does not answer, or what is started does not come up.
     """
-    if config.kafka.security != "plaintext" and connections.kafka_address(config) is None:
-        raise ConfigError(
-            f"kafka.security is {config.kafka.security}: set kafka.address or {connections.KAFKA_ENV} too"
-        )
+    if config.kafka.security != "plaintext" and kafka_address(config) is None:
+        raise ConfigError(f"kafka.security is {config.kafka.security}: set kafka.address or {KAFKA_ENV} too")
     with contextlib.ExitStack() as started:
         chooser = _Chooser(config, run_folder / "services", say, started, advertised_ports)
         redis_url, redis_kind, redis = chooser.redis()
         blobs = chooser.blobs(redis_kind)
         address, kafka_kind, kafka = chooser.kafka()
         services = Services(address, redis_url, blobs)
-        connections.require(config, services)
+        require_services(config, services)
         yield Stack(services, kafka_kind, redis_kind, chooser.notes, kafka, redis)
 
 
@@ -131,16 +131,16 @@ class _Chooser:
     def redis(self) -> tuple[str, RedisKind, LocalRedis | None]:
         """URL, kind, and our own server if one was started."""
         why_not: list[str] = []
-        url = connections.redis_address(self._config)
+        url = redis_address(self._config)
         if url is not None:
-            problem = connections.redis_problem(Services("", url))
+            problem = redis_problem(Services("", url))
             if problem is None:
                 kind: RedisKind = "given" if self._config.redis.address else "environment"
                 self._note(f"Redis: {url}, {_ORIGIN[kind]}")
                 return url, kind, None
             if self._config.redis.address:
                 raise ServiceUnavailableError(problem)
-            why_not.append(f"{connections.REDIS_ENV}={url} does not answer")
+            why_not.append(f"{REDIS_ENV}={url} does not answer")
         if redis_server.find_executable() is not None:
             server = self._started.enter_context(LocalRedis(self._folder / "redis"))
             self._note(f"Redis: {server.address}, started on this machine", why_not)
@@ -150,7 +150,7 @@ class _Chooser:
         if isinstance(file, str):
             reasons = "; ".join((*why_not, file))
             raise ServiceUnavailableError(
-                f"no Redis: {reasons}; install redis-server, or set redis.address or {connections.REDIS_ENV}"
+                f"no Redis: {reasons}; install redis-server, or set redis.address or {REDIS_ENV}"
             )
         url = f"redis://{self._compose_up(Compose(file, 'redis'))}/0"
         self._note(f"Redis: {url}, {_ORIGIN['compose']}", why_not)
@@ -160,10 +160,10 @@ class _Chooser:
         """Bootstrap servers, kind, and our own broker or cluster if one was started."""
         why_not: list[str] = []
         if len(self._advertised_ports) > 1:
-            if connections.kafka_address(self._config) is not None:
+            if kafka_address(self._config) is not None:
                 raise ConfigError(
                     f"{len(self._advertised_ports)} brokers are to be started, but Kafka is given: unset kafka.address and "
-                    f"{connections.KAFKA_ENV}"
+                    f"{KAFKA_ENV}"
                 )
             if (unavailable_reason := self._jars_unavailable_reason()) is not None:
                 raise ServiceUnavailableError(
@@ -178,16 +178,16 @@ class _Chooser:
                 )
             broker = self._local_broker(why_not)
             return broker.address, "local", broker
-        address = connections.kafka_address(self._config)
+        address = kafka_address(self._config)
         if address is not None:
-            problem = connections.kafka_problem(self._config, Services(address, ""), _REACHABLE_S)
+            problem = kafka_problem(self._config, Services(address, ""), _REACHABLE_S)
             if problem is None:
                 kind: KafkaKind = "given" if self._config.kafka.address else "environment"
                 self._note(f"Kafka: {address}, {_ORIGIN[kind]}")
                 return address, kind, None
             if self._config.kafka.address or self._config.kafka.security != "plaintext":
                 raise ServiceUnavailableError(problem)
-            why_not.append(f"{connections.KAFKA_ENV}={address} does not answer")
+            why_not.append(f"{KAFKA_ENV}={address} does not answer")
         if (unavailable_reason := self._jars_unavailable_reason()) is None:
             broker = self._local_broker(why_not)
             return broker.address, "local", broker

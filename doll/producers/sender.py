@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from doll import records
 from doll.errors import ServiceUnavailableError
+from doll.kafka.clients import kafka_settings
 from doll.kafka.topics import plan
-from doll.services import Services, kafka_settings
+from doll.services import Services
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

@@ -13,8 +13,9 @@ from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, Producer, To
 from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
+from doll.kafka.clients import LINGER_MS, RECORD_LIMIT_BYTES, kafka_settings
 from doll.records import AnyRecord, Metric, encode
-from doll.services import LINGER_MS, RECORD_LIMIT_BYTES, Services, kafka_settings
+from doll.services import Services
 
 _PER_POLL = 500
 

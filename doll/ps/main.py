@@ -25,7 +25,8 @@ from doll.ps.server import ParameterServer
 from doll.ps.standby import LeaderCheck, wait_for_lease
 from doll.ps.start import Start, make_engine
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, decode
-from doll.services import Services, require
+from doll.service_checks import require_services
+from doll.services import Services
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.stores import checkpoint_location, open_blobs, open_store
 from doll.task import load_task
@@ -96,7 +97,7 @@ def _run(
     signals = _Signals()
     keep_freed_memory()
     torch.set_num_threads(1)
-    require(config, services)
+    require_services(config, services)
     topics.ensure(config, services)
     topics.check(config, services)
     model = build(config, load_task(config))

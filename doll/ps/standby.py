@@ -18,8 +18,9 @@ from typing import Final, Self
 from doll.config import JobConfig
 from doll.errors import FencedError, RecordError, ServiceUnavailableError
 from doll.kafka import topics
+from doll.kafka.clients import kafka_settings
 from doll.records import AnyRecord, Finished, Metric, TermStarted, Update, decode
-from doll.services import Services, kafka_settings
+from doll.services import Services
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)

@@ -23,9 +23,10 @@ def check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:
         CheckpointError: the checkpoint store cannot be read.
         ServiceUnavailableError: Kafka does not answer any more.
     """
+    from doll.kafka.clients import kafka_problem
     from doll.ledger.admission import admit, read, refuse_earlier_run
     from doll.ps.standby import LeaderCheck
-    from doll.services import Services, kafka_address, kafka_problem
+    from doll.services import Services, kafka_address
     from doll.storage.stores import checkpoint_location, open_store
 
     address = kafka_address(config)

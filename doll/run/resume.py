@@ -73,8 +73,9 @@ def _check_newest(run: RunFolder, config: JobConfig) -> None:
     Raises:
         ConfigError: one has.
     """
+    from doll.kafka.clients import kafka_problem
     from doll.ledger.admission import admit
-    from doll.services import Services, kafka_address, kafka_problem
+    from doll.services import Services, kafka_address
     from doll.storage.stores import checkpoint_location, open_store
 
     address = kafka_address(config)

@@ -57,8 +57,8 @@ def open_blobs(
         ConfigError: `blobs.kind` is shm and there is no folder.
         ServiceUnavailableError: the folder is not ours alone.
     """
-    from doll.services import connect_redis
     from doll.storage.redis_blobs import RedisBlobs
+    from doll.storage.redis_client import connect_redis
 
     kind = config.blobs.kind
     if kind == "shm" and not services.blobs:

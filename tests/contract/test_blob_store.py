@@ -18,11 +18,12 @@ import redis
 import structlog
 from doll.errors import BlobError, ServiceUnavailableError
 from doll.local.redis_server import LocalRedis
-from doll.services import Services, connect_redis
+from doll.services import Services
 from doll.storage import blobs as codec
 from doll.storage import redis_blobs, shm_blobs
 from doll.storage.blobs import Blobs
 from doll.storage.redis_blobs import RedisBlobs
+from doll.storage.redis_client import connect_redis
 from doll.storage.shm_blobs import ShmBlobs
 from doll.testing import MemoryBlobs
 from waiting import until

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 from doll.config import JobConfig, parse
 from doll.kafka import topics
+from doll.kafka.clients import kafka_problem, kafka_settings
 from doll.local import kafka_jars
-from doll.services import Services, kafka_problem, kafka_settings
+from doll.services import Services
 
 from .conftest import PRODUCER, SECRETS, SETTINGS, Host
 

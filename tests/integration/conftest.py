@@ -14,6 +14,7 @@ import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 from doll.config import JobConfig, load
 from doll.kafka import topics
+from doll.kafka.clients import kafka_settings
 from doll.kafka.tail import Tail
 from doll.ledger.audit import audit
 from doll.ledger.balance import LedgerReport
@@ -21,7 +22,7 @@ from doll.local.forks import ForkServer, Role
 from doll.local.supervisor import Restart, RoleSpec, Supervisor
 from doll.ps.server import restore
 from doll.records import AnyRecord, Finished, Metric, TermStarted, Update, decode, encode
-from doll.services import BLOBS_ENV, Services, kafka_settings
+from doll.services import BLOBS_ENV, Services
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.file_store import FileStore
 from waiting import WAIT_TIMEOUT_S

@@ -13,11 +13,12 @@ from confluent_kafka import Producer
 from doll.config import JobConfig, parse
 from doll.errors import CheckpointError, ConfigError, ServiceUnavailableError
 from doll.kafka import topics
+from doll.kafka.clients import kafka_settings
 from doll.ledger import audit as audit_module
 from doll.ledger.audit import audit
 from doll.ledger.balance import LedgerReport, Range
 from doll.records import AnyRecord, DeadLetter, Finished, Member, TermStarted, Update, encode
-from doll.services import Services, kafka_settings
+from doll.services import Services
 from doll.storage.checkpoints import Checkpoint
 from doll.testing import MemoryCheckpointStore
 

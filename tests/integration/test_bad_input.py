@@ -16,6 +16,7 @@ import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 from doll.consumers.kafka_channel import WorkerChannel
 from doll.errors import ConfigError, ServiceUnavailableError
+from doll.kafka.clients import kafka_settings
 from doll.packing import pack
 from doll.process.fault_points import ENV, MARKER_ENV
 from doll.ps.kafka_channel import KafkaChannel
@@ -35,7 +36,6 @@ from doll.records import (
     Welcome,
     encode,
 )
-from doll.services import kafka_settings
 
 pytestmark = pytest.mark.integration
 

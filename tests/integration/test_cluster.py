@@ -82,7 +82,7 @@ def test_a_job_goes_on_without_one_broker_and_loses_nothing(
 
 def leader_of(pipeline: Any) -> int:
     from confluent_kafka.admin import AdminClient
-    from doll.services import kafka_settings
+    from doll.kafka.clients import kafka_settings
 
     topic = pipeline.config.topic("updates")
     admin = AdminClient(kafka_settings(pipeline.config, pipeline.services))

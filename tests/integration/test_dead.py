@@ -15,10 +15,10 @@ from doll.cli.app import app
 from doll.cli.dead import printable
 from doll.config import JobConfig, dump
 from doll.errors import ServiceUnavailableError
+from doll.kafka.clients import kafka_settings
 from doll.ledger import dead_letters
 from doll.ledger.balance import OffsetState
 from doll.records import DeadLetter, encode
-from doll.services import kafka_settings
 from typer.testing import CliRunner
 
 pytestmark = pytest.mark.integration

@@ -13,17 +13,19 @@ import pytest
 from confluent_kafka import Producer
 from doll.config import JobConfig, load
 from doll.kafka import topics
+from doll.kafka.clients import kafka_settings
 from doll.kafka.tail import Tail
 from doll.local.forks import ForkServer, Role
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
 from doll.monitor.csv_file import read_rows
 from doll.records import AnyRecord, Evaluated, Finished, Member, Metric, TermStarted, Update, encode
-from doll.services import Services, connect_redis, kafka_settings
+from doll.services import Services
 from doll.storage.blobs import Latest, encode_blob, encode_latest, latest_key, weights_key
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.file_store import FileStore
 from doll.storage.redis_blobs import RedisBlobs
+from doll.storage.redis_client import connect_redis
 from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration

@@ -9,9 +9,9 @@ import pytest
 from confluent_kafka.admin import AdminClient, NewTopic
 from doll.errors import ConfigError
 from doll.kafka import topics
+from doll.kafka.clients import kafka_settings
 from doll.ledger.admission import AFTER_TERM_ENV, read
 from doll.ledger.audit import audit
-from doll.services import kafka_settings
 from doll.storage.file_store import FileStore
 from waiting import WAIT_TIMEOUT_S, until
 

@@ -11,9 +11,9 @@ from confluent_kafka import ConsumerGroupTopicPartitions, TopicPartition
 from confluent_kafka.admin import AdminClient
 from doll.config import load
 from doll.errors import ServiceUnavailableError
+from doll.kafka.clients import kafka_settings
 from doll.kafka.job_records import JobRecords, TimedRecord
 from doll.records import Evaluated, Hello, Leave, Metric, Update, encode
-from doll.services import kafka_settings
 
 pytestmark = pytest.mark.integration
 

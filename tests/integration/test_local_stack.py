@@ -16,10 +16,12 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from doll.config import JobConfig, parse
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import topics
+from doll.kafka.clients import kafka_settings
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
 from doll.local.stack import local_stack
-from doll.services import Services, connect_redis, kafka_settings
+from doll.services import Services
+from doll.storage.redis_client import connect_redis
 from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration

@@ -15,8 +15,8 @@ from confluent_kafka.admin import AdminClient
 from doll.cli.app import app
 from doll.config import dump
 from doll.errors import DataLossError
+from doll.kafka.clients import kafka_settings
 from doll.ledger.balance import Range
-from doll.services import kafka_settings
 from typer.testing import CliRunner
 
 pytestmark = pytest.mark.integration

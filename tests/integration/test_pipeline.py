@@ -18,9 +18,9 @@ import pytest
 from confluent_kafka import Producer
 from doll.packing import pack
 from doll.ps.replay import replay
-from doll.services import connect_redis
 from doll.storage.blobs import decode_blob, decode_latest, latest_key
 from doll.storage.redis_blobs import RedisBlobs
+from doll.storage.redis_client import connect_redis
 from paths import EXAMPLES
 
 pytestmark = pytest.mark.integration

@@ -20,10 +20,11 @@ from doll import packing, records
 from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.kafka import topics
+from doll.kafka.clients import kafka_settings
 from doll.local.kafka_broker import LocalKafka
 from doll.producers.main import run_producer
 from doll.producers.position import headers, source_name
-from doll.services import Services, kafka_settings
+from doll.services import Services
 from doll.task import load_task
 from paths import ROOT
 from waiting import WAIT_TIMEOUT_S, until

@@ -23,10 +23,13 @@ import pytest
 import redis
 from doll.config import JobConfig, parse
 from doll.errors import ServiceUnavailableError
+from doll.kafka.clients import kafka_problem
 from doll.local import kafka_jars
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis, find_executable, supports_tls
-from doll.services import Services, connect_redis, kafka_problem, redis_problem, require
+from doll.service_checks import require_services
+from doll.services import Services
+from doll.storage.redis_client import connect_redis, redis_problem
 
 pytestmark = pytest.mark.integration
 
@@ -204,11 +207,11 @@ def test_the_secured_services_answer_and_refuse_wrong_secrets_without_repeating_
 ) -> None:
     for name, value in secured.environment.items():
         monkeypatch.setenv(name, value)
-    require(config(secured), secured.services)
+    require_services(config(secured), secured.services)
     for name in ("DOLL_KAFKA_PASSWORD", "DOLL_REDIS_PASSWORD"):
         monkeypatch.setenv(name, "wr0ng-hush-hush")
     with pytest.raises(ServiceUnavailableError) as caught:
-        require(config(secured), secured.services, timeout_s=60.0)
+        require_services(config(secured), secured.services, timeout_s=60.0)
     message = str(caught.value)
     assert "Kafka at" in message
     assert "refuses us" in message

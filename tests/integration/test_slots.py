@@ -11,7 +11,8 @@ import redis
 from doll.config import JobConfig, parse
 from doll.consumers.redis_slots import SlotLeases, lease_slot
 from doll.local.redis_server import LocalRedis
-from doll.services import Services, connect_redis
+from doll.services import Services
+from doll.storage.redis_client import connect_redis
 from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration

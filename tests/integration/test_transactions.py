@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from confluent_kafka import Producer
-from doll.services import kafka_settings
+from doll.kafka.clients import kafka_settings
 
 pytestmark = pytest.mark.integration
 

@@ -15,12 +15,14 @@ from doll import packing
 from doll.config import dump, parse
 from doll.consumers.decoding import decode_records
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
+from doll.kafka.clients import kafka_settings
 from doll.process.loopback import require_loopback
 from doll.records import decode
-from doll.services import Services, connect_redis, kafka_settings, redis_address, resolve
+from doll.services import Services, redis_address, resolve
 from doll.storage.blobs import decode_blob, decode_latest
 from doll.storage.checkpoints import decode_checkpoint
 from doll.storage.file_store import FileStore
+from doll.storage.redis_client import connect_redis
 from doll.tasks.digits import Digits
 from paths import ROOT
 
@@ -180,7 +182,7 @@ def test_credentials_in_an_address_are_refused_and_not_repeated(monkeypatch: pyt
 
 
 def test_a_failing_redis_does_not_repeat_its_password(monkeypatch: pytest.MonkeyPatch) -> None:
-    from doll.services import redis_problem
+    from doll.storage.redis_client import redis_problem
 
     monkeypatch.setenv("DOLL_REDIS_PASSWORD", "r3-hush")
     problem = redis_problem(Services("", "redis://127.0.0.1:1/0"), 0.5)

@@ -179,10 +179,12 @@ def test_debug_shows_the_traceback(job: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_services_that_are_not_there_are_named(job: Path, monkeypatch: pytest.MonkeyPatch):
-    import doll.services
+    from doll import service_checks
 
-    real = doll.services.require
-    monkeypatch.setattr(doll.services, "require", lambda config, services, timeout_s=0.5: real(config, services, 0.5))
+    real = service_checks.require_services
+    monkeypatch.setattr(
+        service_checks, "require_services", lambda config, services, timeout_s=0.5: real(config, services, 0.5)
+    )
     for command in ("ps", "evaluate", "status", "produce", "audit"):
         result = CliRunner().invoke(app, [command, str(job), *NOWHERE])
         assert result.exit_code == 1, (command, result.output)

@@ -18,8 +18,9 @@ from confluent_kafka.admin import (
 from doll.config import JobConfig, parse
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import topics
+from doll.kafka.clients import kafka_settings
 from doll.kafka.topic_settings import ActualTopic, find_problems
-from doll.services import Services, kafka_settings
+from doll.services import Services
 from waiting import WAIT_TIMEOUT_S, until
 
 

@@ -1,0 +1,183 @@
+"""Clients of Kafka: the one place that builds producers, consumers and admin clients, from job file and environment.
+
+All clients share `kafka_settings`: addresses, security, and how soon they reconnect. Secrets come from the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from confluent_kafka import Consumer, KafkaException, Producer
+from confluent_kafka.admin import AdminClient
+
+from doll.errors import ConfigError
+from doll.services import KAFKA_CA_ENV, KAFKA_ENV, KAFKA_PASSWORD_ENV, KAFKA_USER_ENV, Services
+from doll.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+
+log = get_logger(__name__)
+
+# For control records: what is sent in one breath (the grants of a group, an announcement and a push) travels in one
+# request. A broker spends more on a request than this wait costs a round.
+LINGER_MS: Final = 0.5
+# The longest control record, and dead letter: one that names every offset of a large group, because all are refused.
+RECORD_LIMIT_BYTES: Final = 32 * 1024 * 1024
+# At level 3 librdkafka writes a line each 50 ms while a broker is unreachable; `error_cb` reports it once instead.
+_LIBRDKAFKA_CRITICAL: Final = 2
+# librdkafka's and confluent-kafka's few settings that are written with an underscore.
+_UNDERSCORED: Final = frozenset({"log_level", "on_commit", "on_delivery"})
+_REPEAT_AFTER_S: Final = 30.0
+_METADATA_WAIT_S: Final = 0.5
+
+
+def make_producer(config: JobConfig, services: Services, **extra: Any) -> Producer:
+    """A producer whose records are acknowledged by all in-sync replicas, kept in order and never doubled.
+
+    Args:
+        extra: settings, as in `kafka_settings`.
+
+    Raises:
+        ConfigError: credentials are missing.
+    """
+    return Producer(kafka_settings(config, services, **{"acks": "all", "enable_idempotence": True, **extra}))
+
+
+def make_consumer(config: JobConfig, services: Services, purpose: str, **extra: Any) -> Consumer:
+    """A consumer for explicit positions (`assign`): it joins no group and commits nothing.
+
+    Args:
+        purpose: names it on the broker. librdkafka needs a group id also where no group is joined.
+        extra: settings, as in `kafka_settings`.
+
+    Raises:
+        ConfigError: credentials are missing.
+    """
+    defaults = {
+        "group_id": f"doll.{config.job}.{purpose}",
+        "enable_auto_commit": False,
+        "auto_offset_reset": "earliest",  # retention may have deleted what was to be read next
+    }
+    return Consumer(kafka_settings(config, services, **{**defaults, **extra}))
+
+
+def make_admin(config: JobConfig, services: Services) -> AdminClient:
+    """A client for topics, settings and permissions.
+
+    Raises:
+        ConfigError: credentials are missing.
+    """
+    return AdminClient(kafka_settings(config, services))
+
+
+class Settings(dict[str, Any]):
+    """librdkafka settings whose repr hides the password."""
+
+    def __repr__(self) -> str:
+        return repr({key: "***" if "password" in key else value for key, value in self.items()})
+
+
+def kafka_credentials(config: JobConfig) -> tuple[str, str] | None:
+    """User name and password for SASL from the environment; None where the job's Kafka asks for none.
+
+    Raises:
+        ConfigError: SASL is asked for and the environment lacks the user name or the password.
+    """
+    if not config.kafka.security.startswith("sasl"):
+        return None
+    username, password = os.environ.get(KAFKA_USER_ENV), os.environ.get(KAFKA_PASSWORD_ENV)
+    if not username or not password:
+        raise ConfigError(f"kafka.security is {config.kafka.security}: set {KAFKA_USER_ENV} and {KAFKA_PASSWORD_ENV}")
+    return username, password
+
+
+def kafka_settings(config: JobConfig, services: Services, **extra: Any) -> Settings:
+    """librdkafka settings that every client of the job shares.
+
+    `extra` adds or replaces settings, with `_` for each `.`: `kafka_settings(config, services, group_id="g")`.
+
+    While a broker is unreachable, the client logs one line in 30 seconds, not one each 50 ms.
+
+    Raises:
+        ConfigError: SASL is asked for and the environment lacks the user name or the password.
+    """
+    settings = Settings(
+        {
+            "bootstrap.servers": services.kafka,
+            "security.protocol": config.kafka.security.upper(),
+            "log_level": _LIBRDKAFKA_CRITICAL,
+            "error_cb": _LogErrorsOnce(services.kafka),
+            "reconnect.backoff.max.ms": 1000,  # librdkafka's 10 s would outlast a broker's restart
+            "retry.backoff.max.ms": 250,  # how often a new leader is asked for; 1 s would add to its election
+        }
+    )
+    if (credentials := kafka_credentials(config)) is not None:
+        username, password = credentials
+        settings |= {"sasl.mechanism": "SCRAM-SHA-512", "sasl.username": username, "sasl.password": password}
+    if config.kafka.security.endswith("ssl") and (ca := os.environ.get(KAFKA_CA_ENV)):
+        settings["ssl.ca.location"] = ca
+    for key, value in extra.items():
+        settings[key if key.endswith("_cb") or key in _UNDERSCORED else key.replace("_", ".")] = value
+    return settings
+
+
+class _LogErrorsOnce:
+    """An `error_cb` that logs each kind of error once in `_REPEAT_AFTER_S` seconds."""
+
+    def __init__(self, address: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._address = address
+        self._clock = clock
+        self._logged_at_s: dict[str, float] = {}
+
+    def __call__(self, error: Any) -> None:
+        now = self._clock()
+        kind = error.name()
+        if now - self._logged_at_s.get(kind, float("-inf")) < _REPEAT_AFTER_S:
+            return
+        self._logged_at_s[kind] = now
+        log.warning("kafka_error", address=self._address, error=kind, reason=error.str())
+
+
+def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> str | None:
+    """None if Kafka answers with its metadata; else what is wrong and what to do.
+
+    Raises:
+        ConfigError: credentials are missing.
+    """
+    errors: list[str] = []
+    admin = AdminClient(kafka_settings(config, services, error_cb=lambda error: errors.append(error.str())))
+    deadline_s = time.monotonic() + timeout_s
+    while True:  # in short waits: librdkafka retries a refused log-in until the time is over
+        left_s = max(deadline_s - time.monotonic(), 0.0)
+        try:
+            admin.list_topics(timeout=max(min(left_s, _METADATA_WAIT_S), 0.001))
+            return None
+        except KafkaException as exc:
+            admin.poll(0)  # hands over the reasons that librdkafka has kept
+            reason = errors[-1] if errors else exc.args[0].str()
+        refusal = next((text for text in reversed(errors) if _is_refusal(text)), None)
+        if refusal is not None and (left_s <= 0.0 or _is_final(refusal)):
+            return (
+                f"Kafka at {services.kafka} ({config.kafka.security}) refuses us ({refusal}): correct kafka.security, "
+                f"{KAFKA_USER_ENV}, {KAFKA_PASSWORD_ENV} or {KAFKA_CA_ENV} (the CA's certificates, PEM)"
+            )
+        if left_s <= 0.0:
+            return (
+                f"Kafka at {services.kafka} ({config.kafka.security}) does not answer within {timeout_s:g} s "
+                f"({reason}): start it, correct kafka.address (or {KAFKA_ENV}) or kafka.security, or use `doll up`, "
+                "which starts one where no address is given"
+            )
+
+
+def _is_refusal(reason: str) -> bool:
+    """Whether librdkafka's reason is about who we are: a log-in or a certificate, not a broker that is away."""
+    return "SASL" in reason or "ertificate" in reason or "SSL" in reason
+
+
+def _is_final(refusal: str) -> bool:
+    """Whether trying again is idle; a handshake that broke off may be a broker that is still starting."""
+    return "uthentication" in refusal or "verify failed" in refusal

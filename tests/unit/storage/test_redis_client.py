@@ -1,0 +1,24 @@
+"""How clients of Redis pack and parse."""
+
+from __future__ import annotations
+
+from doll.local.redis_server import LocalRedis
+from doll.services import Services
+from doll.storage.redis_client import connect_redis
+
+
+def test_redis_client_packs_in_python_parses_with_hiredis_and_keeps_bytes(redis_server: LocalRedis) -> None:
+    from redis._parsers.hiredis import _HiredisParser
+    from redis.connection import PythonRespSerializer
+
+    client = connect_redis(Services("", redis_server.address))
+    value = bytes(range(256)) * 40_000
+    try:
+        client.set("blob", memoryview(value))
+        assert client.get("blob") == value
+        connection = client.connection_pool.make_connection()
+        assert isinstance(connection._command_packer, PythonRespSerializer)
+        assert connection._parser.__class__ is _HiredisParser
+    finally:
+        client.delete("blob")
+        client.close()
