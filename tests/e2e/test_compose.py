@@ -222,7 +222,7 @@ def test_the_broker_is_the_one_that_the_tests_run_on() -> None:
     version = re.search(r"<kafka\.version>([^<]+)<", pom)
     assert version is not None
     assert service["image"] == f"apache/kafka:{version[1]}"
-    text = kafka_broker._PROPERTIES.format_map(defaultdict(str, kafka_broker.numbers(1), node=1))
+    text = kafka_broker._PROPERTIES.format_map(defaultdict(str, kafka_broker.replication_settings(1), node=1))
     local = dict(line.split("=", 1) for line in text.splitlines())
     ours = {
         key.removeprefix("KAFKA_").lower().replace("_", "."): value
