@@ -183,6 +183,7 @@ class TermStarted(Record, frozen=True, omit_defaults=True):
     records_per_batch: int
     time_s: float
     generation: int = 0  # term of the generation's first server; 0: the first (`doll.ledger.generations`)
+    resumed_batches: int = 0  # batches in the resumed model
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -215,7 +216,8 @@ class Update(Record, frozen=True):
     n_samples: int
     loss: float  # mean prequential loss of the samples, before learning from them
     metrics: Mapping[str, float] = {}  # means over the samples, prequential
-    samples_total: int = 0
+    samples_total: int = 0  # usable samples in the model
+    batches_total: int = 0  # batches in the model, unusable samples included: progress in the streams
     apply_s: float = 0.0  # parameter server time for this update: fetch, add, step, publish
     grant_to_update_s: float = 0.0  # from the first grant of the group to the new weights
     time_s: float = 0.0

@@ -190,6 +190,7 @@ class Engine:
         self.generation = snapshot.generation
         self.samples_id = snapshot.samples_id
         self.samples_total = snapshot.samples_total
+        self.batches_total = sum(snapshot.applied)
         self.counters: Counter[str] = Counter(snapshot.counters)
         self.finished: str | None = None
         self.stopping: str | None = None
@@ -587,11 +588,12 @@ class Engine:
         self._num_held -= len(applied)
         samples = sum(item.push.n_samples for item in applied)
         self.samples_total += samples
+        self.batches_total += len(applied)
         self.version += 1
         if self._first_update_at_s is None:
             self._first_update_at_s = now
         scale = 1.0 if self.settings.sum_reduction else 1.0 / max(samples, 1)
-        actions.append(ApplyUpdate(self.version, tuple(applied), scale, self.samples_total))
+        actions.append(ApplyUpdate(self.version, tuple(applied), scale, self.samples_total, self.batches_total))
         self._stop_if_enough()
 
     def _stop_if_enough(self) -> None:

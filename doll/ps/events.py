@@ -134,6 +134,7 @@ class ApplyUpdate:
     batches: tuple[AppliedBatch, ...]
     scale: float
     samples_total: int
+    batches_total: int
 
 
 @dataclass(frozen=True, slots=True)

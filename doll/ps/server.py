@@ -146,6 +146,7 @@ class ParameterServer:
                 records_per_batch=engine.settings.records_per_batch,
                 time_s=time.time(),
                 generation=engine.generation,
+                resumed_batches=engine.batches_total,
             )
         )
         for worker in range(engine.settings.num_workers):
@@ -408,6 +409,7 @@ class ParameterServer:
                     for name in sorted(names)
                 },
                 samples_total=action.samples_total,
+                batches_total=action.batches_total,
                 apply_s=self._busy_s,
                 grant_to_update_s=now - min(item.granted_at_s for item in action.batches),
                 time_s=time.time(),

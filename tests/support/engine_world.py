@@ -159,7 +159,7 @@ class World:
                 return more
             case ev.DropGradient(key, _):
                 self.blobs.discard(key)
-            case ev.ApplyUpdate(version, batches, _, _):
+            case ev.ApplyUpdate(version=version, batches=batches):
                 members = tuple((item.push.worker, item.push.batch, item.push.version) for item in batches)
                 self.updates.append(Applied(self.term, version, members))
             case ev.StoreCheckpoint():

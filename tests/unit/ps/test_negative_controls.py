@@ -75,7 +75,7 @@ class LedgerWorld(World):
                 Update(
                     term=self.term, version=action.version, members=tuple(members),
                     n_samples=sum(member.n_samples for member in members), loss=1.0, metrics={},
-                    samples_total=action.samples_total, time_s=self.now,
+                    samples_total=action.samples_total, batches_total=action.batches_total, time_s=self.now,
                 )
             )  # fmt: skip
         return super()._perform(engine, action)

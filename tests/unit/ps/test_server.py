@@ -238,7 +238,7 @@ def test_an_update_is_recorded_with_its_lineage(rig: Rig) -> None:
     rig.update(value=2.0)
     update = rig.box.updates[-1]
     assert isinstance(update, Update)
-    assert (update.version, update.n_samples, update.samples_total) == (1, 8, 8)
+    assert (update.version, update.n_samples, update.samples_total, update.batches_total) == (1, 8, 8, 2)
     assert (update.loss, update.metrics) == (2.0, {"accuracy": 0.5})
     assert [(m.worker, m.batch, m.lo, m.hi, m.base_version) for m in update.members] == [
         (0, 0, 100, 104, 0),
@@ -478,6 +478,7 @@ def test_a_successor_goes_on_from_the_checkpoint_and_does_the_rest_again() -> No
     (started,) = heir.box.updates
     assert isinstance(started, TermStarted)
     assert (started.term, started.resumed_version, started.origins) == (2, 1, (100, 200))
+    assert started.resumed_batches == 2
     heir.join()
     assert [record.next_batch for record in heir.box.of(Welcome)] == [1, 1]
     heir.update(2.0)
