@@ -13,7 +13,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from doll.config import JobConfig
+from doll.config.job import JobConfig
+from doll.config.variants import sections_of
 
 _HEAD = """\
 # The job file
@@ -25,7 +26,7 @@ Secrets never stand in the file. They come from the environment: `DOLL_KAFKA_USE
 `DOLL_KAFKA_CA`, `DOLL_REDIS_USERNAME`, `DOLL_REDIS_PASSWORD`. Addresses may come from there too: `DOLL_KAFKA`,
 `DOLL_REDIS`.
 
-This page is generated from `doll/config.py` by `python -m doll.config.reference docs/configuration.md`.
+This page is generated from `doll/config/` by `python -m doll.config.reference docs/configuration.md`.
 """
 
 
@@ -33,7 +34,7 @@ def markdown() -> str:
     """The whole page."""
     parts = [_HEAD, "\n## Top level\n\n" + _table(JobConfig, skip=("base_folder",))]
     for name, field in JobConfig.model_fields.items():
-        models = list(_models(field.annotation))
+        models = sections_of(field)
         for model in models:
             parts.extend(_section(name, model, variants=len(models) > 1))
     return "".join(parts)
@@ -41,10 +42,10 @@ def markdown() -> str:
 
 def _section(path: str, model: type[BaseModel], *, variants: bool) -> Iterator[str]:
     title = f"`{path}`" + (f": {_variant(model)}" if variants else "")
-    about = (model.__doc__ or "").strip()
-    yield f"\n## {title}\n\n" + (f"{about}\n\n" if about else "") + _table(model)
+    summary = (model.__doc__ or "").strip()
+    yield f"\n## {title}\n\n" + (f"{summary}\n\n" if summary else "") + _table(model)
     for name, field in model.model_fields.items():
-        inner = list(_models(field.annotation))
+        inner = sections_of(field)
         for model_type in inner:
             yield from _section(f"{path}.{field.alias or name}", model_type, variants=len(inner) > 1)
 
@@ -67,7 +68,7 @@ def _table(model: type[BaseModel], skip: tuple[str, ...] = ()) -> str:
 
 
 def _type(field: FieldInfo) -> str:
-    text = _annotation(field.annotation)
+    text = "section" if sections_of(field) else _annotation(field.annotation)
     bounds = []
     for rule in field.metadata:
         for attribute, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
@@ -87,13 +88,11 @@ def _annotation(annotation: Any) -> str:
         return " or ".join(f"`{value}`" for value in typing.get_args(annotation))
     if isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union:
         args = [arg for arg in typing.get_args(annotation) if arg is not type(None)]
-        return "section" if list(_models(annotation)) else " or ".join(_annotation(arg) for arg in args)
+        return " or ".join(_annotation(arg) for arg in args)
     if typing.get_origin(annotation) is list:
         return "list of " + _annotation(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) is dict:
         return "keys and values"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "section"
     names = {str: "text", int: "whole number", float: "number", bool: "true or false", Path: "path"}
     return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
@@ -105,14 +104,6 @@ def _default(field: FieldInfo) -> str:
     if value is PydanticUndefined or isinstance(value, BaseModel) or value in (None, {}):
         return ""
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
-
-
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    else:
-        for arg in typing.get_args(annotation):
-            yield from _models(arg)
 
 
 if __name__ == "__main__":

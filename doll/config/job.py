@@ -1,0 +1,114 @@
+"""The whole job file, and what follows from it."""
+
+from __future__ import annotations
+
+import re
+import typing
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from doll.config.data import DataConfig
+from doll.config.fleets import FleetConfig, ProcessesFleetConfig
+from doll.config.provision import PlanConfig, ProvisionConfig
+from doll.config.roles import BlobConfig, CheckpointConfig, EvaluationConfig, HealthConfig, PsConfig, WorkerConfig
+from doll.config.section import Section
+from doll.config.services import KafkaConfig, RedisConfig
+from doll.config.source import ArrivalsConfig, SourceConfig, StdinSource
+from doll.config.training import (
+    AspPolicyConfig,
+    BspPolicyConfig,
+    DollPolicyConfig,
+    StopConfig,
+    TaskConfig,
+    TrainingConfig,
+)
+
+JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
+
+
+class JobConfig(Section):
+    """The whole job file."""
+
+    job: str = Field(description="name of the job: part of topic names, keys and folders")
+    seed: int = Field(default=0, ge=0)
+    task: TaskConfig
+    data: DataConfig = Field(default_factory=DataConfig)
+    source: SourceConfig | None = Field(
+        default=None, description="what `doll up` and `doll produce` send; default: somebody else's producer"
+    )
+    arrivals: ArrivalsConfig = Field(default_factory=ArrivalsConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    stop: StopConfig = Field(default_factory=StopConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig)
+    worker: WorkerConfig = Field(default_factory=WorkerConfig)
+    ps: PsConfig = Field(default_factory=PsConfig)
+    health: HealthConfig = Field(default_factory=HealthConfig)
+    blobs: BlobConfig = Field(default_factory=BlobConfig)
+    kafka: KafkaConfig = Field(default_factory=KafkaConfig)
+    redis: RedisConfig = Field(default_factory=RedisConfig)
+    plan: PlanConfig = Field(default_factory=PlanConfig)
+    provision: ProvisionConfig = Field(default_factory=ProvisionConfig)
+    fleet: FleetConfig = Field(
+        default_factory=ProcessesFleetConfig, description="the machines that `doll provision` starts workers on"
+    )
+    base_folder: Path = Field(
+        default=Path("."), exclude=True, description="folder of the job file; relative paths start there"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if not JOB_NAME.fullmatch(self.job):
+            raise ValueError(f"job: expected 1-63 of a-z 0-9 _ - beginning with a letter or digit, got {self.job!r}")
+        if self.arrivals.while_down == "pause" and isinstance(self.source, StdinSource):
+            raise ValueError("arrivals.while_down: pause: expected a source of one's own pace, got stdin")
+        rates = self.arrivals.rate_per_s
+        if isinstance(rates, list) and len(rates) != self.data.workers:
+            raise ValueError(
+                f"arrivals.rate_per_s: expected {self.data.workers} rates (data.workers), got {len(rates)}"
+            )
+        policy = self.training.policy
+        if isinstance(policy, DollPolicyConfig):
+            room = self.data.workers * self.worker.max_pending_batches
+            if policy.group_size > room:
+                raise ValueError(
+                    f"training.policy.group_size: {policy.group_size} batches never come together: "
+                    f"{self.data.workers} workers x worker.max_pending_batches {self.worker.max_pending_batches} "
+                    f"hold {room}; raise max_pending_batches"
+                )
+        return self
+
+    def path(self, value: Path) -> Path:
+        """`value`, taken relative to the job file's folder."""
+        return value if value.is_absolute() else self.base_folder / value
+
+    def rates_per_s(self) -> list[float]:
+        """Samples per second of each stream (infinite when the source sends as fast as it can)."""
+        if self.arrivals.process == "asap":
+            return [float("inf")] * self.data.workers
+        rates = self.arrivals.rate_per_s
+        return list(rates) if isinstance(rates, list) else [rates] * self.data.workers
+
+    @property
+    def cluster(self) -> str:
+        """What marks the machines of this job."""
+        return self.fleet.cluster or self.job
+
+    @property
+    def group_size(self) -> int:
+        """K: batches per update under the job's policy."""
+        policy = self.training.policy
+        match policy:
+            case DollPolicyConfig():
+                return policy.group_size
+            case BspPolicyConfig():
+                return self.data.workers
+            case AspPolicyConfig():
+                return 1
+            case _:
+                typing.assert_never(policy)
+
+    def topic(self, kind: Literal["samples", "events", "commands", "updates", "metrics", "dead"]) -> str:
+        return f"doll.{self.job}.{kind}"

@@ -1,0 +1,130 @@
+"""Read a job file: YAML with bounds on size and depth, overrides, and checks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from doll.bounded import MalformedError, check_size, read_text
+from doll.config.explain import explain, shortened
+from doll.config.job import JobConfig
+from doll.errors import ConfigError
+
+# Far above any job file's: what is larger was made to fill the memory, or is no job file.
+MAX_CHARS = 1_000_000
+MAX_VALUES = 100_000
+MAX_DEPTH = 40
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> JobConfig:
+    """The job file at `path` with `key.sub=value` overrides, checked.
+
+    Raises:
+        ConfigError: the file is not there, is not YAML, or a key is unknown, missing or has a wrong value. The message
+            names the key, what was expected and what came.
+    """
+    try:
+        text = read_text(path, max_bytes=4 * MAX_CHARS)
+    except (OSError, MalformedError) as exc:
+        raise ConfigError(f"cannot read job file {path}: {getattr(exc, 'strerror', None) or exc}") from exc
+    return parse(text, overrides, origin=str(path), base_folder=path.resolve().parent)
+
+
+def parse(
+    text: str, overrides: Sequence[str] = (), *, origin: str = "job file", base_folder: Path = Path(".")
+) -> JobConfig:
+    """As `load`, from the text of a job file.
+
+    Raises:
+        ConfigError: as in `load`.
+    """
+    data = _plain_values(text, f"{origin}:")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{origin}: expected keys and values (job:, task:, data:, ...), got {type(data).__name__}")
+    for override in overrides:
+        _override(data, override)
+    try:
+        # A resolved job file (of a run folder) names the folder that its relative paths start from.
+        named = data.get("base_folder")
+        folder = base_folder / named if isinstance(named, str) else base_folder
+        return JobConfig.model_validate({**data, "base_folder": folder})
+    except ValidationError as exc:
+        raise ConfigError("\n".join(f"{origin}: {line}" for line in explain(exc, JobConfig))) from exc
+
+
+def dump(config: JobConfig) -> str:
+    """The effective job file as YAML; `parse(dump(c))` equals `c` but for the base folder."""
+    text: str = yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False)
+    return text
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's plain values only. Merged keys (`<<`) are counted: a few lines of them can stand for 10^9 keys."""
+
+    merged = 0
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (KeyError, IndexError, AttributeError, TypeError) as exc:  # `!!bool x`, `!!int ""`
+            raise yaml.constructor.ConstructorError(
+                None, None, f"expected a value of {node.tag}, got {node.value!r}", node.start_mark
+            ) from exc
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        self.merged += len(node.value)
+        if self.merged > MAX_VALUES:
+            raise yaml.YAMLError(f"more than {MAX_VALUES} keys")
+
+
+# A job file holds text, numbers, lists and keys. Dates stay text, since no key is one.
+_PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
+_Loader.yaml_constructors = {
+    tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag in _PLAIN
+}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+def _plain_values(text: str, origin: str) -> Any:
+    """What stands in a YAML text, bounded in size and depth with all its references followed.
+
+    Raises:
+        ConfigError: it is not YAML, or beyond what any job needs: it would only fill the memory.
+    """
+    if len(text) > MAX_CHARS:
+        raise ConfigError(f"{origin} not a job file's: expected at most {MAX_CHARS} characters, got {len(text)}")
+    try:
+        loader = _Loader(text)
+        try:
+            data = loader.get_single_data()
+        finally:
+            loader.dispose()
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError, MemoryError) as exc:
+        raise ConfigError(f"{origin} not YAML: {shortened(str(exc))}") from exc
+    try:
+        check_size(data, max_values=MAX_VALUES, max_depth=MAX_DEPTH)
+    except MalformedError as exc:
+        raise ConfigError(f"{origin} not a job file's: {exc}: does an anchor refer to itself?") from exc
+    return data
+
+
+def _override(data: dict[Any, Any], override: str) -> None:
+    key, sep, value = override.partition("=")
+    if not sep or not key.strip():
+        raise ConfigError(f"--set: expected key.sub=value, got {override!r}")
+    at = data
+    parts = key.strip().split(".")
+    for part in parts[:-1]:
+        inner = at.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise ConfigError(f"--set {override}: {part!r} is a value, not a section")
+        at = inner
+    at[parts[-1]] = _plain_values(value, f"--set {override:.80}: value is")

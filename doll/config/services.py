@@ -1,0 +1,42 @@
+"""Where Kafka and Redis are. Credentials come from the environment only."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, PositiveInt, StringConstraints, model_validator
+
+from doll.config.section import Section
+
+
+class KafkaConfig(Section):
+    address: str | None = Field(
+        default=None, description="host:port[,host:port]; default: $DOLL_KAFKA, else a local broker is started"
+    )
+    replication_factor: PositiveInt = 1
+    security: Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"] = "plaintext"
+    producer_user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._=,@/ -]+$")] | None = Field(
+        default=None,
+        description="user of Kafka's that may write to `samples` and nothing else: allowed, by ACLs, when the topics "
+        "are made or checked",
+    )
+
+    @model_validator(mode="after")
+    def _no_secret(self) -> Self:
+        if self.address and "@" in self.address:
+            raise ValueError("no credentials in the job file: set DOLL_KAFKA_USERNAME and DOLL_KAFKA_PASSWORD instead")
+        return self
+
+
+class RedisConfig(Section):
+    address: str | None = Field(
+        default=None, description="redis://host:port/db; default: $DOLL_REDIS, else a local server is started"
+    )
+
+    @model_validator(mode="after")
+    def _no_secret(self) -> Self:
+        if self.address and ("@" in self.address or "?" in self.address):
+            raise ValueError(
+                "no credentials in the job file: set DOLL_REDIS_PASSWORD (and DOLL_REDIS_USERNAME) instead"
+            )
+        return self

@@ -1,0 +1,108 @@
+"""What is learned and how: the task, the policy, the optimizer, and when the job ends."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+from doll.config.section import Section
+from doll.config.variants import Variants
+
+
+class TaskConfig(Section):
+    """The user's task: a Python class and its keyword arguments."""
+
+    cls: str = Field(alias="class", description="`module:Class`, or `file.py:Class` relative to the job file")
+    args: dict[str, Any] = Field(default_factory=dict, description="keyword arguments of the class")
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+
+    @model_validator(mode="after")
+    def _has_class(self) -> Self:
+        module, _, name = self.cls.rpartition(":")
+        if not module or not name.isidentifier():
+            raise ValueError(f"expected 'module:Class' or 'file.py:Class', got {self.cls!r}")
+        return self
+
+
+class SgdConfig(Section):
+    """Stochastic gradient descent on the mean gradient of a group (digest D2)."""
+
+    name: Literal["sgd"] = "sgd"
+    lr: PositiveFloat = 0.1
+    momentum: float = Field(default=0.0, ge=0, lt=1)
+    nesterov: bool = False
+    weight_decay: float = Field(default=0.0, ge=0)
+
+
+class AdamConfig(Section):
+    """Adam on the mean gradient of a group."""
+
+    name: Literal["adam"] = "adam"
+    lr: PositiveFloat = 1e-3
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+
+
+class DollPolicyConfig(Section):
+    """Groups of K batches, all computed at the same version (the DOLL paper, Algorithms 3 and 4)."""
+
+    name: Literal["doll"] = "doll"
+    group_size: PositiveInt = Field(default=4, description="K: batches per model update")
+
+
+class BspPolicyConfig(Section):
+    """Bulk synchronous: one batch of every live worker per update."""
+
+    name: Literal["bsp"]
+
+
+class AspPolicyConfig(Section):
+    """Asynchronous: every gradient is applied as it comes."""
+
+    name: Literal["asp"]
+
+
+policies = Variants("name", DollPolicyConfig, BspPolicyConfig, AspPolicyConfig, default="doll")
+optimizers = Variants("name", SgdConfig, AdamConfig, default="sgd")
+
+PolicyConfig = Annotated[DollPolicyConfig | BspPolicyConfig | AspPolicyConfig, policies]
+OptimizerConfig = Annotated[SgdConfig | AdamConfig, optimizers]
+
+
+class GuardConfig(Section):
+    """Samples that would break the model are dead-lettered (docs/security.md)."""
+
+    spike_factor: float = Field(
+        default=100.0,
+        ge=0,
+        description="a sample may go when its gradient is this many times as long as is usual, if its step would "
+        "break the model for ordinary samples; 0: only samples without a finite gradient go",
+    )
+
+
+class TrainingConfig(Section):
+    policy: PolicyConfig = Field(default_factory=DollPolicyConfig)
+    optimizer: OptimizerConfig = Field(default_factory=SgdConfig)
+    reduction: Literal["mean", "sum"] = Field(
+        default="mean",
+        description="mean: step on the mean gradient of the update's samples; sum: the paper's literal rule",
+    )
+    clip_norm: PositiveFloat | None = Field(
+        default=None, description="longest gradient of an update that the optimizer sees; a longer one is scaled down"
+    )
+    guard: GuardConfig = Field(default_factory=GuardConfig)
+
+
+class StopConfig(Section):
+    """The job ends at the first of these that is met; with none it runs until it is stopped."""
+
+    updates: PositiveInt | None = None
+    samples: PositiveInt | None = Field(default=None, description="samples applied")
+    seconds: PositiveFloat | None = Field(
+        default=None, description="wall-clock seconds since the first update of the job"
+    )
+    accuracy: float | None = Field(default=None, gt=0, le=1, description="held-out accuracy reached")
+    loss: float | None = Field(default=None, description="held-out loss reached (at or below)")

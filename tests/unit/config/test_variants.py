@@ -1,0 +1,80 @@
+"""Sections that are told apart by one key: a new one is one class."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import pytest
+from doll.config.explain import explain
+from doll.config.section import Section
+from doll.config.variants import Variants, sections_of
+from pydantic import Field, ValidationError
+
+shapes = Variants("kind", default="circle")
+
+
+class Shape(Section):
+    kind: str
+
+
+@shapes.add
+class Circle(Shape):
+    kind: Literal["circle"] = "circle"
+    radius: float = 1.0
+
+
+class Drawing(Section):
+    shape: Annotated[Shape, shapes] = Field(default_factory=Circle)
+    other: Annotated[Shape, shapes] | None = None
+
+
+@shapes.add
+class Square(Shape):  # a class that is registered after the field was declared
+    kind: Literal["square"]
+    side: float
+
+
+def errors(data: object) -> list[str]:
+    with pytest.raises(ValidationError) as caught:
+        Drawing.model_validate(data)
+    return list(explain(caught.value, Drawing))
+
+
+def test_the_key_names_the_class() -> None:
+    assert Drawing.model_validate({"shape": {"kind": "square", "side": 2}}).shape == Square(kind="square", side=2)
+    assert Drawing.model_validate({"shape": {"radius": 2}}).shape == Circle(radius=2)
+    assert Drawing.model_validate({"shape": Circle(radius=3)}).shape == Circle(radius=3)
+    assert Drawing.model_validate({}).other is None
+
+
+def test_all_keys_of_the_class_are_written() -> None:
+    drawing = Drawing.model_validate({"shape": {"kind": "square", "side": 2}})
+    assert drawing.model_dump(mode="json", exclude_none=True) == {"shape": {"kind": "square", "side": 2.0}}
+    assert Drawing.model_validate(drawing.model_dump()) == drawing
+
+
+def test_errors_name_the_key() -> None:
+    assert errors({"shape": {"kind": "line"}}) == ["shape.kind: expected one of circle, square, got 'line'"]
+    assert errors({"shape": "square"}) == ["shape.kind: expected one of circle, square, got 'square'"]
+    assert errors({"shape": {"kind": ["square"]}}) == ["shape.kind: expected one of circle, square, got ['square']"]
+    assert errors({"other": {"kind": "square"}}) == ["other.side: expected a value, got nothing: add this key"]
+    assert errors({"shape": {"radus": 1}}) == ["shape.radus: unknown key (did you mean 'radius'?)"]
+
+
+def test_the_classes_of_a_field() -> None:
+    assert sections_of(Drawing.model_fields["shape"]) == [Circle, Square]
+    assert sections_of(Drawing.model_fields["other"]) == [Circle, Square]
+    assert sections_of(Circle.model_fields["radius"]) == []
+
+
+def test_a_value_of_the_key_has_one_class() -> None:
+    class Disc(Shape):
+        kind: Literal["circle"] = "circle"
+
+    class Nameless(Shape):
+        pass
+
+    with pytest.raises(ValueError, match="'circle' is taken by Circle"):
+        shapes.add(Disc)
+    with pytest.raises(ValueError, match="expected a field kind"):
+        shapes.add(Nameless)
