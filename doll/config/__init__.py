@@ -32,3 +32,4 @@ from doll.config.training import OptimizerConfig as OptimizerConfig
 from doll.config.training import PolicyConfig as PolicyConfig
 from doll.config.training import SgdConfig as SgdConfig
 from doll.config.training import StopConfig as StopConfig
+from doll.config.training import TrainingConfig as TrainingConfig

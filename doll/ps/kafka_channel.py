@@ -1,4 +1,4 @@
-"""The parameter server's wires to Kafka: reads `events` from where it is now, writes `commands`, `updates` and `metrics`.
+"""The parameter server's channel to Kafka: reads `events` from its end, writes `commands`, `updates` and `metrics`.
 
 No consumer group and no committed offsets: what the server missed while it was away, workers say again after Hello.
 """

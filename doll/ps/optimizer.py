@@ -1,7 +1,7 @@
-"""The step: gradients summed in a fixed order in float32, scaled, given to torch's optimizers on one flat parameter.
+"""Updater that steps on a gradient: sums in a fixed order in float32, scales, clips, and calls torch's optimizers.
 
 torch's functions `sgd` and `adam` are called, not its optimizer classes: constructing one of these imports torch's
-compiler, 5 s of CPU here at each start of a parameter server, restarts after a crash included.
+compiler, which took 5 s of CPU on two slow cores at each start of a parameter server, restarts included.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from doll.config import AdamConfig, OptimizerConfig, SgdConfig
+from doll.config import AdamConfig, OptimizerConfig, SgdConfig, TrainingConfig
 from doll.errors import CheckpointError, TaskError
 from doll.model import FlatModel
+from doll.ps.updater import Contribution, Updater
 
 WEIGHTS = "weights"
 _STATE = "optimizer."
@@ -29,10 +30,10 @@ class DivergedError(TaskError):
 
 
 class Optimizer:
-    """Owns the flat weights at the parameter server.
+    """`Updater` whose contributions are gradients: one step of torch's optimizer on `scale` times their sum.
 
-    Differs from the paper: the mean gradient over the update's samples is applied, not the sum (digest D2); the
-    caller's `scale` decides.
+    The caller's `scale` decides between the mean gradient over the update's samples (the default) and the paper's sum
+    (docs/theory.md, D2).
     """
 
     def __init__(self, model: FlatModel, config: OptimizerConfig, clip_norm: float | None = None) -> None:
@@ -51,11 +52,10 @@ class Optimizer:
 
     @property
     def weights(self) -> npt.NDArray[np.float32]:
-        """As `doll.model` lays it out: float32, shape (numel,), a view of the live tensor."""
         array: npt.NDArray[np.float32] = self._flat.detach().numpy()
         return array
 
-    def apply(self, gradients: Sequence[npt.NDArray[np.float32]], scale: float, num_samples: int) -> None:
+    def apply(self, gradients: Sequence[Contribution], scale: float, num_samples: int) -> None:
         """One step on `scale` times the sum of `gradients`, added in the order given.
 
         Args:
@@ -100,16 +100,10 @@ class Optimizer:
                 gradient *= self._clip_norm / norm
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Copies of weights and optimizer state, by name, for a checkpoint."""
         tensors = {f"{_STATE}{key}": value.numpy().copy() for key, value in self._state.items()}
         return {WEIGHTS: self.weights.copy(), **tensors}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        """Go on from a checkpoint's tensors.
-
-        Raises:
-            CheckpointError: the weights are not there or have another size.
-        """
         weights = tensors.get(WEIGHTS)
         try:
             if weights is None:
@@ -147,6 +141,11 @@ class Optimizer:
                 )  # fmt: skip
             case _:
                 assert_never(config)
+
+
+def make_updater(config: TrainingConfig, model: FlatModel) -> Updater:
+    """The updater that `training` asks for; it owns the weights of `model` from now on."""
+    return Optimizer(model, config.optimizer, config.clip_norm)
 
 
 def _is_finite(vector: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The same log makes the same model: an event log through a fresh engine and optimizer, to the bit."""
+"""The same log makes the same model: an event log through a fresh engine and updater, to the bit."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from doll.config import JobConfig
 from doll.model import build, fingerprint
 from doll.ps import events as ev
+from doll.ps.checkpointing import encode_snapshot
 from doll.ps.event_log import read_log
-from doll.ps.optimizer import Optimizer
+from doll.ps.optimizer import make_updater
 from doll.ps.start import make_engine
+from doll.ps.updater import ContributionBuffer
 from doll.storage.blobs import blob_info, decode_blob
 from doll.storage.checkpoints import Checkpoint
 from doll.task import load_task
@@ -42,27 +43,25 @@ def replay(
     start, entries = read_log(path)
     model = build(config, load_task(config))
     job_fingerprint = fingerprint(config, model)
-    optimizer = Optimizer(model, config.training.optimizer, config.training.clip_norm)
-    engine = make_engine(config, start, optimizer)
-    gradients: dict[int, npt.NDArray[np.float32]] = {}
+    updater = make_updater(config.training, model)
+    engine = make_engine(config, start, updater)
+    contributions = ContributionBuffer(updater)
     if on_update is not None:
-        on_update(engine.version, optimizer.weights)
+        on_update(engine.version, updater.weights)
     for entry in entries:
         if isinstance(entry.event, ev.GradientFetched):
             version = blob_info(entry.gradient).version
-            size = optimizer.weights.size
-            gradients[entry.event.grant] = decode_blob(
-                entry.gradient, job=config.job, kind="g", version=version, numel=size
-            )
+            size = updater.weights.size
+            gradient = decode_blob(entry.gradient, job=config.job, kind="g", version=version, numel=size)
+            contributions.put(entry.event.grant, gradient)
         for action in engine.handle(entry.event, entry.now):
             match action:
                 case ev.ApplyUpdate():
-                    parts = [gradients.pop(item.grant) for item in action.batches if item.push.key]
-                    optimizer.apply(parts, action.scale, sum(item.push.n_samples for item in action.batches))
+                    contributions.apply(action)
                     if on_update is not None:
-                        on_update(action.version, optimizer.weights)
+                        on_update(action.version, updater.weights)
                 case ev.StoreCheckpoint():
                     yield Checkpoint(
                         job=config.job, fingerprint=job_fingerprint, term=start.term, version=action.version,
-                        state=msgspec.msgpack.encode(action.snapshot), tensors=optimizer.tensors(),
+                        state=encode_snapshot(action.snapshot), tensors=updater.tensors(),
                     )  # fmt: skip

@@ -1,39 +1,34 @@
-"""The parameter server without its wires: engine, optimizer, blobs and checkpoints put together.
+"""The parameter server without its transport: engine, model host, checkpoints and outbox put together.
 
-Order of effects, and what a crash between any two does (design, section 5):
+Order of effects, and what a crash between any two does (docs/architecture.md):
 
 0. checkpoint of version 0, with the origins  - then crash: the next server keeps the origins
 1. weights of version J into the blob store   - then crash: nobody uses them, the next server has its own keys
 2. grant on `commands`                        - then crash: the next server says Hello, workers announce again
 3. push on `events`, gradient fetched, update applied in memory
-4. update record on `updates`, acknowledged   - then crash: the next server's TermStarted record voids it, it is done again
-5. checkpoint saved, atomically               - then crash: the next server starts from it and says so in Welcome
-6. `durable` on `commands`                    - then crash: the next Welcome says it again
+4. update record on `updates`, acknowledged   - then crash: the next server's TermStarted voids it, its batches are
+   applied again
+5. checkpoint saved, atomically               - then crash: the next server starts from it and sends it in Welcome
+6. `durable` on `commands`                    - then crash: the next Welcome repeats it
 7. the worker acknowledges to Kafka           - so the committed offset is never ahead of the durable model
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from typing import Protocol, assert_never
+from collections.abc import Callable
+from typing import Protocol, TypeVar, assert_never
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
-
-from doll.bounded import short
 from doll.config import JobConfig
-from doll.errors import BlobError, CheckpointError, FencedError
+from doll.errors import FencedError
 from doll.process.fault_points import fault_point
 from doll.ps import events as ev
+from doll.ps.checkpointing import CheckpointWriter, encode_snapshot
 from doll.ps.engine import Engine
-from doll.ps.optimizer import Optimizer
-from doll.ps.stuck import StallDetector, shortfall
+from doll.ps.model_host import ModelHost
+from doll.ps.reports import measurements, update_record
+from doll.ps.stuck import StallDetector
 from doll.records import (
     AnyRecord,
     Durable,
@@ -42,7 +37,6 @@ from doll.records import (
     Finished,
     Grant,
     Hello,
-    Member,
     Metric,
     Nack,
     Push,
@@ -51,13 +45,14 @@ from doll.records import (
     Update,
     Welcome,
 )
-from doll.storage.blobs import Blobs, Buffer, Latest, decode_blob, encode_blob, encode_latest, latest_key, weights_key
+from doll.storage.blobs import Buffer
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-_SAVE_AGAIN_S = 1.0
+A = TypeVar("A")
+R = TypeVar("R")
 
 
 class Outbox(Protocol):
@@ -80,7 +75,7 @@ class Outbox(Protocol):
 
 
 class EventLog(Protocol):
-    """Keeps what the engine is told, so that the run can be replayed."""
+    """Keeps the engine's events, so that the run can be replayed."""
 
     def write(self, event: ev.Event, now: float, gradient: Buffer | None = None) -> None:
         """One event; `gradient` is the blob that came with a GradientFetched."""
@@ -94,8 +89,7 @@ class ParameterServer:
         config: JobConfig,
         *,
         engine: Engine,
-        optimizer: Optimizer,
-        blobs: Blobs,
+        host: ModelHost,
         store: CheckpointStore,
         outbox: Outbox,
         fingerprint: str,
@@ -104,35 +98,32 @@ class ParameterServer:
     ) -> None:
         self.engine = engine
         self._config = config
-        self._optimizer = optimizer
-        self._blobs = blobs
+        self._host = host
         self._store = store
         self._outbox = outbox
         self._fingerprint = fingerprint
         self._clock = clock
         self._event_log = event_log
-        self._gradients: dict[int, npt.NDArray[np.float32]] = {}
-        self._blob_log: dict[int, Buffer] = {}  # fetched and not logged yet
-        self._published: deque[int] = deque()
         self._updates_sent = 0
-        self._to_save: tuple[int, Checkpoint] | None = None  # waits for this many update records to be safe
-        self._saver = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._saving: tuple[Checkpoint, Future[None]] | None = None
-        self._save_failing_s: float | None = None  # since when
-        self._retry_save_at_s = 0.0
+        self.checkpoints = CheckpointWriter(
+            store,
+            acknowledged=outbox.updates_acknowledged,
+            retry_timeout_s=config.checkpoint.retry_timeout_s,
+            clock=clock,
+        )
         self._busy_s = 0.0  # spent on the update under way: fetch, add, step, publish
         self._metrics_at_s = 0.0
         self._stall = StallDetector(clock())
-        self._welcomed: dict[int, int] = {}
+        self._welcomed: dict[int, int] = {}  # worker -> session of its last Welcome
 
     def open(self) -> None:
-        """Tell the world that this server is there: a TermStarted record, then Hello to every worker.
+        """Announce this server: a TermStarted record, then Hello to every worker.
 
-        A new job's origins are made durable before anybody hears of them: were they taken again after a restart, what
+        A new job's origins are made durable before anybody learns of them: if a restart took them again, records that
         came meanwhile would be lost, and a batch of the same number would be other offsets.
 
         Raises:
-            FencedError, CheckpointError: as in `turn`.
+            FencedError, CheckpointError: as in `run_periodic`.
         """
         engine = self.engine
         if engine.version == 0:
@@ -154,10 +145,10 @@ class ParameterServer:
 
     def close(self) -> None:
         """Wait for a checkpoint that is being written, and end the thread that writes it."""
-        self._saver.shutdown(wait=True)
+        self.checkpoints.close()
 
     def feed(self, event: ev.Event) -> None:
-        """Tell the engine and do what it says, with all that follows from it.
+        """Give one event to the engine and carry out its actions, with all that follows from them.
 
         Raises:
             DivergedError: the gradient is not finite.
@@ -165,23 +156,23 @@ class ParameterServer:
         """
         if isinstance(event, Push | Nack | Evaluated) and event.term > self.engine.term:
             self.stop_if_superseded()
-        pending = deque([event])
+        pending: deque[tuple[ev.Event, Buffer | None]] = deque([(event, None)])
         while pending:
             now = self._clock()
-            fact = pending.popleft()
+            next_event, blob = pending.popleft()
             if self._event_log is not None:
-                blob = self._blob_log.pop(fact.grant) if isinstance(fact, ev.GradientFetched) else None
-                self._event_log.write(fact, now, blob)
-            for action in self.engine.handle(fact, now):
-                outcome = self._perform(action)
-                if outcome is not None:
-                    pending.append(outcome)
+                self._event_log.write(next_event, now, blob)
+            for action in self.engine.handle(next_event, now):
+                if isinstance(action, ev.FetchGradient):
+                    pending.append(self._timed(self._host.fetch, action))
+                else:
+                    self._perform(action)
 
     def stop_if_superseded(self) -> None:
-        """Ask the store: a server with nothing to save would not find out that it has a successor.
+        """Ask the store for the newest term: a server with nothing to save would not learn that it has a successor.
 
         Raises:
-            FencedError: it has.
+            FencedError: it has one.
         """
         newest = self._store.newest_term()
         if newest > self.engine.term:
@@ -190,26 +181,16 @@ class ParameterServer:
                 "this process must stop"
             )
 
-    def turn(self) -> None:
-        """What does not wait for a message: finished checkpoints, time, measurements. Call it often.
+    def run_periodic(self) -> None:
+        """Do what no record triggers: checkpoints that are written, timeouts, measurements. Call it often.
 
         Raises:
             FencedError: a newer parameter server has claimed the job.
             CheckpointError: a checkpoint could not be saved for `checkpoint.retry_timeout_s`.
         """
-        if self._to_save is not None and self._saving is None and self._clock() >= self._retry_save_at_s:
-            needed, checkpoint = self._to_save
-            if self._outbox.updates_acknowledged() >= needed:
-                self._to_save = None
-                self._saving = (checkpoint, self._saver.submit(self._store.save, checkpoint))
-        if self._saving is not None and self._saving[1].done():
-            checkpoint, future = self._saving
-            self._saving = None
-            if self._saved(future):
-                fault_point("ps.after_checkpoint")
-                self.feed(ev.CheckpointStored(version=checkpoint.version))
-            else:
-                self._to_save = (0, checkpoint)
+        if (version := self.checkpoints.poll()) is not None:
+            fault_point("ps.after_checkpoint")
+            self.feed(ev.CheckpointStored(version=version))
         self.feed(ev.Tick())
         now = self._clock()
         if now - self._metrics_at_s >= 1.0:
@@ -218,32 +199,15 @@ class ParameterServer:
                 log.error("stuck", reason=why)
             self._outbox.send_metric(Metric(source="ps", values=self.measurements(), time_s=time.time()))
 
-    def _saved(self, future: Future[None]) -> bool:
-        """Whether a save has done it; if not, it is made again: a store may be away for a while, as Redis may."""
-        try:
-            future.result()
-        except CheckpointError as exc:
-            now = self._clock()
-            self._save_failing_s = now if self._save_failing_s is None else self._save_failing_s
-            if now - self._save_failing_s > self._config.checkpoint.retry_timeout_s:
-                raise
-            log.warning("checkpoint_not_saved", error=str(exc), action="trying again")
-            self._retry_save_at_s = now + _SAVE_AGAIN_S
-            return False
-        self._save_failing_s = None
-        return True
-
     def save_now(self) -> None:
-        """Checkpoint what is applied, whatever is due, and wait for it: this process is about to go.
+        """Checkpoint what is applied, whatever is due, and wait for it: this process is about to end.
 
         Nothing is saved while an update record is not safe in Kafka: the durable model would have no lineage.
 
         Raises:
-            FencedError, CheckpointError: as in `turn`.
+            FencedError, CheckpointError: as in `run_periodic`.
         """
-        if self._saving is not None:
-            with suppress(CheckpointError):  # what fails now and then is tried once more, below
-                self._saving[1].result()
+        self.checkpoints.wait()
         if self._outbox.updates_acknowledged() < self._updates_sent:
             log.warning(
                 "final_checkpoint_skipped",
@@ -255,166 +219,105 @@ class ParameterServer:
 
     def measurements(self) -> dict[str, float]:
         """The engine's state in numbers, for the `metrics` topic."""
-        engine = self.engine
-        values: dict[str, float] = {
-            "term": engine.term,
-            "pid": os.getpid(),  # tells which of several servers it is that leads
-            "version": engine.version,
-            "durable_version": engine.durable_version,
-            "samples_total": engine.samples_total,
-            "waiting_batches": engine.num_waiting,
-            "computing_batches": engine.num_computing,
-            "shortfall_batches": shortfall(engine),
-            "stuck_s": self._stall.stalled_s(self._clock()),
-        }
-        for worker, slot in engine.workers():
-            values |= {
-                f"worker_{worker}_live": float(slot.is_live),
-                f"worker_{worker}_session": slot.session,
-                f"worker_{worker}_retained_batches": slot.retained,
-                f"worker_{worker}_lag_records": slot.lag,
-            }
-            if slot.is_live:
-                values[f"worker_{worker}_silent_s"] = max(0.0, self._clock() - slot.last_heard_s)
-        return values | {f"{name}_total": count for name, count in engine.counters.items()}
+        now = self._clock()
+        return measurements(self.engine, stalled_s=self._stall.stalled_s(now), now=now)
 
     # --- actions ----------------------------------------------------------------------------------------------------
 
-    def _perform(self, action: ev.EngineAction) -> ev.Event | None:
+    def _perform(self, action: ev.EngineAction) -> None:
         term = self.engine.term
         match action:
             case ev.SendGrant():
-                key = self._publish(action.version)
-                fault_point("ps.after_weights")
-                self._outbox.send_command(
-                    action.worker,
-                    Grant(
-                        term=term,
-                        worker=action.worker,
-                        session=action.session,
-                        batch=action.batch,
-                        grant=action.grant,
-                        version=action.version,
-                        key=key,
-                    ),
-                )
-                fault_point("ps.after_grant", self._flush_for_fault_point)
-            case ev.FetchGradient():
-                return self._fetch(action)
+                self._send_grant(action)
             case ev.ApplyUpdate():
                 self._apply(action)
             case ev.StoreCheckpoint():
-                self._to_save = (self._updates_sent, self._checkpoint(action.version, action.snapshot))
+                self.checkpoints.order(
+                    self._checkpoint(action.version, action.snapshot), after_records=self._updates_sent
+                )
             case ev.SendDurable():
                 self._outbox.send_command(action.worker, Durable(term=term, worker=action.worker, until=action.until))
                 fault_point("ps.after_durable", self._flush_for_fault_point)
             case ev.DropGradient():
                 log.info("gradient_dropped", key=action.key, reason=action.reason)
-                self._blobs.delete(action.key)
+                self._host.drop(action.key)
             case ev.RepublishWeights():
                 log.warning("weights_missing", version=action.version, action="published again")
-                if action.version in self._published:
-                    self._published.remove(action.version)
-                self._publish(action.version)
+                self._timed(self._host.republish, action.version)
             case ev.SendWelcome():
-                if self._welcomed.get(action.worker) != action.session:  # a Join is repeated until it is answered
-                    self._welcomed[action.worker] = action.session
-                    log.info(
-                        "worker_joined", worker=action.worker, instance=action.instance, session=action.session,
-                        next_batch=action.next_batch,
-                    )  # fmt: skip
-                self._outbox.send_command(
-                    action.worker,
-                    Welcome(
-                        term=term,
-                        worker=action.worker,
-                        instance=action.instance,
-                        session=action.session,
-                        origin=self.engine.origins[action.worker],
-                        next_batch=action.next_batch,
-                        fingerprint=self._fingerprint,
-                        incarnation=action.incarnation,
-                        samples_id=self.engine.samples_id,
-                        generation=self.engine.generation,
-                    ),
-                )
+                self._send_welcome(action)
             case ev.SendFence():
                 log.info("worker_fenced", worker=action.worker, instance=action.instance)
-                self._outbox.send_command(
-                    action.worker, Fence(term=term, worker=action.worker, instance=action.instance)
-                )
+                fence = Fence(term=term, worker=action.worker, instance=action.instance)
+                self._outbox.send_command(action.worker, fence)
             case ev.SendHello():
                 self._outbox.send_command(action.worker, Hello(term=term))
             case ev.Finish():
                 self._finish(action)
+            case ev.FetchGradient():
+                raise AssertionError("`feed` carries this out: it has an outcome")
             case _:
                 assert_never(action)
-        return None
+
+    def _timed(self, call: Callable[[A], R], argument: A) -> R:
+        """Count the time of this call as the server's share of the update."""
+        started_s = self._clock()
+        try:
+            return call(argument)
+        finally:
+            self._busy_s += self._clock() - started_s
 
     def _publish(self, version: int) -> str:
-        """The key of the current weights, which are in the blob store when this returns."""
         assert version == self.engine.version, "only the current weights are ever granted"
-        key = weights_key(self._config.job, self.engine.term, version)
-        if version not in self._published:
-            started = self._clock()
-            ttl_s = self._config.blobs.ttl_s
-            self._blobs.put(
-                key, encode_blob(self._optimizer.weights, job=self._config.job, kind="w", version=version), ttl_s
-            )
-            latest = Latest(term=self.engine.term, version=version, key=key)
-            self._blobs.put(latest_key(self._config.job), encode_latest(latest), ttl_s)
-            self._published.append(version)
-            while len(self._published) > self._config.blobs.keep_versions:
-                self._blobs.delete(weights_key(self._config.job, self.engine.term, self._published.popleft()))
-            self._busy_s += self._clock() - started
-        return key
+        return self._timed(self._host.publish, version)
 
-    def _fetch(self, action: ev.FetchGradient) -> ev.Event:
-        started = self._clock()
-        numel = self._optimizer.weights.size
-        data = self._blobs.get(action.key)
-        try:
-            if data is None:
-                raise BlobError("not in the blob store (any more)")
-            gradient = decode_blob(data, job=self._config.job, kind="g", version=action.version, numel=numel)
-        except BlobError as exc:
-            log.warning("gradient_lost", key=action.key, reason=str(exc), action="its batch is computed again")
-            return ev.GradientLost(grant=action.grant, reason=str(exc))
-        finally:
-            self._busy_s += self._clock() - started
-        self._gradients[action.grant] = gradient
-        if self._event_log is not None:
-            self._blob_log[action.grant] = data
-        return ev.GradientFetched(grant=action.grant)
+    def _send_grant(self, action: ev.SendGrant) -> None:
+        key = self._publish(action.version)
+        fault_point("ps.after_weights")
+        self._outbox.send_command(
+            action.worker,
+            Grant(
+                term=self.engine.term,
+                worker=action.worker,
+                session=action.session,
+                batch=action.batch,
+                grant=action.grant,
+                version=action.version,
+                key=key,
+            ),
+        )
+        fault_point("ps.after_grant", self._flush_for_fault_point)
+
+    def _send_welcome(self, action: ev.SendWelcome) -> None:
+        engine = self.engine
+        if self._welcomed.get(action.worker) != action.session:  # a Join is repeated until it is answered
+            self._welcomed[action.worker] = action.session
+            log.info(
+                "worker_joined", worker=action.worker, instance=action.instance, session=action.session,
+                next_batch=action.next_batch,
+            )  # fmt: skip
+        self._outbox.send_command(
+            action.worker,
+            Welcome(
+                term=engine.term,
+                worker=action.worker,
+                instance=action.instance,
+                session=action.session,
+                origin=engine.origins[action.worker],
+                next_batch=action.next_batch,
+                fingerprint=self._fingerprint,
+                incarnation=action.incarnation,
+                samples_id=engine.samples_id,
+                generation=engine.generation,
+            ),
+        )
 
     def _apply(self, action: ev.ApplyUpdate) -> None:
-        started = self._clock()
-        gradients = [self._gradients.pop(item.grant) for item in action.batches if item.push.key]
-        num_samples = sum(item.push.n_samples for item in action.batches)
-        self._optimizer.apply(gradients, action.scale, num_samples)
-        fault_point("ps.after_apply")
-        self._blobs.delete(*(item.push.key for item in action.batches if item.push.key))
-        now = self._clock()
-        self._busy_s += now - started
-        names = {name for item in action.batches for name in item.push.metric_sums}
-        self._send_update(
-            Update(
-                term=self.engine.term,
-                version=action.version,
-                members=tuple(_member(item) for item in action.batches),
-                n_samples=num_samples,
-                loss=_mean((item.push.loss_sum for item in action.batches), num_samples),
-                metrics={
-                    name: _mean((item.push.metric_sums.get(name, 0.0) for item in action.batches), num_samples)
-                    for name in sorted(names)
-                },
-                samples_total=action.samples_total,
-                batches_total=action.batches_total,
-                apply_s=self._busy_s,
-                grant_to_update_s=now - min(item.granted_at_s for item in action.batches),
-                time_s=time.time(),
-            )
+        num_samples = self._timed(self._host.apply, action)
+        record = update_record(
+            action, term=self.engine.term, num_samples=num_samples, apply_s=self._busy_s, now=self._clock()
         )
+        self._send_update(record)
         self._busy_s = 0.0
         fault_point("ps.after_update", self._flush_for_fault_point)
 
@@ -429,43 +332,14 @@ class ParameterServer:
     def _checkpoint(self, version: int, snapshot: ev.EngineSnapshot) -> Checkpoint:
         return Checkpoint(
             job=self._config.job, fingerprint=self._fingerprint, term=self.engine.term, version=version,
-            state=msgspec.msgpack.encode(snapshot), tensors=self._optimizer.tensors(),
+            state=encode_snapshot(snapshot), tensors=self._host.tensors(),
         )  # fmt: skip
 
     def _finish(self, action: ev.Finish) -> None:
-        self._publish(action.version)  # the evaluator's last word is about this version
+        self._publish(action.version)  # the evaluator's last measurement is of this version
         self._send_update(
             Finished(term=self.engine.term, version=action.version, reason=action.reason, time_s=time.time())
         )
         for worker in range(self.engine.settings.num_workers):
             self._outbox.send_command(worker, Stop(term=self.engine.term, reason=action.reason))
         log.info("finished", reason=action.reason, version=action.version, samples=self.engine.samples_total)
-
-
-def _member(item: ev.AppliedBatch) -> Member:
-    push = item.push
-    return Member(
-        worker=push.worker, batch=push.batch, lo=item.lo, hi=item.hi, n_samples=push.n_samples,
-        base_version=push.version, dead=push.dead, gaps=push.gaps, lost=push.lost, dead_samples=push.dead_samples,
-        compute_s=push.compute_s, fetch_s=push.fetch_s, store_s=push.store_s, wait_s=push.wait_s,
-        grant_to_push_s=item.received_at_s - item.granted_at_s, market=push.market,
-    )  # fmt: skip
-
-
-def _mean(sums: Iterable[float], count: int) -> float:
-    return float(sum(sums)) / count if count else 0.0
-
-
-def restore(checkpoint: Checkpoint) -> ev.EngineSnapshot:
-    """The engine's part of a checkpoint.
-
-    Raises:
-        CheckpointError: it holds none that this build reads.
-    """
-    try:
-        return msgspec.msgpack.decode(checkpoint.state, type=ev.EngineSnapshot)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise CheckpointError(
-            f"version {checkpoint.version} of job {checkpoint.job!r} holds no engine state that this build reads: use "
-            f"the release that wrote it ({short(exc)})"
-        ) from exc

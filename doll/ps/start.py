@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 
 from doll.config import JobConfig
+from doll.ps.checkpointing import decode_snapshot
 from doll.ps.engine import Engine, EngineSettings
-from doll.ps.optimizer import Optimizer
 from doll.ps.policies import make_policy
-from doll.ps.server import restore
+from doll.ps.updater import HoldsTensors
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint, encode_checkpoint
 
 
@@ -37,8 +37,8 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
         return cls(term, now, (), b"".join(encode_checkpoint(checkpoint)), samples_id=samples_id)
 
 
-def make_engine(config: JobConfig, start: Start, optimizer: Optimizer) -> Engine:
-    """The engine at its start; `optimizer` takes over the checkpoint's tensors.
+def make_engine(config: JobConfig, start: Start, model: HoldsTensors) -> Engine:
+    """The engine at its start; `model` takes over the checkpoint's tensors.
 
     Raises:
         CheckpointError: the checkpoint is torn, or does not fit the model.
@@ -50,8 +50,8 @@ def make_engine(config: JobConfig, start: Start, optimizer: Optimizer) -> Engine
             generation=start.generation, samples_id=start.samples_id,
         )  # fmt: skip
     checkpoint = decode_checkpoint(start.checkpoint)
-    optimizer.load(checkpoint.tensors)
-    snapshot = restore(checkpoint)
+    model.load(checkpoint.tensors)
+    snapshot = decode_snapshot(checkpoint)
     snapshot = msgspec.structs.replace(snapshot, samples_id=snapshot.samples_id or start.samples_id)
     return Engine(settings, policy, term=start.term, now=start.now, snapshot=snapshot)
 

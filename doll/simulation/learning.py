@@ -1,4 +1,4 @@
-"""Real learning in virtual time: the task's own model, gradients and optimizer inside the event simulation.
+"""Real learning in virtual time: the task's own model, gradients and updater inside the event simulation.
 
 The system decides which batches make an update and when; what a batch contains depends on its worker and number only,
 so that a batch that is lost and computed again is the same batch.
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from doll.config import OptimizerConfig
 from doll.consumers.gradient import GradientComputer
@@ -18,6 +19,7 @@ from doll.evaluation.heldout import HeldOut, HeldOutError
 from doll.model import FlatModel
 from doll.ps.events import ApplyUpdate, SendGrant
 from doll.ps.optimizer import Optimizer
+from doll.ps.updater import ContributionBuffer
 from doll.task import Task
 
 # (worker, number of the batch) -> samples x of shape (b, ...), targets y of shape (b, ...)
@@ -40,20 +42,27 @@ class Learner:
         Args:
             seed: of the first weights.
         """
-        import torch
-
         torch.manual_seed(seed)
         self._model = FlatModel(task.build_model())
-        self._optimizer = Optimizer(self._model, optimizer)
         # One replica for all workers: a grant is of the current version, so its gradient can be computed at once.
         self._computer = GradientComputer(task, self._model)
         self._batches = batches
-        self._gradients: dict[int, npt.NDArray[np.float32]] = {}
+        self._contributions = ContributionBuffer(Optimizer(self._model, optimizer))
         self._held_out = HeldOut(task, holdout_samples)
         self._evaluate_every = evaluate_every
         self.version = 0
         self.errors: list[tuple[int, HeldOutError]] = []
         self._evaluate()
+
+    @property
+    def weights(self) -> npt.NDArray[np.float32]:
+        """float32, shape (numel,), the live array."""
+        return self._computer.weights
+
+    @property
+    def num_waiting(self) -> int:
+        """Gradients that no update has taken."""
+        return len(self._contributions)
 
     def grant(self, grant: SendGrant) -> None:
         """Compute the gradient of this grant.
@@ -64,16 +73,15 @@ class Learner:
         if grant.version != self.version:
             raise ValueError(f"expected a grant of version {self.version}, got one of {grant.version}")
         x, y = self._batches(grant.worker, grant.batch)
-        self._gradients[grant.grant] = self._computer.compute(x, y).values.copy()
+        self._contributions.put(grant.grant, self._computer.compute(x, y).values.copy())
 
     def drop(self, grant: SendGrant) -> None:
         """The worker is gone and its gradient with it."""
-        del self._gradients[grant.grant]
+        self._contributions.drop(grant.grant)
 
     def apply(self, update: ApplyUpdate) -> None:
         """The parameter server's step."""
-        gradients = [self._gradients.pop(batch.grant) for batch in update.batches]
-        self._optimizer.apply(gradients, update.scale, sum(batch.push.n_samples for batch in update.batches))
+        self._contributions.apply(update)
         self.version = update.version
         if self.version % self._evaluate_every == 0:
             self._evaluate()

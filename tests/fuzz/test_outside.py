@@ -35,9 +35,9 @@ from doll.provisioner.fleets.processes import ProcessFleet
 from doll.provisioner.prices.ec2 import OnDemandPrices
 from doll.provisioner.state_store import FileStateStore
 from doll.provisioner.traces.recordings import survey
+from doll.ps.checkpointing import decode_snapshot
 from doll.ps.event_log import FileEventLog, LogEntry, read_log
 from doll.ps.events import EngineSnapshot
-from doll.ps.server import restore
 from doll.ps.start import Start
 from doll.records import Join, Metric, Update
 from doll.storage.checkpoints import Checkpoint, encode_checkpoint
@@ -239,7 +239,7 @@ def test_the_engines_state_in_a_checkpoint() -> None:
     valid = msgspec.msgpack.encode(_snapshot())
     for data in inputs("engine states", 8_000, [valid], PACKED_WORDS):
         checkpoint = Checkpoint(job="j", fingerprint="f", term=1, version=3, state=data, tensors={})
-        found = call_or_none(CheckpointError, data, restore, checkpoint)
+        found = call_or_none(CheckpointError, data, decode_snapshot, checkpoint)
         assert found is None or isinstance(found, EngineSnapshot)
         counts = call_or_none(CheckpointError, data, read_counts, config, checkpoint)
         assert counts is None or isinstance(counts, SnapshotCounts)

@@ -20,7 +20,7 @@ from doll.ledger.audit import audit
 from doll.ledger.balance import LedgerReport
 from doll.local.forks import ForkServer, Role
 from doll.local.supervisor import Restart, RoleSpec, Supervisor
-from doll.ps.server import restore
+from doll.ps.checkpointing import decode_snapshot
 from doll.records import AnyRecord, Finished, Metric, TermStarted, Update, decode, encode
 from doll.services import BLOBS_ENV, Services
 from doll.storage.checkpoints import Checkpoint
@@ -209,7 +209,7 @@ class Pipeline:
 
     def counters(self) -> dict[str, int]:
         """What the engine had counted at the newest checkpoint: what it refused, returned, lost."""
-        return restore(self.checkpoint()).counters
+        return decode_snapshot(self.checkpoint()).counters
 
     def audit(self) -> LedgerReport:
         return audit(self.config, self.services, self.store)

@@ -13,6 +13,7 @@ from doll.errors import RecordError
 from doll.model import build, fingerprint
 from doll.ps import events as ev
 from doll.ps.event_log import FileEventLog, read_log
+from doll.ps.local_host import LocalModelHost
 from doll.ps.optimizer import DivergedError, Optimizer
 from doll.ps.replay import replay
 from doll.ps.server import ParameterServer
@@ -67,9 +68,10 @@ class Run:
         start = Start(term, self.now, (0, 10, 20)) if held is None else Start.resume(term, self.now, held)
         self.path = folder / f"ps-{term}.log"
         self.log = FileEventLog(self.path, start)
+        host = LocalModelHost(self.config, term, self.optimizer, self.blobs)
         self.server = ParameterServer(
-            self.config, engine=make_engine(self.config, start, self.optimizer), optimizer=self.optimizer,
-            blobs=self.blobs, store=store, outbox=self.box, fingerprint=mark, clock=self.clock, event_log=self.log,
+            self.config, engine=make_engine(self.config, start, host), host=host, store=store, outbox=self.box,
+            fingerprint=mark, clock=self.clock, event_log=self.log,
         )  # fmt: skip
         self.server.open()
         self.weights = {self.server.engine.version: self.optimizer.weights.tobytes()}
@@ -99,7 +101,7 @@ class Run:
             for worker in range(self.config.data.workers):
                 if self.rng.random() < 0.1 or not grants:
                     self.join(worker)
-            self.server.turn()
+            self.server.run_periodic()
 
     def answer(self, grant: Grant) -> None:
         fate = self.rng.random()

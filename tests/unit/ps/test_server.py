@@ -1,4 +1,4 @@
-"""The parameter server without wires: what it does, in which order, and what each crash between two steps leaves."""
+"""The parameter server without its transport: what it does, in which order, and what each crash leaves."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ import structlog
 from doll.config import JobConfig, parse
 from doll.errors import CheckpointError, FencedError
 from doll.model import build, fingerprint
+from doll.ps.checkpointing import decode_snapshot
+from doll.ps.local_host import LocalModelHost
 from doll.ps.optimizer import DivergedError, Optimizer
-from doll.ps.server import ParameterServer, restore
+from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
 from doll.records import (
     Announce,
@@ -89,9 +91,10 @@ class Rig:
         self.term = self.store.claim_term()
         checkpoint = self.store.load_newest(self.mark)
         start = Start(self.term, 0.0, (100, 200)) if checkpoint is None else Start.resume(self.term, 0.0, checkpoint)
+        host = LocalModelHost(self.config, self.term, self.optimizer, self.blobs)
         self.server = ParameterServer(
-            self.config, engine=make_engine(self.config, start, self.optimizer), optimizer=self.optimizer,
-            blobs=self.blobs, store=self.store, outbox=self.box, fingerprint=self.mark, clock=lambda: self.now,
+            self.config, engine=make_engine(self.config, start, host), host=host, store=self.store, outbox=self.box,
+            fingerprint=self.mark, clock=lambda: self.now,
         )  # fmt: skip
         self.server.open()
         self.store.saved.clear()  # of version 0
@@ -141,7 +144,7 @@ class Rig:
 
     def pass_time(self, seconds: float) -> None:
         """Unless the thread that writes checkpoints is at work: its time is not the clock's."""
-        if self.server._saving is None:
+        if not self.server.checkpoints.is_saving:
             self.now += seconds
 
     def turn_until(self, condition: Callable[[], bool]) -> None:
@@ -149,7 +152,7 @@ class Rig:
         deadline_s = time.monotonic() + 60
         while not condition():
             assert time.monotonic() < deadline_s
-            self.server.turn()
+            self.server.run_periodic()
 
 
 @pytest.fixture
@@ -187,7 +190,7 @@ def test_the_origins_of_a_new_job_are_durable_before_anybody_hears_of_them() -> 
     assert heard == [0]
     held = store.load_newest(rig.mark)
     assert held is not None
-    assert (held.version, restore(held).origins, restore(held).applied) == (0, (100, 200), (0, 0))
+    assert (held.version, decode_snapshot(held).origins, decode_snapshot(held).applied) == (0, (100, 200), (0, 0))
     rig.server.close()
 
     heir = Rig("data.start=latest", store=store)
@@ -253,7 +256,7 @@ def test_a_checkpoint_waits_for_the_update_records_and_durable_waits_for_the_che
     rig.box.acknowledged = 1  # the TermStarted record only
     rig.update()
     for _ in range(3):
-        rig.server.turn()
+        rig.server.run_periodic()
     assert rig.store.saved == []
     assert rig.box.of(Durable) == []
 
@@ -267,7 +270,7 @@ def test_a_checkpoint_waits_for_the_update_records_and_durable_waits_for_the_che
     rig.store.save = slow  # type: ignore[method-assign]
     rig.box.acknowledged = 2
     for _ in range(3):
-        rig.server.turn()
+        rig.server.run_periodic()
     assert rig.box.of(Durable) == []  # ordered, being written, not durable
 
     release.set()
@@ -288,8 +291,8 @@ def test_what_a_checkpoint_holds_is_one_moment_also_when_learning_goes_on(rig: R
     assert held is not None
     if held.version == 1:
         assert held.tensors["weights"].tobytes() == weights.tobytes()
-        assert restore(held).applied == (1, 1)
-    assert restore(held).version == held.version
+        assert decode_snapshot(held).applied == (1, 1)
+    assert decode_snapshot(held).version == held.version
 
 
 def test_a_lost_gradient_is_computed_again(rig: Rig) -> None:
@@ -393,7 +396,7 @@ def test_a_checkpoint_that_cannot_be_saved_is_not_durable(rig: Rig) -> None:
         while len([entry for entry in logs if entry["event"] == "checkpoint_not_saved"]) < 3:
             assert rig.box.of(Durable) == []
             rig.pass_time(0.5)
-            rig.server.turn()
+            rig.server.run_periodic()
     rig.now += 1.0
     rig.turn_until(lambda: bool(rig.box.of(Durable)))
     assert rig.store.saved == [(1, 1)]
@@ -420,7 +423,7 @@ def test_the_end_comes_when_the_last_version_is_durable() -> None:
     rig.update()
     rig.update()
     for _ in range(3):
-        rig.server.turn()
+        rig.server.run_periodic()
     assert rig.server.engine.finished is None
     assert not any(isinstance(record, Finished) for record in rig.box.updates)
     rig.box.acknowledged = None
@@ -452,9 +455,9 @@ def test_leaving_saves_only_what_kafka_has_records_of() -> None:
 def test_sigterm_saves_although_the_save_under_way_fails(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A passing failure is tried again, also when there is only one try left."""
     under_way: Future[None] = Future()
-    monkeypatch.setattr(rig.server._saver, "submit", lambda *_: under_way)
+    monkeypatch.setattr(rig.server.checkpoints._executor, "submit", lambda *_: under_way)
     rig.update()
-    rig.turn_until(lambda: rig.server._saving is not None)
+    rig.turn_until(lambda: rig.server.checkpoints.is_saving)
     under_way.set_exception(CheckpointError("timeout"))
     rig.server.save_now()
     assert rig.store.saved == [(1, 1)]
@@ -500,7 +503,7 @@ def test_crash_after_the_checkpoint_before_durable_is_said_in_the_next_welcome()
         assert release.wait(300)
 
     rig.store.save = save  # type: ignore[method-assign]
-    rig.server.turn()
+    rig.server.run_periodic()
     assert saved.wait(300)
     assert rig.box.of(Durable) == []  # it died here
     release.set()
@@ -525,8 +528,8 @@ def test_an_older_incarnation_is_fenced(rig: Rig) -> None:
 
 def test_it_measures_itself_once_a_second(rig: Rig) -> None:
     rig.now = 2.0
-    rig.server.turn()
-    rig.server.turn()
+    rig.server.run_periodic()
+    rig.server.run_periodic()
     (metric,) = rig.box.metrics
     assert metric.source == "ps"
     assert metric.values["version"] == 0
@@ -539,4 +542,4 @@ def test_a_state_of_another_build_is_not_taken_for_one() -> None:
         job="unit", fingerprint="", term=1, version=1, state=msgspec.msgpack.encode({"version": 1}), tensors={}
     )
     with pytest.raises(CheckpointError, match="version 1 of job 'unit' holds no engine state that this build reads"):
-        restore(checkpoint)
+        decode_snapshot(checkpoint)

@@ -1,0 +1,123 @@
+"""Checkpoints of the parameter server: what they hold of the engine, and a thread that writes them one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+
+import msgspec
+
+from doll.bounded import short
+from doll.errors import CheckpointError
+from doll.ps.events import EngineSnapshot
+from doll.storage.checkpoints import Checkpoint, CheckpointStore
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_RETRY_S = 1.0
+
+
+def encode_snapshot(snapshot: EngineSnapshot) -> bytes:
+    """The engine's part of a checkpoint, `Checkpoint.state`."""
+    return msgspec.msgpack.encode(snapshot)
+
+
+def decode_snapshot(checkpoint: Checkpoint) -> EngineSnapshot:
+    """The engine's part of a checkpoint.
+
+    Raises:
+        CheckpointError: it holds none that this build reads.
+    """
+    try:
+        return msgspec.msgpack.decode(checkpoint.state, type=EngineSnapshot)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise CheckpointError(
+            f"version {checkpoint.version} of job {checkpoint.job!r} holds no engine state that this build reads: use "
+            f"the release that wrote it ({short(exc)})"
+        ) from exc
+
+
+class CheckpointWriter:
+    """Writes checkpoints in a thread of its own, each only once the records of its updates are safe in Kafka.
+
+    A save that fails is tried again: a store may be unreachable for a while.
+    """
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        *,
+        acknowledged: Callable[[], int],
+        retry_timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """
+        Args:
+            acknowledged: how many update records are safe in Kafka.
+            retry_timeout_s: how long saves may fail before that is an error.
+            clock: monotonic seconds.
+        """
+        self._store = store
+        self._acknowledged = acknowledged
+        self._retry_timeout_s = retry_timeout_s
+        self._clock = clock
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._ordered: tuple[int, Checkpoint] | None = None
+        self._saving: tuple[Checkpoint, Future[None]] | None = None
+        self._failing_since_s: float | None = None
+        self._retry_at_s = 0.0
+
+    @property
+    def is_saving(self) -> bool:
+        """The thread is at work, or its result has not been looked at."""
+        return self._saving is not None
+
+    def order(self, checkpoint: Checkpoint, *, after_records: int) -> None:
+        """Save `checkpoint` when Kafka has acknowledged `after_records` update records."""
+        self._ordered = (after_records, checkpoint)
+
+    def poll(self) -> int | None:
+        """Start what is due and collect what is done. Returns the version that has become durable, or None.
+
+        Raises:
+            FencedError: a newer parameter server has claimed the job.
+            CheckpointError: saves have failed for longer than `retry_timeout_s`.
+        """
+        if self._ordered is not None and self._saving is None and self._clock() >= self._retry_at_s:
+            needed, checkpoint = self._ordered
+            if self._acknowledged() >= needed:
+                self._ordered = None
+                self._saving = (checkpoint, self._executor.submit(self._store.save, checkpoint))
+        if self._saving is None or not self._saving[1].done():
+            return None
+        checkpoint, future = self._saving
+        self._saving = None
+        try:
+            future.result()
+        except CheckpointError as exc:
+            now = self._clock()
+            self._failing_since_s = now if self._failing_since_s is None else self._failing_since_s
+            if now - self._failing_since_s > self._retry_timeout_s:
+                raise
+            log.warning("checkpoint_not_saved", error=str(exc), action="trying again")
+            self._retry_at_s = now + _RETRY_S
+            self._ordered = (0, checkpoint)
+            return None
+        self._failing_since_s = None
+        return checkpoint.version
+
+    def wait(self) -> None:
+        """Wait for the save under way. That it fails is no error: the caller saves once more, or not at all.
+
+        Raises:
+            FencedError: a newer parameter server has claimed the job.
+        """
+        if self._saving is not None:
+            with suppress(CheckpointError):
+                self._saving[1].result()
+
+    def close(self) -> None:
+        """Wait for the save under way, and end the thread."""
+        self._executor.shutdown(wait=True)

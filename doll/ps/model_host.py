@@ -1,0 +1,71 @@
+"""Port: where the model lives at the parameter server. It takes in gradients, makes versions and publishes weights.
+
+`doll.ps.local_host.LocalModelHost` keeps all of it in the server's own process. A host of several processes, each with
+a slice of the flat vector, is another adapter: it passes every call on to its slices and returns when all have done it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy.typing as npt
+
+from doll.ps.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
+from doll.ps.updater import HoldsTensors
+from doll.storage.blobs import Buffer
+
+
+class FetchOutcome(NamedTuple):
+    """What came of a FetchGradient.
+
+    Attributes:
+        event: for the engine.
+        blob: the gradient as the worker stored it, for the event log; None where it was lost.
+    """
+
+    event: GradientFetched | GradientLost
+    blob: Buffer | None = None
+
+
+class ModelHost(HoldsTensors, Protocol):
+    """The model of one term. Calls block until they are done; not thread-safe.
+
+    Every call may raise ServiceUnavailableError where the blob store is away and waiting for it is given up.
+    """
+
+    @property
+    def num_values(self) -> int:
+        """Numbers in the flat vector."""
+        ...
+
+    def fetch(self, order: FetchGradient) -> FetchOutcome:
+        """Get this gradient and keep it until its update. A torn, foreign or missing one is reported as lost."""
+        ...
+
+    def apply(self, update: ApplyUpdate) -> int:
+        """Make the version of `update` from its gradients, and delete their blobs; how many samples it learned from.
+
+        Raises:
+            DivergedError: a number is not finite. The host must not be used any more.
+        """
+        ...
+
+    def publish(self, version: int) -> str:
+        """The blob key of the weights, which workers can read when this returns. May be repeated; costs nothing then.
+
+        Args:
+            version: that of the weights now. The older ones cannot be published any more.
+        """
+        ...
+
+    def republish(self, version: int) -> str:
+        """As `publish`, although it has been done: a worker has not found the blob."""
+        ...
+
+    def drop(self, key: str) -> None:
+        """Delete the blob of a gradient that will not be applied."""
+        ...
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """Copies of weights and state by name, for a checkpoint."""
+        ...

@@ -1,0 +1,81 @@
+"""What the parameter server reports about its work: a record per update, and measurements."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+
+from doll.ps.engine import Engine
+from doll.ps.events import AppliedBatch, ApplyUpdate
+from doll.ps.stuck import shortfall
+from doll.records import Member, Update
+
+
+def update_record(update: ApplyUpdate, *, term: int, num_samples: int, apply_s: float, now: float) -> Update:
+    """Lineage of one applied update.
+
+    Args:
+        num_samples: what it has learned from.
+        apply_s: what it has cost the server.
+        now: when it was applied, on the clock of the grants; monotonic seconds.
+    """
+    pushes = [item.push for item in update.batches]
+    names = sorted({name for push in pushes for name in push.metric_sums})
+    return Update(
+        term=term,
+        version=update.version,
+        members=tuple(_member(item) for item in update.batches),
+        n_samples=num_samples,
+        loss=_mean((push.loss_sum for push in pushes), num_samples),
+        metrics={name: _mean((push.metric_sums.get(name, 0.0) for push in pushes), num_samples) for name in names},
+        samples_total=update.samples_total,
+        batches_total=update.batches_total,
+        apply_s=apply_s,
+        grant_to_update_s=now - min(item.granted_at_s for item in update.batches),
+        time_s=time.time(),
+    )
+
+
+def measurements(engine: Engine, *, stalled_s: float, now: float) -> dict[str, float]:
+    """The engine's state in numbers, for the `metrics` topic.
+
+    Args:
+        stalled_s: since when the job has not advanced although it should, in seconds.
+        now: on the engine's clock, monotonic seconds.
+    """
+    values: dict[str, float] = {
+        "term": engine.term,
+        "pid": os.getpid(),  # which of several servers leads
+        "version": engine.version,
+        "durable_version": engine.durable_version,
+        "samples_total": engine.samples_total,
+        "waiting_batches": engine.num_waiting,
+        "computing_batches": engine.num_computing,
+        "shortfall_batches": shortfall(engine),
+        "stuck_s": stalled_s,
+    }
+    for worker, slot in engine.workers():
+        values |= {
+            f"worker_{worker}_live": float(slot.is_live),
+            f"worker_{worker}_session": slot.session,
+            f"worker_{worker}_retained_batches": slot.retained,
+            f"worker_{worker}_lag_records": slot.lag,
+        }
+        if slot.is_live:
+            values[f"worker_{worker}_silent_s"] = max(0.0, now - slot.last_heard_s)
+    return values | {f"{name}_total": count for name, count in engine.counters.items()}
+
+
+def _member(item: AppliedBatch) -> Member:
+    push = item.push
+    return Member(
+        worker=push.worker, batch=push.batch, lo=item.lo, hi=item.hi, n_samples=push.n_samples,
+        base_version=push.version, dead=push.dead, gaps=push.gaps, lost=push.lost, dead_samples=push.dead_samples,
+        compute_s=push.compute_s, fetch_s=push.fetch_s, store_s=push.store_s, wait_s=push.wait_s,
+        grant_to_push_s=item.received_at_s - item.granted_at_s, market=push.market,
+    )  # fmt: skip
+
+
+def _mean(sums: Iterable[float], count: int) -> float:
+    return float(sum(sums)) / count if count else 0.0
