@@ -20,8 +20,9 @@ from typing import Any
 
 from doll.config import JobConfig
 from doll.errors import DollError
-from doll.monitor.rates import predicted_update_rate, steady_update_rate
+from doll.monitor.rates import steady_update_rate
 from doll.records import Update
+from doll.theory.queueing import update_rate_per_s
 
 from benchmarks.harness import Bench, LearningResult, Usage, idle_share, image_records, job
 
@@ -132,7 +133,7 @@ class Runner:
     def update_rate(self) -> None:
         rate_per_s, batch, group = 400.0, 32, 4
         seconds = 20.0 if self.args.quick else 60.0
-        predicted = predicted_update_rate([rate_per_s] * 2, batch, group)
+        predicted = update_rate_per_s(2 * rate_per_s, group, batch)
         config = job(
             f"bench-rate-{len(self.runs)}",
             task="doll.tasks.digits:Digits",

@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from doll.config import DollPolicyConfig
 from doll.provisioner.traces.availability import Markov
+from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 from doll.theory.cost import Prices

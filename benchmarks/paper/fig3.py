@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.config import DollPolicyConfig
 from doll.provisioner.traces.availability import Markov
+from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 from doll.theory.cost import cost_ratio, cost_usd, on_demand_runtime_s, runtime_s

@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.config import AdamConfig, DollPolicyConfig, OptimizerConfig, SgdConfig
+from doll.config import AdamConfig, OptimizerConfig, SgdConfig
 from doll.provisioner.traces.availability import Markov
+from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from doll.config import DollPolicyConfig
 from doll.provisioner.traces.availability import Markov
+from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.report import formula_rate
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System

@@ -156,7 +156,8 @@ def _settings(
     group_size: int | None, updates: int | None, duration: float | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Streams, batch, policy and end: flags first, then the job file, then the paper's setting."""
-    from doll.config import DollPolicyConfig, PolicyConfig
+    from doll.config.policy import PolicyConfig
+    from doll.ps.policies.doll import DollPolicyConfig
 
     policy: PolicyConfig = DollPolicyConfig(group_size=group_size or 20)
     if config is not None:

@@ -14,6 +14,7 @@ from doll.config.job import JobConfig as JobConfig
 from doll.config.loader import dump as dump
 from doll.config.loader import load as load
 from doll.config.loader import parse as parse
+from doll.config.policy import PolicyConfig as PolicyConfig
 from doll.config.provision import PlanConfig as PlanConfig
 from doll.config.provision import ProvisionConfig as ProvisionConfig
 from doll.config.source import ArrivalsConfig as ArrivalsConfig
@@ -25,11 +26,7 @@ from doll.config.source import SourceConfig as SourceConfig
 from doll.config.source import StdinSource as StdinSource
 from doll.config.source import SyntheticSource as SyntheticSource
 from doll.config.training import AdamConfig as AdamConfig
-from doll.config.training import AspPolicyConfig as AspPolicyConfig
-from doll.config.training import BspPolicyConfig as BspPolicyConfig
-from doll.config.training import DollPolicyConfig as DollPolicyConfig
 from doll.config.training import OptimizerConfig as OptimizerConfig
-from doll.config.training import PolicyConfig as PolicyConfig
 from doll.config.training import SgdConfig as SgdConfig
 from doll.config.training import StopConfig as StopConfig
 from doll.config.training import TrainingConfig as TrainingConfig

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import typing
 from pathlib import Path
 from typing import Literal, Self
 
@@ -16,14 +15,7 @@ from doll.config.roles import BlobConfig, CheckpointConfig, EvaluationConfig, He
 from doll.config.section import Section
 from doll.config.services import KafkaConfig, RedisConfig
 from doll.config.source import ArrivalsConfig, SourceConfig, StdinSource
-from doll.config.training import (
-    AspPolicyConfig,
-    BspPolicyConfig,
-    DollPolicyConfig,
-    StopConfig,
-    TaskConfig,
-    TrainingConfig,
-)
+from doll.config.training import StopConfig, TaskConfig, TrainingConfig
 
 JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 
@@ -69,15 +61,12 @@ class JobConfig(Section):
             raise ValueError(
                 f"arrivals.rate_per_s: expected {self.data.workers} rates (data.workers), got {len(rates)}"
             )
-        policy = self.training.policy
-        if isinstance(policy, DollPolicyConfig):
-            room = self.data.workers * self.worker.max_pending_batches
-            if policy.group_size > room:
-                raise ValueError(
-                    f"training.policy.group_size: {policy.group_size} batches never come together: "
-                    f"{self.data.workers} workers x worker.max_pending_batches {self.worker.max_pending_batches} "
-                    f"hold {room}; raise max_pending_batches"
-                )
+        if (needed := self.group_size) > (room := self.data.workers * self.worker.max_pending_batches):
+            raise ValueError(
+                f"training.policy: the {needed} batches of an update never come together: "
+                f"{self.data.workers} workers x worker.max_pending_batches {self.worker.max_pending_batches} "
+                f"hold {room}; raise max_pending_batches"
+            )
         return self
 
     def path(self, value: Path) -> Path:
@@ -99,16 +88,7 @@ class JobConfig(Section):
     @property
     def group_size(self) -> int:
         """K: batches per update under the job's policy."""
-        policy = self.training.policy
-        match policy:
-            case DollPolicyConfig():
-                return policy.group_size
-            case BspPolicyConfig():
-                return self.data.workers
-            case AspPolicyConfig():
-                return 1
-            case _:
-                typing.assert_never(policy)
+        return self.training.policy.batches_per_update(self.data.workers)
 
     def topic(self, kind: Literal["samples", "events", "commands", "updates", "metrics", "dead"]) -> str:
         return f"doll.{self.job}.{kind}"

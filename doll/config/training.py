@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from doll.config.policy import PolicyConfig, default_policy, policies
 from doll.config.section import Section
 from doll.config.variants import Variants
 
@@ -46,29 +47,8 @@ class AdamConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
 
 
-class DollPolicyConfig(Section):
-    """Groups of K batches, all computed at the same version (the DOLL paper, Algorithms 3 and 4)."""
-
-    name: Literal["doll"] = "doll"
-    group_size: PositiveInt = Field(default=4, description="K: batches per model update")
-
-
-class BspPolicyConfig(Section):
-    """Bulk synchronous: one batch of every live worker per update."""
-
-    name: Literal["bsp"]
-
-
-class AspPolicyConfig(Section):
-    """Asynchronous: every gradient is applied as it comes."""
-
-    name: Literal["asp"]
-
-
-policies = Variants("name", DollPolicyConfig, BspPolicyConfig, AspPolicyConfig, default="doll")
 optimizers = Variants("name", SgdConfig, AdamConfig, default="sgd")
 
-PolicyConfig = Annotated[DollPolicyConfig | BspPolicyConfig | AspPolicyConfig, policies]
 OptimizerConfig = Annotated[SgdConfig | AdamConfig, optimizers]
 
 
@@ -84,7 +64,7 @@ class GuardConfig(Section):
 
 
 class TrainingConfig(Section):
-    policy: PolicyConfig = Field(default_factory=DollPolicyConfig)
+    policy: Annotated[PolicyConfig, policies] = Field(default_factory=default_policy)
     optimizer: OptimizerConfig = Field(default_factory=SgdConfig)
     reduction: Literal["mean", "sum"] = Field(
         default="mean",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, GetCoreSchemaHandler
@@ -68,12 +68,13 @@ class Variants:
         name = value.get(self.key, self.default) if isinstance(value, dict) else None
         cls = classes.get(name) if isinstance(name, str) else None
         if cls is None:
-            raise PydanticCustomError(
-                "unknown_variant",
-                "expected {key}: {expected}",
-                {"key": self.key, "expected": ", ".join(classes)},
-            )
+            raise self.unknown(classes)
         return cls.model_validate(value)
+
+    def unknown(self, names: Iterable[str]) -> PydanticCustomError:
+        """The error for a value that names none of `names`."""
+        context = {"key": self.key, "expected": ", ".join(names)}
+        return PydanticCustomError("unknown_variant", "expected {key}: {expected}", context)
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_plain_validator_function(

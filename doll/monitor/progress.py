@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from doll.config import BspPolicyConfig, JobConfig, StdinSource
+from doll.config import JobConfig, StdinSource
 from doll.ledger import intervals
 from doll.ledger.intervals import Span
 from doll.ledger.report import Range, named
@@ -16,8 +16,6 @@ from doll.monitor.prequential import Means
 from doll.monitor.rates import (
     ArrivalRateEstimator,
     Margin,
-    predicted_lockstep_rate,
-    predicted_update_rate,
     stability_margin,
     steady_update_rate,
 )
@@ -183,9 +181,7 @@ class ProgressModel:
         rates, data = self.arrival_rates_per_s(), self.config.data
         if not sum(rates) > 0:
             return math.nan
-        if isinstance(self.config.training.policy, BspPolicyConfig):
-            return predicted_lockstep_rate(rates, data.batch_size)
-        return predicted_update_rate(rates, data.batch_size, self.config.group_size)
+        return self.config.training.policy.update_rate_per_s(rates, data.batch_size)
 
     def rate_measured(self) -> float:
         """λ_U in the steady part of the run, updates per second."""

@@ -20,33 +20,6 @@ DROP_FRACTION = 0.1
 DROP_S = 3.0
 
 
-def predicted_update_rate(rates_per_s: Sequence[float], batch_size: int, group_size: int) -> float:
-    """λ_U = (sum of the arrival rates) / (K b), updates per second, when the workers keep up.
-
-    Args:
-        rates_per_s: samples per second of each stream, N of them.
-        batch_size: b, samples.
-        group_size: K, batches per update.
-
-    Source: the DOLL paper, Eq. (1), for streams of unequal rates.
-
-    >>> predicted_update_rate([125.0] * 64, batch_size=256, group_size=20)
-    1.5625
-    """
-    _check(batch_size, group_size)
-    return sum(rates_per_s) / (group_size * batch_size)
-
-
-def predicted_lockstep_rate(rates_per_s: Sequence[float], batch_size: int) -> float:
-    """Updates per second when each takes one batch of every worker: the slowest stream sets the pace.
-
-    >>> predicted_lockstep_rate([100.0, 50.0], batch_size=10)
-    5.0
-    """
-    _check(batch_size, 1)
-    return min(rates_per_s, default=0.0) / batch_size
-
-
 def steady_update_rate(
     times_s: Sequence[float] | npt.NDArray[np.float64], drop_fraction: float = DROP_FRACTION, drop_s: float = DROP_S
 ) -> float:

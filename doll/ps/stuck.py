@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from doll.ps.engine import Engine, Slot
-from doll.ps.policies import Bsp
+from doll.ps.policies.bsp import Bsp
 
 # A worker that dies and comes back leaves the others short for a while: that is no news.
 STALL_REPORT_S: Final = 10.0

@@ -12,14 +12,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from doll.config import AspPolicyConfig, BspPolicyConfig, DollPolicyConfig
 from doll.monitor.rates import (
     Margin,
-    predicted_lockstep_rate,
-    predicted_update_rate,
     stability_margin,
     steady_update_rate,
 )
+from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System, Trajectory
 
@@ -75,13 +73,7 @@ class Summary:
 
 def group_size(settings: SimulationSettings) -> int:
     """K: batches per update under the policy."""
-    match settings.policy:
-        case DollPolicyConfig(group_size=size):
-            return size
-        case BspPolicyConfig():
-            return settings.num_workers
-        case AspPolicyConfig():
-            return 1
+    return settings.policy.batches_per_update(settings.num_workers)
 
 
 def formula_rate(settings: SimulationSettings, spot: Sequence[bool], alpha: float) -> float:
@@ -89,16 +81,14 @@ def formula_rate(settings: SimulationSettings, spot: Sequence[bool], alpha: floa
 
     Source: the DOLL paper, Eq. (1) and (20).
 
-    >>> from doll.config import DollPolicyConfig
+    >>> from doll.ps.policies.doll import DollPolicyConfig
     >>> settings = SimulationSettings(rates_per_s=[125.0] * 64, batch_size=256, updates=1,
     ...                               policy=DollPolicyConfig(group_size=20))
     >>> formula_rate(settings, [False] * 64, alpha=0.9)
     1.5625
     """
     rates = [rate * (alpha if is_spot else 1.0) for rate, is_spot in zip(settings.rates_per_s, spot, strict=True)]
-    if isinstance(settings.policy, BspPolicyConfig):
-        return predicted_lockstep_rate(rates, settings.batch_size)
-    return predicted_update_rate(rates, settings.batch_size, group_size(settings))
+    return settings.policy.update_rate_per_s(rates, settings.batch_size)
 
 
 def summarise(system: System, alpha: float) -> Summary:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from doll.config import DollPolicyConfig, PolicyConfig
+from doll.config.policy import PolicyConfig, default_policy
 from doll.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ class SimulationSettings:
 
     rates_per_s: Sequence[float]
     batch_size: int
-    policy: PolicyConfig = field(default_factory=DollPolicyConfig)
+    policy: PolicyConfig = field(default_factory=default_policy)
     arrival_scv: float = 1.0
     compute_s: float = 0.02
     compute: Literal["exponential", "constant"] = "exponential"

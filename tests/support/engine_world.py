@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from doll.config import AspPolicyConfig, BspPolicyConfig, DollPolicyConfig, PolicyConfig, StopConfig
+from doll.config import StopConfig
+from doll.config.policy import PolicyConfig
 from doll.consumers.batching import Batcher
 from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, GradientDone, Send, WorkerCore
 from doll.ps import events as ev
 from doll.ps.engine import Engine, EngineSettings
 from doll.ps.policies import make_policy
+from doll.ps.policies.asp import AspPolicyConfig
 from doll.ps.policies.base import Policy
+from doll.ps.policies.bsp import BspPolicyConfig
+from doll.ps.policies.doll import DollPolicyConfig
 from doll.records import AnyRecord, Durable, Fence, Grant, Hello, Join, Welcome
 
 POLICIES: dict[str, PolicyConfig] = {

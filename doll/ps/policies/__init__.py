@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from typing import assert_never
+from doll.config.policy import POLICIES, PolicyConfig, policy_section
+from doll.ps.policies.base import Policy, PolicySpec, PolicyView
 
-from doll.config import AspPolicyConfig, BspPolicyConfig, DollPolicyConfig, PolicyConfig
-from doll.ps.policies.asp import Asp
-from doll.ps.policies.base import Policy, PolicyView
-from doll.ps.policies.bsp import Bsp
-from doll.ps.policies.doll import Doll
+__all__ = ["Policy", "PolicySpec", "PolicyView", "make_policy", "policy_spec"]
 
-REGISTRY: dict[str, type[Policy]] = {"doll": Doll, "bsp": Bsp, "asp": Asp}
 
-__all__ = ["REGISTRY", "Asp", "Bsp", "Doll", "Policy", "PolicyView", "make_policy"]
+def policy_spec(name: str) -> PolicySpec:
+    """The registered policy of this name.
+
+    Raises:
+        KeyError: no such policy.
+        ConfigError: it cannot be loaded, or it is no policy.
+    """
+    policy_section(name)  # checks the object
+    spec: PolicySpec = POLICIES.load(name)
+    return spec
 
 
 def make_policy(config: PolicyConfig) -> Policy:
     """The policy that the job file names."""
-    match config:
-        case DollPolicyConfig():
-            return Doll(config.group_size)
-        case BspPolicyConfig():
-            return Bsp()
-        case AspPolicyConfig():
-            return Asp()
-        case _:
-            assert_never(config)
+    return policy_spec(config.name).factory(config)

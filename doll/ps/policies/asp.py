@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from doll.ps.policies.base import BatchId, PolicyView
+from doll.config.policy import PolicyConfig
+from doll.ps.policies.base import BatchId, PolicySpec, PolicyView
+
+
+class AspPolicyConfig(PolicyConfig):
+    """Asynchronous: every gradient is applied as it comes."""
+
+    name: Literal["asp"] = "asp"
+
+    def batches_per_update(self, num_workers: int) -> int:
+        return 1
+
+    def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
+        """λ_U = (sum of the arrival rates) / b.
+
+        >>> AspPolicyConfig().update_rate_per_s([100.0, 50.0], batch_size=10)
+        15.0
+        """
+        return sum(rates_per_s) / batch_size
 
 
 class Asp:
@@ -19,3 +37,6 @@ class Asp:
 
     def collect(self, view: PolicyView) -> Sequence[BatchId]:
         return view.held_batches()[:1]
+
+
+SPEC = PolicySpec("asp", AspPolicyConfig, lambda config: Asp(), exact_version=False)

@@ -11,8 +11,11 @@ order, so four counters say where each of them stands:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from doll.config.policy import PolicyConfig
 
 
 class BatchId(NamedTuple):
@@ -96,3 +99,20 @@ class Policy(Protocol):
     def collect(self, view: PolicyView) -> Sequence[BatchId]:
         """Held gradients that make the next update, or nothing. Called again after every event and every update."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpec:
+    """One registered policy: an entry point of group `doll.policies` names an object of this class.
+
+    Attributes:
+        name: in the job file, `training.policy.name`; also the entry point's name.
+        config: its section of the job file, which also predicts the update rate and the batches per update.
+        factory: makes the policy of a server from its section, an object of `config`.
+        exact_version: gradients applied together were all computed at the version they are applied to.
+    """
+
+    name: str
+    config: type[PolicyConfig]
+    factory: Callable[[Any], Policy]
+    exact_version: bool

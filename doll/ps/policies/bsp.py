@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from doll.ps.policies.base import BatchId, PolicyView
+from doll.config.policy import PolicyConfig
+from doll.ps.policies.base import BatchId, PolicySpec, PolicyView
+
+
+class BspPolicyConfig(PolicyConfig):
+    """Bulk synchronous: one batch of every live worker per update."""
+
+    name: Literal["bsp"] = "bsp"
+
+    def batches_per_update(self, num_workers: int) -> int:
+        return num_workers
+
+    def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
+        """The slowest stream sets the pace.
+
+        >>> BspPolicyConfig().update_rate_per_s([100.0, 50.0], batch_size=10)
+        5.0
+        """
+        return min(rates_per_s, default=0.0) / batch_size
 
 
 class Bsp:
@@ -26,3 +44,6 @@ class Bsp:
         if all(state.held for _, state in view.workers() if state.is_live):
             return view.held_batches()
         return ()
+
+
+SPEC = PolicySpec("bsp", BspPolicyConfig, lambda config: Bsp(), exact_version=True)

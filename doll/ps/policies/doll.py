@@ -4,9 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from doll.ps.policies.base import BatchId, PolicyView
+from pydantic import Field, PositiveInt
+
+from doll.config.policy import PolicyConfig
+from doll.ps.policies.base import BatchId, PolicySpec, PolicyView
+
+
+class DollPolicyConfig(PolicyConfig):
+    """Groups of K batches, all computed at the same version (the DOLL paper, Algorithms 3 and 4)."""
+
+    name: Literal["doll"] = "doll"
+    group_size: PositiveInt = Field(default=4, description="K: batches per model update")
+
+    def batches_per_update(self, num_workers: int) -> int:
+        return self.group_size
+
+    def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
+        """λ_U = (sum of the arrival rates) / (K b).
+
+        Source: the DOLL paper, Eq. (1), for streams of unequal rates.
+
+        >>> DollPolicyConfig(group_size=20).update_rate_per_s([125.0] * 64, batch_size=256)
+        1.5625
+        """
+        return sum(rates_per_s) / (self.group_size * batch_size)
 
 
 class Doll:
@@ -42,3 +65,6 @@ class Doll:
 
     def collect(self, view: PolicyView) -> Sequence[BatchId]:
         return view.held_batches() if view.num_held == self.group_size else ()
+
+
+SPEC = PolicySpec("doll", DollPolicyConfig, lambda config: Doll(config.group_size), exact_version=True)

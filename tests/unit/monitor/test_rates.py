@@ -5,17 +5,7 @@ import random
 
 import pytest
 from doll.monitor import rates
-
-
-def test_predicted_rate_at_the_papers_setting():
-    """N = 64, λ_A = 125, K = 20, b = 256 gives 1.5625 updates per second (digest 1.1)."""
-    assert rates.predicted_update_rate([125.0] * 64, 256, 20) == 1.5625
-    assert rates.predicted_update_rate([125.0] * 64, 256, 4) == pytest.approx(7.8125)
-
-
-def test_unequal_streams_add_up():
-    assert rates.predicted_update_rate([10.0, 30.0], 5, 4) == 2.0
-    assert rates.predicted_lockstep_rate([10.0, 30.0], 5) == 2.0
+from doll.theory import queueing
 
 
 def test_margin_at_the_papers_setting():
@@ -63,7 +53,7 @@ def test_measured_equals_predicted_on_a_simulated_stream():
             if count % 8 == 0:
                 batches.append(now)
     updates = sorted(batches)[2::3]
-    assert rates.steady_update_rate(updates) == pytest.approx(rates.predicted_update_rate([20.0] * 4, 8, 3), rel=0.01)
+    assert rates.steady_update_rate(updates) == pytest.approx(queueing.update_rate_per_s(80.0, 3, 8), rel=0.01)
 
 
 def test_arrival_meter_finds_the_rate_of_each_stream():

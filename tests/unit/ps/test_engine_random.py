@@ -6,9 +6,9 @@ import random
 from collections import Counter
 
 import pytest
+from doll.config.policy import POLICIES as REGISTRY
 from doll.ps import events as ev
 from doll.ps.engine import Engine
-from doll.ps.policies import REGISTRY
 from doll.records import Join
 from engine_world import POLICIES, World
 from hypothesis import given, settings
@@ -85,7 +85,7 @@ def random_steps(seed: int, length: int) -> list[tuple[int, int]]:
     return [(rng.randrange(10_000), rng.randrange(1000)) for _ in range(length)]
 
 
-@pytest.mark.parametrize("policy", sorted(REGISTRY))
+@pytest.mark.parametrize("policy", REGISTRY.names())
 @settings(max_examples=120, deadline=None)
 @given(seed=st.integers(0, 2**32), length=st.integers(50, 4000))
 def test_every_batch_is_applied_exactly_once_whatever_happens(policy: str, seed: int, length: int) -> None:
@@ -132,7 +132,7 @@ def test_an_engine_that_gives_a_slot_back_to_an_older_machine_is_found_out() -> 
 
 def test_every_policy_is_played() -> None:
     """A policy that joins the registry joins this test."""
-    assert set(POLICIES) == set(REGISTRY)
+    assert set(POLICIES) == set(REGISTRY.names())
 
 
 def test_the_random_runs_reach_the_refusals_and_returns() -> None:

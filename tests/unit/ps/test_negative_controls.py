@@ -9,7 +9,6 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from doll.config import DollPolicyConfig
 from doll.consumers.batching import Batcher
 from doll.consumers.worker import Acknowledge, Batch, Send
 from doll.errors import IllegalEventError
@@ -18,7 +17,7 @@ from doll.ps import events as ev
 from doll.ps.engine import Engine
 from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.bsp import Bsp
-from doll.ps.policies.doll import Doll
+from doll.ps.policies.doll import Doll, DollPolicyConfig
 from doll.records import Announce, Join, Member, TermStarted, Update, Welcome
 from engine_world import POLICIES, Process, World
 

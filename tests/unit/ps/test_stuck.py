@@ -7,7 +7,10 @@ from collections.abc import Sequence
 from doll.config import StopConfig
 from doll.ps import events as ev
 from doll.ps.engine import Engine, EngineSettings
-from doll.ps.policies import Asp, Bsp, Doll, Policy
+from doll.ps.policies.asp import Asp
+from doll.ps.policies.base import Policy
+from doll.ps.policies.bsp import Bsp
+from doll.ps.policies.doll import Doll
 from doll.ps.stuck import STALL_REPORT_S, StallDetector, shortfall
 from doll.records import Alive, Announce, Join, Leave, Push
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from doll.config import DollPolicyConfig, SgdConfig
+from doll.config import SgdConfig
 from doll.consumers.gradient import GradientComputer
 from doll.model import FlatModel
 from doll.provisioner.traces.availability import Markov
 from doll.ps.events import SendGrant
 from doll.ps.optimizer import Optimizer
+from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.learning import Learner
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System

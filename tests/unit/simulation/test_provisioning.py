@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from doll.config import DollPolicyConfig
 from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.traces.availability import Markov
+from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.provisioning import PlannerProvisioner
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System

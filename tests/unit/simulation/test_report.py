@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doll.cli.app import app
-from doll.config import BspPolicyConfig, DollPolicyConfig
 from doll.provisioner.traces.availability import Markov
 from doll.provisioner.traces.model import Pool, Series, TraceSet, constant, write_folder
+from doll.ps.policies.bsp import BspPolicyConfig
+from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.report import formula_rate, summarise
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System

@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from doll.config import AspPolicyConfig, BspPolicyConfig, DollPolicyConfig, PolicyConfig
+from doll.config.policy import PolicyConfig
 from doll.errors import ConfigError
-from doll.monitor.rates import harmonic
 from doll.provisioner.traces.availability import Markov
+from doll.ps.policies.asp import AspPolicyConfig
+from doll.ps.policies.bsp import BspPolicyConfig
+from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.report import formula_rate, summarise
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
+from doll.theory.queueing import harmonic
 
 
 class Script:

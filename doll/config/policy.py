@@ -1,0 +1,82 @@
+"""`training.policy` of the job file: the section of whichever registered policy it names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from doll.config.plugins import Registry
+from doll.config.section import Section
+from doll.config.variants import Variants
+from doll.errors import ConfigError
+
+# Every entry is a `doll.ps.policies.PolicySpec`.
+POLICIES: Final = Registry(
+    "doll.policies",
+    {name: f"doll.ps.policies.{name}:SPEC" for name in ("doll", "bsp", "asp")},
+)
+
+
+class PolicyConfig(Section):
+    """Base of every policy's section. Its methods are what planner, progress and reports predict with."""
+
+    name: str
+
+    def batches_per_update(self, num_workers: int) -> int:
+        """K: how many batches one update takes while `num_workers` workers are live."""
+        raise NotImplementedError
+
+    def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
+        """λ_U in updates per second while the workers keep up.
+
+        Args:
+            rates_per_s: samples per second of each live worker's stream, shape (N,); may be infinite.
+            batch_size: b, samples.
+        """
+        raise NotImplementedError
+
+
+def policy_section(name: str) -> type[PolicyConfig]:
+    """The section class of a registered policy.
+
+    Raises:
+        KeyError: no such policy.
+        ConfigError: it cannot be loaded, or it is no policy.
+    """
+    spec = POLICIES.load(name)
+    section = getattr(spec, "config", None)
+    if not (isinstance(section, type) and issubclass(section, PolicyConfig)) or getattr(spec, "name", None) != name:
+        raise ConfigError(
+            f"{POLICIES.origin(name)}: expected a doll.ps.policies.PolicySpec named {name!r}, got {spec!r:.200}"
+        )
+    return section
+
+
+class _Policies(Variants):
+    """The sections of all registered policies; one that nobody names is not imported."""
+
+    @property
+    def classes(self) -> dict[str, type[Section]]:
+        """DOLL's own: what docs/configuration.md lists."""
+        return {name: policy_section(name) for name in POLICIES.built_in}
+
+    def validate(self, value: Any) -> Section:
+        if isinstance(value, PolicyConfig):
+            return value
+        name = value.get(self.key, self.default) if isinstance(value, dict) else None
+        names = POLICIES.names()
+        if name not in names:
+            raise self.unknown(names)
+        try:
+            section = policy_section(name)
+        except ConfigError as exc:
+            raise ValueError(str(exc)) from exc
+        return section.model_validate({**value, self.key: name})
+
+
+policies: Final = _Policies("name", default="doll")
+
+
+def default_policy() -> PolicyConfig:
+    """The policy of a job file that names none."""
+    return policy_section("doll")(name="doll")
