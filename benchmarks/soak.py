@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 from doll.config import JobConfig
-from doll.drill.conductor import FaultInjector
+from doll.drill.fault_injector import FaultInjector
 from doll.drill.plan import FAULT_KINDS, Fault, FaultTarget
 from doll.drill.routes import RoleRelays
 from doll.records import AnyRecord, Metric, Update
@@ -103,9 +103,9 @@ class Soak(FaultInjector):
     """Disturbs a run, keeps its source at the speed of its workers, and takes down what everything uses."""
 
     def __init__(
-        self, config: JobConfig, run: RunFolder, display: Display, *, seconds: float, csv_path: Path, wires: RoleRelays
+        self, config: JobConfig, run: RunFolder, display: Display, *, seconds: float, csv_path: Path, relays: RoleRelays
     ) -> None:
-        super().__init__(config, faults=1, seed=0, say=display.say, wires=wires, run_folder=run.path)
+        super().__init__(config, faults=1, seed=0, say=display.say, relays=relays, run_folder=run.path)
         self._job = config
         self._run = run
         self._seconds = seconds
@@ -341,9 +341,9 @@ def soak(seconds: float, folder: Path) -> int:
     config = soak_job()
 
     def hook(run: RunFolder, display: Display) -> Soak:
-        return Soak(config, run, display, seconds=seconds, csv_path=folder / "soak.csv", wires=wires)
+        return Soak(config, run, display, seconds=seconds, csv_path=folder / "soak.csv", relays=relays)
 
-    with RoleRelays(()) as wires:
+    with RoleRelays(()) as relays:
         code = run_up(config, folder / "runs", hook=hook)
     rows = conclude(folder)
     growing = [f"{row.of}: {row.measure}" for row in rows if row.verdict == "GROWS"]

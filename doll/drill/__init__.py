@@ -1,1 +1,1 @@
-"""Faults on purpose: what to break when (pure), how long until the job goes on (pure), and the hands that break it."""
+"""Fault injection: the plan (pure), the recovery times (pure), and the code that injects the faults."""

@@ -1,4 +1,4 @@
-"""`doll drill`: `doll up` with a plan of faults, and a table of what came of them."""
+"""`doll drill`: runs `doll up` with a plan of faults and reports the recovery times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from doll.drill.conductor import FaultInjector
+from doll.config import StopConfig
+from doll.drill.fault_injector import FaultInjector
 from doll.drill.metadata_service import FakeMetadataService
 from doll.drill.routes import RoleRelays
 from doll.errors import AuditError, ConfigError
@@ -21,20 +22,20 @@ if TYPE_CHECKING:
 
 
 class _Drill(FaultInjector):
-    """Also keeps every fault in the run folder."""
+    """A `FaultInjector` that writes every fault to the run folder."""
 
     def __init__(self, config: JobConfig, run: RunFolder, display: Display, **plan: Any) -> None:
         super().__init__(config, say=display.say, run_folder=run.path, **plan)
         self._run = run
 
     def problem(self) -> str | None:
-        """What the run's audit does not say of the drill's own records; None where all is well, or nothing audited."""
+        """How the audit differs from the poison records that were sent; None if it agrees, or if there was no audit."""
         audit = json.loads(self._run.report.read_text(encoding="utf-8")).get("audit")
         if audit is None or audit["dead"] == len(self.poisoned):
             return None
         return (
-            f"{len(self.poisoned)} records were put into the stream that cannot be learned from, and "
-            f"{audit['dead']} are dead-lettered"
+            f"expected {len(self.poisoned)} dead letters, one for each poison record that was sent; the audit counts "
+            f"{audit['dead']}"
         )
 
     def facts(self) -> dict[str, Any]:
@@ -53,31 +54,32 @@ def run_drill(
     as_json: bool = False,
     fresh: bool = False,
 ) -> int:
-    """Run the job until `faults` faults are recovered from; the exit code, as of `run_up`.
+    """Run the job until it has recovered from `faults` faults; the exit code, as of `run_up`.
 
     Args:
-        standby: with a second parameter server that stands by, and takes over when the first is silent.
-        brokers: more than one: a cluster of our own, each topic on all of its brokers; one at a time is broken.
+        standby: run a second parameter server, which takes over when the leader is silent.
+        brokers: size of the local Kafka cluster. With more than one, each topic is replicated on all brokers, and one
+            broker at a time fails.
 
     Raises:
         ConfigError: the job cannot be run this way.
-        ServiceUnavailableError: Kafka or Redis cannot be found or started.
+        ServiceUnavailableError: Kafka or Redis is not reachable and cannot be started.
     """
-    from doll.config import StopConfig
-
     if config.source is None:
-        raise ConfigError("source: expected one in the job file: a drill needs a stream that lasts")
-    # Through Redis, whatever the job file says: a drill without a Redis that dies with all blobs would prove less.
+        raise ConfigError("source: expected a section in the job file, got none: a drill needs a continuous stream")
+    # Blobs go through Redis, whatever the job file says, so that a crash of Redis loses all of them.
     blobs = config.blobs.model_copy(update={"kind": "redis"})
     kafka = config.kafka.model_copy(update={"replication_factor": brokers} if brokers > 1 else {})
     endless = config.model_copy(update={"stop": StopConfig(), "blobs": blobs, "kafka": kafka})
     roles = [*PARAMETER_SERVERS, *(f"worker-{worker}" for worker in range(config.data.workers)), "producer"]
     drills: list[_Drill] = []
-    with RoleRelays(roles, brokers) as wires, FakeMetadataService() as metadata:
+    with RoleRelays(roles, brokers) as relays, FakeMetadataService() as metadata:
 
         def hook(run: RunFolder, display: Display) -> _Drill:
             drills.append(
-                _Drill(endless, run, display, faults=faults, seed=seed, wires=wires, metadata=metadata, standby=standby)
+                _Drill(
+                    endless, run, display, faults=faults, seed=seed, relays=relays, metadata=metadata, standby=standby
+                )
             )
             return drills[-1]
 

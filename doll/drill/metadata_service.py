@@ -1,6 +1,6 @@
-"""The metadata service of machines that do not exist: it tells single workers that spot takes them, well or badly.
+"""A fake EC2 instance metadata service that serves interruption notices, well-formed or malformed, to single workers.
 
-Each role has a path of its own, so one server speaks for all: `doll.consumers.spot_notices` takes such an address.
+One server answers for all roles: each has its own path, which `doll.consumers.spot_notices` accepts as an endpoint.
 """
 
 from __future__ import annotations
@@ -20,43 +20,43 @@ from doll.local.processes import LOOPBACK
 _ACTION: Final = "/latest/meta-data/spot/instance-action"
 _TOKEN: Final = "/latest/api/token"
 _NOTICE_S: Final = 20.0
-# Bytes that are no text, text that is no JSON, JSON that is nested too deeply, and JSON that is no notice.
+# Bytes that are not UTF-8, text that is not JSON, JSON that is nested too deeply, and JSON that is not a notice.
 UNREADABLE: Final = (
     b"\xff\xfe\x00garbage", b"{'action': terminate", b"[" * 30_000 + b"]" * 30_000, b'{"time": {"time": []}}', b"7",
 )  # fmt: skip
 
 
 class FakeMetadataService:
-    """Answers on loopback, from a thread. Use it as a context manager around the whole run."""
+    """Serves on loopback, in a thread. Use it as a context manager around the whole run."""
 
     def __init__(self) -> None:
         self._answers: dict[str, bytes] = {}
-        self._served: Counter[str] = Counter()  # bad notices that were asked for
+        self._served: Counter[str] = Counter()  # malformed notices served, by role
         self._server = ThreadingHTTPServer((LOOPBACK, 0), self._handler())
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="metadata", daemon=True)
 
     def environment(self, role: str) -> Mapping[str, str]:
-        """What makes a worker ask here for its notices."""
+        """Environment variables that make a worker poll this server for its notices."""
         return {NOTICES_ENV: "imds", ENDPOINT_ENV: f"http://{LOOPBACK}:{self._server.server_port}/{role}"}
 
     def serve_bad_notice(self, role: str, number: int) -> None:
-        """From now on the role is answered with something that cannot be read; `number` chooses what."""
+        """From now on, serve the role a malformed notice; `number` selects which."""
         self._served[role] = 0
         self._answers[role] = UNREADABLE[number % len(UNREADABLE)]
 
     def num_bad_notices_served(self, role: str) -> int:
-        """How often the role has asked for its notice and got the bad one."""
+        """How often the role has received the malformed notice."""
         return self._served[role]
 
     def serve_notice(self, role: str) -> None:
-        """From now on the role is told that it is taken in 20 s. It may be repeated."""
+        """From now on, serve the role a notice of an interruption in 20 s. It may be called again."""
         self._served[role] = 0
         at = datetime.now(UTC) + timedelta(seconds=_NOTICE_S)
         self._answers[role] = json.dumps({"action": "terminate", "time": at.strftime("%Y-%m-%dT%H:%M:%SZ")}).encode()
 
     def clear_notice(self, role: str) -> None:
-        """From now on there is no notice for the role."""
+        """From now on, serve the role no notice."""
         self._answers.pop(role, None)
 
     def _handler(self) -> type[BaseHTTPRequestHandler]:

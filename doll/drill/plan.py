@@ -13,23 +13,23 @@ FaultAction = Literal[
 ]  # fmt: skip
 Cut = Literal["silent", "reset"]
 
-# A fault in so many (of 10) does not wait until the one before it is recovered from: faults meet in the real world too.
+# Share of the faults that do not wait for the recovery from the previous one.
 _OVERLAP_SHARE: Final = 0.2
 _GAP_S: Final = (0.3, 1.5)
 
 
 @dataclass(frozen=True, slots=True)
 class FaultKind:
-    """A way to disturb a job.
+    """One kind of fault.
 
     Attributes:
         action: kill is SIGKILL; freeze is SIGSTOP and later SIGCONT; zombie is a freeze during which a successor
-            starts; preempt is SIGTERM, and a successor when the process has gone; cut_kafka and cut_redis break this
-            process's connections to that service, and no others. poison is a record that cannot be learned from, put
-            into a stream; truncate deletes what a stream holds of what is durable; malformed_notice is a spot notice that
-            cannot be read, and a good one after it.
+            starts; preempt is SIGTERM, and a successor when the process has exited; cut_kafka and cut_redis break this
+            process's connections to that service only; poison sends a record that cannot be decoded or that breaks the
+            model; truncate deletes records of a stream that are durable in the model; malformed_notice is an
+            interruption notice that cannot be parsed, followed by a valid one.
         weight: how often it is drawn, relative to the others.
-        hold_s: the shortest and the longest freeze or cut.
+        hold_s: minimum and maximum duration of a freeze or cut, in seconds.
     """
 
     target: FaultTarget
@@ -43,7 +43,7 @@ class FaultKind:
 
     @property
     def cut_from(self) -> Literal["kafka", "redis"] | None:
-        """The service that it cuts its target off from."""
+        """The service that its target is disconnected from, if any."""
         match self.action:
             case "cut_kafka":
                 return "kafka"
@@ -88,12 +88,12 @@ class Fault:
 
     Attributes:
         number: 1 for the first.
-        worker: which worker, or stream, where the kind is about one.
-        gap_s: at the earliest so long after the fault before it, or after the recovery from that one.
-        hold_s: how long it is frozen or cut off.
+        worker: number of the worker or stream, for kinds that target one.
+        gap_s: minimum time after the previous fault or, unless `overlapping`, after the recovery from it.
+        hold_s: duration of the freeze or cut.
         cut: what a cut does to connections; see `doll.drill.relay`.
-        overlapping: it does not wait for the recovery from the fault before it.
-        broker: which broker of several, from 0, where the kind is about one.
+        overlapping: it does not wait for the recovery from the previous fault.
+        broker: number of the broker, from 0, for kinds that target one.
     """
 
     number: int
@@ -127,16 +127,16 @@ def make_plan(
     brokers: int = 1,
     without: Collection[str] = (),
 ) -> tuple[Fault, ...]:
-    """`faults` faults on `targets`. Every possible kind comes once before the weights decide, as far as they reach.
+    """`faults` faults on `targets`. Each possible kind is drawn once, heaviest first; the rest is drawn by weight.
 
     Args:
-        targets: what may be broken; connections only to services among them. Of several brokers one at a time is
-            broken, and not Kafka as a whole.
-        standby: the job has a standby for its parameter server, which is the only one to succeed it.
-        without: names of kinds that cannot be had.
+        targets: what may fail. Connections are cut only to services among them. Of several brokers one at a time
+            fails, never Kafka as a whole.
+        standby: the job has a standby parameter server, so nothing else may start a successor.
+        without: names of kinds to exclude.
 
     Raises:
-        ValueError: fewer than one fault, or nothing to break.
+        ValueError: fewer than one fault, or no possible kind.
     """
     kinds = [
         kind
@@ -151,7 +151,7 @@ def make_plan(
     if faults < 1 or not kinds:
         raise ValueError(f"expected at least one fault and one target, got {faults} and {sorted(targets)}")
     rng = random.Random(seed)
-    # The heavier kinds come first where there are fewer faults than kinds.
+
     drawn = sorted(kinds, key=lambda kind: -kind.weight)[:faults]
     rng.shuffle(drawn)
     drawn += rng.choices(kinds, [kind.weight for kind in kinds], k=faults - len(drawn))

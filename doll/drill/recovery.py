@@ -1,9 +1,9 @@
-"""How long a job needs after each fault until its model moves again. Pure: times are arguments."""
+"""Recovery times: from each fault to the next update of the model. Pure: times are arguments."""
 
 from __future__ import annotations
 
 import statistics
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,20 +11,20 @@ from typing import Any
 from doll.drill.plan import Fault
 from doll.records import AnyRecord, TermStarted, Update
 
-_RECENT = 500  # updates that may come before Kafka says where a record is
+_RECENT = 500  # updates kept until Kafka has acknowledged a poison record with its offset
 
 
 @dataclass(slots=True)
 class PoisonTracker:
-    """Records that were put into a stream and that nobody shall learn from.
+    """Poison records of one fault, and which updates count them.
 
     Attributes:
-        records: how many.
-        harmless: how many of them a model may happen to get right; nothing is learned from these either.
-        offsets: where Kafka has put them, as far as it has said so.
-        dead: those that an update counts as dead.
-        learned: those that an update counts as applied.
-        seen_s: when an update last had a batch of this stream that begins before them: the stream is on its way there.
+        records: number of records.
+        harmless: how many of them the model may classify correctly; these have no effect on it.
+        offsets: their offsets, as far as Kafka has acknowledged them.
+        dead: offsets that an update counts as dead.
+        learned: offsets that an update counts as applied.
+        seen_s: time of the newest update with a batch of this stream that begins before them: the stream advances.
     """
 
     partition: int
@@ -36,7 +36,7 @@ class PoisonTracker:
     seen_s: float = 0.0
 
     def on_update(self, update: Update) -> None:
-        """What an update says of them; one that comes later is right."""
+        """Take the counts of an update; a later update overrides an earlier one."""
         for member in update.members:
             if member.worker == self.partition:
                 if member.lo <= max(self.offsets, default=member.lo):
@@ -48,22 +48,22 @@ class PoisonTracker:
 
     @property
     def is_counted(self) -> bool:
-        """Whether each is dead in an update, but for those that may be harmless."""
+        """Whether updates count all of them as dead, except at most `harmless` of them."""
         return len(self.dead) + len(self.learned) == self.records and len(self.learned) <= self.harmless
 
 
 @dataclass(slots=True)
 class InjectedFault:
-    """A fault that has happened.
+    """A fault that was injected.
 
     Attributes:
         time_s: wall clock, as in `Update.time_s`.
-        after_term: the update that ends it is of a later parameter server than this one; -1: of any.
-        term: the newest parameter server's when it happened.
-        restored_s: until then a server that is cut off may still apply what it has, and tell nobody.
-        poison: the records that updates must have counted before it is ended.
-        left: what was told to leave has done so, or nothing was.
-        recovery_s: from the fault to the first update that came after it; None while there is none.
+        after_term: the update that ends it must be of a later term than this one; -1: of any term.
+        term: the newest term when the fault was injected.
+        restored_s: until then a disconnected server may still apply what it has, without publishing it.
+        poison: the records that updates must count before the fault has ended.
+        has_left: the process that was asked to leave has exited, or none was asked.
+        recovery_s: seconds from the fault to the first update after it; None while there is none.
     """
 
     fault: Fault
@@ -72,17 +72,17 @@ class InjectedFault:
     term: int
     restored_s: float
     poison: PoisonTracker | None = None
-    left: bool = True
+    has_left: bool = True
     recovery_s: float | None = None
 
     @property
     def waiting_since_s(self) -> float:
-        """Since when nothing shows that it will end. A poison record waits for its turn in a stream that is behind."""
+        """Time since which there is no progress towards recovery. A poison record waits while its stream catches up."""
         return max(self.time_s, self.poison.seen_s if self.poison is not None else 0.0)
 
     def is_ended_by(self, update: Update) -> bool:
-        """Whether this update shows that the job goes on."""
-        if not self.left or (self.poison is not None and not self.poison.is_counted):
+        """Whether this update shows that the job has recovered."""
+        if not self.has_left or (self.poison is not None and not self.poison.is_counted):
             return False
         if update.term > self.term:
             return update.time_s > self.time_s
@@ -90,7 +90,7 @@ class InjectedFault:
 
 
 class RecoveryTracker:
-    """Faults, and the updates that show that the job goes on. Feed it each record of `updates`."""
+    """Matches faults with the updates that show recovery. Feed it each record of `updates`."""
 
     def __init__(self) -> None:
         self.injected: list[InjectedFault] = []
@@ -99,21 +99,21 @@ class RecoveryTracker:
         self._recent: deque[Update] = deque(maxlen=_RECENT)
 
     def inject(self, fault: Fault, time_s: float, poison: PoisonTracker | None = None) -> InjectedFault:
-        """A fault happens now."""
-        # A message may be on its way when its sender dies: only the successor's updates show that there is one.
+        """Record a fault that is injected now."""
+        # An update of the dead server may still be in flight: only one of a later term shows that it has a successor.
         of_ps = fault.kind.target == "ps"
-        above = self._term if of_ps and fault.kind.action in ("kill", "zombie", "preempt") else -1
+        after_term = self._term if of_ps and fault.kind.action in ("kill", "zombie", "preempt") else -1
         restored_s = time_s + fault.hold_s if of_ps and fault.kind.cut_from is not None else time_s
-        one = InjectedFault(fault, time_s, above, self._term, restored_s, poison)
-        one.left = fault.kind.action != "malformed_notice"
-        self.injected.append(one)
-        self._open.append(one)
-        return one
+        has_left = fault.kind.action != "malformed_notice"
+        injected = InjectedFault(fault, time_s, after_term, self._term, restored_s, poison, has_left)
+        self.injected.append(injected)
+        self._open.append(injected)
+        return injected
 
-    def add_poison_offset(self, one: InjectedFault, offset: int) -> None:
-        """Kafka has put one of the poison records there: updates that count it may have come already."""
-        assert one.poison is not None
-        one.poison.offsets.add(offset)
+    def add_poison_offset(self, injected: InjectedFault, offset: int) -> None:
+        """Record the offset of a poison record; updates that count it may have arrived before."""
+        assert injected.poison is not None
+        injected.poison.offsets.add(offset)
         for update in self._recent:
             self._take(update)
 
@@ -130,53 +130,52 @@ class RecoveryTracker:
                 pass
 
     def _take(self, update: Update) -> None:
-        for one in self.injected:
-            if one.poison is not None:
-                one.poison.on_update(update)  # also after the recovery: a later update may count the batch again
-        for one in self._open:
-            if one.is_ended_by(update):
-                one.recovery_s = update.time_s - one.time_s
-        self._open = [one for one in self._open if one.recovery_s is None]
+        for injected in self.injected:
+            if injected.poison is not None:
+                injected.poison.on_update(update)  # also after the recovery: a later update may count the batch again
+        for injected in self._open:
+            if injected.is_ended_by(update):
+                injected.recovery_s = update.time_s - injected.time_s
+        self._open = [injected for injected in self._open if injected.recovery_s is None]
 
     @property
     def open(self) -> tuple[InjectedFault, ...]:
-        """Faults that no update has followed yet, in order."""
+        """Faults without recovery so far, in order."""
         return tuple(self._open)
 
     def report(self) -> dict[str, Any]:
-        """What `report.json` says of a drill. `ps_recovery_s` is of the parameter server's deaths by SIGKILL alone."""
+        """The drill's fields in `report.json`. `ps_recovery_s` covers SIGKILLs of the parameter server only."""
         by_kind: dict[str, list[InjectedFault]] = {}
-        for one in self.injected:
-            by_kind.setdefault(one.fault.kind.name, []).append(one)
-        deaths = [one for one in self.injected if one.fault.kind.name == "ps_kill"]
+        for injected in self.injected:
+            by_kind.setdefault(injected.fault.kind.name, []).append(injected)
         return {
-            "faults": dict(sorted(Counter(one.fault.kind.name for one in self.injected).items())),
+            "faults": {name: len(group) for name, group in sorted(by_kind.items())},
             "recoveries": len(self.injected) - len(self._open),
             "recovery_s": _spread(self.injected),
-            "ps_recovery_s": _spread(deaths),
-            "recovery_s_by_kind": {name: _spread(found) for name, found in sorted(by_kind.items())},
+            "ps_recovery_s": _spread(by_kind.get("ps_kill", ())),
+            "recovery_s_by_kind": {name: _spread(group) for name, group in sorted(by_kind.items())},
         }
 
 
 def _spread(injected: Iterable[InjectedFault]) -> dict[str, float | None]:
-    found = [one.recovery_s for one in injected if one.recovery_s is not None]
+    recoveries_s = [entry.recovery_s for entry in injected if entry.recovery_s is not None]
     return {
-        "p50": round(statistics.median(found), 3) if found else None,
-        "max": round(max(found), 3) if found else None,
+        "p50": round(statistics.median(recoveries_s), 3) if recoveries_s else None,
+        "max": round(max(recoveries_s), 3) if recoveries_s else None,
     }
 
 
 def table(report: Mapping[str, Any]) -> list[str]:
-    """The drill's part of a report as lines for people."""
-    rows = [("fault", "times", "p50 s", "max s")]
+    """The drill's part of a report, as lines of text."""
+    rows = [("fault", "count", "p50 s", "max s")]
     for name, count in report["faults"].items():
         rows.append((name, str(count), *_cells(report["recovery_s_by_kind"][name])))
     rows.append(("all", str(sum(report["faults"].values())), *_cells(report["recovery_s"])))
-    lines = [f"  {name:<20}{times:>6}{p50:>9}{most:>9}" for name, times, p50, most in rows]
+    lines = [f"  {name:<20}{count:>6}{p50:>9}{maximum:>9}" for name, count, p50, maximum in rows]
     audit = report["audit"]
     per_record = report["batch_size"] // report["records_per_batch"]
-    lost, twice = (
-        ("not known: no audit",) * 2
+    lost, duplicated = (
+        ("unknown (no audit)",) * 2
         if audit is None
         else (str(audit["missing"] * per_record), str(audit["duplicate"] * per_record))
     )
@@ -184,10 +183,10 @@ def table(report: Mapping[str, Any]) -> list[str]:
         "drill: seconds from a fault to the next update",
         *lines,
         f"  recoveries {report['recoveries']} of {sum(report['faults'].values())}, samples lost {lost}, "
-        f"samples twice {twice}",
+        f"samples duplicated {duplicated}",
     ]
 
 
 def _cells(spread: Mapping[str, float | None]) -> tuple[str, str]:
-    p50, most = ("-" if spread[name] is None else f"{spread[name]:.2f}" for name in ("p50", "max"))
-    return p50, most
+    p50, maximum = ("-" if spread[name] is None else f"{spread[name]:.2f}" for name in ("p50", "max"))
+    return p50, maximum

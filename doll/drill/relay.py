@@ -1,7 +1,7 @@
-"""TCP relays on loopback that a drill puts between one process and one service, to cut that connection alone.
+"""TCP relays on loopback between one process and one service, so that a drill can cut that connection only.
 
-Two ways to cut. A silent one forwards nothing and accepts nothing: what was sent arrives when it is mended, as after a
-real partition, unless an end has given up. A hard one resets what is open and every new connection.
+There are two kinds of cut. A `silent` one forwards and accepts nothing; data that was sent arrives after `restore`, as
+after a network partition, unless an end has timed out. A `reset` one resets open connections and every new one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from doll.local.processes import LOOPBACK
 T = TypeVar("T")
 
 _CHUNK: Final = 1 << 18
-_ANSWER_S: Final = 60.0  # the relays' thread answers at once; on a machine that is all but stuck, later
+_ANSWER_S: Final = 60.0  # the relays' thread answers within milliseconds, later on an overloaded machine
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: close() sends RST
 
 
 class Relay:
-    """One listening port and where it leads. Its methods may be called from any thread but the relays' own.
+    """One listening port and its target port. Call its methods from any thread but the relays' own.
 
     Attributes:
-        port: on loopback; it stays the same and taken until the end.
-        target_port: on loopback; 0: not known yet, and connections are reset.
-        cut: how it is cut now, if it is.
+        port: listening port on loopback, fixed until `close`.
+        target_port: target port on loopback; 0: not known yet, and connections are reset.
+        cut: the kind of the current cut, if any.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -47,11 +47,11 @@ class Relay:
         self.cut: Cut | None = None
 
     def start_cut(self, how: Cut) -> None:
-        """Cut it, until `restore`."""
+        """Cut the connections until `restore`."""
         self._on_loop(self._start_cut(how))
 
     def restore(self) -> None:
-        """It leads through again. It may be repeated."""
+        """End the cut. It may be called again."""
         self._on_loop(self._restore())
 
     def _on_loop(self, work: Coroutine[Any, Any, None]) -> None:
@@ -70,7 +70,7 @@ class Relay:
         self._open.set()
 
     async def close(self) -> None:
-        """On the loop: reset what is open, and free the port."""
+        """On the loop: reset open connections and free the port."""
         tasks = [self._listening, *self._tasks]
         for task in tasks:
             task.cancel()
@@ -79,7 +79,7 @@ class Relay:
 
     async def _accept(self) -> None:
         while True:
-            # What the kernel has taken in meanwhile waits unanswered: its peer cannot tell that from a lost packet.
+            # The kernel completes the handshake of waiting connections; to the peer this looks like packet loss.
             await self._open.wait()
             connection, _ = await self._loop.sock_accept(self._socket)
             await self._open.wait()
@@ -98,15 +98,15 @@ class Relay:
             for end in (near, far):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             await self._loop.sock_connect(far, (LOOPBACK, self.target_port))
-            async with asyncio.TaskGroup() as ways:
-                ways.create_task(self._forward(near, far))
-                ways.create_task(self._forward(far, near))
+            async with asyncio.TaskGroup() as directions:
+                directions.create_task(self._forward(near, far))
+                directions.create_task(self._forward(far, near))
             near.close()
             far.close()
         except* OSError:
-            pass  # an end is gone: so is the connection
+            pass  # one end has closed the connection
         finally:
-            _reset(near)  # nothing happens to what is closed
+            _reset(near)  # no effect on a closed socket
             _reset(far)
 
     async def _forward(self, source: socket.socket, sink: socket.socket) -> None:
@@ -118,7 +118,7 @@ class Relay:
 
 
 class Relays:
-    """All relays of a drill, in a thread of their own. Use it as a context manager."""
+    """All relays of a drill, served by one thread. Use it as a context manager."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -126,7 +126,7 @@ class Relays:
         self._relays: list[Relay] = []
 
     def open(self) -> Relay:
-        """A new relay; it leads nowhere until its `target_port` is set."""
+        """A new relay; it resets connections until its `target_port` is set."""
 
         async def make() -> Relay:
             return Relay(self._loop)

@@ -1,4 +1,4 @@
-"""What a drill does to the samples topic: puts a record there that nobody can learn from, deletes what is durable."""
+"""Faults in the samples topic: poison records, and deletion of records that are durable in the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from doll import packing
 from doll.config import DigitsSource, IdxSource, SyntheticSource
 from doll.errors import CheckpointError, DollError
 from doll.kafka.clients import kafka_settings
+from doll.ledger.audit import read_counts
 from doll.services import Services
+from doll.storage.stores import open_store
+from doll.task import load_task
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,15 +22,15 @@ if TYPE_CHECKING:
     from doll.config import JobConfig
 
 _NO_CLASS: Final = 255
-_HUGE: Final = 3e38  # a float32 holds it; a sum of two, none
+_HUGE: Final = 3e38  # fits into a float32; the sum of two does not
 _DELETE_S: Final = 5.0
 
 
 class Poison(NamedTuple):
-    """Records of the right form that nobody can learn from.
+    """Well-formed records that cannot be decoded or that would break the model.
 
     Attributes:
-        harmless: how many of them a model may happen to get right: these are applied, and change nothing.
+        harmless: how many of them the model may classify correctly: these are applied without effect.
     """
 
     records: tuple[bytes, ...]
@@ -35,11 +38,11 @@ class Poison(NamedTuple):
 
 
 def poison_for(config: JobConfig, number: int) -> Poison | None:
-    """None where the form of the job's records is not known.
+    """Poison records for one fault; None if the record format of the job's source is not known.
 
     Args:
-        number: of the fault. Where both can be, those with an odd one have a class that is none, and the others have
-            features that are far too large: one record for each class, all but one of which are wrong by 1e38.
+        number: the fault's number. For synthetic sources odd numbers give an invalid class, and even numbers give
+            features of 3e38: one record for each class, so that at most one is classified correctly.
     """
     match config.source:
         case SyntheticSource(features=features, classes=classes):
@@ -56,13 +59,12 @@ def poison_for(config: JobConfig, number: int) -> Poison | None:
 
 
 def _pixels(config: JobConfig) -> int:
-    from doll.task import load_task
 
     return math.prod(load_task(config).input_shape or (0,))
 
 
 class SamplesTopic:
-    """The job's samples topic. Nothing here waits for Kafka for long: it may be dead at the time."""
+    """The job's samples topic. No call waits long for Kafka, which may be down because of a fault."""
 
     def __init__(self, config: JobConfig, services: Services, run_folder: Path) -> None:
         self._config = config
@@ -71,7 +73,7 @@ class SamplesTopic:
         self._producer: Any = None
 
     def put(self, partition: int, value: bytes, on_offset: Callable[[int], None]) -> None:
-        """Send one record; `on_offset` is told where it is, from a later `poll`. It is sent until Kafka has it."""
+        """Send one record and retry until Kafka acknowledges it; a later `poll` calls `on_offset` with its offset."""
         from confluent_kafka import Producer
 
         if self._producer is None:
@@ -79,20 +81,20 @@ class SamplesTopic:
                 kafka_settings(self._config, self._services, acks="all", enable_idempotence=True, message_timeout_ms=0)
             )
 
-        def told(error: Any, message: Any) -> None:
+        def on_delivery(error: Any, message: Any) -> None:
             if error is not None:
-                raise DollError(f"Kafka refuses a record of the drill: {error}")
+                raise DollError(f"Kafka refused a record of the drill: {error}")
             on_offset(int(message.offset()))
 
-        self._producer.produce(self._config.topic("samples"), value, partition=partition, on_delivery=told)
+        self._producer.produce(self._config.topic("samples"), value, partition=partition, on_delivery=on_delivery)
 
     def poll(self) -> None:
-        """Take in what Kafka has acknowledged."""
+        """Process Kafka's acknowledgements."""
         if self._producer is not None:
             self._producer.poll(0)
 
     def truncate(self, partition: int) -> int | None:
-        """Delete what is durable of a stream; the first offset that is left, None where that was not possible now."""
+        """Delete the records of a stream that are durable; the first offset that is left, or None if that failed."""
         from confluent_kafka import KafkaException, TopicPartition
         from confluent_kafka.admin import AdminClient
 
@@ -100,19 +102,16 @@ class SamplesTopic:
         if until is None:
             return None
         admin = AdminClient(kafka_settings(self._config, self._services))
-        where = TopicPartition(self._config.topic("samples"), partition, until)
+        position = TopicPartition(self._config.topic("samples"), partition, until)
         try:
-            for done in admin.delete_records([where], request_timeout=_DELETE_S).values():
-                done.result(2 * _DELETE_S)
+            for future in admin.delete_records([position], request_timeout=_DELETE_S).values():
+                future.result(2 * _DELETE_S)
         except (KafkaException, TimeoutError):
             return None
         return until
 
     def _durable_until(self, partition: int) -> int | None:
-        """The first offset that the newest checkpoint does not hold; None while there is no checkpoint."""
-        from doll.ledger.audit import read_counts
-        from doll.storage.stores import open_store
-
+        """The first offset that is not in the newest checkpoint; None while there is no checkpoint."""
         try:
             checkpoint = open_store(self._config, self._run_folder).load_newest(None)
         except CheckpointError:

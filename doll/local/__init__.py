@@ -1,1 +1,1 @@
-"""Everything on one machine: a Kafka broker, a Redis server and the job's processes; none outlives its parent."""
+"""Processes on this machine: Kafka, Redis and the job's roles, all of which end with their parent."""

@@ -1,6 +1,6 @@
-"""Kafka and Redis from the docker-compose.yml of the checkout, where a container engine answers.
+"""Kafka and Redis as containers of the checkout's docker-compose.yml.
 
-It is the file that runs whole jobs in containers too; of it only these two services are started here.
+The file can run a whole job in containers; only these two of its services are started here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FILE_NAME: Final = "docker-compose.yml"
 _PORTS: Final = {"kafka": 9092, "redis": 6379}  # ports in the containers, published on loopback
 _QUERY_TIMEOUT_S: Final = 15.0
 _NO_PLUGIN: Final = "docker has no compose plugin (v2)"
-_UP_TIMEOUT_S: Final = 600.0  # the first time images are pulled
+_UP_TIMEOUT_S: Final = 600.0  # the first start pulls the images
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Compose:
     service: str
 
     def is_running(self) -> bool:
-        """Whether somebody has started the service before us."""
+        """Whether the service runs already."""
         return bool(self._run("ps", "--quiet", "--status", "running", self.service, timeout_s=_QUERY_TIMEOUT_S).strip())
 
     def up(self) -> str:
@@ -57,7 +57,7 @@ class Compose:
                 command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s, check=False
             )
         except subprocess.TimeoutExpired as exc:
-            raise ServiceUnavailableError(f"`{' '.join(command)}` did not end within {timeout_s:g} s") from exc
+            raise ServiceUnavailableError(f"`{' '.join(command)}` did not exit within {timeout_s:g} s") from exc
         if completed.returncode != 0:
             output = "\n".join(completed.stderr.splitlines()[-15:])
             raise ServiceUnavailableError(f"`{' '.join(command)}` failed:\n{output}")
@@ -65,21 +65,21 @@ class Compose:
 
 
 def find(job_folder: Path) -> Path | str:
-    """The compose file beside the job file or above it up to the checkout's root, else why there is none to use."""
+    """The compose file next to the job file or above it, up to the checkout's root; else why there is none."""
     file = next((folder / FILE_NAME for folder in _upwards(job_folder) if (folder / FILE_NAME).is_file()), None)
     if file is None:
         return f"no {FILE_NAME} beside the job file"
     if shutil.which("docker") is None:
         return "no docker on PATH"
-    for question, missing in ((["info"], "docker's engine does not answer"), (["compose", "version"], _NO_PLUGIN)):
+    for arguments, problem in ((["info"], "the docker engine does not answer"), (["compose", "version"], _NO_PLUGIN)):
         try:
             completed = subprocess.run(
-                ["docker", *question], capture_output=True, timeout=_QUERY_TIMEOUT_S, check=False
+                ["docker", *arguments], capture_output=True, timeout=_QUERY_TIMEOUT_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired):
-            return missing
+            return problem
         if completed.returncode != 0:
-            return missing
+            return problem
     return file
 
 
@@ -89,4 +89,4 @@ def _upwards(folder: Path) -> list[Path]:
         folders.append(candidate)
         if (candidate / ".git").exists() or (candidate / "pyproject.toml").is_file():
             return folders
-    return folders[:1]  # not in a checkout: somebody else's compose file further up is not ours to start
+    return folders[:1]  # not in a checkout: a compose file further up belongs to another project

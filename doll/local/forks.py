@@ -1,4 +1,4 @@
-"""Start DOLL's own programs (worker, parameter server, ...) as processes forked from one that has torch loaded."""
+"""Start DOLL's roles (worker, parameter server, ...) by forking a process that has imported torch."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from doll.errors import ServiceUnavailableError
 from doll.local import processes
 from doll.local.supervisor import RoleSpec
 
-# Imported once, in the fork server; a role's imports of them are free. Modules of the list that fail are skipped.
+# Imported once, in the fork server, so that a role's own imports of them are free. Modules that fail are skipped.
 PRELOAD: Final = (
     *("torch", "torch.optim", "numpy", "redis", "confluent_kafka", "doll.task", "doll.config", "doll.run.roles"),
     *("doll.ps.main", "doll.consumers.main", "doll.evaluation.main", "doll.producers.main"),
 )
-# One thread each: N processes with a pool of threads per core would fight over the cores.
+# One thread each: N processes with one thread per core would contend for the cores.
 _ONE_THREAD: Final = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-_START_S: Final = 120.0  # torch's import takes 7 s here, and far longer from a cold disk
+_START_S: Final = 120.0  # importing torch takes 7 s, and far longer from a cold disk
 _LOST_EXIT_CODE: Final = -signal.SIGKILL
 
 
 class Role:
-    """One forked process. Its exit code is negative when a signal ended it, as with `subprocess`."""
+    """One forked process. Its exit code is negative if a signal ended it, as with `subprocess`."""
 
     def __init__(self, server: ForkServer, pid: int, name: str, log_path: Path) -> None:
         self._server = server
@@ -40,12 +40,12 @@ class Role:
         self.exitcode: int | None = None
 
     def poll(self) -> int | None:
-        """The exit code once it has ended, else None."""
+        """The exit code once it has exited, else None."""
         self._server._read(0.0)
         return self.exitcode
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Wait until it ends, at most `timeout_s`; the exit code, or None if it still runs."""
+        """Wait at most `timeout_s` until it exits; the exit code, or None if it still runs."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while self.poll() is None:
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
@@ -55,12 +55,12 @@ class Role:
         return self.exitcode
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, as SIGSTOP or SIGCONT; nothing happens when it has ended."""
+        """Send a signal, such as SIGSTOP or SIGCONT; no effect after its exit."""
         if self.poll() is None:
             self._server._send({"kill": self.pid, "signal": int(number)})
 
     def terminate(self) -> None:
-        """SIGTERM: the role finishes in order."""
+        """SIGTERM: the role shuts down gracefully."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -69,9 +69,9 @@ class Role:
 
 
 class ForkServer:
-    """Starts roles. `start` returns at once while torch loads in the background; `close` kills what still runs.
+    """Starts roles. `start` returns while torch loads in the background; `close` kills the roles that still run.
 
-    Use it from one thread, which must live as long as the roles.
+    Use it from one thread, which must live as long as the roles do.
     """
 
     def __init__(self, log_path: Path, preload: Sequence[str] = PRELOAD) -> None:
@@ -82,53 +82,53 @@ class ForkServer:
         self._unread = b""
         self._roles: dict[int, Role] = {}
         self._started_pids: list[int] = []
-        self._ended_early: dict[int, int] = {}  # exit codes of roles that ended before they were handed out
+        self._ended_early: dict[int, int] = {}  # exit codes of roles that ended before `start_role` returned
         self.preload_s: float | None = None
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server while it runs."""
+        """Process id of the fork server while it runs."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def start(self) -> None:
-        """Begin to load the modules. It may be repeated."""
+        """Begin to load the modules. It may be called again."""
         if self._process is not None:
             return
-        ours, theirs = socket.socketpair()
-        with theirs:
+        own_end, child_end = socket.socketpair()
+        with child_end:
             self._process = processes.spawn(
-                [sys.executable, "-m", "doll.local.forkserver", str(theirs.fileno()), *self._preload],
+                [sys.executable, "-m", "doll.local.forkserver", str(child_end.fileno()), *self._preload],
                 self._log_path,
                 _ONE_THREAD,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[child_end.fileno()],
             )
-        self._socket = ours
+        self._socket = own_end
 
     def start_role(
         self, target: str, args: Sequence[Any] = (), *, log_path: Path, name: str, env: Mapping[str, str] | None = None
     ) -> Role:
-        """Fork a process that calls `target` and ends with its result. It dies with us, also by SIGKILL.
+        """Fork a process that calls `target` and exits with its result. It is killed when this process ends.
 
         Args:
-            target: `module:function`, imported there, not here. It returns None or an exit code; an error makes it 1.
-            args: anything JSON can carry, as a command line would: names, numbers, paths as text.
-            log_path: its standard output and error are appended there.
+            target: `module:function`, imported in the child. It returns None or an exit code; an exception gives 1.
+            args: JSON values: names, numbers, paths as text.
+            log_path: file to which its standard output and error are appended.
             name: for messages.
-            env: additions to its environment; secrets come from ours.
+            env: additions to its environment; secrets are inherited from this process's environment.
 
         Raises:
-            ServiceUnavailableError: the server has ended or does not come up; the message shows its log.
+            ServiceUnavailableError: the fork server has exited or does not start; the message shows its log.
         """
         self.start()
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        order = {"target": target, "args": list(args), "log": str(log_path.resolve()), "env": dict(env or {})}
-        self._send({"start": order})
+        request = {"target": target, "args": list(args), "log": str(log_path.resolve()), "env": dict(env or {})}
+        self._send({"start": request})
         deadline_s = time.monotonic() + _START_S
         while not self._started_pids:
             if self._socket is None or time.monotonic() > deadline_s:
-                self.close()  # a late answer must not be taken for the next role's
+                self.close()  # a late answer would be taken for the next role's
                 raise ServiceUnavailableError(
-                    f"cannot start {name}: the process that forks does not answer:\n{processes.tail(self._log_path)}"
+                    f"cannot start {name}: the fork server does not answer:\n{processes.tail(self._log_path)}"
                 )
             self._read(1.0)
         role = Role(self, self._started_pids.pop(0), name, log_path)
@@ -142,12 +142,12 @@ class ForkServer:
         return self.start_role(spec.target, spec.args, log_path=spec.log_path, name=spec.name, env=spec.env)
 
     def running(self) -> list[Role]:
-        """The roles that have not ended."""
+        """The roles that still run."""
         self._read(0.0)
         return list(self._roles.values())
 
     def close(self) -> None:
-        """Kill the roles that still run, and the server. It may be repeated."""
+        """Kill the roles that still run, and the fork server. It may be called again."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -164,7 +164,7 @@ class ForkServer:
                 self._mark_all_lost()
 
     def _read(self, timeout_s: float | None) -> None:
-        """Take in what the server tells; wait at most `timeout_s` for something."""
+        """Process the fork server's messages; wait at most `timeout_s` for the first."""
         if self._socket is None:
             return
         ready, _, _ = select.select([self._socket], [], [], timeout_s)
@@ -191,7 +191,7 @@ class ForkServer:
                         self._ended_early[pid] = code
 
     def _mark_all_lost(self) -> None:
-        """The server is gone, and by Linux's death signal its children are too."""
+        """The fork server has ended, and Linux has killed its children (PR_SET_PDEATHSIG)."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

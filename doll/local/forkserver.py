@@ -1,10 +1,10 @@
 """The process from which roles are forked: it imports torch once, so that a role starts in 0.05 s, not 5 s of CPU.
 
 `python -m doll.local.forkserver FD MODULE...` speaks JSON lines over the socket FD: requests `{"start": {...}}` and
-`{"kill": pid, "signal": n}`; answers `{"ready": s}`, `{"started": pid}`, `{"ended": pid, "code": c}`. It ends with its
-parent and at the end of the socket, and its children end with it.
+`{"kill": pid, "signal": n}`; answers `{"ready": s}`, `{"started": pid}`, `{"ended": pid, "code": c}`. It exits when its
+parent exits or closes the socket, and its children end with it.
 
-multiprocessing's own forkserver is not used: its children import the caller's main module again, and it pickles.
+multiprocessing's forkserver is not used: its children import the caller's main module again, and it uses pickle.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from doll.local.processes import die_with_parent
 
 
 def main(argv: list[str]) -> int:
-    """Preload the modules, then serve until the socket ends."""
+    """Preload the modules, then serve until the socket is closed."""
     server_socket = socket.socket(fileno=int(argv[0]))
     began_s = time.monotonic()
     for name in argv[1:]:
         try:
             importlib.import_module(name)
         except Exception:
-            # A role that needs the module fails with this error itself, where it is seen; the others need not.
+            # A role that needs the module raises the same error, where it is reported; other roles can still run.
             sys.stderr.write(f"forkserver: cannot preload {name}\n")
             traceback.print_exc()
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     gc.collect()
-    gc.freeze()  # the children's collector then leaves our pages alone, and they stay shared
+    gc.freeze()  # the children's garbage collector then does not touch these pages, so they stay shared
     return _Server(server_socket).run(time.monotonic() - began_s)
 
 
@@ -54,9 +54,7 @@ class _Server:
 
     def run(self, preload_s: float) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(
-            signal.SIGCHLD, lambda number, frame: None
-        )  # without a handler the wake-up descriptor stays silent
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # the wake-up descriptor works only with a handler
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
         self._send({"ready": round(preload_s, 3)})
         with selectors.DefaultSelector() as selector:
@@ -82,16 +80,16 @@ class _Server:
                 os.kill(request["kill"], request["signal"])
         return bool(data)
 
-    def _start(self, order: dict[str, Any], selector: selectors.BaseSelector) -> None:
+    def _start(self, request: dict[str, Any], selector: selectors.BaseSelector) -> None:
         server_pid = os.getpid()
         pid = os.fork()
         if pid == 0:
             try:
-                self._become_child(order["log"], order["env"], server_pid, selector)
+                self._become_child(request["log"], request["env"], server_pid, selector)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
-            _run_role(order["target"], order["args"])
+            _run_role(request["target"], request["args"])
         self._children.add(pid)
         self._send({"started": pid})
 
@@ -99,7 +97,7 @@ class _Server:
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's: it ends us in order, by SIGTERM
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and stops this process by SIGTERM
         die_with_parent(server_pid)
         os.setsid()
         selector.close()
@@ -112,14 +110,14 @@ class _Server:
         os.environ.update(env)
 
     def _reap(self) -> None:
-        for pid in list(self._children):  # only ours: a library's helper process is its own business
+        for pid in list(self._children):  # not every child: libraries may start helper processes
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 self._children.remove(pid)
                 self._send({"ended": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def _send(self, answer: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the parent is going: the next read ends us
+        with contextlib.suppress(BrokenPipeError):  # the parent has exited: the next read returns
             self._socket.sendall(json.dumps(answer).encode() + b"\n")
 
 

@@ -1,4 +1,4 @@
-"""A real Apache Kafka node of our own: broker and KRaft controller in one Java process, on loopback."""
+"""A local Apache Kafka node: broker and KRaft controller in one Java process, on loopback."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from doll.local.server import LocalServer
 if TYPE_CHECKING:
     from confluent_kafka.admin import AdminClient
 
-READY_TOPIC: Final = "doll-ready"  # holds the record that shows that a broker works
-_START_S: Final = 240.0  # 3 s on a quiet machine; 50 s were seen with 20 processes to a core, or a log to recover
+READY_TOPIC: Final = "doll-ready"  # the readiness probe writes to it
+_START_S: Final = (
+    240.0  # 3 s on an idle machine; 50 s were measured with 20 processes per core, or with a log to recover
+)
 _BIND_TRIES: Final = 5
 _TLS_PROPERTIES: Final = """\
 sasl.enabled.mechanisms=SCRAM-SHA-512
@@ -28,16 +30,16 @@ listener.name.sasl_ssl.scram-sha-512.sasl.jaas.config=\
 listener.name.sasl_ssl.ssl.keystore.type=PEM
 listener.name.sasl_ssl.ssl.keystore.location={identity}
 """
-# Without the second compiler: in 160 s under load it never won back what it cost (114 ms of CPU a second against 134).
-# A small heap at first: Java's own choice, a 64th of the machine, fills up for hours with what nobody has collected.
+# C1 compiler only: in 160 s under load C2 never recovered its cost (114 ms of CPU per second without, 134 with it).
+# A small initial heap: Java's default, 1/64 of the machine's memory, fills with garbage for hours before a collection.
 _JVM_FLAGS: Final = (
     "-Xms64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-Xshare:auto", "-XX:-UsePerfData",
 )  # fmt: skip
 _HEAP_MB: Final = 512
 _CLUSTER_HEAP_MB: Final = 256
 
-# Few threads and no idle records in the metadata log: 15 ms of CPU a second with nothing to do, not 25.
-# Sessions of 3 s: with Kafka's 9 s a killed broker needs 14 s, not 6, until it serves again.
+# Few threads, and no idle records in the metadata log: 15 ms of CPU per second when idle, instead of 25.
+# Broker sessions of 3 s: with Kafka's default of 9 s a killed broker serves again after 14 s instead of 6.
 _PROPERTIES: Final = """\
 process.roles=broker,controller
 node.id={node}
@@ -73,8 +75,8 @@ num.io.threads=2
 background.threads=2
 metadata.max.idle.interval.ms=0
 """
-# How soon a death is noticed. Writes wait until the controller has taken a dead replica out, and where it was the
-# controller itself, for an election before that: with Kafka's own 9 s and 2 s a job would stand still for 12 s.
+# Failure detection. Writes wait until the controller has removed a dead replica from the ISR and, if the controller
+# itself died, for an election before that: with Kafka's defaults of 9 s and 2 s a job would stall for 12 s.
 _CLUSTER_PROPERTIES: Final = """\
 controller.quorum.fetch.timeout.ms=800
 controller.quorum.election.timeout.ms=400
@@ -96,9 +98,9 @@ class ClusterMember:
     """A node's place in a cluster.
 
     Attributes:
-        node: 1 for the first.
-        controllers: the port of each node's controller.
-        cluster_id: what all of them are formatted with.
+        node: node number, from 1.
+        controllers: the controller port of each node.
+        cluster_id: the cluster id that all data folders are formatted with.
     """
 
     node: int
@@ -109,14 +111,16 @@ class ClusterMember:
 class LocalKafka(LocalServer):
     """One Kafka node.
 
-    Its data, in `folder`, and its ports outlive `stop`, `kill` and `restart`, which takes about 7 s. Data that is there
-    already is served.
+    Its data, in `folder`, and its ports persist across `stop`, `kill` and `restart`, which takes about 7 s. Existing
+    data in the folder is served.
 
     Args:
-        identity: a PEM file with a private key (PKCS 8) and its certificates: then there is also a listener with TLS
-            and SCRAM-SHA-512, at `secure_address`. Its users are made by an admin client at `address`.
-        advertised_ports: more plain listeners by name (letters, digits, `-`), each with the loopback port that it tells its
-            clients to use: whoever listens there passes on to `listener_port`.
+        folder: data, settings and log of the node.
+        say: called with one line when something takes long.
+        identity: a PEM file with a private key (PKCS 8) and its certificates. It adds a listener with TLS and
+            SCRAM-SHA-512 at `secure_address`; create its users with an admin client at `address`.
+        advertised_ports: additional plaintext listeners by name (letters, digits, `-`), each with the loopback port
+            that it advertises; a relay on that port forwards to `listener_port`.
         member: the place in a cluster; see `doll.local.kafka_cluster`.
     """
 
@@ -144,15 +148,15 @@ class LocalKafka(LocalServer):
 
     @property
     def cluster_id(self) -> str:
-        """What its data folder is formatted with; empty before the first start."""
+        """The cluster id of its data folder; empty before the first start."""
         return self._cluster_id
 
     def dead_nodes(self) -> list[int]:
-        """As of a cluster: [1] if its process has ended."""
+        """As of `KafkaCluster`: [1] if its process has exited."""
         return [] if self.pid is not None else [1]
 
     def restart_dead(self) -> None:
-        """As of a cluster: start it again if it has died, and wait until it serves, since nobody else does.
+        """As of `KafkaCluster`: restart it if its process has exited, and wait until it serves.
 
         Raises:
             ServiceUnavailableError: as `start`.
@@ -162,7 +166,7 @@ class LocalKafka(LocalServer):
 
     @property
     def nodes(self) -> tuple[LocalKafka, ...]:
-        """As of a cluster: itself."""
+        """As of `KafkaCluster`: itself."""
         return (self,)
 
     @property
@@ -172,18 +176,18 @@ class LocalKafka(LocalServer):
 
     @property
     def secure_address(self) -> str:
-        """As `address`, of the listener with TLS and SASL; empty where there is none."""
+        """As `address`, of the listener with TLS and SASL; empty if there is none."""
         return f"{processes.LOOPBACK}:{self._secure_port}" if self._secure_port else ""
 
     def listener_port(self, name: str) -> int:
-        """Where the listener `name` of `advertised_ports` listens; known from the first start on."""
+        """The port of the listener `name` of `advertised_ports`; known from the first start on."""
         return self._listener_ports[name]
 
     def start(self) -> None:
         """Start the node and return when it has acknowledged a record and committed an offset.
 
         Raises:
-            ServiceUnavailableError: Java or the jars cannot be had, or it does not come up (the message shows its log).
+            ServiceUnavailableError: Java or the jars are missing, or it does not start (the message shows its log).
         """
         jars = kafka_jars.ensure(self._say)
         for _ in range(1 if self._port else _BIND_TRIES):
@@ -194,16 +198,16 @@ class LocalKafka(LocalServer):
                 return
             if "Address already in use" not in processes.tail(self.log_path, 200):
                 break
-            self._port = 0  # another run was faster to take a port: choose others
+            self._port = 0  # another process took a port meanwhile: choose others
         raise ServiceUnavailableError(
             f"Kafka does not start; the end of {self.log_path}:\n{processes.tail(self.log_path)}"
         )
 
     def launch(self) -> None:
-        """Start the process and return at once; it serves when it has joined the others of its cluster.
+        """Start the process without waiting; it serves after it has joined its cluster.
 
         Raises:
-            ServiceUnavailableError: Java or the jars cannot be had, or its data folder cannot be made.
+            ServiceUnavailableError: Java or the jars are missing, or its data folder cannot be formatted.
         """
         jars = kafka_jars.ensure(self._say)
         if not self._port:
@@ -220,7 +224,7 @@ class LocalKafka(LocalServer):
         controllers = self._member.controllers if self._member is not None else (processes.free_port(),)
         node, several = (self._member.node, True) if self._member is not None else (1, False)
         controller_port = controllers[node - 1]
-        listeners = {"PLAINTEXT": self._port, "CONTROLLER": controller_port}  # our probe and the broker use the first
+        listeners = {"PLAINTEXT": self._port, "CONTROLLER": controller_port}  # the probe and the broker use the first
         if self._identity is not None:
             listeners["SASL_SSL"] = self._secure_port
         advertised = {name: port for name, port in listeners.items() if name != "CONTROLLER"}
@@ -236,14 +240,14 @@ class LocalKafka(LocalServer):
             **replication_settings(len(controllers)),
         )  # fmt: skip
         text += _CLUSTER_PROPERTIES if several else ""
-        # One client each: Kafka's three threads per listener would be many.
+        # One network thread per listener, for its one client, instead of Kafka's three.
         text += "".join(f"listener.name.{name.lower()}.num.network.threads=1\n" for name in named.values())
         if self._identity is not None:
             text += _TLS_PROPERTIES.format(identity=self._identity.resolve())
         self._properties.write_text(text, encoding="utf-8")
 
     def _format(self, jars: Path) -> None:
-        """Make an empty data folder, or find out whose the one in place is."""
+        """Format an empty data folder, or read the cluster id of an existing one."""
         meta = self._folder / "data" / "meta.properties"
         if meta.is_file():
             self._cluster_id = dict(
@@ -251,10 +255,10 @@ class LocalKafka(LocalServer):
             )["cluster.id"]
             return
         self._cluster_id = self._member.cluster_id if self._member is not None else new_cluster_id()
-        # With `=`: one id in 64 begins with a dash, and would be taken for an option.
+        # With `=`: one id in 64 begins with a dash and would be parsed as an option.
         arguments = ["format", f"--cluster-id={self._cluster_id}", "-c", str(self._properties)]
         if self._java(jars, "kafka.tools.StorageTool", arguments).wait() != 0:
-            raise ServiceUnavailableError(f"Kafka cannot make its data folder:\n{processes.tail(self.log_path)}")
+            raise ServiceUnavailableError(f"Kafka cannot format its data folder:\n{processes.tail(self.log_path)}")
 
     @property
     def _properties(self) -> Path:
@@ -262,14 +266,14 @@ class LocalKafka(LocalServer):
 
     def _java(self, jars: Path, main_class: str, arguments: list[str]) -> subprocess.Popen[bytes]:
         java = kafka_jars.find_java()
-        assert java is not None, "kafka_jars.ensure has found it"
+        assert java is not None, "kafka_jars.ensure has checked for it"
         quiet = "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", "-Dorg.slf4j.simpleLogger.showDateTime=true"
         heap = f"-Xmx{_HEAP_MB if self._member is None else _CLUSTER_HEAP_MB}m"
         command = [java, heap, *_JVM_FLAGS, *quiet, "-cp", f"{jars}/*", main_class, *arguments]
         return processes.spawn(command, self.log_path)
 
     def _launch(self, jars: Path) -> bool:
-        """Whether our own node serves; False where its process has ended or does not come up in time."""
+        """Whether the node serves; False if its process exits or does not serve in time."""
         self._process = self._java(jars, "kafka.Kafka", [str(self._properties)])
         try:
             if ReadinessProbe(self.address, self._cluster_id, lambda: self.pid is not None).run():
@@ -282,7 +286,7 @@ class LocalKafka(LocalServer):
 
 
 def new_cluster_id() -> str:
-    """A random one, in Kafka's writing."""
+    """A random cluster id in Kafka's format (base64 of a UUID)."""
     return base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
 
 
@@ -291,10 +295,10 @@ def _endpoints(listeners: Mapping[str, int]) -> str:
 
 
 class ReadinessProbe:
-    """Find out whether a node, or all `brokers` of a cluster, serve: an open port says little.
+    """Checks that a node, or all `brokers` of a cluster, serve. An open port is not enough.
 
-    A record acknowledged to an idempotent producer shows that it writes and hands out producer ids; a committed offset,
-    that `__consumer_offsets` is there: while it is being made, a consumer with a group may wait for minutes.
+    A record acknowledged to an idempotent producer shows that the node writes and assigns producer ids. A committed
+    offset shows that `__consumer_offsets` exists: while Kafka creates it, a consumer with a group may wait for minutes.
     """
 
     def __init__(self, address: str, cluster_id: str, alive: Callable[[], bool], brokers: int = 1) -> None:
@@ -306,7 +310,7 @@ class ReadinessProbe:
         self._deadline_s = time.monotonic() + _START_S
 
     def run(self) -> bool:
-        """Whether it does, before it ends or the time is over."""
+        """Whether it serves, before its process exits or the time is over."""
         from confluent_kafka.admin import AdminClient
 
         return (
@@ -323,12 +327,12 @@ class ReadinessProbe:
                 if step(*args):
                     return True
             except KafkaException:
-                pass  # not yet: the node's parts come up one after another
+                pass  # not yet: the node's components start one after another
             time.sleep(0.05)
         return False
 
     def _is_ours(self, admin: AdminClient) -> bool:
-        """Our own node answers (two runs may have picked one port), and the topic for the record exists."""
+        """This run's node answers (another run may have picked the same port), and the probe's topic exists."""
         from confluent_kafka import KafkaError, KafkaException
         from confluent_kafka.admin import NewTopic
 

@@ -1,4 +1,4 @@
-"""Several real Kafka nodes of our own on loopback: every topic on all of them, and one may die without a stop."""
+"""A local Kafka cluster on loopback: every topic is replicated on all nodes, and the job tolerates the loss of one."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from doll.local.kafka_broker import ClusterMember, LocalKafka, ReadinessProbe, n
 
 _BIND_TRIES: Final = 5
 _GRACE_S: Final = 5.0
-_EARLY_EXIT_S: Final = 3.0  # no node serves so soon
+_EARLY_EXIT_S: Final = 3.0  # no node starts faster than this
 _MAX_EARLY_EXITS: Final = 5
 
 
 class KafkaCluster:
-    """Nodes with replication over all of them, and writes acknowledged by all but one. Use it as a context manager.
+    """Nodes with replication on all of them and `min.insync.replicas` of all but one. Use it as a context manager.
 
-    Their data, in `folder`, and their ports outlive a death. A node has 256 MB of heap and takes 210 MB at first.
+    Their data, in `folder`, and their ports persist across crashes. A node has a heap of at most 256 MB and takes
+    210 MB after its start.
 
     Args:
-        advertised_ports: for each node, as of `LocalKafka`; as many nodes as there are mappings. 3 for a cluster that goes on
-            without one.
+        folder: the nodes' data, settings and logs.
+        advertised_ports: for each node, as of `LocalKafka`; there are as many nodes as mappings. A cluster needs 3 to
+            tolerate the loss of one.
+        say: called with one line when something takes long.
     """
 
     def __init__(
@@ -46,14 +49,14 @@ class KafkaCluster:
 
     @property
     def address(self) -> str:
-        """`127.0.0.1:port` of each node, with commas; empty before the start."""
+        """`127.0.0.1:port` of each node, separated by commas; empty before the start."""
         return ",".join(node.address for node in self.nodes)
 
     def start(self) -> None:
         """Start all nodes; returns when they have acknowledged a record and committed an offset.
 
         Raises:
-            ServiceUnavailableError: Java or the jars cannot be had, or they do not come up (the message shows a log).
+            ServiceUnavailableError: Java or the jars are missing, or a node does not start (the message shows logs).
         """
         for _ in range(_BIND_TRIES):
             cluster_id = new_cluster_id()
@@ -76,7 +79,7 @@ class KafkaCluster:
             self.kill()
             logs = [processes.tail(node.log_path, 200) for node in self.nodes]
             if not any("Address already in use" in log for log in logs):
-                break  # else another run was faster to take a port: choose others
+                break  # otherwise another process took a port meanwhile: choose others
         log_tails = "\n".join(f"the end of {node.log_path}:\n{processes.tail(node.log_path)}" for node in self.nodes)
         raise ServiceUnavailableError(f"the Kafka cluster does not start; {log_tails}")
 
@@ -87,36 +90,37 @@ class KafkaCluster:
         return ReadinessProbe(self.address, self.nodes[0].cluster_id, alive, len(self.nodes)).run()
 
     def dead_nodes(self) -> list[int]:
-        """The numbers, from 1, of the nodes whose process has ended."""
+        """The numbers, from 1, of the nodes whose process has exited."""
         return [number for number, node in enumerate(self.nodes, 1) if node.pid is None]
 
     def restart_dead(self) -> None:
-        """Start each node again that has died, without waiting for it: the others serve.
+        """Restart each node whose process has exited, without waiting for it: the others serve.
 
         Raises:
-            ServiceUnavailableError: one dies at once, again and again; the message shows its log.
+            ServiceUnavailableError: nodes keep exiting right after their start; the message shows a log.
         """
         for number in self.dead_nodes():
             node = self.nodes[number - 1]
             now_s = time.monotonic()
-            # One that is killed on purpose while it starts is no failure; so several in a row are needed.
+            # A drill may kill a node while it starts, so only several early exits in a row are an error.
             early = now_s - self._restarted_s.get(number, float("-inf")) < _EARLY_EXIT_S
             self._early_exits = self._early_exits + 1 if early else 0
             if self._early_exits >= _MAX_EARLY_EXITS:
                 raise ServiceUnavailableError(
-                    f"Kafka's node {number} dies at once; the end of {node.log_path}:\n{processes.tail(node.log_path)}"
+                    f"Kafka's node {number} exits right after its start; the end of {node.log_path}:\n"
+                    f"{processes.tail(node.log_path)}"
                 )
             self._restarted_s[number] = now_s
             node.launch()
 
     def kill(self) -> None:
-        """SIGKILL to all."""
+        """SIGKILL all nodes."""
         for node in self.nodes:
             node.kill()
 
     def stop(self) -> None:
-        """End all in order, or by force where they do not. It may be repeated."""
-        # Together: one that is left alone waits for the others, without whom nothing can be decided.
+        """Stop all nodes gracefully, or by SIGKILL after a grace period. It may be called again."""
+        # All at the same time: a single remaining node would wait for a quorum.
         for node in self.nodes:
             node.terminate()
         deadline_s = time.monotonic() + _GRACE_S
@@ -134,12 +138,12 @@ class KafkaCluster:
 
 
 def node_folder(folder: Path, number: int) -> Path:
-    """Where node `number`, from 1, keeps its data."""
+    """Folder of node `number`, from 1."""
     return folder / f"node-{number}"
 
 
 def nodes_with_data(folder: Path) -> int:
-    """How many nodes an earlier cluster has left in this folder."""
+    """Number of nodes of an earlier cluster with data in this folder."""
     number = 0
     while (node_folder(folder, number + 1) / "data" / "meta.properties").is_file():
         number += 1

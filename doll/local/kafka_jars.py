@@ -1,4 +1,4 @@
-"""The jars of Apache Kafka, fetched once by Maven into a cache that all checkouts of a user share."""
+"""The jars of Apache Kafka, fetched once by Maven into a cache shared by all checkouts of a user."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _JAVA_VERSION: Final = re.compile(r'version "(\d+)')
 
 
 def pom_path() -> Path:
-    """The file that names the jars: in the installed package, else in the checkout."""
+    """The Maven file that lists the jars: in the installed package, else in the checkout."""
     packaged = Path(__file__).with_name("kafka-pom.xml")
     return packaged if packaged.is_file() else Path(__file__).parents[2] / "deploy" / "kafka" / "pom.xml"
 
 
 def folder() -> Path:
-    """Where the jars are, or will be: $DOLL_CACHE_DIR or ~/.cache/doll, then kafka-<version>."""
+    """Folder of the jars, which may not exist yet: kafka-<version> in $DOLL_CACHE_DIR or ~/.cache/doll."""
     match = _VERSION.search(pom_path().read_text(encoding="utf-8"))
     if match is None:
         raise ServiceUnavailableError(f"expected <kafka.version> in {pom_path()}")
@@ -40,12 +40,12 @@ def folder() -> Path:
 
 
 def are_cached() -> bool:
-    """Whether the jars are there already. The folder appears whole or not at all."""
+    """Whether the jars are in the cache. The folder is created atomically."""
     return folder().is_dir()
 
 
 def find_java() -> str | None:
-    """The first Java >= 17 of $JAVA_HOME and PATH."""
+    """The first Java >= 17 in $JAVA_HOME and PATH."""
     home = os.environ.get("JAVA_HOME")
     for candidate in (f"{home}/bin/java" if home else None, "java"):
         executable = shutil.which(candidate) if candidate else None
@@ -56,7 +56,7 @@ def find_java() -> str | None:
 
 @cache
 def java_version(executable: str) -> int:
-    """Major version of a `java` program; 0 where it does not tell."""
+    """Major version of a `java` program; 0 if it cannot be determined."""
     try:
         completed = subprocess.run([executable, "-version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -75,10 +75,10 @@ def unavailable_reason() -> str | None:
 
 
 def ensure(say: Callable[[str], None]) -> Path:
-    """The folder with the jars, fetched by Maven where it is not filled yet (43 MB). Runs side by side take turns.
+    """The folder with the jars, fetched by Maven if needed (43 MB). A lock makes concurrent runs fetch them only once.
 
     Args:
-        say: told when a download begins.
+        say: called with one line when a download begins.
 
     Raises:
         ServiceUnavailableError: Java >= 17 or Maven is missing, or Maven fails.
@@ -91,7 +91,7 @@ def ensure(say: Callable[[str], None]) -> Path:
     target = folder()
     if target.is_dir():
         return target
-    with _turn(target.with_name(f"{target.name}.lock"), say):
+    with _lock(target.with_name(f"{target.name}.lock"), say):
         if not target.is_dir():
             say(f"fetching the jars of {target.name} with Maven (43 MB, once per user)")
             _fetch(target)
@@ -99,7 +99,7 @@ def ensure(say: Callable[[str], None]) -> Path:
 
 
 @contextlib.contextmanager
-def _turn(lock_path: Path, say: Callable[[str], None]) -> Iterator[None]:
+def _lock(lock_path: Path, say: Callable[[str], None]) -> Iterator[None]:
     lock_path.parent.mkdir(parents=True, exist_ok=True)
     with lock_path.open("w") as lock:
         try:
@@ -107,13 +107,13 @@ def _turn(lock_path: Path, say: Callable[[str], None]) -> Iterator[None]:
         except BlockingIOError:
             say("waiting for another run that fetches Kafka's jars")
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield  # the lock goes with the file, also when we are killed
+        yield  # closing the file releases the lock, also on SIGKILL
 
 
 def _fetch(target: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as made:
-        libs = Path(made) / "libs"
-        # Maven reads its own settings (mirrors, proxies) as always; it must find no other project around the file.
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
+        libs = Path(temporary) / "libs"
+        # Maven uses the user's settings (mirrors, proxies); the temporary folder holds no other project's files.
         command = ["mvn", "--batch-mode", "--quiet", "--strict-checksums", "--file", str(pom_path())]
         command += ["dependency:copy-dependencies", f"-DoutputDirectory={libs}", "-DincludeScope=runtime"]
         try:
@@ -129,7 +129,7 @@ def _fetch(target: Path) -> None:
             )
         except subprocess.TimeoutExpired as exc:
             raise ServiceUnavailableError(
-                f"Maven did not fetch Kafka's jars in {_MAVEN_TIMEOUT_S:g} s: check the network and Maven's settings"
+                f"Maven did not fetch Kafka's jars within {_MAVEN_TIMEOUT_S:g} s: check network and Maven settings"
             ) from exc
         if completed.returncode != 0 or not any(libs.glob("kafka_2.13-*.jar")):
             output = "\n".join(completed.stdout.splitlines()[-15:])
@@ -141,7 +141,7 @@ def _fetch(target: Path) -> None:
 
 
 def main() -> int:
-    """Fill the cache for later; where Java or Maven are missing, say what that means and end well."""
+    """Fill the cache; if Java or Maven is missing, print the consequences and return 0."""
 
     def say(text: str) -> None:
         sys.stdout.write(f"{text}\n")
@@ -151,7 +151,10 @@ def main() -> int:
     if problem is None:
         say(str(ensure(say)))
     else:
-        say(f"skipped: {problem}. Without it `doll up` needs an address or docker, or uses a small imitation of Kafka.")
+        say(
+            f"skipped: {problem}. Without it, `doll up` needs kafka.address or docker, or falls back to librdkafka's "
+            "mock broker."
+        )
     return 0
 
 

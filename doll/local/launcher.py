@@ -1,7 +1,7 @@
-"""Run a program that dies with its parent: `python -I -S launcher.py PARENT_PID PROGRAM ARGUMENT...`.
+"""Run a program that is killed when its parent ends: `python -I -S launcher.py PARENT_PID PROGRAM ARGUMENT...`.
 
-It is a program of its own, because code between fork and exec (`preexec_fn`) may deadlock in a parent with threads. The
-signal asked for here outlives exec, and the process keeps its id.
+It is a separate program, because code between fork and exec (`preexec_fn`) may deadlock in a parent with threads. The
+death signal that it requests is kept across exec, and so is the process id.
 """
 
 import ctypes
@@ -13,14 +13,14 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask Linux to SIGKILL this process when the thread that started it ends, and end at once where it has ended.
+    """Ask Linux to SIGKILL this process when the thread that started it ends; exit if it has ended already.
 
-    Elsewhere than on Linux it does nothing.
+    On other systems than Linux it does nothing.
     """
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # the parent ended before the request: nobody would send the signal
+    if os.getppid() != parent_pid:  # the parent ended before the request, so no signal would be sent
         os._exit(1)
 
 

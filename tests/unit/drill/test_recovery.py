@@ -11,8 +11,8 @@ from doll.records import Member, TermStarted, Update
 
 
 def fault(kind: str, number: int = 1) -> Fault:
-    (found,) = (one for one in FAULT_KINDS if one.name == kind)
-    return Fault(number, found, worker=0, gap_s=1.0, hold_s=found.hold_s[0], overlapping=False)
+    (match,) = (entry for entry in FAULT_KINDS if entry.name == kind)
+    return Fault(number, match, worker=0, gap_s=1.0, hold_s=match.hold_s[0], overlapping=False)
 
 
 def update(time_s: float, term: int = 1, version: int = 1) -> Update:
@@ -131,7 +131,7 @@ def test_a_bad_notice_is_recovered_from_when_the_worker_has_left_on_a_good_one()
     one = recoveries.inject(fault("worker_malformed_notice"), 10.0)
     recoveries.feed(update(11.0))
     assert len(recoveries.open) == 1
-    one.left = True
+    one.has_left = True
     recoveries.feed(update(16.0))
     assert recoveries.open == ()
 
@@ -155,6 +155,6 @@ def test_the_report_counts_what_was_not_recovered_from() -> None:
     assert report["recovery_s"] == {"p50": 1.0, "max": 1.5}
     counted = {"missing": 2, "duplicate": 3}
     lines = table(report | {"audit": counted, "batch_size": 8, "records_per_batch": 4})
-    assert lines[-1].strip() == "recoveries 2 of 3, samples lost 4, samples twice 6"
+    assert lines[-1].strip() == "recoveries 2 of 3, samples lost 4, samples duplicated 6"
     assert any(line.split() == ["worker_kill", "2", "1.50", "1.50"] for line in lines)
-    assert "not known" in table(report | {"audit": None, "batch_size": 8, "records_per_batch": 4})[-1]
+    assert "unknown (no audit)" in table(report | {"audit": None, "batch_size": 8, "records_per_batch": 4})[-1]

@@ -54,7 +54,7 @@ def test_a_compose_file_outside_the_checkout_is_not_ours(checkout: Path) -> None
 def test_without_docker_or_its_engine_the_reason_is_told(checkout: Path) -> None:
     assert compose.find(checkout) == "no docker on PATH"
     install_docker(checkout, "info) exit 1;;")
-    assert compose.find(checkout) == "docker's engine does not answer"
+    assert compose.find(checkout) == "the docker engine does not answer"
     install_docker(checkout, "info) exit 0;;\n'compose version') exit 1;;")
     assert compose.find(checkout) == "docker has no compose plugin (v2)"
 

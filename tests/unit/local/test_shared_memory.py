@@ -61,8 +61,8 @@ def test_the_next_run_removes_what_a_killed_one_left_and_nothing_else(tmp_path: 
 
 
 def test_says_why_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "No such file" in (shared_memory.why_not(tmp_path / "missing") or "")
-    monkeypatch.setattr(shared_memory, "_LEAST_FREE_BYTES", 10**18)
-    assert "MiB free, expected" in (shared_memory.why_not(tmp_path) or "")
-    monkeypatch.setattr(shared_memory, "_LEAST_FREE_BYTES", 0)
-    assert shared_memory.why_not(tmp_path) is None
+    assert "No such file" in (shared_memory.obstacle(tmp_path / "missing") or "")
+    monkeypatch.setattr(shared_memory, "_MIN_FREE_BYTES", 10**18)
+    assert "MiB free, expected" in (shared_memory.obstacle(tmp_path) or "")
+    monkeypatch.setattr(shared_memory, "_MIN_FREE_BYTES", 0)
+    assert shared_memory.obstacle(tmp_path) is None

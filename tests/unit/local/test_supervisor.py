@@ -137,7 +137,7 @@ def test_lost_records_do_not_come_back_by_trying_again(world: World) -> None:
 
 def test_a_name_that_runs_cannot_be_started_twice(world: World) -> None:
     world.start("w")
-    with pytest.raises(ValueError, match="runs already"):
+    with pytest.raises(ValueError, match="is running already"):
         world.start("w")
 
 
@@ -201,7 +201,7 @@ def test_an_adopted_process_is_looked_after(world: World) -> None:
     first = world.start("w")
     spec, handle = world.supervisor.release("w")
     world.supervisor.start(spec)
-    with pytest.raises(ValueError, match="runs already"):
+    with pytest.raises(ValueError, match="is running already"):
         world.supervisor.adopt(spec, handle)
     world.launched[-1].code = 0
     world.supervisor.poll()

@@ -1,7 +1,7 @@
-"""Injects a plan's faults into a running `doll up`, one after the other, and ends the job when all are recovered from.
+"""Injects a plan's faults into a running `doll up`, in order, and ends the job when it has recovered from all of them.
 
-It is called a few times a second and never waits itself. What it freezes it thaws, and a frozen process that has been
-replaced (a zombie) must end by itself once it is thawed: where one lives on, the drill has failed.
+It is called a few times a second and never blocks. Every process that it stops (SIGSTOP) it also continues. A stopped
+process that was replaced meanwhile (a zombie) must exit by itself after SIGCONT; if it does not, the drill fails.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from doll.config import StdinSource
 from doll.drill.metadata_service import FakeMetadataService
 from doll.drill.plan import Fault, FaultTarget, make_plan
 from doll.drill.recovery import InjectedFault, PoisonTracker, RecoveryTracker
 from doll.drill.stream import SamplesTopic, poison_for
 from doll.errors import DollError
+from doll.records import AnyRecord, Metric, Update
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,22 +28,21 @@ if TYPE_CHECKING:
     from doll.drill.routes import RoleRelays
     from doll.local.stack import Stack
     from doll.local.supervisor import Handle, RoleSpec, Supervisor
-    from doll.records import AnyRecord
     from doll.services import Services
 
-# Kafka's own start takes 7 s, and a minute on a machine with 20 processes to a core; beyond this nothing will come.
+# Kafka starts in 7 s, or in a minute on a machine with 20 processes per core; a longer recovery counts as a failure.
 _RECOVERY_TIMEOUT_S: Final = 300.0
 _EXIT_TIMEOUT_S: Final = 90.0
-_SETTLE_S: Final = 3.0  # the job goes on for so long after the last recovery
+_SETTLE_S: Final = 3.0  # the job continues for this long after the last recovery
 
 
 class DrillError(DollError):
-    """The job does not go on after a fault, or a replaced process lives on."""
+    """The job does not recover from a fault, or a replaced process does not exit."""
 
 
 @dataclass(slots=True)
 class _Suspended:
-    """A role that is frozen or cut off, and how to let go of it."""
+    """A role that is frozen or cut off, and the function that ends this."""
 
     role: str
     release: Callable[[], None]
@@ -50,16 +51,16 @@ class _Suspended:
 
 @dataclass(slots=True)
 class _LeavingProcess:
-    """A process that no supervisor looks after and that must end by itself.
+    """A process that is not supervised any more and must exit by itself.
 
-    A zombie's successor runs already; that of a process that was told to leave starts when it has left.
+    The successor of a zombie is already running. The successor of a preempted process starts when that process exits.
     """
 
     spec: RoleSpec
     handle: Handle
     by_s: float
     zombie: bool
-    notice: InjectedFault | None = None  # it is to leave because of a notice; the first one cannot be read
+    notice: InjectedFault | None = None  # the fault, if it leaves because of a notice; the first notice is malformed
 
     @property
     def role(self) -> str:
@@ -70,12 +71,12 @@ class FaultInjector:
     """One drill.
 
     Args:
-        faults: how many.
-        say: told each fault.
-        wires: what the roles' connections lead through.
-        metadata: what tells the workers that spot takes them; None: nothing does.
-        run_folder: where the job's checkpoints are, unless the job file says so.
-        standby: there are two parameter servers, one of them waiting: faults are for the one that leads.
+        faults: number of faults.
+        say: called with one line for each fault.
+        relays: the relays that the roles' connections pass through.
+        metadata: serves interruption notices to the workers; None: no notices.
+        run_folder: folder of the job's checkpoints, unless the job file names another one.
+        standby: there are two parameter servers, a leader and a standby; faults are injected into the leader.
         clock: wall clock in seconds, as in `Update.time_s`.
     """
 
@@ -86,14 +87,14 @@ class FaultInjector:
         faults: int,
         seed: int,
         say: Callable[[str], None],
-        wires: RoleRelays,
+        relays: RoleRelays,
         run_folder: Path,
         metadata: FakeMetadataService | None = None,
         standby: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.standby = standby
-        self._role_relays = wires
+        self._relays = relays
         self._metadata = metadata
         self._run_folder = run_folder
         self._topic: SamplesTopic | None = None
@@ -107,14 +108,13 @@ class FaultInjector:
         self._plan: tuple[Fault, ...] = ()
         self._next = 0
         self._recoveries = RecoveryTracker()
-        self._ready_s: float | None = None  # since when nothing is open
+        self._ready_s: float | None = None  # time since which no fault is open
         self._learning = False
         self._suspended: list[_Suspended] = []
         self._leaving: list[_LeavingProcess] = []
 
     def feed(self, record: AnyRecord) -> None:
         """A record of the `updates` or `metrics` topic."""
-        from doll.records import Metric, Update
 
         self._learning = self._learning or isinstance(record, Update)
         if isinstance(record, Metric) and record.source == "ps":
@@ -126,23 +126,23 @@ class FaultInjector:
     @property
     def advertised_ports(self) -> Sequence[Mapping[str, int]]:
         """As of `RoleRelays`."""
-        return self._role_relays.advertised_ports
+        return self._relays.advertised_ports
 
     def environment(self, role: str) -> Mapping[str, str]:
-        """What a worker needs to ask for its notices."""
+        """Environment variables that make a worker poll for its notices here."""
         if self._metadata is None or not role.startswith("worker-"):
             return {}
         return self._metadata.environment(role)
 
     def services(self, role: str, stack: Stack) -> Services:
         """As of `RoleRelays`."""
-        return self._role_relays.services(role, stack)
+        return self._relays.services(role, stack)
 
     def turn(self, supervisor: Supervisor, stack: Stack) -> str | None:
-        """Do what is due; why the job ends now, or None.
+        """Inject what is due, and return the reason why the job ends now, or None.
 
         Raises:
-            DrillError: no update came for a long time after a fault, or a zombie does not end.
+            DrillError: no update came within the recovery timeout after a fault, or a zombie does not exit.
         """
         now = self._clock()
         if not self._plan:
@@ -154,7 +154,7 @@ class FaultInjector:
         self._topic.poll()
         self._end_suspensions(now)
         self._check_leaving(supervisor, now)
-        if late := [one for one in self._recoveries.open if now - one.waiting_since_s > _RECOVERY_TIMEOUT_S]:
+        if late := [entry for entry in self._recoveries.open if now - entry.waiting_since_s > _RECOVERY_TIMEOUT_S]:
             counted = " that counts its records as dead" if late[0].poison is not None else ""
             raise DrillError(
                 f"no update{counted} for {now - late[0].waiting_since_s:.0f} s after fault {late[0].fault.number} "
@@ -173,7 +173,7 @@ class FaultInjector:
         return f"drill: {self._number} faults" if calm and self.is_recovered else None
 
     def plan_for(self, targets: Collection[FaultTarget], brokers: int) -> tuple[Fault, ...]:
-        """What is injected, in order."""
+        """The faults to inject, in order."""
         without = {"stream_poison"} if poison_for(self._config, 0) is None else set()
         return make_plan(
             self._number,
@@ -187,25 +187,25 @@ class FaultInjector:
 
     @property
     def poisoned(self) -> list[tuple[int, int]]:
-        """Partition and offset of each record that is dead by an update, of those that were put into the stream."""
-        poisons = [one.poison for one in self._recoveries.injected if one.poison is not None]
+        """Partition and offset of each poison record that an update counts as dead."""
+        poisons = [entry.poison for entry in self._recoveries.injected if entry.poison is not None]
         return [(poison.partition, offset) for poison in poisons for offset in sorted(poison.dead)]
 
     @property
     def is_recovered(self) -> bool:
-        """Whether everything is recovered from, and nothing is frozen, cut off or leaving."""
+        """Whether the job has recovered from every fault, and no process is frozen, cut off or leaving."""
         return not (self._recoveries.open or self._suspended or self._leaving)
 
     def close(self) -> None:
-        """Leave nothing frozen or cut off, and no zombie; it may be repeated."""
-        for held in self._suspended:
-            held.release()
-        for ending in self._leaving:
-            ending.handle.kill()
+        """Resume what is frozen or cut off, and kill leaving processes. It may be called again."""
+        for suspended in self._suspended:
+            suspended.release()
+        for leaving in self._leaving:
+            leaving.handle.kill()
         self._suspended, self._leaving = [], []
 
     def facts(self) -> dict[str, Any]:
-        """What `report.json` says of the drill."""
+        """The drill's fields in `report.json`."""
         return {
             "drill_seed": self._seed,
             "faults_planned": self._number,
@@ -217,22 +217,22 @@ class FaultInjector:
         """Every fault with its time and recovery, for a file."""
         return [
             {
-                "number": one.fault.number, "kind": one.fault.kind.name, "role": one.fault.role, "time_s": one.time_s,
-                "hold_s": round(one.fault.hold_s, 3), "overlapping": one.fault.overlapping, "recovery_s": one.recovery_s,
-                **({"cut": one.fault.cut} if one.fault.kind.cut_from is not None else {}),
+                "number": entry.fault.number, "kind": entry.fault.kind.name, "role": entry.fault.role,
+                "time_s": entry.time_s, "hold_s": round(entry.fault.hold_s, 3),
+                "overlapping": entry.fault.overlapping, "recovery_s": entry.recovery_s,
+                **({"cut": entry.fault.cut} if entry.fault.kind.cut_from is not None else {}),
             }
-            for one in self._recoveries.injected
+            for entry in self._recoveries.injected
         ]  # fmt: skip
 
     def _targets(self, stack: Stack) -> set[FaultTarget]:
-        from doll.config import StdinSource
 
         targets: set[FaultTarget] = {"worker", "ps"}
         if self._config.source is not None and not isinstance(self._config.source, StdinSource):
             targets.add("producer")
         if self._config.evaluation.enabled:
             targets.add("evaluator")
-        # Only what is ours to break.
+        # Only services that this run has started.
         if stack.redis is not None:
             targets.add("redis")
         if stack.kafka is not None:
@@ -246,14 +246,14 @@ class FaultInjector:
             return now - self._recoveries.injected[-1].time_s >= fault.gap_s
         return self._ready_s is not None and now - self._ready_s >= fault.gap_s
 
-    # --- breaking things
+    # --- injection
 
     def _inject(self, fault: Fault, supervisor: Supervisor, stack: Stack, now: float) -> bool:
-        """Whether it was possible; otherwise its target is down, frozen or cut off, and it is tried again."""
+        """Inject the fault; False if its target is down, frozen or cut off now: the caller tries again later."""
         kind = fault.kind
         role = self._role(fault, supervisor)
-        if any(held.role == role for held in self._suspended) or any(
-            ending.role == role and not ending.zombie for ending in self._leaving
+        if any(suspended.role == role for suspended in self._suspended) or any(
+            leaving.role == role and not leaving.zombie for leaving in self._leaving
         ):
             return False
         if kind.target == "stream":
@@ -265,7 +265,7 @@ class FaultInjector:
                 return False
             self._record_injection(fault, role, now)
             if kind.action == "kill":
-                server.kill()  # whoever runs the job starts it again
+                server.kill()  # `doll up` restarts it
             else:
                 pid = server.pid
                 self._freeze(role, fault.hold_s, now, lambda number: os.kill(pid, number))
@@ -297,40 +297,40 @@ class FaultInjector:
                 self._leaving.append(_LeavingProcess(spec, warned, now + _EXIT_TIMEOUT_S, zombie=False, notice=notice))
             case _:
                 assert kind.cut_from is not None
-                wires = self._role_relays.wires(role, kind.cut_from)
-                for relay in wires:
+                relays = self._relays.to(role, kind.cut_from)
+                for relay in relays:
                     relay.start_cut(fault.cut)
 
                 def restore() -> None:
-                    for relay in wires:
+                    for relay in relays:
                         relay.restore()
 
                 self._suspended.append(_Suspended(role, restore, now + fault.hold_s))
         return True
 
     def _disturb_stream(self, fault: Fault, now: float) -> bool:
-        """Put a record into a stream that nobody can learn from, or delete what is durable of it."""
+        """Send a poison record to a stream, or delete the records of a stream that are durable in the model."""
         assert self._topic is not None
         if fault.kind.action == "truncate":
-            if any(held.role == "kafka" or held.role.startswith("broker-") for held in self._suspended):
-                return False  # to wait for a frozen broker here would keep it frozen
+            if any(suspended.role == "kafka" or suspended.role.startswith("broker-") for suspended in self._suspended):
+                return False  # waiting for a frozen broker here would keep it frozen
             until = self._topic.truncate(fault.worker)
             if until is None:
-                return False  # nothing is durable yet, or Kafka is away
+                return False  # nothing is durable yet, or Kafka does not answer
             self._record_injection(fault, f"{fault.role} below offset {until}", now)
             return True
         poison = poison_for(self._config, fault.number)
-        assert poison is not None, "the plan leaves it out"
+        assert poison is not None, "the plan excludes this kind"
         self._record_injection(
             fault, fault.role, now, PoisonTracker(fault.worker, len(poison.records), poison.harmless)
         )
-        one = self._recoveries.injected[-1]
+        injected = self._recoveries.injected[-1]
         for record in poison.records:
-            self._topic.put(fault.worker, record, lambda offset: self._recoveries.add_poison_offset(one, offset))
+            self._topic.put(fault.worker, record, lambda offset: self._recoveries.add_poison_offset(injected, offset))
         return True
 
     def _role(self, fault: Fault, supervisor: Supervisor) -> str:
-        """Name of the process; of two parameter servers the one that leads."""
+        """Name of the process; of two parameter servers the leader's."""
         if fault.kind.target != "ps" or not self.standby:
             return fault.role
         leading = (name for name, handle in supervisor.handles().items() if handle.pid == self._leader_pid)
@@ -351,38 +351,39 @@ class FaultInjector:
             try:
                 send(signal.SIGCONT)
             except ProcessLookupError:
-                return  # it was killed while it was frozen
+                return  # it was killed while frozen
 
         self._suspended.append(_Suspended(role, thaw, now + hold_s))
 
     def _end_suspensions(self, now: float) -> None:
-        for held in [held for held in self._suspended if now >= held.at_s]:
-            self._suspended.remove(held)
-            held.release()
+        for suspended in [suspended for suspended in self._suspended if now >= suspended.at_s]:
+            self._suspended.remove(suspended)
+            suspended.release()
 
     def _check_leaving(self, supervisor: Supervisor, now: float) -> None:
-        for ending in list(self._leaving):
+        for leaving in list(self._leaving):
             if (
-                ending.notice is not None
+                leaving.notice is not None
                 and self._metadata is not None
-                and self._metadata.num_bad_notices_served(ending.role)
+                and self._metadata.num_bad_notices_served(leaving.role)
             ):
-                self._metadata.serve_notice(ending.role)  # whoever still asks after a bad notice will leave
-            if ending.handle.poll() is not None:
-                self._leaving.remove(ending)
-                if ending.notice is not None and self._metadata is not None:
-                    self._metadata.clear_notice(ending.role)
-                    ending.notice.left = True
-                if not ending.zombie:
-                    supervisor.start(ending.spec)
-            elif ending.zombie and supervisor.exit_codes().get(ending.role) == 0:
-                # It was frozen before it had joined, and has joined now: it is the newer one, and the other has left.
-                self._leaving.remove(ending)
-                supervisor.adopt(ending.spec, ending.handle)
-            elif now > ending.by_s:
-                what = "was replaced" if ending.zombie else "was told to leave"
-                if ending.notice is not None:
-                    what += " by a notice, after one that could not be read,"
+                self._metadata.serve_notice(leaving.role)  # a worker that still polls after a malformed notice leaves
+            if leaving.handle.poll() is not None:
+                self._leaving.remove(leaving)
+                if leaving.notice is not None and self._metadata is not None:
+                    self._metadata.clear_notice(leaving.role)
+                    leaving.notice.has_left = True
+                if not leaving.zombie:
+                    supervisor.start(leaving.spec)
+            elif leaving.zombie and supervisor.exit_codes().get(leaving.role) == 0:
+                # It was frozen before it joined, and has joined since: its session is newer, so the successor has left.
+                self._leaving.remove(leaving)
+                supervisor.adopt(leaving.spec, leaving.handle)
+            elif now > leaving.by_s:
+                what = "was replaced" if leaving.zombie else "was asked to leave"
+                if leaving.notice is not None:
+                    what += " by a notice that followed a malformed one"
                 raise DrillError(
-                    f"{ending.role} (process {ending.handle.pid}) {what} and has not ended within {_EXIT_TIMEOUT_S:g} s"
+                    f"{leaving.role} (process {leaving.handle.pid}) {what}: expected its exit within "
+                    f"{_EXIT_TIMEOUT_S:g} s, but it still runs"
                 )
