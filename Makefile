@@ -19,7 +19,7 @@ TESTERS ?= 2
 SECONDS ?= 3600
 PYTEST  ?=
 
-.PHONY: help setup demo demo-spot test check lint type fmt bench bench-overhead bench-soak bench-cluster paper build lock wheels clean tf-check tf-apply-local
+.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-overhead bench-soak bench-cluster paper build lock wheels clean tf-check tf-apply-local
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +70,9 @@ demo-spot: setup ## a spot market on this machine: workers bought, taken and kil
 
 test: setup ## set up, then run the whole test suite
 	@$(BIN)/python -m pytest -n $(TESTERS) --dist loadscope $(PYTEST)
+
+test-fast: setup ## set up, then run what needs no server, no torch and no long random run: about a minute
+	@$(BIN)/python -m pytest -n $(TESTERS) --dist loadscope -m "not slow" $(PYTEST)
 
 lint: setup ## look for mistakes and for code that is not formatted
 	@$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import slow_tests
 from doll.local import kafka_jars
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
@@ -22,6 +23,20 @@ UNDER_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 # No deadline: the machines are slow and shared. In CI the examples are the same each time.
 settings.register_profile("doll", deadline=None, derandomize=UNDER_CI)
 settings.load_profile("doll")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`make test-fast` runs what is not marked slow; the marks come from what each test uses."""
+    slow_tests.mark(items)
+
+
+@pytest.fixture(autouse=True)
+def _fast_tests_load_no_torch(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The choice of fast tests reads imports from the source; this is what holds it to the truth."""
+    before = "torch" in sys.modules
+    yield
+    if not before and "torch" in sys.modules and request.node.get_closest_marker("slow") is None:
+        pytest.fail("this test loads torch: mark it slow, or import torch where tests/support/slow_tests.py sees it")
 
 
 @pytest.fixture(autouse=True)

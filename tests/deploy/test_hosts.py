@@ -25,6 +25,8 @@ from doll.provisioner.state_store import FileStateStore
 
 from .conftest import FILES, IMAGE, PROGRAMS, SECRETS, SETTINGS, Host, push_job
 
+pytestmark = pytest.mark.slow  # boots whole hosts
+
 SCRIPTS = sorted(FILES.glob("*.sh"))
 
 

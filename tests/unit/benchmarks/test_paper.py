@@ -12,6 +12,7 @@ from benchmarks.paper import harness, planning
 from benchmarks.paper.__main__ import SCRIPTS, markdown, renew
 
 
+@pytest.mark.slow  # simulations
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_runs_and_keeps_its_files(name: str, tmp_path: Path) -> None:
     result = harness.run(name, import_module(f"benchmarks.paper.{name}").run, tmp_path, quick=True)
@@ -26,6 +27,7 @@ def test_a_script_runs_and_keeps_its_files(name: str, tmp_path: Path) -> None:
     assert f"### {result.title}" in markdown([kept])
 
 
+@pytest.mark.slow  # simulations
 def test_the_same_seed_gives_the_same_table(tmp_path: Path) -> None:
     runs = [harness.run("table2", import_module("benchmarks.paper.table2").run, tmp_path, quick=True) for _ in range(2)]
     assert runs[0].checks == runs[1].checks

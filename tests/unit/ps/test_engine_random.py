@@ -15,6 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
+pytestmark = pytest.mark.slow  # long random runs
+
 # Faults are rarer than work, so that runs get somewhere.
 WORK = {"produce": 60, "read": 60, "send": 100, "receive": 100, "compute": 60, "checkpoint": 20, "tick": 10}
 FAULTS = (

@@ -21,6 +21,8 @@ from doll.ps.policies.doll import Doll, DollPolicyConfig
 from doll.records import Announce, Join, Member, TermStarted, Update, Welcome
 from engine_world import POLICIES, Process, World
 
+pytestmark = pytest.mark.slow  # long random runs
+
 SEEDS = range(12)
 
 

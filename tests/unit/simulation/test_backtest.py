@@ -24,6 +24,8 @@ from doll.simulation.parallel import backtest_on
 from paths import SHARED_DATA
 from typer.testing import CliRunner
 
+pytestmark = pytest.mark.slow  # simulations of whole jobs
+
 HOUR_S = 3600.0
 
 
