@@ -6,7 +6,7 @@ Sample records are the user's own bytes and are *not* described here (see `doll.
 
 Topics (design, section 4): `events` carries Join, Announce, Push, Nack, Alive, Leave, Evaluated; `commands` partition n
 carries Welcome, Grant, Durable, Hello, Fence and Stop for worker n; `updates` carries TermStarted, Update and Finished;
-`dead` carries DeadLetter; `metrics` carries Metric and ProvisionDecision.
+`dead` carries DeadLetter; `metrics` carries Metric, ServerStatus and ProvisionDecision.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Base of all control records. Times are Unix seconds of the writer's clock, for people only."""
 
 
-# --- events: worker -> parameter server ---------------------------------------------------------------------------------
+# --- events: worker -> parameter server -------------------------------------------------------------------------------
 
 
 class Join(Record, frozen=True, omit_defaults=True):
@@ -110,7 +110,7 @@ class Evaluated(Record, frozen=True):
     accuracy: float | None = None
 
 
-# --- commands: parameter server -> worker n -----------------------------------------------------------------------------
+# --- commands: parameter server -> worker n ---------------------------------------------------------------------------
 
 
 class Welcome(Record, frozen=True, omit_defaults=True):
@@ -171,7 +171,7 @@ class Stop(Record, frozen=True):
     reason: str
 
 
-# --- updates: lineage and audit -------------------------------------------------------------------------------------
+# --- updates: lineage and audit ---------------------------------------------------------------------------------------
 
 
 class TermStarted(Record, frozen=True, omit_defaults=True):
@@ -232,7 +232,7 @@ class Finished(Record, frozen=True):
     time_s: float
 
 
-# --- dead and metrics -----------------------------------------------------------------------------------------------
+# --- dead and metrics -------------------------------------------------------------------------------------------------
 
 
 class DeadLetter(Record, frozen=True):
@@ -256,6 +256,40 @@ class Metric(Record, frozen=True):
     source: str  # "worker-3", "ps", "evaluator", "producer"
     values: Mapping[str, float]
     time_s: float
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One worker as the parameter server sees it."""
+
+    worker: int
+    is_live: bool  # its lease has not run out and it has not left
+    session: int = 0  # 0: no process of this worker has joined yet
+    incarnation: int = 0  # of its machine, from the provisioner; 0: nobody numbers them
+    restarts: int = 0  # processes that have taken over from an earlier one of this worker
+    live_since_s: float = 0.0  # Unix seconds; 0 while it is not live
+    silent_s: float = 0.0  # since its last record; 0 while it is not live
+    market: str = ""  # of its machine, from its last gradient
+    retained_batches: int = 0  # batches held and not yet durable
+    lag_records: int = 0  # records in its partition that it has not read yet
+
+
+class ServerStatus(Record, frozen=True):
+    """The parameter server's state, on `metrics` once a second: also its sign of life, from which a standby elects."""
+
+    term: int
+    time_s: float
+    leader_since_s: float  # Unix seconds
+    pid: int
+    version: int
+    durable_version: int
+    samples_total: int
+    batches_total: int
+    waiting_batches: int  # complete at live workers, not granted
+    computing_batches: int  # granted, no gradient yet
+    shortfall_batches: int  # beyond what the live workers can hold, for the next update; 0: it can be made
+    stalled_s: float  # for how long no update has been possible; 0 while one is
+    workers: tuple[WorkerStatus, ...]  # one per worker, in order
+    counters: Mapping[str, int] = {}  # of the engine: what was refused, requeued, ...
 
 
 class ProvisionDecision(Record, frozen=True):
@@ -289,7 +323,7 @@ AnyRecord = (
     Join | Announce | Push | Nack | Alive | Leave | Evaluated
     | Welcome | Grant | Durable | Hello | Fence | Stop
     | TermStarted | Update | Finished
-    | DeadLetter | Metric | ProvisionDecision
+    | DeadLetter | Metric | ServerStatus | ProvisionDecision
 )  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -96,7 +96,10 @@ class Slot:
         "lag",
         "last_heard_s",
         "left",
+        "live_since_s",
+        "market",
         "present",
+        "restarts",
         "retained",
         "session",
         "stalled",
@@ -104,7 +107,7 @@ class Slot:
         "waiting_positions",
     )
 
-    def __init__(self, applied: int, session: int, instance: str, incarnation: int) -> None:
+    def __init__(self, applied: int, session: int, instance: str, incarnation: int, restarts: int) -> None:
         self.applied = applied
         self.durable = applied
         self.announced = applied
@@ -121,6 +124,9 @@ class Slot:
         self.left = False  # said goodbye: only a new Join brings it back
         self.stalled = False  # let a grant time out: gets nothing more until it is heard to have finished something
         self.last_heard_s = 0.0
+        self.live_since_s = 0.0
+        self.restarts = restarts
+        self.market = ""  # of its machine, from its last gradient
         self.retained = 0
         self.lag = 0
 
@@ -173,8 +179,8 @@ class Engine:
         if snapshot is None:
             snapshot = EngineSnapshot(
                 version=0, origins=tuple(origins or ()), records_per_batch=settings.records_per_batch, applied=(0,) * n,
-                sessions=(0,) * n, instances=("",) * n, samples_total=0, elapsed_s=0.0, counters={},
-                generation=generation, samples_id=samples_id,
+                sessions=(0,) * n, instances=("",) * n, incarnations=(0,) * n, restarts=(0,) * n,
+                samples_total=0, elapsed_s=0.0, counters={}, generation=generation, samples_id=samples_id,
             )  # fmt: skip
         if len(snapshot.origins) != n or len(snapshot.applied) != n:
             raise ValueError(f"expected {n} workers, got origins {snapshot.origins} and applied {snapshot.applied}")
@@ -195,11 +201,13 @@ class Engine:
         self.finished: str | None = None
         self.stopping: str | None = None
         self.durable_version = snapshot.version
-        incarnations = snapshot.incarnations or (0,) * n
         self._slots = [
             Slot(*args)
-            for args in zip(snapshot.applied, snapshot.sessions, snapshot.instances, incarnations, strict=True)
-        ]
+            for args in zip(
+                snapshot.applied, snapshot.sessions, snapshot.instances, snapshot.incarnations, snapshot.restarts,
+                strict=True,
+            )
+        ]  # fmt: skip
         self._grants: dict[int, tuple[int, _Grant]] = {}  # grant number -> (worker, grant): computing or held
         self._grant_numbers = count(1)
         self._queue_positions = count()
@@ -312,6 +320,7 @@ class Engine:
             elapsed_s=self._elapsed_s(now),
             counters=dict(self.counters),
             incarnations=tuple(slot.incarnation for slot in self._slots),
+            restarts=tuple(slot.restarts for slot in self._slots),
             generation=self.generation,
             samples_id=self.samples_id,
         )
@@ -359,9 +368,11 @@ class Engine:
             actions.append(SendFence(event.worker, event.instance))
             return
         slot.incarnation = max(slot.incarnation, event.incarnation)
+        former = slot.instance
         if event.instance != slot.instance:
             if slot.instance:
                 self._fence(event.worker, actions)
+                slot.restarts += 1
             slot.instance = event.instance
             # A process that already holds a session (its server died before a checkpoint kept it) goes on with it.
             slot.session = event.session if event.session >= max(slot.session, 1) else self._new_session()
@@ -371,6 +382,8 @@ class Engine:
         self._mark_gone(event.worker, "rejoin", actions)
         slot.announced = slot.granted
         slot.waiting_positions.clear()
+        if event.instance != former or not slot.is_live:
+            slot.live_since_s = now
         slot.joined = slot.present = True
         slot.left = slot.stalled = False
         slot.last_heard_s = now
@@ -402,6 +415,7 @@ class Engine:
             return False
         if not slot.present:
             slot.present = True
+            slot.live_since_s = now
             self._update_waiting(worker)
         slot.last_heard_s = now
         return True
@@ -483,6 +497,7 @@ class Engine:
             self.counters["refused_order"] += 1
             self._drop(event, "order", actions)
         else:
+            slot.market = event.market
             grant.push, grant.received_at_s = event, now
             self._compute_mean_s += 0.2 * ((now - grant.granted_at_s) - self._compute_mean_s)
             if event.key:

@@ -179,6 +179,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     samples_total: int
     elapsed_s: float  # since the first update of the job
     counters: dict[str, int]
-    incarnations: tuple[int, ...] = ()  # of each slot's machine, the highest seen; empty: none, or an older checkpoint
+    incarnations: tuple[int, ...]  # of each worker's machine, the highest seen
+    restarts: tuple[int, ...]  # of each worker's process
     generation: int = 0  # see `doll.ledger.generations`
     samples_id: str = ""  # Kafka's id of the samples topic; "": not known

@@ -14,7 +14,7 @@ from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.clients import LINGER_MS, RECORD_LIMIT_BYTES, kafka_settings
-from doll.records import AnyRecord, Metric, encode
+from doll.records import AnyRecord, Metric, ServerStatus, encode
 from doll.services import Services
 
 _PER_POLL = 500
@@ -96,7 +96,7 @@ class KafkaChannel:
     def send_update(self, record: AnyRecord) -> None:
         self._produce(self._config.topic("updates"), record, partition=0, on_delivery=self._on_update)
 
-    def send_metric(self, record: Metric) -> None:
+    def send_metric(self, record: Metric | ServerStatus) -> None:
         self._produce(self._config.topic("metrics"), record, partition=0, on_delivery=self._on_metric)
 
     def updates_acknowledged(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from doll.ps.engine import Engine
 from doll.ps.events import AppliedBatch, ApplyUpdate
 from doll.ps.stuck import shortfall
-from doll.records import Member, Update
+from doll.records import Member, ServerStatus, Update, WorkerStatus
 
 
 def update_record(update: ApplyUpdate, *, term: int, num_samples: int, apply_s: float, now: float) -> Update:
@@ -35,6 +35,33 @@ def update_record(update: ApplyUpdate, *, term: int, num_samples: int, apply_s: 
         grant_to_update_s=now - min(item.granted_at_s for item in update.batches),
         time_s=time.time(),
     )
+
+
+def server_status(engine: Engine, *, leader_since_s: float, stalled_s: float, now: float) -> ServerStatus:
+    """The engine's state for other processes.
+
+    Args:
+        leader_since_s: when this server began its term, Unix seconds.
+        stalled_s: for how long no update has been possible, in seconds.
+        now: on the engine's clock, monotonic seconds.
+    """
+    time_s = time.time()
+    return ServerStatus(
+        term=engine.term, time_s=time_s, leader_since_s=leader_since_s, pid=os.getpid(), version=engine.version,
+        durable_version=engine.durable_version, samples_total=engine.samples_total,
+        batches_total=engine.batches_total, waiting_batches=engine.num_waiting,
+        computing_batches=engine.num_computing, shortfall_batches=shortfall(engine), stalled_s=stalled_s,
+        workers=tuple(
+            WorkerStatus(
+                worker=worker, is_live=slot.is_live, session=slot.session, incarnation=slot.incarnation,
+                restarts=slot.restarts, market=slot.market, retained_batches=slot.retained, lag_records=slot.lag,
+                live_since_s=time_s - (now - slot.live_since_s) if slot.is_live else 0.0,
+                silent_s=max(0.0, now - slot.last_heard_s) if slot.is_live else 0.0,
+            )
+            for worker, slot in engine.workers()
+        ),
+        counters=dict(engine.counters),
+    )  # fmt: skip
 
 
 def measurements(engine: Engine, *, stalled_s: float, now: float) -> dict[str, float]:

@@ -27,7 +27,7 @@ from doll.ps import events as ev
 from doll.ps.checkpointing import CheckpointWriter, encode_snapshot
 from doll.ps.engine import Engine
 from doll.ps.model_host import ModelHost
-from doll.ps.reports import measurements, update_record
+from doll.ps.reports import measurements, server_status, update_record
 from doll.ps.stuck import StallDetector
 from doll.records import (
     AnyRecord,
@@ -40,6 +40,7 @@ from doll.records import (
     Metric,
     Nack,
     Push,
+    ServerStatus,
     Stop,
     TermStarted,
     Update,
@@ -64,7 +65,7 @@ class Outbox(Protocol):
     def send_update(self, record: AnyRecord) -> None:
         """A record on `updates`."""
 
-    def send_metric(self, record: Metric) -> None:
+    def send_metric(self, record: Metric | ServerStatus) -> None:
         """A record on `metrics`; may be lost."""
 
     def updates_acknowledged(self) -> int:
@@ -113,6 +114,7 @@ class ParameterServer:
         )
         self._busy_s = 0.0  # spent on the update under way: fetch, add, step, publish
         self._metrics_at_s = 0.0
+        self._leader_since_s = time.time()
         self._stall = StallDetector(clock())
         self._welcomed: dict[int, int] = {}  # worker -> session of its last Welcome
 
@@ -197,6 +199,7 @@ class ParameterServer:
             self._metrics_at_s = now
             if (why := self._stall.check(self.engine, now)) is not None:
                 log.error("stuck", reason=why)
+            self._outbox.send_metric(self.status())
             self._outbox.send_metric(Metric(source="ps", values=self.measurements(), time_s=time.time()))
 
     def save_now(self) -> None:
@@ -216,6 +219,12 @@ class ParameterServer:
             )
         elif self.engine.version > 0:
             self._store.save(self._checkpoint(self.engine.version, self.engine.snapshot(self._clock())))
+
+    def status(self) -> ServerStatus:
+        """The engine's state for other processes, for the `metrics` topic."""
+        now = self._clock()
+        stalled_s = self._stall.stalled_s(now)
+        return server_status(self.engine, leader_since_s=self._leader_since_s, stalled_s=stalled_s, now=now)
 
     def measurements(self) -> dict[str, float]:
         """The engine's state in numbers, for the `metrics` topic."""

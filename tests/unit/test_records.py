@@ -37,7 +37,7 @@ def test_begins_with_magic_and_schema() -> None:
 
 def test_type_names_are_distinct_and_short() -> None:
     names = [cls.__struct_config__.tag for cls in TYPES]
-    assert len(set(names)) == len(TYPES) == 19
+    assert len(set(names)) == len(TYPES) == 20
     assert all(name.isalpha() and name.islower() for name in names)
 
 
@@ -131,6 +131,22 @@ EXAMPLES = (
     ),
     records.DeadLetter(worker=0, partition=0, offset=1, reason="r", payload=b"\xff\x00", payload_bytes=2),
     records.Metric(source="ps", values={"x_s": 1.0}, time_s=2.0),
+    records.ServerStatus(
+        term=1,
+        time_s=2.0,
+        leader_since_s=1.0,
+        pid=3,
+        version=4,
+        durable_version=2,
+        samples_total=32,
+        batches_total=4,
+        waiting_batches=1,
+        computing_batches=2,
+        shortfall_batches=0,
+        stalled_s=0.0,
+        workers=(records.WorkerStatus(worker=0, is_live=True, session=1, market="spot"),),
+        counters={"joined": 1},
+    ),
 )
 
 

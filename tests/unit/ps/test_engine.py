@@ -228,15 +228,19 @@ def test_incarnations_survive_a_restart_of_the_server() -> None:
     assert only(again.handle(Join(worker=0, instance="i-1:c", incarnation=1), 0.0), ev.SendWelcome)
 
 
-def test_a_checkpoint_of_before_incarnations_still_loads() -> None:
+def test_restarts_and_since_when_a_worker_is_live() -> None:
     bench = Bench(Doll(1), workers=2)
+    bench.now = 5.0
     bench.join(0)
-    raw = msgspec.to_builtins(bench.engine.snapshot(0.0))
-    del raw["incarnations"]
-    state = msgspec.msgpack.decode(msgspec.msgpack.encode(raw), type=ev.EngineSnapshot)
-    again = Engine(settings(2), Doll(1), term=2, now=0.0, snapshot=state)
-    assert only(again.handle(Join(worker=0, instance="i-1:a", incarnation=1), 0.0), ev.SendWelcome)
-    assert again.snapshot(0.0).incarnations == (1, 0)
+    bench.now = 6.0
+    bench.join(0)  # the same process, asked by a Hello
+    worker = dict(bench.engine.workers())[0]
+    assert (worker.restarts, worker.live_since_s) == (0, 5.0)
+    bench.now = 7.0
+    bench.tell(Join(worker=0, instance="second"))
+    assert (worker.restarts, worker.live_since_s) == (1, 7.0)
+    again = Engine(settings(2), Doll(1), term=2, now=0.0, snapshot=bench.engine.snapshot(7.0))
+    assert again.snapshot(0.0).restarts == (1, 0)
 
 
 def test_a_later_machine_that_a_restarted_server_has_forgotten_wins_over_an_older_one() -> None:
