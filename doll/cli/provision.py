@@ -344,7 +344,7 @@ class _ControllerRuntime:
 
     def read_history(self) -> None:
         """What was written before, or since an earlier provisioner saved its state."""
-        for timed_record in self._job_records.history():
+        for timed_record in self._job_records.read_history():
             self.controller.feed(timed_record.record, timed_record.at_s)
         self._expect_turns()
         self.heartbeat.set_waiting_for("")

@@ -418,7 +418,7 @@ class SpotWorkerPool:
             probe=_MarketProbe(market, lambda: self._opening.since(self._clock())),
         )  # fmt: skip
         self._job_records = JobRecords(self._config, stack.services, {})
-        self._job_records.history()  # of an earlier run on topics that are still there
+        self._job_records.read_history()  # of an earlier run on topics that are still there
         self._leave_reporter = _LeaveReporter(self._config, stack.services)
         self._waiting_since_s = time.monotonic()
 

@@ -19,7 +19,7 @@ from doll.config import JobConfig
 from doll.errors import FencedError, RecordError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.clients import LINGER_MS, RECORD_LIMIT_BYTES, kafka_settings
-from doll.kafka.range_reader import TopicReader
+from doll.kafka.range_reader import RangeReader
 from doll.records import AnyRecord, DeadLetter, Fence, Hello, Join, Metric, Stop, Welcome, decode, encode
 from doll.services import Services
 from doll.telemetry import get_logger
@@ -142,7 +142,7 @@ class WorkerChannel:
         Raises:
             ServiceUnavailableError: Kafka does not answer.
         """
-        with TopicReader(self._config, self._services) as reader:
+        with RangeReader(self._config, self._services) as reader:
             for _ in reader.read(topic, partition, lo, hi):
                 return True
         return False
@@ -155,7 +155,7 @@ class WorkerChannel:
         """
         if not offsets:
             return {}
-        with TopicReader(self._config, self._services) as reader:
+        with RangeReader(self._config, self._services) as reader:
             values = reader.read(topic, partition, min(offsets), max(offsets) + 1)
             return {offset: value for offset, value in values if offset in offsets and value is not None}
 

@@ -14,6 +14,7 @@ from confluent_kafka import Consumer, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 
 from doll.errors import ConfigError
+from doll.kafka.topic_plan import RECORD_LIMIT_BYTES as RECORD_LIMIT_BYTES
 from doll.services import KAFKA_CA_ENV, KAFKA_ENV, KAFKA_PASSWORD_ENV, KAFKA_USER_ENV, Services
 from doll.telemetry import get_logger
 
@@ -25,8 +26,6 @@ log = get_logger(__name__)
 # For control records: what is sent in one breath (the grants of a group, an announcement and a push) travels in one
 # request. A broker spends more on a request than this wait costs a round.
 LINGER_MS: Final = 0.5
-# The longest control record, and dead letter: one that names every offset of a large group, because all are refused.
-RECORD_LIMIT_BYTES: Final = 32 * 1024 * 1024
 # At level 3 librdkafka writes a line each 50 ms while a broker is unreachable; `error_cb` reports it once instead.
 _LIBRDKAFKA_CRITICAL: Final = 2
 # librdkafka's and confluent-kafka's few settings that are written with an underscore.

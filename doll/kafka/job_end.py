@@ -38,7 +38,7 @@ def on_finish(config: JobConfig, services: Services, call: Callable[[], None]) -
                     call()
                     return
 
-    with Tail(config, services, (config.topic("updates"),), from_end=True) as tail:
+    with Tail(config, services, (config.topic("updates"),), from_now_on=True) as tail:
         thread = threading.Thread(target=watch, name="finish", daemon=True)
         thread.start()
         try:

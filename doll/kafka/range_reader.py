@@ -1,4 +1,4 @@
-"""Reading given ranges of a job's topics from outside, for those who look afterwards: the audit, the dead letters."""
+"""Reading given ranges of offsets of a job's topics, for audits, dead letters and lookups by offset."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Final
 
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
+
 from doll.errors import RecordError, ServiceUnavailableError
-from doll.kafka import topics
-from doll.kafka.clients import kafka_settings
+from doll.kafka.clients import make_consumer
+from doll.kafka.errors import translate_errors
+from doll.kafka.offsets import partition_bounds
 from doll.records import decode
 from doll.services import Services
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 STALL_S: Final = 30.0
 
 
-class TopicReader:
+class RangeReader:
     """One consumer that reads given ranges of offsets; it joins no group and commits nothing.
 
     Attributes:
@@ -26,20 +29,12 @@ class TopicReader:
     """
 
     def __init__(self, config: JobConfig, services: Services, stall_timeout_s: float = STALL_S) -> None:
-        from confluent_kafka import Consumer
-
         self.problems: list[str] = []
         self._services = services
         self._stall_s = stall_timeout_s
-        settings = {
-            "group.id": f"doll.{config.job}.read",  # librdkafka asks for one, also where no group is joined
-            "enable.auto.commit": False,
-            "enable.partition.eof": True,
-            "auto.offset.reset": "earliest",  # retention may delete what was there a moment ago
-        }
-        self._consumer: Any = Consumer(kafka_settings(config, services, **settings))
+        self._consumer: Any = make_consumer(config, services, "read", enable_partition_eof=True)
 
-    def __enter__(self) -> TopicReader:
+    def __enter__(self) -> RangeReader:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -51,15 +46,7 @@ class TopicReader:
         Raises:
             ServiceUnavailableError: the broker does not say.
         """
-        from confluent_kafka import KafkaException, TopicPartition
-
-        try:
-            low, high = topics.retry_while_leaderless(
-                lambda: self._consumer.get_watermark_offsets(TopicPartition(topic, partition), self._stall_s)
-            )
-        except KafkaException as exc:
-            raise self._refused(topic, exc) from exc
-        return low, high
+        return partition_bounds(self._consumer, self._services.kafka, topic, partition, self._stall_s)
 
     def records(self, topic: str, kinds: tuple[type, ...], bounds: tuple[int, int] | None = None) -> Iterator[Any]:
         """All control records of a topic with one partition, from its beginning to its end as it now stands.
@@ -93,36 +80,29 @@ class TopicReader:
         Raises:
             ServiceUnavailableError: the broker refuses, or sends nothing for `stall_timeout_s`.
         """
-        from confluent_kafka import KafkaError, KafkaException, TopicPartition
-
         if lo >= hi:
             return
         at, last_message_s = lo, time.monotonic()
-        try:
+        with translate_errors(self._services.kafka, f"let {topic} be read", "correct its permissions, or the address"):
             self._consumer.assign([TopicPartition(topic, partition, lo)])
-            while at < hi:
-                # It returns when it has that many or the time is over, so the time must be short.
-                messages = self._consumer.consume(min(1000, hi - at), 0.1)
-                for message in messages:
-                    error = message.error()
-                    if error is not None and error.code() != KafkaError._PARTITION_EOF:
-                        raise KafkaException(error)
-                    if error is not None or message.offset() >= hi:
-                        return
-                    yield message
-                    at = message.offset() + 1
-                if messages:
-                    last_message_s = time.monotonic()
-                elif time.monotonic() - last_message_s > self._stall_s:
-                    raise ServiceUnavailableError(
-                        f"Kafka at {self._services.kafka} has sent nothing of {topic}, partition {partition}, for "
-                        f"{self._stall_s:g} s, but holds records from offset {at} to {hi - 1}: is the broker up?"
-                    )
-        except KafkaException as exc:
-            raise self._refused(topic, exc) from exc
-        finally:
-            self._consumer.unassign()
-
-    def _refused(self, topic: str, exc: Exception) -> ServiceUnavailableError:
-        reason = exc.args[0].str()
-        return ServiceUnavailableError(f"Kafka at {self._services.kafka} does not let {topic} be read: {reason}")
+            try:
+                while at < hi:
+                    # It returns when it has that many or the time is over, so the time must be short.
+                    messages = self._consumer.consume(min(1000, hi - at), 0.1)
+                    for message in messages:
+                        error = message.error()
+                        if error is not None and error.code() != KafkaError._PARTITION_EOF:
+                            raise KafkaException(error)
+                        if error is not None or message.offset() >= hi:
+                            return
+                        yield message
+                        at = message.offset() + 1
+                    if messages:
+                        last_message_s = time.monotonic()
+                    elif time.monotonic() - last_message_s > self._stall_s:
+                        raise ServiceUnavailableError(
+                            f"Kafka at {self._services.kafka} has sent nothing of {topic}, partition {partition}, for "
+                            f"{self._stall_s:g} s, but holds records from offset {at} to {hi - 1}: is the broker up?"
+                        )
+            finally:
+                self._consumer.unassign()

@@ -132,6 +132,6 @@ def lost_records(topic: str, partition: int, lo: int, hi: int) -> str:
     return (
         f"{topic}/{partition}: records {lo} to {hi - 1} were deleted, by retention or by hand, before they were "
         "learned; expected them in the log. Keep records for longer (data.retention_hours, or retention.ms and "
-        "retention.bytes of the topic); then go on without these (--set data.on_data_loss=skip: they are counted, and named "
-        "by the audit), or begin a new job"
+        "retention.bytes of the topic); then go on without these (--set data.on_data_loss=skip: they are counted, and "
+        "named by the audit), or begin a new job"
     )

@@ -17,7 +17,7 @@ from doll.telemetry import get_logger
 if TYPE_CHECKING:
     from confluent_kafka.admin import AdminClient
 
-    from doll.kafka.topics import TopicPlan
+    from doll.kafka.topic_plan import TopicPlan
 
 log = get_logger(__name__)
 

@@ -1,41 +1,34 @@
-"""The six topics of a job: created with the right partitions and retention, and checked before anything runs."""
+"""Creating, checking and describing a job's topics on the broker."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Final
+
+from confluent_kafka import KafkaError, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic, OffsetSpec
 
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import topic_settings
 from doll.kafka.acls import allow_producer
-from doll.kafka.clients import RECORD_LIMIT_BYTES, kafka_settings
+from doll.kafka.clients import make_admin
+from doll.kafka.errors import error_of, retry_while_leaderless, translate_errors
+from doll.kafka.offsets import partition_bounds
+from doll.kafka.topic_plan import MIN_ISR_SETTING, TOPIC_KINDS, TopicKind, plan_topics
 from doll.services import Services
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
-    from confluent_kafka import Consumer
-    from confluent_kafka.admin import AdminClient
-
     from doll.config import JobConfig
 
 log = get_logger(__name__)
 
-T = TypeVar("T")
-TopicKind = Literal["samples", "commands", "events", "updates", "metrics", "dead"]
-TOPIC_KINDS: Final[tuple[TopicKind, ...]] = get_args(TopicKind)
+watermarks = partition_bounds  # until ps and consumers use `offsets`
 
 _TIMEOUT_S: Final = 15.0
-_NEW_TOPIC_S: Final = 10.0
-# UNKNOWN_TOPIC_OR_PART, LEADER_NOT_AVAILABLE, NOT_LEADER_FOR_PARTITION: a topic in the making (all seen).
-_TRANSIENT_ERRORS: Final = (3, 5, 6)
-_HOUR_MS: Final = 3_600_000
-_CONTROL_RETENTION_MS: Final = 6 * _HOUR_MS
-_KEEP_FOREVER_MS: Final = -1
-_MIN_ISR_SETTING: Final = "min.insync.replicas"
 _ZERO_TOPIC_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"  # base64 of 16 bytes of zero
-_MIN_SAMPLE_LIMIT_BYTES: Final = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -53,46 +46,6 @@ class TopicInfo:
     high: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class TopicPlan:
-    """One topic as the job needs it."""
-
-    name: str
-    partitions: int
-    settings: dict[str, str]
-
-
-def plan(config: JobConfig) -> list[TopicPlan]:
-    """The job's topics, in the order of `TOPIC_KINDS`. Pure."""
-    # An oversized record must be able to arrive, or nobody could dead-letter it.
-    sample_limit_bytes = str(max(2 * config.data.max_record_bytes, _MIN_SAMPLE_LIMIT_BYTES))
-    samples = {
-        "retention.ms": str(int(config.data.retention_hours * _HOUR_MS)),
-        "max.message.bytes": sample_limit_bytes,
-    }
-    control = {"retention.ms": str(_CONTROL_RETENTION_MS)}
-    # By size too: a broker may have a limit of its own for topics that do not say.
-    forever = {"retention.ms": str(_KEEP_FOREVER_MS), "retention.bytes": str(_KEEP_FOREVER_MS)}
-    # What is acknowledged outlives any one broker, and the loss of one stops nobody.
-    in_sync = {"cleanup.policy": "delete", _MIN_ISR_SETTING: str(max(1, config.kafka.replication_factor - 1))}
-    # Kafka's own limit of 1 MB is too low for a Push or an Update that names many refused records.
-    long = {"max.message.bytes": str(RECORD_LIMIT_BYTES)}
-    settings: dict[TopicKind, dict[str, str]] = {
-        "samples": samples,
-        "commands": control,
-        "events": control | long,
-        "updates": forever | long,
-        "metrics": control,
-        "dead": forever | {"max.message.bytes": sample_limit_bytes},
-    }
-    return [
-        TopicPlan(
-            config.topic(kind), config.data.workers if kind in ("samples", "commands") else 1, settings[kind] | in_sync
-        )
-        for kind in TOPIC_KINDS
-    ]
-
-
 def ensure(config: JobConfig, services: Services) -> list[str]:
     """Create the topics that are missing, wait until they can be written, check the others, and allow the external
     producers' user to write samples. It may be repeated.
@@ -106,13 +59,11 @@ def ensure(config: JobConfig, services: Services) -> list[str]:
             `kafka.producer_user` is set and Kafka has no authorizer.
         ServiceUnavailableError: Kafka does not answer, or refuses.
     """
-    from confluent_kafka import KafkaError, KafkaException
-    from confluent_kafka.admin import NewTopic
 
-    admin = _admin(config, services)
+    admin = make_admin(config, services)
     existing = _partition_counts(admin, services)
     _refuse_mismatch(config, existing)  # before anything is made that would have to be deleted again
-    missing = [topic for topic in plan(config) if topic.name not in existing]
+    missing = [topic for topic in plan_topics(config) if topic.name not in existing]
     if missing:
         requests = {
             topic.name: NewTopic(
@@ -128,28 +79,27 @@ def ensure(config: JobConfig, services: Services) -> list[str]:
             return admin.create_topics(wanted, operation_timeout=_TIMEOUT_S, request_timeout=_TIMEOUT_S)
 
         for name, future in create(list(requests.values())).items():
-            try:
+            hint = "create it by hand, or allow this user to"
+            with translate_errors(services.kafka, f"create topic {name}", hint):
                 try:
-                    future.result()
+                    try:
+                        future.result()
+                    except KafkaException as exc:
+                        if error_of(exc).code() not in (KafkaError.INVALID_CONFIG, KafkaError.POLICY_VIOLATION):
+                            raise
+                        # Some managed services set it themselves, and do not allow it to be set.
+                        del requests[name].config[MIN_ISR_SETTING]
+                        create([requests[name]])[name].result()
                 except KafkaException as exc:
-                    if exc.args[0].code() not in (KafkaError.INVALID_CONFIG, KafkaError.POLICY_VIOLATION):
-                        raise
-                    # Some services set it themselves, and let nobody say it.
-                    del requests[name].config[_MIN_ISR_SETTING]
-                    create([requests[name]])[name].result()
-            except KafkaException as exc:
-                error = exc.args[0]
-                if error.code() == KafkaError.TOPIC_ALREADY_EXISTS:
-                    continue  # another process of the job was faster
-                if error.code() == KafkaError.INVALID_REPLICATION_FACTOR:
-                    raise ConfigError(
-                        f"kafka.replication_factor is {config.kafka.replication_factor}: Kafka at {services.kafka} has "
-                        f"fewer brokers ({error.str()})"
-                    ) from exc
-                raise ServiceUnavailableError(
-                    f"Kafka at {services.kafka} does not create topic {name}: {error.str()}; create it by hand, "
-                    "or allow this user to"
-                ) from exc
+                    error = error_of(exc)
+                    if error.code() == KafkaError.TOPIC_ALREADY_EXISTS:
+                        continue  # another process of the job was faster
+                    if error.code() == KafkaError.INVALID_REPLICATION_FACTOR:
+                        raise ConfigError(
+                            f"kafka.replication_factor is {config.kafka.replication_factor}: Kafka at {services.kafka} "
+                            f"has fewer brokers ({error.str()})"
+                        ) from exc
+                    raise
     _await_leaders(admin, config, services)
     check(config, services)
     allow_producer(admin, config, services.kafka)
@@ -162,16 +112,16 @@ def _check_settings(admin: AdminClient, config: JobConfig, services: Services) -
     Raises:
         ConfigError: they have settings that the job cannot live with.
     """
-    wanted = {topic.name: (kind, topic) for kind, topic in zip(TOPIC_KINDS, plan(config), strict=True)}
+    wanted = {topic.name: (kind, topic) for kind, topic in zip(TOPIC_KINDS, plan_topics(config), strict=True)}
     metadata = _metadata(admin, services)
     if not _has_controller(metadata):
         return []
-    there = {name: topic for name, topic in metadata.topics.items() if name in wanted}
+    existing = {name: topic for name, topic in metadata.topics.items() if name in wanted}
     findings = [
         finding
-        for name, found in topic_settings.fetch(admin, there, _TIMEOUT_S).items()
+        for name, actual in topic_settings.fetch(admin, existing, _TIMEOUT_S).items()
         for finding in topic_settings.find_problems(
-            wanted[name][1], wanted[name][0], found, config.kafka.replication_factor
+            wanted[name][1], wanted[name][0], actual, config.kafka.replication_factor
         )
     ]
     if fatal := [finding.text for finding in findings if finding.fatal]:
@@ -188,8 +138,8 @@ def check(config: JobConfig, services: Services) -> None:
         ConfigError: a topic has another number of partitions.
         ServiceUnavailableError: Kafka does not answer, or a topic does not exist.
     """
-    existing = _partition_counts(_admin(config, services), services)
-    for topic in plan(config):
+    existing = _partition_counts(make_admin(config, services), services)
+    for topic in plan_topics(config):
         if topic.name not in existing:
             raise ServiceUnavailableError(
                 f"topic {topic.name} does not exist on Kafka at {services.kafka}: start the job's parameter server, "
@@ -204,7 +154,7 @@ def exists(config: JobConfig, services: Services, name: str) -> bool:
     Raises:
         ServiceUnavailableError: Kafka does not answer.
     """
-    return name in _partition_counts(_admin(config, services), services)
+    return name in _partition_counts(make_admin(config, services), services)
 
 
 def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
@@ -215,25 +165,28 @@ def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
     Raises:
         ServiceUnavailableError: the topic does not exist, or Kafka does not answer.
     """
-    from confluent_kafka import KafkaError, KafkaException, TopicCollection
 
     name = config.topic(kind)
-    try:
-        admin = _admin(config, services)  # the answer comes only while it lives
+    with translate_errors(services.kafka, f"describe topic {name}"):
+        admin = make_admin(config, services)  # the answer comes only while it lives
         if not _has_controller(_metadata(admin, services)):
             return ""
         wanted = TopicCollection([name])
-        found = retry_while_leaderless(lambda: admin.describe_topics(wanted, request_timeout=_TIMEOUT_S)[name].result())
-        told = str(found.topic_id)
-    except KafkaException as exc:
-        if exc.args[0].code() == KafkaError._UNSUPPORTED_FEATURE:
-            return ""
-        raise ServiceUnavailableError(f"Kafka at {services.kafka} does not describe topic {name}: {exc}") from exc
-    return "" if told == _ZERO_TOPIC_ID else told
+
+        def describe() -> str:
+            return str(admin.describe_topics(wanted, request_timeout=_TIMEOUT_S)[name].result().topic_id)
+
+        try:
+            reported_id = retry_while_leaderless(describe)
+        except KafkaException as exc:
+            if error_of(exc).code() == KafkaError._UNSUPPORTED_FEATURE:
+                return ""
+            raise
+    return "" if reported_id == _ZERO_TOPIC_ID else reported_id
 
 
 def _has_controller(metadata: Any) -> bool:
-    """Without one (librdkafka's mock names none) nobody answers what is asked of it, and the asker waits in vain."""
+    """Without one (librdkafka's mock has none) requests to it are never answered."""
     return metadata.controller_id in metadata.brokers
 
 
@@ -241,24 +194,24 @@ def _refuse_mismatch(config: JobConfig, existing: Mapping[str, int]) -> None:
     """Return if those topics of the job that exist have the right number of partitions.
 
     Raises:
-        ConfigError: one has not; says the way out.
+        ConfigError: one has not; the message says what to do.
     """
     per_worker = [existing[name] for name in (config.topic("samples"), config.topic("commands")) if name in existing]
-    for topic in plan(config):
+    for topic in plan_topics(config):
         actual = existing.get(topic.name, topic.partitions)
         if actual == topic.partitions:
             continue
-        told = f"topic {topic.name}: expected {topic.partitions} partitions, found {actual}"
+        mismatch = f"topic {topic.name}: expected {topic.partitions} partitions, found {actual}"
         other_name = f"choose another `job` name (--set job={config.job}-2)"
         if topic.name not in (config.topic("samples"), config.topic("commands")):
-            raise ConfigError(f"{told}; delete the topic, or {other_name}")
-        told += f" (data.workers is {config.data.workers})"
+            raise ConfigError(f"{mismatch}; delete the topic, or {other_name}")
+        mismatch += f" (data.workers is {config.data.workers})"
         if len(set(per_worker)) == 1:
-            raise ConfigError(f"{told}; set data.workers to {actual}, or {other_name}")
-        # Kafka adds partitions but never removes one, and a number of workers that one of them fits the other refuses.
+            raise ConfigError(f"{mismatch}; set data.workers to {actual}, or {other_name}")
+        # Kafka adds partitions but never removes one, so no number of workers can fit both topics.
         raise ConfigError(
-            f"{told}, and of samples and commands {per_worker[0]} and {per_worker[1]}: the number of partitions was "
-            f"changed since the job began, and no data.workers fits both; {other_name}"
+            f"{mismatch}, and of samples and commands {per_worker[0]} and {per_worker[1]}: their number of "
+            f"partitions changed since the job began, and no data.workers fits both; {other_name}"
         )
 
 
@@ -268,12 +221,10 @@ def describe(config: JobConfig, services: Services) -> list[TopicInfo]:
     Raises:
         ServiceUnavailableError: Kafka does not answer.
     """
-    from confluent_kafka import KafkaException, TopicPartition
-    from confluent_kafka.admin import OffsetSpec
 
-    admin = _admin(config, services)
+    admin = make_admin(config, services)
     counts = _partition_counts(admin, services)
-    names = [topic.name for topic in plan(config) if topic.name in counts]
+    names = [topic.name for topic in plan_topics(config) if topic.name in counts]
     partitions = [TopicPartition(name, number) for name in names for number in range(counts[name])]
 
     def offsets(spec: OffsetSpec) -> dict[tuple[str, int], int]:
@@ -282,10 +233,8 @@ def describe(config: JobConfig, services: Services) -> list[TopicInfo]:
         futures = admin.list_offsets(dict.fromkeys(partitions, spec), request_timeout=_TIMEOUT_S)
         return {(key.topic, key.partition): future.result().offset for key, future in futures.items()}
 
-    try:
+    with translate_errors(services.kafka, "say where its partitions begin and end"):
         low, high = retry_while_leaderless(lambda: offsets(OffsetSpec.earliest())), offsets(OffsetSpec.latest())
-    except KafkaException as exc:
-        raise _unavailable(services, exc) from exc
     return [
         TopicInfo(
             name,
@@ -297,61 +246,10 @@ def describe(config: JobConfig, services: Services) -> list[TopicInfo]:
     ]
 
 
-def watermarks(
-    consumer: Consumer, address: str, topic: str, partition: int, timeout_s: float = _TIMEOUT_S
-) -> tuple[int, int]:
-    """(low, high): the first offset that a partition still holds, and the one that its next record gets.
-
-    Raises:
-        ServiceUnavailableError: Kafka does not answer, or the topic is not there.
-    """
-    from confluent_kafka import KafkaException, TopicPartition
-
-    def fetch() -> tuple[int, int]:
-        low, high = consumer.get_watermark_offsets(TopicPartition(topic, partition), timeout=timeout_s, cached=False)
-        return int(low), int(high)
-
-    try:
-        return retry_while_leaderless(fetch)
-    except KafkaException as exc:
-        raise ServiceUnavailableError(
-            f"Kafka at {address} does not say where {topic}/{partition} begins and ends ({exc.args[0].str()}): "
-            "is it up, and the address right?"
-        ) from exc
-
-
-def retry_while_leaderless(call: Callable[[], T]) -> T:
-    """What `call` returns; a topic that is a moment old may lack its leader still, which is waited for.
-
-    Raises:
-        KafkaException: as `call` raises it, when waiting does not help.
-    """
-    from confluent_kafka import KafkaException
-
-    deadline_s = time.monotonic() + _NEW_TOPIC_S
-    while True:
-        try:
-            return call()
-        except KafkaException as exc:
-            if exc.args[0].code() not in _TRANSIENT_ERRORS or time.monotonic() > deadline_s:
-                raise
-            time.sleep(0.1)
-
-
-def _admin(config: JobConfig, services: Services) -> AdminClient:
-    from confluent_kafka.admin import AdminClient
-
-    return AdminClient(kafka_settings(config, services))
-
-
 def _metadata(admin: AdminClient, services: Services) -> Any:
-    from confluent_kafka import KafkaException
-
-    try:
-        # All topics at once: to ask for one by name would create it where the broker creates topics on demand.
+    with translate_errors(services.kafka, "answer", "start it, or correct the address"):
+        # All topics together: a request that names one would create it where the broker creates topics on demand.
         return admin.list_topics(timeout=_TIMEOUT_S)
-    except KafkaException as exc:
-        raise _unavailable(services, exc) from exc
 
 
 def _partition_counts(admin: AdminClient, services: Services) -> dict[str, int]:
@@ -360,7 +258,7 @@ def _partition_counts(admin: AdminClient, services: Services) -> dict[str, int]:
 
 def _await_leaders(admin: AdminClient, config: JobConfig, services: Services) -> None:
     """Wait until each partition has a leader: a topic is created some 100 ms before it can be written."""
-    wanted = {topic.name for topic in plan(config)}
+    wanted = {topic.name for topic in plan_topics(config)}
     deadline_s = time.monotonic() + _TIMEOUT_S
     while True:
         topics = _metadata(admin, services).topics
@@ -377,9 +275,3 @@ def _await_leaders(admin: AdminClient, config: JobConfig, services: Services) ->
                 f"{', '.join(sorted(wanted - led))}"
             )
         time.sleep(0.05)
-
-
-def _unavailable(services: Services, exc: Exception) -> ServiceUnavailableError:
-    return ServiceUnavailableError(
-        f"Kafka at {services.kafka} does not answer ({exc.args[0]}): start it, or correct the address"
-    )

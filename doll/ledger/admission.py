@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from doll.errors import ConfigError, RecordError
 from doll.kafka import topics
-from doll.kafka.range_reader import TopicReader
+from doll.kafka.range_reader import RangeReader
 from doll.ledger.audit import read_counts
 from doll.ledger.generations import Lineage
 from doll.records import Finished, TermStarted, Update, decode
@@ -39,7 +39,7 @@ def read(config: JobConfig, services: Services, *, tail_only: bool = False) -> L
     lineage = Lineage()
     if not topics.exists(config, services, topic):
         return lineage
-    with TopicReader(config, services) as reader:
+    with RangeReader(config, services) as reader:
         low, high = reader.bounds(topic, 0)
         for _, value in reader.read(topic, 0, max(low, high - _TAIL_RECORDS) if tail_only else low, high):
             try:

@@ -17,7 +17,7 @@ import msgspec
 from doll import telemetry
 from doll.errors import CheckpointError
 from doll.kafka import topics
-from doll.kafka.range_reader import STALL_S, TopicReader
+from doll.kafka.range_reader import STALL_S, RangeReader
 from doll.kafka.samples_topic import replaced_topic
 from doll.ledger import generations
 from doll.ledger.balance import DurableModel, Ledger, LedgerReport, Range
@@ -66,7 +66,7 @@ def _audit_once(
     config: JobConfig, services: Services, checkpoint: Checkpoint | None, stall_timeout_s: float
 ) -> LedgerReport:
     dead, samples = config.topic("dead"), config.topic("samples")
-    with TopicReader(config, services, stall_timeout_s) as reader:
+    with RangeReader(config, services, stall_timeout_s) as reader:
         ledger, own = build_ledger(config, reader, checkpoint)
         for letter in own.letters(reader.records(dead, (DeadLetter,))):
             ledger.add_dead_letter(letter)
@@ -91,7 +91,7 @@ def _other_topic(config: JobConfig, services: Services, expected: str) -> list[s
 
 
 def build_ledger(
-    config: JobConfig, reader: TopicReader, checkpoint: Checkpoint | None
+    config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None
 ) -> tuple[Ledger, generations.GenerationFilter]:
     """The job's books with the updates that `checkpoint` contains and no letters yet; and which letters belong there.
 
@@ -109,7 +109,7 @@ class _GenerationUpdates:
     It may be iterated over again and again, and keeps nothing.
     """
 
-    def __init__(self, config: JobConfig, reader: TopicReader, checkpoint: Checkpoint | None) -> None:
+    def __init__(self, config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None) -> None:
         self._name = config.topic("updates")
         self._reader = reader
         self._bounds = reader.bounds(self._name, 0)
@@ -157,7 +157,7 @@ def read_counts(config: JobConfig, checkpoint: Checkpoint) -> SnapshotCounts:
 
 
 def _durable(
-    config: JobConfig, reader: TopicReader, checkpoint: Checkpoint | None, records: _GenerationUpdates
+    config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None, records: _GenerationUpdates
 ) -> DurableModel:
     """What the checkpoint holds; without one, nothing since the origins that the first server recorded."""
     num, per_batch = config.data.workers, config.data.records_per_batch
@@ -176,7 +176,7 @@ def _durable(
     )
 
 
-def _held(reader: TopicReader, topic: str, gaps: Sequence[Range]) -> list[Range]:
+def _held(reader: RangeReader, topic: str, gaps: Sequence[Range]) -> list[Range]:
     """The offsets in `gaps` at which the broker does hold a record."""
     clusters: list[list[Range]] = []
     for gap in sorted(gaps):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.clients import kafka_settings
-from doll.kafka.range_reader import TopicReader
+from doll.kafka.range_reader import RangeReader
 from doll.ledger.audit import build_ledger
 from doll.ledger.balance import OffsetState
 from doll.records import DeadLetter, encode
@@ -116,7 +116,7 @@ def dead_records(
     """
     topics.check(config, services)
     checkpoint = store.load_newest(None)
-    with TopicReader(config, services) as reader:
+    with RangeReader(config, services) as reader:
         ledger, own = build_ledger(config, reader, checkpoint)
         letters = own.letters(reader.records(config.topic("dead"), (DeadLetter,)))
         return collect(letters, ledger.offset_state, reason=reason, at=at)
@@ -174,7 +174,7 @@ def replay(
         return _planned(config, services, chosen, again)
     with _Replayer(config, services) as replayer:
         # Again: another replay may have put some of them back since `chosen` was read.
-        with TopicReader(config, services) as reader:
+        with RangeReader(config, services) as reader:
             letters = reader.records(config.topic("dead"), (DeadLetter,))
             now = {dead.at: dead.replayed_as for dead in collect(letters, lambda partition, offset: "dead")}
         chosen = [dataclasses.replace(dead, replayed_as=now.get(dead.at, dead.replayed_as)) for dead in chosen]
@@ -190,7 +190,7 @@ def replay(
 
 def _planned(config: JobConfig, services: Services, chosen: Sequence[DeadRecord], again: bool) -> list[Replay]:
     found = []
-    with TopicReader(config, services) as reader:
+    with RangeReader(config, services) as reader:
         for dead in chosen:
             skip_reason = _skip_reason(config, dead, again)
             found.append(Replay(dead, skip_reason=skip_reason) if skip_reason else _with_payload(config, reader, dead))
@@ -217,7 +217,7 @@ def _skip_reason(config: JobConfig, dead: DeadRecord, again: bool) -> str:
     return ""
 
 
-def _with_payload(config: JobConfig, reader: TopicReader, dead: DeadRecord) -> Replay:
+def _with_payload(config: JobConfig, reader: RangeReader, dead: DeadRecord) -> Replay:
     letter = dead.letter
     low, _ = reader.bounds(config.topic("samples"), letter.partition)
     if letter.offset >= low:
@@ -308,7 +308,7 @@ class _Replayer:
     def _await_end(self, topic: str, offset: int) -> None:
         """A commit is decided when it returns, and can be read a moment later."""
         deadline_s = time.monotonic() + _FLUSH_S
-        with TopicReader(self._config, self._services) as reader:
+        with RangeReader(self._config, self._services) as reader:
             while reader.bounds(topic, 0)[1] <= offset and time.monotonic() < deadline_s:
                 continue
 

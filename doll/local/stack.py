@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from doll.errors import ConfigError, ServiceUnavailableError
-from doll.kafka import topics
 from doll.kafka.clients import kafka_problem
+from doll.kafka.topic_plan import plan_topics
 from doll.local import compose, kafka_jars, redis_server, shared_memory
 from doll.local.compose import Compose
 from doll.local.kafka_broker import LocalKafka
@@ -220,7 +220,7 @@ class _Chooser:
         return broker
 
     def _mock(self, reasons_against: list[str]) -> str:
-        wanted = {topic.name: topic.partitions for topic in topics.plan(self._config)}
+        wanted = {topic.name: topic.partitions for topic in plan_topics(self._config)}
         mock = self._started.enter_context(MockKafka(self._folder / "mock-kafka", wanted))
         self._note(
             f"Kafka: {mock.address}, librdkafka's mock broker, which drops records beyond "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from doll.config import CsvSource, IdxSource, JsonlSource
 from doll.errors import ConfigError
-from doll.kafka.range_reader import TopicReader
+from doll.kafka.range_reader import RangeReader
 from doll.ledger.admission import read
 from doll.services import Services
 from doll.telemetry import get_logger
@@ -75,14 +75,14 @@ def find_positions(config: JobConfig, services: Services) -> list[int]:
     if len(origins) != config.data.workers:  # nobody serves the job yet
         origins = tuple(0 for _ in streams)
     topic = config.topic("samples")
-    with TopicReader(config, services) as reader:
+    with RangeReader(config, services) as reader:
         positions = [_last(reader, topic, stream, origins[stream], name, repeats) for stream in streams]
     if any(positions):
         log.info("file_resumed", positions=positions)
     return positions
 
 
-def _last(reader: TopicReader, topic: str, stream: int, origin: int, name: str, repeats: bool) -> int:
+def _last(reader: RangeReader, topic: str, stream: int, origin: int, name: str, repeats: bool) -> int:
     """The newest position in one partition, looked for from its end."""
     low, high = reader.bounds(topic, stream)
     first = max(low, origin)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from doll import records
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import kafka_settings
-from doll.kafka.topics import plan
+from doll.kafka.topic_plan import plan_topics
 from doll.services import Services
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class SampleSender:
                     # No sample is given up because Kafka is away for long: the queue fills, then the sender waits.
                     message_timeout_ms=0,
                     queue_buffering_max_kbytes=_QUEUE_KBYTES,
-                    message_max_bytes=int(plan(self._config)[0].settings["max.message.bytes"]),
+                    message_max_bytes=int(plan_topics(self._config)[0].settings["max.message.bytes"]),
                     error_cb=self._on_error,
                 )
             )

@@ -16,6 +16,7 @@ import pytest
 from doll.config import JobConfig, parse
 from doll.kafka import topics
 from doll.kafka.clients import kafka_problem, kafka_settings
+from doll.kafka.topic_plan import TOPIC_KINDS
 from doll.local import kafka_jars
 from doll.services import Services
 
@@ -177,7 +178,7 @@ def _external_producers_write_samples_and_do_nothing_else(
 
     ours = [f"{key}={value}" for key, value in SETTINGS.items() if key.startswith("kafka.")]
     config = parse("job: t\ntask: {class: 'a:B'}", ours)
-    kinds = {kind: config.topic(kind) for kind in topics.TOPIC_KINDS}
+    kinds = {kind: config.topic(kind) for kind in TOPIC_KINDS}
     with monkeypatch.context() as outside:
         for key, value in PRODUCER.items():
             outside.setenv(key, value)

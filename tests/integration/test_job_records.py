@@ -12,7 +12,8 @@ from confluent_kafka.admin import AdminClient
 from doll.config import load
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import kafka_settings
-from doll.kafka.job_records import JobRecords, TimedRecord
+from doll.kafka.job_records import JobRecords
+from doll.kafka.tail import TimedRecord
 from doll.records import Evaluated, Hello, Leave, Metric, Update, encode
 
 pytestmark = pytest.mark.integration
@@ -66,7 +67,7 @@ def test_history_is_every_topic_and_every_slot_and_a_successor_goes_on_behind_it
     for slot in range(2):
         job.control("commands", hello(10 + slot), slot)
     with job_records(job) as reader:
-        found = [timed_record.record for timed_record in reader.history()]
+        found = [timed_record.record for timed_record in reader.read_history()]
         assert sorted(map(repr, found)) == sorted(map(repr, [*written, hello(10), hello(11)]))
         assert reader.poll(0.1) == []
         positions = reader.positions
@@ -76,7 +77,7 @@ def test_history_is_every_topic_and_every_slot_and_a_successor_goes_on_behind_it
     }
     job.control("updates", update(2))
     with JobRecords(job.config, job.services, positions) as successor:
-        assert [timed_record.record for timed_record in successor.history()] == [update(2)]
+        assert [timed_record.record for timed_record in successor.read_history()] == [update(2)]
         job.control("commands", hello(12), 1)
         assert [timed_record.record for timed_record in until(successor, 1)] == [hello(12)]
         assert successor.positions[f"{job.config.topic('commands')}/1"] == 2
@@ -88,12 +89,12 @@ def test_what_does_not_decode_is_counted_and_passed(job: Any) -> None:
         job.produce("updates", value)
     job.control("events", b"\x00\x01")
     with job_records(job) as reader:
-        assert [timed_record.record for timed_record in reader.history()] == [update(1), update(2)]
+        assert [timed_record.record for timed_record in reader.read_history()] == [update(1), update(2)]
         assert reader.refused == 3
         positions = reader.positions
     assert (positions[f"{job.config.topic('updates')}/0"], positions[f"{job.config.topic('events')}/0"]) == (4, 1)
     with JobRecords(job.config, job.services, positions) as successor:
-        assert (successor.history(), successor.refused) == ([], 0)
+        assert (successor.read_history(), successor.refused) == ([], 0)
 
 
 def test_a_position_outside_of_what_is_kept_starts_at_the_earliest(job: Any) -> None:
@@ -101,16 +102,16 @@ def test_a_position_outside_of_what_is_kept_starts_at_the_earliest(job: Any) -> 
     for version in range(1, 5):
         job.control("updates", update(version))
     with job_records(job, updates_0=3) as reader:
-        assert [timed_record.record for timed_record in reader.history()] == [update(4)]
+        assert [timed_record.record for timed_record in reader.read_history()] == [update(4)]
     with job_records(job, updates_0=99) as reader:
-        assert [timed_record.record for timed_record in reader.history()] == [
+        assert [timed_record.record for timed_record in reader.read_history()] == [
             update(version) for version in range(1, 5)
         ]
     admin = AdminClient(kafka_settings(job.config, job.services))
     for future in admin.delete_records([TopicPartition(job.config.topic("updates"), 0, 2)]).values():
         future.result(60)
     with job_records(job, updates_0=1) as reader:
-        assert [timed_record.record for timed_record in reader.history()] == [update(3), update(4)]
+        assert [timed_record.record for timed_record in reader.read_history()] == [update(3), update(4)]
 
 
 def test_old_letters_have_their_writers_time_and_new_ones_ours(job: Any) -> None:
@@ -119,7 +120,7 @@ def test_old_letters_have_their_writers_time_and_new_ones_ours(job: Any) -> None
     stamped(job, "updates", update(1), start_s - HOUR_S)
     stamped(job, "updates", update(2), start_s + HOUR_S)
     with job_records(job) as reader:
-        old, ahead = reader.history()
+        old, ahead = reader.read_history()
         assert old.at_s == pytest.approx(start_s - HOUR_S, abs=0.01)
         assert start_s <= ahead.at_s <= time.time()
         stamped(job, "updates", update(3), start_s - HOUR_S)
@@ -134,13 +135,13 @@ def test_it_tells_where_the_samples_end(job: Any) -> None:
         assert reader.sample_ends(60.0) == [3, 1]
         job.send(job.samples(2), partition=1)
         assert reader.sample_ends(60.0) == [3, 3]
-        assert reader.history() == [], "samples are no letters"
+        assert reader.read_history() == [], "samples are no letters"
 
 
 def test_where_the_broker_is_away_the_ends_are_not_known_and_reading_goes_on_later(job: Any, broker: Any) -> None:
     job.control("events", Evaluated(term=1, version=1, loss=0.5))
     with job_records(job) as reader:
-        assert len(reader.history()) == 1
+        assert len(reader.read_history()) == 1
         broker.kill()
         try:
             assert reader.sample_ends(0.5) is None
@@ -154,7 +155,7 @@ def test_where_the_broker_is_away_the_ends_are_not_known_and_reading_goes_on_lat
 def test_it_leaves_no_trace_on_the_broker(job: Any) -> None:
     job.control("updates", update(1))
     with job_records(job) as reader:
-        reader.history()
+        reader.read_history()
         reader.poll(0.1)
     admin = AdminClient(kafka_settings(job.config, job.services))
     group = f"doll.{job.config.job}.provision"

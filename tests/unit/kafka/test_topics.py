@@ -19,6 +19,7 @@ from doll.config import JobConfig, parse
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.clients import kafka_settings
+from doll.kafka.topic_plan import TOPIC_KINDS, TopicKind, plan_topics
 from doll.kafka.topic_settings import ActualTopic, find_problems
 from doll.services import Services
 from waiting import WAIT_TIMEOUT_S, until
@@ -29,7 +30,7 @@ def job(name: str, *overrides: str) -> JobConfig:
 
 
 def test_samples_and_down_have_a_partition_for_each_worker_and_the_others_one() -> None:
-    assert {topic.name.rpartition(".")[2]: topic.partitions for topic in topics.plan(job("j"))} == {
+    assert {topic.name.rpartition(".")[2]: topic.partitions for topic in plan_topics(job("j"))} == {
         "samples": 3,
         "commands": 3,
         "events": 1,
@@ -42,7 +43,7 @@ def test_samples_and_down_have_a_partition_for_each_worker_and_the_others_one() 
 def test_retention_follows_the_job_file_for_samples_and_is_forever_for_the_ledger() -> None:
     kept = {
         topic.name.rpartition(".")[2]: topic.settings["retention.ms"]
-        for topic in topics.plan(job("j", "data.retention_hours=0.5"))
+        for topic in plan_topics(job("j", "data.retention_hours=0.5"))
     }
     six_hours = str(6 * 3600 * 1000)
     assert kept == {
@@ -57,7 +58,7 @@ def test_retention_follows_the_job_file_for_samples_and_is_forever_for_the_ledge
 
 @pytest.mark.parametrize(("max_record_bytes", "limit_bytes"), [(1_000_000, 16_777_216), (10_000_000, 20_000_000)])
 def test_a_record_above_the_limit_can_still_arrive_to_be_dead_lettered(max_record_bytes: int, limit_bytes: int) -> None:
-    samples = topics.plan(job("j", f"data.max_record_bytes={max_record_bytes}"))[0]
+    samples = plan_topics(job("j", f"data.max_record_bytes={max_record_bytes}"))[0]
     assert samples.settings["max.message.bytes"] == str(limit_bytes)
 
 
@@ -69,10 +70,10 @@ def test_ensure_creates_all_topics_with_their_settings_and_may_be_repeated(servi
     topics.check(config, services)
     assert [(info.name, info.partitions, info.low, info.high) for info in topics.describe(config, services)] == [
         (topic.name, topic.partitions, (0,) * topic.partitions, (0,) * topic.partitions)
-        for topic in topics.plan(config)
+        for topic in plan_topics(config)
     ]
     admin = AdminClient(kafka_settings(config, services))
-    for topic in topics.plan(config):
+    for topic in plan_topics(config):
         resource = ConfigResource(ResourceType.TOPIC, topic.name)
         came = admin.describe_configs([resource])[resource].result()
         assert {key: came[key].value for key in topic.settings} == topic.settings
@@ -176,10 +177,8 @@ def found(settings: dict[str, str] | None = None, replicas: int = 3, in_sync: in
         ("commands", found(replicas=2, in_sync=2), False, "it has 2 replicas, kafka.replication_factor is 3"),
     ],
 )
-def test_what_an_existing_topic_s_settings_mean(
-    kind: topics.TopicKind, came: ActualTopic, fatal: bool, words: str
-) -> None:
-    plan = dict(zip(topics.TOPIC_KINDS, topics.plan(job("j", "kafka.replication_factor=3")), strict=True))
+def test_what_an_existing_topic_s_settings_mean(kind: TopicKind, came: ActualTopic, fatal: bool, words: str) -> None:
+    plan = dict(zip(TOPIC_KINDS, plan_topics(job("j", "kafka.replication_factor=3")), strict=True))
     (finding,) = find_problems(plan[kind], kind, came, 3)
     assert finding.fatal is fatal
     assert words in finding.text
@@ -189,7 +188,7 @@ def test_what_an_existing_topic_s_settings_mean(
 def test_what_doll_creates_itself_is_fine_with_any_number_of_replicas() -> None:
     for replicas, in_sync in ((1, "1"), (2, "1"), (3, "2"), (5, "4")):
         config = job("j", f"kafka.replication_factor={replicas}")
-        for kind, plan in zip(topics.TOPIC_KINDS, topics.plan(config), strict=True):
+        for kind, plan in zip(TOPIC_KINDS, plan_topics(config), strict=True):
             assert plan.settings["min.insync.replicas"] == in_sync
             assert find_problems(plan, kind, ActualTopic(plan.settings, replicas, replicas), replicas) == []
 

@@ -1,0 +1,180 @@
+"""Sending: records to a job's topics, in order, each delivery checked."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from confluent_kafka import KafkaError, KafkaException
+
+from doll.kafka.clients import LINGER_MS, RECORD_LIMIT_BYTES, make_producer
+from doll.kafka.errors import error_of
+from doll.records import AnyRecord, encode
+from doll.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.services import Services
+
+log = get_logger(__name__)
+
+_FULL_QUEUE_POLL_S: Final = 0.1
+_CLOSE_S: Final = 5.0
+
+
+class Delivery(NamedTuple):
+    """What became of a record: it stands at `offset`, or was refused for good (`refusal` says why, offset is -1)."""
+
+    topic: str
+    offset: int
+    refusal: str = ""
+
+
+class ClientError(NamedTuple):
+    """An error of the client itself, not of one record.
+
+    Attributes:
+        is_fatal: the producer cannot go on.
+        is_unreachable: no broker answers; what was sent waits.
+    """
+
+    reason: str
+    is_fatal: bool
+    is_unreachable: bool
+
+
+class Publisher:
+    """A producer that retries until Kafka takes or refuses a record: being unreachable for long loses nothing.
+
+    Safe to share between threads. `poll` must be called now and then: it reports what was delivered. What Kafka refuses
+    for good (not allowed, too long) goes to the record's `on_delivery`; without one it is logged once per topic.
+
+    Args:
+        on_error: gets errors of the client; by default they are logged.
+        settings: of the producer, as in `kafka_settings`.
+
+    Attributes:
+        refusals: by topic, why Kafka refused the first record that it did not take.
+
+    Raises:
+        ConfigError: credentials are missing.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        services: Services,
+        *,
+        on_error: Callable[[ClientError], None] | None = None,
+        **settings: Any,
+    ) -> None:
+        defaults: dict[str, Any] = {
+            "linger_ms": LINGER_MS,
+            "message_timeout_ms": 0,
+            "message_max_bytes": RECORD_LIMIT_BYTES,
+        }
+        if on_error is not None:
+            defaults["error_cb"] = functools.partial(_report_error, on_error)
+        self.address = services.kafka
+        self.refusals: dict[str, str] = {}
+        self._producer = make_producer(config, services, **{**defaults, **settings})
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """Records that are neither delivered nor refused."""
+        return len(self._producer)
+
+    def send(
+        self,
+        topic: str,
+        record: AnyRecord | bytes,
+        *,
+        partition: int = 0,
+        key: bytes | None = None,
+        on_delivery: Callable[[Delivery], None] | None = None,
+    ) -> None:
+        """Queue a record. While the queue is full (Kafka is unreachable) it waits: nothing is dropped.
+
+        Args:
+            on_delivery: called from a later `poll`, `send` or `flush`; what it raises, that call raises.
+        """
+        value = record if isinstance(record, bytes) else encode(record)
+        while not self.try_send(topic, value, partition=partition, key=key, on_delivery=on_delivery):
+            self.poll(_FULL_QUEUE_POLL_S)
+
+    def try_send(
+        self,
+        topic: str,
+        record: AnyRecord | bytes,
+        *,
+        partition: int = 0,
+        key: bytes | None = None,
+        headers: Sequence[tuple[str, bytes]] = (),
+        on_delivery: Callable[[Delivery], None] | None = None,
+    ) -> bool:
+        """Queue a record if there is room; False where the queue is full, and the record is not sent."""
+        value = record if isinstance(record, bytes) else encode(record)
+        try:
+            self._producer.produce(
+                topic,
+                value=value,
+                key=key,
+                partition=partition,
+                headers=list(headers) or None,
+                on_delivery=functools.partial(self._on_delivery, on_delivery),
+            )
+        except BufferError:
+            return False
+        except KafkaException as exc:  # refused before it was queued: too long, or after a fatal error
+            self._refuse(on_delivery, Delivery(topic, -1, error_of(exc).str()))
+        self._producer.poll(0)
+        return True
+
+    def poll(self, timeout_s: float = 0.0) -> None:
+        """Report what was delivered, waiting up to `timeout_s` for something to report."""
+        self._producer.poll(timeout_s)
+
+    def flush(self, timeout_s: float) -> int:
+        """Wait until everything is delivered or refused; the number of records that are not after `timeout_s`."""
+        return int(self._producer.flush(timeout_s))
+
+    def discard(self) -> None:
+        """Refuse what is queued or on its way: each record is reported with a refusal."""
+        self._producer.purge()
+        self._producer.flush(1.0)
+
+    def close(self, timeout_s: float = _CLOSE_S) -> None:
+        """Wait at most `timeout_s` for deliveries; what is left then is lost, which is logged."""
+        deadline_s = time.monotonic() + timeout_s
+        left = len(self._producer)
+        while left and time.monotonic() < deadline_s:
+            left = self.flush(max(deadline_s - time.monotonic(), 0.0))
+        if left:
+            log.warning("records_not_delivered", address=self.address, records=left)
+
+    def _on_delivery(self, on_delivery: Callable[[Delivery], None] | None, error: Any, message: Any) -> None:
+        if error is None:
+            if on_delivery is not None:
+                on_delivery(Delivery(message.topic(), int(message.offset())))
+        else:
+            self._refuse(on_delivery, Delivery(message.topic(), -1, error.str()))
+
+    def _refuse(self, on_delivery: Callable[[Delivery], None] | None, refused: Delivery) -> None:
+        is_first = refused.topic not in self.refusals
+        self.refusals.setdefault(refused.topic, refused.refusal)
+        if on_delivery is not None:
+            on_delivery(refused)
+        elif is_first:
+            log.error("kafka_refused", topic=refused.topic, reason=refused.refusal)
+
+
+def _report_error(on_error: Callable[[ClientError], None], error: KafkaError) -> None:
+    is_fatal = error.fatal() or error.code() == KafkaError._FATAL
+    on_error(ClientError(error.str(), is_fatal, error.code() == KafkaError._ALL_BROKERS_DOWN))

@@ -1,0 +1,185 @@
+"""Reading partitions from explicit offsets: what every reader of a job's topics shares.
+
+No consumer group and no committed offsets: many may read, none disturbs another, and where each stands is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from confluent_kafka import TopicPartition
+
+from doll.errors import RecordError, ServiceUnavailableError
+from doll.kafka import offsets
+from doll.kafka.clients import make_consumer
+from doll.records import AnyRecord, decode
+from doll.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.services import Services
+
+log = get_logger(__name__)
+
+LOOKUP_S: Final = 10.0
+
+Start = Callable[["Partition", int, int], int]
+
+
+class Partition(NamedTuple):
+    """One partition of a topic (full name)."""
+
+    topic: str
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.topic}/{self.number}"
+
+
+class Message(NamedTuple):
+    """One record as it stands in its partition.
+
+    Attributes:
+        written_s: Unix seconds, by its writer's or the broker's clock; 0.0 where it has no time.
+    """
+
+    partition: Partition
+    offset: int
+    value: bytes | None
+    written_s: float
+
+
+def from_earliest(partition: Partition, low: int, high: int) -> int:
+    """Start at the first record that is kept."""
+    return low
+
+
+def from_end(partition: Partition, low: int, high: int) -> int:
+    """Start behind the last record: only what comes from now on."""
+    return high
+
+
+class Reader:
+    """Messages of some partitions, in order within each. Use as a context manager. Not thread-safe.
+
+    An unreachable broker is waited for: `poll` then returns nothing. Where retention has deleted what was to be read
+    next, it goes on at the first record that is left.
+
+    Args:
+        purpose: names the consumer on the broker.
+        start: the offset to start at, from a partition and its bounds (low, high).
+        settings: of the consumer, as in `kafka_settings`.
+
+    Attributes:
+        ends: per partition, the offset behind its last record when this reader was opened: before it is history.
+        positions: per partition, the next offset: all before it has been returned.
+
+    Raises:
+        ServiceUnavailableError: a topic does not exist, or the broker does not answer.
+    """
+
+    def __init__(
+        self,
+        config: JobConfig,
+        services: Services,
+        purpose: str,
+        partitions: Iterable[Partition],
+        start: Start = from_earliest,
+        *,
+        lookup_timeout_s: float = LOOKUP_S,
+        **settings: Any,
+    ) -> None:
+        self._address = services.kafka
+        self._lookup_s = lookup_timeout_s
+        self._consumer = make_consumer(config, services, purpose, **{"fetch_wait_max_ms": 100, **settings})
+        self.ends: dict[Partition, int] = {}
+        self.positions: dict[Partition, int] = {}
+        try:
+            for partition in partitions:
+                low, high = self.bounds(partition)
+                self.ends[partition] = high
+                self.positions[partition] = start(partition, low, high)
+        except BaseException:
+            self._consumer.close()
+            raise
+        self._partitions = {tuple(partition): partition for partition in self.ends}
+        # Always with an explicit offset: without one, nothing may come while the broker is young.
+        self._consumer.assign([TopicPartition(*partition, offset) for partition, offset in self.positions.items()])
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._consumer.close()
+
+    def poll(self, timeout_s: float, limit: int = 1000) -> list[Message]:
+        """The next messages; as soon as there are any, at the latest after `timeout_s`.
+
+        Raises:
+            ServiceUnavailableError: the client cannot go on (a fatal error).
+        """
+        first = self._consumer.poll(timeout_s)
+        if first is None:
+            return []
+        messages = []
+        for message in (first, *self._consumer.consume(limit - 1, timeout=0)):
+            if (error := message.error()) is not None:
+                if error.fatal():
+                    raise ServiceUnavailableError(f"Kafka at {self._address} refuses this consumer: {error.str()}")
+                log.warning("topic_error", reason=error.str())
+                continue
+            partition, offset = self._partitions[message.topic(), message.partition()], int(message.offset())
+            self.positions[partition] = offset + 1
+            kind, stamp_ms = message.timestamp()
+            messages.append(
+                Message(partition, offset, message.value(), stamp_ms / 1000 if kind and stamp_ms > 0 else 0.0)
+            )
+        return messages
+
+    def has_read_history(self, partition: Partition) -> bool:
+        """Whether everything that `partition` held when this reader was opened has been returned."""
+        return self.positions[partition] >= self.ends[partition]
+
+    def is_caught_up(self) -> bool:
+        """Whether the partitions hold nothing that was not returned yet.
+
+        Raises:
+            ServiceUnavailableError: the broker does not answer.
+        """
+        return all(self.bounds(partition)[1] <= position for partition, position in self.positions.items())
+
+    def bounds(self, partition: Partition) -> tuple[int, int]:
+        """(low, high) of any partition: first offset that it still holds, and the one that its next record gets.
+
+        Raises:
+            ServiceUnavailableError: the broker does not answer, or the topic does not exist.
+        """
+        return offsets.partition_bounds(self._consumer, self._address, *partition, self._lookup_s)
+
+    def partition_ends(self, topic: str, partitions: int, timeout_s: float = 1.0) -> list[int] | None:
+        """The end (high watermark) of each partition of any topic; None where a broker does not answer in time."""
+        return offsets.partition_ends(self._consumer, topic, partitions, timeout_s)
+
+
+class RecordDecoder:
+    """Decodes control records; what does not decode is logged, counted and skipped.
+
+    Attributes:
+        refused: values that did not decode.
+    """
+
+    def __init__(self) -> None:
+        self.refused = 0
+
+    def decode(self, topic: str, offset: int, value: bytes | None) -> AnyRecord | None:
+        """The record, or None where the value is none."""
+        try:
+            return decode(value)
+        except RecordError as exc:
+            self.refused += 1
+            log.warning("record_refused", topic=topic, offset=offset, reason=str(exc))
+            return None

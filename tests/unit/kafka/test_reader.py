@@ -1,0 +1,101 @@
+"""Reader and RecordReader: positions, history, what does not decode, and where partitions end."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from doll.config import JobConfig, parse
+from doll.errors import ServiceUnavailableError
+from doll.kafka import topics
+from doll.kafka.publisher import Publisher
+from doll.kafka.reader import Partition, Reader, RecordDecoder, from_end
+from doll.kafka.tail import RecordReader, Tail
+from doll.records import Hello, encode
+from doll.services import Services
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def config(services: Services, job_name: str) -> JobConfig:
+    config = parse(f"job: {job_name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 2}}\n")
+    topics.ensure(config, services)
+    return config
+
+
+def write(config: JobConfig, services: Services, kind: str, *values: bytes, partition: int = 0) -> None:
+    with Publisher(config, services) as publisher:
+        for value in values:
+            publisher.send(config.topic(kind), value, partition=partition)  # type: ignore[arg-type]
+        assert publisher.flush(30.0) == 0
+
+
+def poll_values(reader: Reader, count: int) -> list[bytes | None]:
+    values: list[bytes | None] = []
+    deadline_s = time.monotonic() + 60
+    while len(values) < count:
+        assert time.monotonic() < deadline_s
+        values += [message.value for message in reader.poll(0.2)]
+    return values
+
+
+def test_each_partition_is_read_from_its_start_and_its_position_follows(config: JobConfig, services: Services) -> None:
+    write(config, services, "commands", b"a", b"b", b"c")
+    write(config, services, "commands", b"d", partition=1)
+    first, second = (Partition(config.topic("commands"), number) for number in range(2))
+    with Reader(config, services, "test", (first, second), lambda partition, low, high: high - 1) as reader:
+        assert (reader.ends, reader.positions) == ({first: 3, second: 1}, {first: 2, second: 0})
+        assert not reader.has_read_history(first)
+        assert sorted(map(str, poll_values(reader, 2))) == sorted(map(str, (b"c", b"d")))
+        assert reader.positions == {first: 3, second: 1}
+        assert reader.has_read_history(first)
+        assert reader.is_caught_up()
+        write(config, services, "commands", b"e")
+        assert not reader.is_caught_up()
+        assert poll_values(reader, 1) == [b"e"]
+        assert reader.partition_ends(config.topic("commands"), 2) == [4, 1]
+        assert reader.bounds(Partition(config.topic("events"))) == (0, 0)
+
+
+def test_from_the_end_only_what_comes_later_is_read(config: JobConfig, services: Services) -> None:
+    write(config, services, "events", b"old")
+    with Reader(config, services, "test", (Partition(config.topic("events")),), from_end) as reader:
+        write(config, services, "events", b"new")
+        assert poll_values(reader, 1) == [b"new"]
+
+
+def test_records_come_with_their_time_and_what_does_not_decode_is_counted(
+    config: JobConfig, services: Services
+) -> None:
+    written_s = time.time()
+    write(config, services, "events", encode(Hello(term=1)), b"rubbish", encode(Hello(term=2)))
+    with RecordReader(config, services, "test", (Partition(config.topic("events")),)) as reader:
+        history = reader.read_history()
+        assert [(timed.record, timed.offset) for timed in history] == [(Hello(term=1), 0), (Hello(term=2), 2)]
+        assert all(written_s - 1.0 <= timed.at_s <= time.time() for timed in history)
+        assert reader.refused == 1
+        assert reader.read_history() == []
+
+
+def test_a_tail_reads_to_the_end_of_its_topics(config: JobConfig, services: Services) -> None:
+    events = config.topic("events")
+    with Tail(config, services, (events, config.topic("metrics"))) as tail:
+        assert tail.has_read_history(events)
+        write(config, services, "events", encode(Hello(term=1)))
+        assert [timed.record for timed in tail.read_to_end()] == [Hello(term=1)]
+        assert tail.ends[events] == 0
+        assert tail.is_caught_up()
+
+
+def test_a_topic_that_does_not_exist_is_named(services: Services, config: JobConfig) -> None:
+    with pytest.raises(ServiceUnavailableError, match=r"say where doll\.none\.x/0 begins and ends"):
+        Reader(config, services, "test", (Partition("doll.none.x"),))
+
+
+def test_a_decoder_counts_what_is_no_record() -> None:
+    decoder = RecordDecoder()
+    assert decoder.decode("t", 0, encode(Hello(term=3))) == Hello(term=3)
+    assert decoder.decode("t", 1, None) is None
+    assert decoder.decode("t", 2, b"rubbish") is None
+    assert decoder.refused == 2
