@@ -157,7 +157,7 @@ def make_rig(tmp_path: Path, job_name: str, services: Services, forks: ForkServe
         rig.close()
 
 
-def test_it_measures_versions_follows_a_restart_and_ends_with_the_last_version(make_rig: Any):
+def test_it_measures_versions_follows_a_restart_and_ends_with_the_last_version(make_rig: Any) -> None:
     rig: Rig = make_rig()
     role = rig.start()
     rig.publish(1, 1, weight=1.0)
@@ -187,7 +187,9 @@ def test_it_measures_versions_follows_a_restart_and_ends_with_the_last_version(m
     assert shown[0]["loss"] == pytest.approx(first.loss)
 
 
-def test_it_waits_for_redis_and_takes_a_lost_last_version_from_the_checkpoint(make_rig: Any, redis_server: LocalRedis):
+def test_it_waits_for_redis_and_takes_a_lost_last_version_from_the_checkpoint(
+    make_rig: Any, redis_server: LocalRedis
+) -> None:
     from doll.model import build, fingerprint
     from doll.task import load_task
 
@@ -227,7 +229,7 @@ def test_it_waits_for_redis_and_takes_a_lost_last_version_from_the_checkpoint(ma
     assert role.wait(WAIT_TIMEOUT_S) == 0
 
 
-def test_it_goes_on_after_the_broker_was_killed(make_rig: Any, broker: LocalKafka):
+def test_it_goes_on_after_the_broker_was_killed(make_rig: Any, broker: LocalKafka) -> None:
     rig: Rig = make_rig()
     role = rig.start()
     rig.say(term_started(1), update(1, 1))
@@ -242,7 +244,7 @@ def test_it_goes_on_after_the_broker_was_killed(make_rig: Any, broker: LocalKafk
     assert [row["version"] for row in rig.rows("updates.csv")] == [1, 2]
 
 
-def test_a_killed_evaluator_goes_on_with_its_files_and_ends_on_sigterm(make_rig: Any):
+def test_a_killed_evaluator_goes_on_with_its_files_and_ends_on_sigterm(make_rig: Any) -> None:
     rig: Rig = make_rig()
     role = rig.start()
     rig.say(term_started(1), update(1, 1))
@@ -260,7 +262,7 @@ def test_a_killed_evaluator_goes_on_with_its_files_and_ends_on_sigterm(make_rig:
     assert [row["version"] for row in rig.rows("evaluations.csv")] == [1, 2]
 
 
-def test_without_held_out_samples_it_shows_prequential_error_only(make_rig: Any):
+def test_without_held_out_samples_it_shows_prequential_error_only(make_rig: Any) -> None:
     rig: Rig = make_rig(held_out=False)
     role = rig.start()
     rig.say(term_started(1), update(1, 1, loss=4.0), update(1, 2, loss=2.0))

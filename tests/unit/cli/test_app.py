@@ -53,7 +53,7 @@ def doll(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def test_help_names_every_command_and_each_has_an_example():
+def test_help_names_every_command_and_each_has_an_example() -> None:
     text = doll("--help").output
     assert "Exit codes: 0 done, 1 failed, 2 wrong usage or job file, 3 infeasible plan" in text
     for command in COMMANDS:
@@ -65,7 +65,7 @@ def test_help_names_every_command_and_each_has_an_example():
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["config", "check", "{job}"], ["up", "--help"]])
-def test_help_and_checks_answer_at_once(job: Path, arguments: list[str]):
+def test_help_and_checks_answer_at_once(job: Path, arguments: list[str]) -> None:
     """Well below a second of processor time; fifteen here, since test machines are slow and shared."""
     command = [sys.executable, "-m", "doll", *(word.format(job=job) for word in arguments)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -75,7 +75,7 @@ def test_help_and_checks_answer_at_once(job: Path, arguments: list[str]):
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 15.0
 
 
-def test_no_command_line_module_loads_torch(job: Path):
+def test_no_command_line_module_loads_torch(job: Path) -> None:
     """Torch costs 5 s of processor time: neither help nor a check nor the modules behind `up` may import it."""
     code = (
         "import sys\nimport doll.cli.app, doll.run.job, doll.cli.inspect, doll.monitor.run_report, doll.run.roles\n"
@@ -88,13 +88,13 @@ def test_no_command_line_module_loads_torch(job: Path):
     assert result.returncode == 0, result.stderr
 
 
-def test_version():
+def test_version() -> None:
     import doll as package
 
     assert doll("--version").output == f"doll {package.__version__}\n"
 
 
-def test_both_forms_name_the_job(job: Path):
+def test_both_forms_name_the_job(job: Path) -> None:
     assert doll("config", "show", job).output == doll("config", "show", "--job", job).output
     assert doll("config", "show", job, "--job", job).exit_code == 0
     both = doll("config", "show", job, "--job", "other.yaml")
@@ -105,7 +105,7 @@ def test_both_forms_name_the_job(job: Path):
     assert "expected a job file" in none.stderr
 
 
-def test_config_show_prints_what_loads_again(job: Path, tmp_path: Path):
+def test_config_show_prints_what_loads_again(job: Path, tmp_path: Path) -> None:
     shown = doll("config", "show", job, "--set", "data.workers=3")
     again = tmp_path / "again.yaml"
     again.write_text(shown.stdout)
@@ -115,7 +115,7 @@ def test_config_show_prints_what_loads_again(job: Path, tmp_path: Path):
     assert content["task"]["class"] == "my_task.py:MyTask"
 
 
-def test_a_good_job_file_is_fine(job: Path):
+def test_a_good_job_file_is_fine(job: Path) -> None:
     result = doll("config", "check", job)
     assert result.exit_code == 0
     assert result.stdout == "line: fine. 2 workers, batches of 8, 2 batches per update\n"
@@ -135,7 +135,7 @@ def test_a_good_job_file_is_fine(job: Path):
         (["no-equals-sign"], r"--set: expected key\.sub=value, got 'no-equals-sign'"),
     ],
 )
-def test_a_wrong_job_file_is_told_apart_and_exits_2(job: Path, overrides: list[str], message: str):
+def test_a_wrong_job_file_is_told_apart_and_exits_2(job: Path, overrides: list[str], message: str) -> None:
     result = doll("config", "check", job, *(word for item in overrides for word in ("--set", item)))
     assert result.exit_code == 2
     assert re.search(message, result.stderr), result.stderr
@@ -153,7 +153,7 @@ def test_a_wrong_job_file_is_told_apart_and_exits_2(job: Path, overrides: list[s
         ("!!binary x", "could not determine a constructor"),
     ],
 )
-def test_a_yaml_tag_in_a_job_file_is_no_traceback(job: Path, value: str, says: str):
+def test_a_yaml_tag_in_a_job_file_is_no_traceback(job: Path, value: str, says: str) -> None:
     text = job.read_text() + f"seed: {value}\n"
     job.write_text(text)
     for result in (doll("config", "check", job), doll("up", job)):
@@ -163,7 +163,7 @@ def test_a_yaml_tag_in_a_job_file_is_no_traceback(job: Path, value: str, says: s
         assert isinstance(result.exception, SystemExit)
 
 
-def test_every_command_refuses_a_missing_job_file():
+def test_every_command_refuses_a_missing_job_file() -> None:
     for command in COMMANDS:
         words = ["config", "check"] if command == "config" else [command]
         result = doll(*words, "no-such.yaml")
@@ -171,14 +171,14 @@ def test_every_command_refuses_a_missing_job_file():
         assert "cannot read job file no-such.yaml" in result.stderr, command
 
 
-def test_debug_shows_the_traceback(job: Path, monkeypatch: pytest.MonkeyPatch):
+def test_debug_shows_the_traceback(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOLL_DEBUG", "1")
     result = doll("config", "check", job, "--set", "data.workers=0")
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
 
 
-def test_services_that_are_not_there_are_named(job: Path, monkeypatch: pytest.MonkeyPatch):
+def test_services_that_are_not_there_are_named(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from doll import service_checks
 
     real = service_checks.require_services
@@ -192,25 +192,25 @@ def test_services_that_are_not_there_are_named(job: Path, monkeypatch: pytest.Mo
         assert "Traceback" not in result.stderr, command
 
 
-def test_without_an_address_the_message_says_how_to_give_one(job: Path):
+def test_without_an_address_the_message_says_how_to_give_one(job: Path) -> None:
     result = doll("ps", job)
     assert result.exit_code == 2
     assert "DOLL_KAFKA=host:port" in result.stderr
 
 
-def test_a_worker_number_outside_the_job_is_refused(job: Path):
+def test_a_worker_number_outside_the_job_is_refused(job: Path) -> None:
     result = doll("worker", job, "--worker", "2")
     assert result.exit_code == 2
     assert re.search(r"expected 0 \.\. 1 \(data\.workers\), got 2", result.stderr)
 
 
-def test_produce_without_a_source_says_what_to_do(job: Path):
+def test_produce_without_a_source_says_what_to_do(job: Path) -> None:
     result = doll("produce", "--job", job, "--set", "source=null")
     assert result.exit_code == 2
     assert "--stdin" in result.stderr
 
 
-def test_up_reads_no_terminal(job: Path):
+def test_up_reads_no_terminal(job: Path) -> None:
     master, terminal = os.openpty()
     try:
         command = [sys.executable, "-m", "doll", "up", str(job), "--set", "source={kind: stdin}"]
@@ -222,7 +222,7 @@ def test_up_reads_no_terminal(job: Path):
     assert "expected a pipe, got a terminal" in result.stderr
 
 
-def test_an_interrupt_is_no_traceback(job: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_is_no_traceback(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from doll.run import preflight
 
     def interrupted(config: JobConfig) -> None:
@@ -233,13 +233,13 @@ def test_an_interrupt_is_no_traceback(job: Path, monkeypatch: pytest.MonkeyPatch
     assert (result.exit_code, result.stderr) == (1, "doll: interrupted\n")
 
 
-def test_up_checks_the_task_before_it_starts_anything(job: Path, tmp_path: Path):
+def test_up_checks_the_task_before_it_starts_anything(job: Path, tmp_path: Path) -> None:
     result = doll("up", job, "--set", "task.class=my_task.py:Nobody", "--runs-folder", tmp_path / "runs")
     assert result.exit_code == 2
     assert not (tmp_path / "runs").exists()
 
 
-def test_export_without_a_checkpoint_says_so(job: Path, tmp_path: Path):
+def test_export_without_a_checkpoint_says_so(job: Path, tmp_path: Path) -> None:
     (tmp_path / "my_task.py").write_text(
         "import torch\nfrom doll import Task\n\n\nclass MyTask(Task):\n"
         "    def build_model(self):\n        return torch.nn.Linear(2, 1)\n"
@@ -249,14 +249,14 @@ def test_export_without_a_checkpoint_says_so(job: Path, tmp_path: Path):
     assert "no checkpoint in" in result.stderr
 
 
-def test_the_configuration_page_is_up_to_date():
+def test_the_configuration_page_is_up_to_date() -> None:
     from doll.config.reference import markdown
 
     page = DOCS / "configuration.md"
     assert page.read_text(encoding="utf-8") == markdown(), "run: python -m doll.config.reference docs/configuration.md"
 
 
-def test_the_configuration_page_names_every_key():
+def test_the_configuration_page_names_every_key() -> None:
     from doll.config.reference import markdown
 
     text = markdown()

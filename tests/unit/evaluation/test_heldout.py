@@ -28,7 +28,7 @@ class Constant(Task):
         return (Sample([1.0], float(i)) for i in range(self.samples))
 
 
-def test_an_uneven_last_chunk_has_its_weight_and_no_more():
+def test_an_uneven_last_chunk_has_its_weight_and_no_more() -> None:
     task = Constant()
     held_out = HeldOut(task, 10_000)
     count = CHUNK_SAMPLES + 7
@@ -39,18 +39,18 @@ def test_an_uneven_last_chunk_has_its_weight_and_no_more():
     assert error.accuracy is None
 
 
-def test_only_max_samples_are_taken_even_from_an_endless_set():
+def test_only_max_samples_are_taken_even_from_an_endless_set() -> None:
     assert len(HeldOut(Constant(10**12), 5)) == 5
 
 
-def test_dropout_is_off():
+def test_dropout_is_off() -> None:
     task = Constant()
     model = torch.nn.Sequential(torch.nn.Dropout(0.9), task.build_model())
     HeldOut(task, 10).evaluate(model)
     assert not model.training
 
 
-def test_a_holdout_that_fails_is_the_tasks_fault():
+def test_a_holdout_that_fails_is_the_tasks_fault() -> None:
     class Broken(Constant):
         def holdout(self) -> Iterable[Sample]:
             raise FileNotFoundError("t10k-images.gz")
@@ -59,7 +59,7 @@ def test_a_holdout_that_fails_is_the_tasks_fault():
         HeldOut(Broken(), 10)
 
 
-def test_a_loss_that_fails_is_the_tasks_fault():
+def test_a_loss_that_fails_is_the_tasks_fault() -> None:
     class Broken(Constant):
         def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             raise IndexError("class 10 of 10")

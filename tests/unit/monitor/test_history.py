@@ -29,7 +29,7 @@ def update(number: int, version: int, *, loss: float = 1.0, n_samples: int = 16,
     )  # fmt: skip
 
 
-def test_updates_become_rows_and_means():
+def test_updates_become_rows_and_means() -> None:
     history = History()
     history.feed(term_started(1))
     for version in (1, 2, 3):
@@ -42,7 +42,7 @@ def test_updates_become_rows_and_means():
     assert history.restarts == 0
 
 
-def test_a_term_voids_later_versions_of_the_one_before():
+def test_a_term_voids_later_versions_of_the_one_before() -> None:
     history = History()
     history.feed(term_started(1))
     for version in range(1, 6):
@@ -58,7 +58,7 @@ def test_a_term_voids_later_versions_of_the_one_before():
     assert history.prequential.running().loss == pytest.approx((3 * 9 + 2 * 1) / 5)
 
 
-def test_a_new_generation_counts_nothing_of_the_run_before():
+def test_a_new_generation_counts_nothing_of_the_run_before() -> None:
     history = History()
     history.evaluated(time_s=1.0, term=3, version=1, loss=0.5, accuracy=0.9)  # of the file of this run
     for record in (term_started(1), update(1, 1, loss=9.0), term_started(2, resumed=1), update(2, 2, loss=9.0)):
@@ -79,7 +79,7 @@ def test_a_new_generation_counts_nothing_of_the_run_before():
     assert history.restarts == 1
 
 
-def test_a_run_that_is_told_of_the_one_before_counts_nothing_of_it_before_it_begins():
+def test_a_run_that_is_told_of_the_one_before_counts_nothing_of_it_before_it_begins() -> None:
     history = History(after_term=2)
     for record in (term_started(1), update(1, 1), Finished(term=2, version=1, reason="r", time_s=1.0)):
         assert history.feed(record) is False
@@ -90,7 +90,7 @@ def test_a_run_that_is_told_of_the_one_before_counts_nothing_of_it_before_it_beg
     assert history.is_current(3)
 
 
-def test_a_fenced_parameter_servers_late_update_is_void():
+def test_a_fenced_parameter_servers_late_update_is_void() -> None:
     history = History()
     history.feed(term_started(1))
     history.feed(update(1, 1))
@@ -103,7 +103,7 @@ def test_a_fenced_parameter_servers_late_update_is_void():
     assert history.prequential.running().loss == 1.0
 
 
-def test_a_later_term_reopens_a_finished_job():
+def test_a_later_term_reopens_a_finished_job() -> None:
     history = History()
     history.feed(term_started(1))
     history.feed(Finished(term=1, version=0, reason="updates", time_s=1.0))
@@ -112,7 +112,7 @@ def test_a_later_term_reopens_a_finished_job():
     assert history.finished is None
 
 
-def test_an_update_without_samples_has_no_loss():
+def test_an_update_without_samples_has_no_loss() -> None:
     history = History()
     history.feed(term_started(1))
     history.feed(update(1, 1, n_samples=0, loss=0.0))
@@ -120,7 +120,7 @@ def test_an_update_without_samples_has_no_loss():
     assert math.isnan(history.prequential.running().loss)
 
 
-def test_the_csv_file_follows_the_table(tmp_path: Path):
+def test_the_csv_file_follows_the_table(tmp_path: Path) -> None:
     history = History()
     file = CsvFile(tmp_path / "updates.csv", history.updates)
     history.feed(term_started(1))
@@ -136,7 +136,7 @@ def test_the_csv_file_follows_the_table(tmp_path: Path):
     assert rows[0]["mean_service_s"] == pytest.approx(0.03)
 
 
-def test_the_csv_file_of_an_earlier_process_is_replaced(tmp_path: Path):
+def test_the_csv_file_of_an_earlier_process_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "updates.csv").write_text("something else\n1,2\n")
     history = History()
     history.feed(update(1, 1))
@@ -144,11 +144,11 @@ def test_the_csv_file_of_an_earlier_process_is_replaced(tmp_path: Path):
     assert [row["version"] for row in read_rows(tmp_path / "updates.csv")] == [1]
 
 
-def test_a_torn_last_line_is_dropped(tmp_path: Path):
+def test_a_torn_last_line_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "evaluations.csv"
     path.write_text("time_s,version,loss\n1.0,1,0.5\n2.0,2,0.4e\n")
     assert read_rows(path) == [{"time_s": 1.0, "version": 1.0, "loss": 0.5}]
 
 
-def test_plain_says_unknown_where_json_has_no_number():
+def test_plain_says_unknown_where_json_has_no_number() -> None:
     assert json_safe({"a": math.nan, "b": [math.inf, 1.0], "c": 3}) == {"a": None, "b": [None, 1.0], "c": 3}

@@ -33,7 +33,7 @@ def run(updates: int, *, every_s: float = 0.5, metrics: bool = True) -> History:
     return history
 
 
-def test_a_run_becomes_a_picture(tmp_path: Path):
+def test_a_run_becomes_a_picture(tmp_path: Path) -> None:
     path = tmp_path / "progress.png"
     draw(run(60), path, job="digits", predicted_rate=2.0, target_accuracy=0.95)
     data = path.read_bytes()
@@ -45,13 +45,13 @@ def test_a_run_becomes_a_picture(tmp_path: Path):
 
 
 @pytest.mark.parametrize("updates", [0, 1, 4])
-def test_a_run_that_hardly_began_becomes_a_picture_too(tmp_path: Path, updates: int):
+def test_a_run_that_hardly_began_becomes_a_picture_too(tmp_path: Path, updates: int) -> None:
     path = tmp_path / "progress.png"
     draw(run(updates), path, job="digits", predicted_rate=math.nan)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_panels_show_error_over_updates_and_time_and_rates():
+def test_the_panels_show_error_over_updates_and_time_and_rates() -> None:
     panels = make_panels(run(60), predicted_rate=2.0, target_accuracy=0.95)
     assert [panel.title for panel in panels] == [
         "Loss", "Loss", "Accuracy", "Accuracy", "Updates against theory", "Update rate",
@@ -63,18 +63,18 @@ def test_the_panels_show_error_over_updates_and_time_and_rates():
     assert panels[2].curves[-1].label == "target 0.95"
 
 
-def test_a_job_without_accuracy_has_no_accuracy_panels():
+def test_a_job_without_accuracy_has_no_accuracy_panels() -> None:
     panels = make_panels(run(60, metrics=False), predicted_rate=math.inf, target_accuracy=None)
     assert "Accuracy" not in {panel.title for panel in panels}
     assert [curve.label for curve in panels[-1].curves] == ["measured"]
 
 
-def test_moving_mean_weighs_and_skips_the_unknown():
+def test_moving_mean_weighs_and_skips_the_unknown() -> None:
     values = np.array([1.0, math.nan, 4.0, 10.0])
     weights = np.array([1.0, 5.0, 3.0, 1.0])
     assert moving_mean(values, weights, 2).tolist() == [1.0, 1.0, 4.0, pytest.approx((12 + 10) / 4)]
 
 
-def test_moving_rate_of_a_steady_run():
+def test_moving_rate_of_a_steady_run() -> None:
     _, rates = moving_rate(np.arange(100) * 0.25)
     assert rates == pytest.approx(np.full(len(rates), 4.0))

@@ -7,7 +7,7 @@ import pytest
 from doll.monitor.prequential import Prequential
 
 
-def test_means_weigh_updates_by_their_samples():
+def test_means_weigh_updates_by_their_samples() -> None:
     error = Prequential(window=2)
     error.add(1, 10, 4.0, {"accuracy": 0.1})
     error.add(2, 30, 2.0, {"accuracy": 0.5})
@@ -19,19 +19,19 @@ def test_means_weigh_updates_by_their_samples():
     assert error.windowed().metrics["accuracy"] == pytest.approx((15 + 9) / 40)
 
 
-def test_nothing_has_no_mean():
+def test_nothing_has_no_mean() -> None:
     assert math.isnan(Prequential().running().loss)
     assert Prequential().windowed().samples == 0
 
 
-def test_an_update_of_dead_letters_changes_no_mean():
+def test_an_update_of_dead_letters_changes_no_mean() -> None:
     error = Prequential()
     error.add(1, 8, 2.0)
     error.add(2, 0, float("nan"), {"accuracy": float("nan")})
     assert error.running() == (8, 2.0, {})
 
 
-def test_a_rollback_forgets_the_versions_above():
+def test_a_rollback_forgets_the_versions_above() -> None:
     error, straight = Prequential(window=3), Prequential(window=3)
     for version in range(1, 8):
         error.add(version, 5, 10.0 - version, {"accuracy": version / 10})
@@ -46,26 +46,26 @@ def test_a_rollback_forgets_the_versions_above():
     assert error.windowed() == straight.windowed()
 
 
-def test_a_rollback_to_the_start_forgets_all():
+def test_a_rollback_to_the_start_forgets_all() -> None:
     error = Prequential()
     error.add(1, 5, 1.0)
     error.rollback(0)
     assert error.running().samples == 0
 
 
-def test_a_metric_that_appears_later_is_averaged_over_its_own_window():
+def test_a_metric_that_appears_later_is_averaged_over_its_own_window() -> None:
     error = Prequential(window=1)
     error.add(1, 5, 1.0)
     error.add(2, 5, 1.0, {"auc": 0.7})
     assert error.windowed().metrics == {"auc": pytest.approx(0.7)}
 
 
-def test_a_window_of_nothing_is_refused():
+def test_a_window_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="window of at least 1"):
         Prequential(window=0)
 
 
-def test_a_metric_that_was_taken_back_is_gone():
+def test_a_metric_that_was_taken_back_is_gone() -> None:
     error = Prequential()
     error.add(1, 5, 1.0)
     error.add(2, 5, 1.0, {"auc": 0.7})
@@ -73,7 +73,7 @@ def test_a_metric_that_was_taken_back_is_gone():
     assert error.running() == (5, 1.0, {})
 
 
-def test_a_long_job_takes_few_bytes_an_update(monkeypatch: pytest.MonkeyPatch):
+def test_a_long_job_takes_few_bytes_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
     """A soak of an hour found 400 bytes an update in each process that shows the error, 45 MB in all."""
     monkeypatch.setattr("doll.monitor.prequential.MAX_ROLLBACK_UPDATES", 2_000)
     error = Prequential()

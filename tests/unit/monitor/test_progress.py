@@ -69,7 +69,7 @@ def running() -> ProgressModel:
     return model
 
 
-def test_a_snapshot_knows_it_all(running: ProgressModel):
+def test_a_snapshot_knows_it_all(running: ProgressModel) -> None:
     snapshot = running.snapshot(20.0)
     assert (snapshot.version, snapshot.samples, snapshot.seconds) == (50, 800, 10.0)
     assert snapshot.prequential.loss == 1.5
@@ -86,7 +86,7 @@ def test_a_snapshot_knows_it_all(running: ProgressModel):
     assert snapshot.events == ((8.0, "worker-1 ended with killed by SIGKILL: restarted after 0.5 s"),)
 
 
-def test_nothing_is_known_at_the_start():
+def test_nothing_is_known_at_the_start() -> None:
     snapshot = ProgressModel(job(), started_s=0.0).snapshot(1.0)
     assert snapshot.version == 0
     assert math.isnan(snapshot.rate_measured)
@@ -95,7 +95,7 @@ def test_nothing_is_known_at_the_start():
     assert one_line(snapshot, StopConfig()) == "waiting for the first update (0 of 2 workers up)"
 
 
-def test_a_parameter_server_restart_takes_updates_back_and_is_told():
+def test_a_parameter_server_restart_takes_updates_back_and_is_told() -> None:
     model = ProgressModel(job(), started_s=0.0)
     model.feed(term_started(1))
     feed_updates(model, 10)
@@ -108,7 +108,7 @@ def test_a_parameter_server_restart_takes_updates_back_and_is_told():
 
 
 @pytest.mark.parametrize("override", ["arrivals.process=asap", "source=null", "source={kind: stdin}"])
-def test_where_nobody_states_the_rate_it_is_measured(override: str):
+def test_where_nobody_states_the_rate_it_is_measured(override: str) -> None:
     model = ProgressModel(job(override), started_s=0.0)
     assert math.isnan(model.rate_predicted())
     for second in range(11):
@@ -117,12 +117,12 @@ def test_where_nobody_states_the_rate_it_is_measured(override: str):
     assert model.rate_predicted() == pytest.approx(80 / 16)
 
 
-def test_lockstep_goes_at_the_slowest_streams_pace():
+def test_lockstep_goes_at_the_slowest_streams_pace() -> None:
     model = ProgressModel(job("training.policy={name: bsp}", "arrivals.rate_per_s=[40, 16]"), started_s=0.0)
     assert model.rate_predicted() == 2.0
 
 
-def test_the_panel_shows_the_numbers_that_matter(running: ProgressModel):
+def test_the_panel_shows_the_numbers_that_matter(running: ProgressModel) -> None:
     console = Console(file=io.StringIO(), width=110, record=True)
     console.print(panel(running.snapshot(20.0), running.config.stop))
     text = console.export_text()
@@ -136,13 +136,13 @@ def test_the_panel_shows_the_numbers_that_matter(running: ProgressModel):
     assert {len(line) for line in lines} == {110}
 
 
-def test_the_panel_at_the_start_says_unknown():
+def test_the_panel_at_the_start_says_unknown() -> None:
     console = Console(file=io.StringIO(), width=110, record=True)
     console.print(panel(ProgressModel(job(), started_s=0.0).snapshot(1.0), StopConfig()))
     assert "starting" in console.export_text()
 
 
-def test_text_of_the_user_is_no_markup():
+def test_text_of_the_user_is_no_markup() -> None:
     model = ProgressModel(job(), started_s=0.0)
     model.add_event("worker-0: [/red] [bold]", 1.0)
     console = Console(file=io.StringIO(), width=110, record=True)
@@ -150,14 +150,14 @@ def test_text_of_the_user_is_no_markup():
     assert "[/red] [bold]" in console.export_text()
 
 
-def test_the_line_says_it_in_one(running: ProgressModel):
+def test_the_line_says_it_in_one(running: ProgressModel) -> None:
     assert one_line(running.snapshot(20.0), running.config.stop) == (
         "update 50 of 100, samples 800, prequential loss 1.500, held-out accuracy 0.880 of 0.95, "
         "5.00 updates/s (theory 5), durable 40, waiting batches 3"
     )
 
 
-def test_plain_lines_come_every_five_seconds(running: ProgressModel, capsys: pytest.CaptureFixture[str]):
+def test_plain_lines_come_every_five_seconds(running: ProgressModel, capsys: pytest.CaptureFixture[str]) -> None:
     now = [100.0]
     display = LineDisplay(running.config.stop, clock=lambda: now[0])
     for _ in range(81):
@@ -168,21 +168,21 @@ def test_plain_lines_come_every_five_seconds(running: ProgressModel, capsys: pyt
     assert [line.split("]")[0] for line in err.splitlines()] == ["[   0.0 s", "[   5.0 s", "[  10.0 s"]
 
 
-def test_the_worker_table_has_a_line_for_each(running: ProgressModel):
+def test_the_worker_table_has_a_line_for_each(running: ProgressModel) -> None:
     lines = worker_table(running.snapshot(20.0)).splitlines()
     assert len(lines) == 3
     assert lines[1].split() == ["0", "up", "1", "4", "17"]
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(7.2, "7 s"), (65, "1:05"), (7385, "2:03:05"), (math.nan, "")])
-def test_clock(seconds: float, shown: str):
+def test_clock(seconds: float, shown: str) -> None:
     assert display.clock(seconds) == shown
 
 
 @pytest.mark.parametrize(
     ("value", "shown"), [(math.nan, "?"), (math.inf, "unlimited"), (0.12345, "0.123"), (12345.6, "12346")]
 )
-def test_number(value: float, shown: str):
+def test_number(value: float, shown: str) -> None:
     assert display.number(value) == shown
 
 

@@ -55,7 +55,7 @@ def model() -> ProgressModel:
     return model
 
 
-def test_the_report_has_the_keys_that_tools_read(model: ProgressModel):
+def test_the_report_has_the_keys_that_tools_read(model: ProgressModel) -> None:
     outcome = RunOutcome("updates", 0, 12.3456, restarts={"worker-1": 2, "ps": 1}, kafka_kind="local")
     report = json.loads(json.dumps(build_report(model, outcome, ledger()), allow_nan=False))
     assert (report["job"], report["reason"], report["seconds"], report["exit_code"]) == ("digits", "updates", 12.346, 0)
@@ -74,7 +74,7 @@ def test_the_report_has_the_keys_that_tools_read(model: ProgressModel):
     }  # fmt: skip
 
 
-def test_missing_and_duplicate_count_offsets(model: ProgressModel):
+def test_missing_and_duplicate_count_offsets(model: ProgressModel) -> None:
     broken = ledger(missing=(Range(0, 8, 16), Range(1, 3, 4)), twice=(Range(0, 0, 2),))
     report = build_report(model, RunOutcome("updates", 4, 1.0), broken)
     assert (report["audit"]["ok"], report["audit"]["missing"], report["audit"]["duplicate"]) == (False, 9, 2)
@@ -83,7 +83,7 @@ def test_missing_and_duplicate_count_offsets(model: ProgressModel):
     assert "8-15" in text
 
 
-def test_a_run_that_never_learned_reports_unknown_numbers_as_null():
+def test_a_run_that_never_learned_reports_unknown_numbers_as_null() -> None:
     report = build_report(ProgressModel(parse(JOB), 0.0), RunOutcome("failed", 1, 0.5, error="no broker"), None)
     text = json.dumps(report, allow_nan=False)
     assert json.loads(text)["update_rate_measured_per_s"] is None
@@ -93,7 +93,7 @@ def test_a_run_that_never_learned_reports_unknown_numbers_as_null():
     assert "failed: no broker" in summary(report)
 
 
-def test_the_summary_says_what_people_ask(model: ProgressModel):
+def test_the_summary_says_what_people_ask(model: ProgressModel) -> None:
     files = {"model": "runs/x/model/model.safetensors", "report": "runs/x/report.json"}
     text = summary(build_report(model, RunOutcome("updates", 0, 65.0, files=files), ledger()))
     assert text.splitlines()[0] == "digits: 40 updates, 640 samples in 1:05 (updates)"

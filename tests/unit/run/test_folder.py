@@ -26,12 +26,12 @@ def run(tmp_path: Path) -> runfolder.RunFolder:
     return made
 
 
-def test_runs_of_the_same_second_do_not_meet(tmp_path: Path):
+def test_runs_of_the_same_second_do_not_meet(tmp_path: Path) -> None:
     names = [runfolder.create(tmp_path / "runs", "line", NOW).path.name for _ in range(3)]
     assert names == ["line-20260102-030405", "line-20260102-030405-2", "line-20260102-030405-3"]
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_with_advice(tmp_path: Path):
+def test_a_folder_that_cannot_be_made_is_an_error_with_advice(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
     with pytest.raises(ConfigError, match="--runs-folder"):
         runfolder.create(tmp_path / "runs", "line", NOW)
@@ -39,14 +39,14 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_advice(tmp_path: Path):
 
 def test_the_resolved_job_loads_from_anywhere(
     run: runfolder.RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.chdir("/")
     config = load(run.job)
     assert config == load(tmp_path / "jobs" / "my.yaml", ["data.workers=3"])
     assert config.path(Path("data/rows.csv")) == tmp_path / "jobs" / "data" / "rows.csv"
 
 
-def test_a_run_folder_is_a_target_with_its_own_services(run: runfolder.RunFolder):
+def test_a_run_folder_is_a_target_with_its_own_services(run: runfolder.RunFolder) -> None:
     run.write_stack(Services("127.0.0.1:9", "redis://127.0.0.1:8/0"), kafka_kind="local")
     for path in (run.path, run.job):
         target = open_target(path, [])
@@ -55,19 +55,19 @@ def test_a_run_folder_is_a_target_with_its_own_services(run: runfolder.RunFolder
         assert target.services() == Services("127.0.0.1:9", "redis://127.0.0.1:8/0")
 
 
-def test_a_job_file_is_a_target_with_a_run_folder_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_job_file_is_a_target_with_a_run_folder_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.yaml").write_text(JOB)
     assert open_target(Path("my.yaml"), []).run.path == tmp_path / "runs" / "line"
     assert open_target(Path("my.yaml"), [], Path("here")).run.path == tmp_path / "here"
 
 
-def test_an_empty_folder_is_no_target(tmp_path: Path):
+def test_an_empty_folder_is_no_target(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a job file or a run folder"):
         open_target(tmp_path, [])
 
 
-def test_a_torn_note_of_the_services_is_an_error(run: runfolder.RunFolder):
+def test_a_torn_note_of_the_services_is_an_error(run: runfolder.RunFolder) -> None:
     run.stack.write_text('{"kafka": "x"')
     with pytest.raises(ConfigError, match=r"stack\.json"):
         open_target(run.path, []).services()
@@ -80,7 +80,7 @@ def ended(run: runfolder.RunFolder) -> runfolder.RunFolder:
     return run
 
 
-def test_the_audit_of_a_run_that_has_ended_is_in_its_report(ended: runfolder.RunFolder):
+def test_the_audit_of_a_run_that_has_ended_is_in_its_report(ended: runfolder.RunFolder) -> None:
     with pytest.raises(ServiceUnavailableError, match="left no report"):
         audit_target(open_target(ended.path, []))
     ended.report.write_text(json.dumps({"audit": {"ok": True}}))
@@ -88,7 +88,7 @@ def test_the_audit_of_a_run_that_has_ended_is_in_its_report(ended: runfolder.Run
         audit_target(open_target(ended.path, []))
 
 
-def test_the_status_of_a_run_that_has_ended_is_its_report(ended: runfolder.RunFolder):
+def test_the_status_of_a_run_that_has_ended_is_its_report(ended: runfolder.RunFolder) -> None:
     from doll.monitor.progress import ProgressModel
     from doll.monitor.run_report import RunOutcome, build_report
 

@@ -69,7 +69,7 @@ def flicker(seed: int, hours: float = 400.0, alpha: float = 0.8, cycle_s: float 
 # --- windows --------------------------------------------------------------------------------------------------------
 
 
-def test_slots_follow_the_recorded_share_and_none_is_luckier_by_its_number():
+def test_slots_follow_the_recorded_share_and_none_is_luckier_by_its_number() -> None:
     rng = np.random.default_rng(1)
     times = np.arange(4000.0)
     counts = rng.integers(0, 9, 4000).astype(float)
@@ -82,7 +82,7 @@ def test_slots_follow_the_recorded_share_and_none_is_luckier_by_its_number():
     assert (np.abs(np.diff(up.astype(int), axis=0)).sum(axis=1) == np.abs(np.diff(2 * counts))).all()
 
 
-def test_windows_take_pools_in_turn_and_stay_inside_their_recordings():
+def test_windows_take_pools_in_turn_and_stay_inside_their_recordings() -> None:
     traces = flicker(1, hours=40.0)
     found = sample(traces, count=10, length_s=10 * HOUR_S, tick_s=600.0, num_slots=4, rng=np.random.default_rng(2))
     assert sorted(found.pools).count("a") == 5
@@ -95,7 +95,7 @@ def test_windows_take_pools_in_turn_and_stay_inside_their_recordings():
         sample(traces, count=1, length_s=41 * HOUR_S, tick_s=600.0, num_slots=4, rng=np.random.default_rng(2))
 
 
-def test_the_clairvoyant_is_the_cheapest_of_all_plans():
+def test_the_clairvoyant_is_the_cheapest_of_all_plans() -> None:
     """Against every way to fill whole ticks of two slots, with unequal rates."""
     rng = np.random.default_rng(4)
     for _ in range(30):
@@ -119,14 +119,14 @@ def test_the_clairvoyant_is_the_cheapest_of_all_plans():
 # --- replay and baselines -------------------------------------------------------------------------------------------
 
 
-def test_all_on_demand_takes_the_whole_time_and_price():
+def test_all_on_demand_takes_the_whole_time_and_price() -> None:
     outcome = run(baselines.AllOnDemand(), windows([[0] * 6, [1] * 6]), hours=4.0, deadline_hours=5.0)
     assert outcome.finish_s.tolist() == pytest.approx([4 * HOUR_S])
     assert outcome.usd.tolist() == pytest.approx([8.0])
     assert outcome.moves.tolist() == [0.0]
 
 
-def test_all_spot_costs_only_while_it_is_up_and_what_is_late_is_done_on_demand():
+def test_all_spot_costs_only_while_it_is_up_and_what_is_late_is_done_on_demand() -> None:
     market = windows([[1, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1]])
     outcome = run(baselines.AllSpot(), market, hours=3.0, deadline_hours=6.0)
     # Six slot-hours: two slots for two hours, one for two.
@@ -137,7 +137,7 @@ def test_all_spot_costs_only_while_it_is_up_and_what_is_late_is_done_on_demand()
     assert late.usd.tolist() == pytest.approx([10 * 0.25 + 1.0])
 
 
-def test_a_machine_that_comes_back_boots_first_and_its_boot_costs():
+def test_a_machine_that_comes_back_boots_first_and_its_boot_costs() -> None:
     outcome = run(baselines.AllSpot(), windows([[1, 0, 1, 1]]), hours=2.0, deadline_hours=4.0, boot_s=1800.0)
     assert outcome.finish_s.tolist() == pytest.approx([3.5 * HOUR_S])
     assert run(
@@ -145,7 +145,7 @@ def test_a_machine_that_comes_back_boots_first_and_its_boot_costs():
     ).usd.tolist() == (pytest.approx([0.5]))
 
 
-def test_static_puts_as_many_slots_on_spot_as_theorem_4():
+def test_static_puts_as_many_slots_on_spot_as_theorem_4() -> None:
     """alpha 0.9, θ / θ_0 = 1.05: 30 of 64 (digest 1.6)."""
     market = windows([[1] * 10] * 64)
     policy = baselines.Static()
@@ -155,7 +155,7 @@ def test_static_puts_as_many_slots_on_spot_as_theorem_4():
     assert int((policy.decide(moment) == SPOT).sum()) == 30
 
 
-def test_greedy_waits_until_the_slack_is_gone_then_stays_on_demand():
+def test_greedy_waits_until_the_slack_is_gone_then_stays_on_demand() -> None:
     market = windows([[0] * 25 + [1] * 15] * 2, tick_s=360.0)
     outcome = run(baselines.Greedy(), market, hours=2.0, deadline_hours=4.0)
     assert outcome.finish_s.tolist() == pytest.approx([4.0 * HOUR_S])
@@ -188,7 +188,7 @@ def moment(policy: MarketPolicy, the_job: BacktestJob, *, now_h: float, done_h: 
 )
 def test_uniform_progress_follows_its_rules(
     policy: type[baselines.UniformProgress], now_h: float, done_h: float, up: int, on_demand: bool, expected: int
-):
+) -> None:
     """Five hours of work in ten: the line rises half an hour per hour; a change-over takes 12 minutes."""
     the_job = job(windows([[1] * 100], tick_s=360.0), hours=5.0, deadline_hours=10.0, boot_s=720.0)
     made = policy()
@@ -198,7 +198,7 @@ def test_uniform_progress_follows_its_rules(
     assert moment(made, the_job, now_h=now_h, done_h=done_h, up=up, on_demand=on_demand) == expected
 
 
-def test_a_slot_with_its_share_done_is_given_back():
+def test_a_slot_with_its_share_done_is_given_back() -> None:
     the_job = job(windows([[1] * 100], tick_s=360.0), hours=5.0, deadline_hours=10.0)
     made = baselines.UniformProgressPerSlot()
     made.start(the_job)
@@ -209,7 +209,7 @@ def test_a_slot_with_its_share_done_is_given_back():
 
 
 @pytest.mark.parametrize("ratio", [1.05, 1.3])
-def test_the_planner_meets_every_deadline_and_beats_on_demand(ratio: float):
+def test_the_planner_meets_every_deadline_and_beats_on_demand(ratio: float) -> None:
     settings = BacktestSettings(rates_per_s=(125.0,) * 8, job_hours=12.0, deadline_ratios=(ratio,), windows=12)
     rows = {row.policy: row for row in backtest([flicker(3)], settings, policies)}
     assert rows["adaptive"].met_percent == 100.0
@@ -221,7 +221,7 @@ def test_the_planner_meets_every_deadline_and_beats_on_demand(ratio: float):
 
 
 @pytest.mark.parametrize("boot_s", [60.0, 600.0])
-def test_long_boots_cost_no_more_than_the_best_rival(boot_s: float):
+def test_long_boots_cost_no_more_than_the_best_rival(boot_s: float) -> None:
     """With 600 s the planner once was 9.3 points above."""
     settings = BacktestSettings(
         rates_per_s=(125.0,) * 8, job_hours=12.0, deadline_ratios=(1.1,), windows=12, boot_s=boot_s
@@ -232,7 +232,7 @@ def test_long_boots_cost_no_more_than_the_best_rival(boot_s: float):
     assert found.worst_points < 1.0
 
 
-def test_the_guard_is_what_meets_deadlines():
+def test_the_guard_is_what_meets_deadlines() -> None:
     """All of spot vanishes for good: without the guard the slack of boots and decisions is missing."""
     up = [[1] * 56 + [0] * 10] * 4
     market = windows(up, tick_s=600.0)
@@ -242,7 +242,7 @@ def test_the_guard_is_what_meets_deadlines():
     assert outcomes["adaptive-no-guard"].finish_s[0] > 10.5 * HOUR_S
 
 
-def test_a_set_meets_the_same_windows_whatever_is_replayed_beside_it():
+def test_a_set_meets_the_same_windows_whatever_is_replayed_beside_it() -> None:
     settings = BacktestSettings(rates_per_s=(125.0,) * 4, job_hours=6.0, deadline_ratios=(1.1,), windows=4)
     one, two = flicker(3), TraceSet("another", flicker(4).pools)
     alone = backtest([one], settings, lambda: [Adaptive("adaptive")])
@@ -250,7 +250,7 @@ def test_a_set_meets_the_same_windows_whatever_is_replayed_beside_it():
     assert beside[1:] == alone
 
 
-def test_a_market_that_gives_machines_away_has_finite_figures():
+def test_a_market_that_gives_machines_away_has_finite_figures() -> None:
     flat = Pool("free", 4, 0.2, constant(0.0, 0.0, 4e5), constant(4.0, 0.0, 4e5))
     rows = backtest([TraceSet("free", (flat,))], BacktestSettings(rates_per_s=(1.0,) * 4, windows=1), policies)
     over = {row.policy: row.over_bound for row in rows}
@@ -258,13 +258,13 @@ def test_a_market_that_gives_machines_away_has_finite_figures():
     assert 1 < over["on-demand"] < float("inf")
 
 
-def test_a_short_recording_shortens_the_job():
+def test_a_short_recording_shortens_the_job() -> None:
     settings = BacktestSettings(rates_per_s=(125.0,) * 4, job_hours=12.0, deadline_ratios=(1.1, 1.5), windows=4)
     rows = backtest([flicker(3, hours=5.0)], settings, lambda: [baselines.AllOnDemand()])
     assert [row.met_percent for row in rows] == [100.0, 100.0]
 
 
-def test_two_processes_give_the_same_rows_and_say_how_far_they_are():
+def test_two_processes_give_the_same_rows_and_say_how_far_they_are() -> None:
     settings = BacktestSettings(rates_per_s=(125.0,) * 4, job_hours=6.0, deadline_ratios=(1.1, 1.3), windows=3)
     heard: list[str] = []
     sets = [flicker(3), TraceSet("another", flicker(4).pools)]
@@ -274,7 +274,7 @@ def test_two_processes_give_the_same_rows_and_say_how_far_they_are():
 
 
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data sets are not beside this checkout")
-def test_the_planner_holds_its_bars_on_the_shared_recordings():
+def test_the_planner_holds_its_bars_on_the_shared_recordings() -> None:
     sets = load(SHARED_DATA / "spot_traces_skypilot") + load(SHARED_DATA / "preempt_bamboo")
     rows = backtest_on(2, sets, BacktestSettings(windows=4), policies)
     found = verdict(rows)
@@ -290,7 +290,7 @@ def test_the_planner_holds_its_bars_on_the_shared_recordings():
 # --- the commands -----------------------------------------------------------------------------------------------------
 
 
-def test_doll_backtest_takes_any_folder_in_the_documented_form(tmp_path: Path):
+def test_doll_backtest_takes_any_folder_in_the_documented_form(tmp_path: Path) -> None:
     write_folder([flicker(5, hours=60.0)], tmp_path / "mine")
     arguments = ["backtest", str(tmp_path / "mine"), "--workers", "4", "--windows", "3", "--deadline-ratio", "1.2",
                  "--processes", "1", "--out", str(tmp_path / "out")]  # fmt: skip
@@ -306,7 +306,7 @@ def test_doll_backtest_takes_any_folder_in_the_documented_form(tmp_path: Path):
     assert json.loads(as_json.stdout)["rows"] == content["rows"]
 
 
-def test_doll_backtest_exports_what_it_reads(tmp_path: Path):
+def test_doll_backtest_exports_what_it_reads(tmp_path: Path) -> None:
     write_folder([flicker(5, hours=60.0)], tmp_path / "mine")
     result = CliRunner().invoke(app, ["backtest", str(tmp_path / "mine"), "--export", str(tmp_path / "copy")])
     assert result.exit_code == 0
@@ -314,7 +314,7 @@ def test_doll_backtest_exports_what_it_reads(tmp_path: Path):
         assert (tmp_path / "copy" / name).read_text() == (tmp_path / "mine" / name).read_text()
 
 
-def test_a_recording_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path):
+def test_a_recording_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> None:
     """One unusable folder stopped the whole backtest, also with --only another one."""
     write_folder([flicker(5, hours=60.0)], tmp_path / "mine")
     write_folder([flicker(5, hours=0.2)], tmp_path / "short")
@@ -356,7 +356,9 @@ def test_a_recording_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path
         (["{mine}", "--deadline-ratio", "0.9"], 2, "deadlines of at least 1"),
     ],
 )
-def test_a_wrong_backtest_says_what_was_expected(tmp_path: Path, arguments: list[str], code: int, expected: str):
+def test_a_wrong_backtest_says_what_was_expected(
+    tmp_path: Path, arguments: list[str], code: int, expected: str
+) -> None:
     write_folder([flicker(5, hours=60.0)], tmp_path / "mine")
     filled = [argument.replace("{mine}", str(tmp_path / "mine")) for argument in arguments]
     result = CliRunner().invoke(app, ["backtest", *filled])

@@ -38,14 +38,14 @@ def run(seed: int, ratio: float, *, guard: bool = True) -> System:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_planner_meets_the_deadline_for_less_than_on_demand(seed: int):
+def test_the_planner_meets_the_deadline_for_less_than_on_demand(seed: int) -> None:
     system = run(seed, ratio=1.1)
     assert system.now <= 1.1 * ON_DEMAND_S
     assert system.moves > 0
     assert system.usd < 0.9 * ON_DEMAND_S * N * 0.286 / 3600
 
 
-def test_without_need_nothing_is_moved():
+def test_without_need_nothing_is_moved() -> None:
     system = run(0, ratio=2.0)
     assert system.now <= 2.0 * ON_DEMAND_S
     assert sum(system.spot) == N

@@ -34,7 +34,7 @@ def simulate(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
 
 
-def test_formulas_know_rates_availability_and_policy():
+def test_formulas_know_rates_availability_and_policy() -> None:
     settings = SimulationSettings(
         rates_per_s=[10.0, 20.0], batch_size=5, updates=1, policy=DollPolicyConfig(group_size=3)
     )
@@ -44,7 +44,7 @@ def test_formulas_know_rates_availability_and_policy():
     assert formula_rate(lockstep, [False, False], 1.0) == pytest.approx(2.0)
 
 
-def test_costs_are_compared_with_the_same_updates_on_demand():
+def test_costs_are_compared_with_the_same_updates_on_demand() -> None:
     settings = SimulationSettings(
         rates_per_s=[50.0] * 8, batch_size=32, policy=DollPolicyConfig(group_size=4), updates=500
     )
@@ -56,7 +56,7 @@ def test_costs_are_compared_with_the_same_updates_on_demand():
     assert summarise(spot, 1.0).cost_ratio == pytest.approx(0.158 / 0.286, abs=0.01)
 
 
-def test_doll_simulate_prints_measurement_beside_formula_and_writes_files(tmp_path: Path):
+def test_doll_simulate_prints_measurement_beside_formula_and_writes_files(tmp_path: Path) -> None:
     result = simulate(*SMALL, "--spot", 4, "--alpha", 0.8, "--cycle", 20, "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert "300 updates in" in result.stdout
@@ -72,13 +72,13 @@ def test_doll_simulate_prints_measurement_beside_formula_and_writes_files(tmp_pa
     assert (tmp_path / "out" / "simulation.png").stat().st_size > 5000
 
 
-def test_the_same_seed_prints_the_same_json():
+def test_the_same_seed_prints_the_same_json() -> None:
     first, second, other = (simulate(*SMALL, "--seed", seed, "--json").stdout for seed in (1, 1, 2))
     assert first == second != other
     assert json.loads(first)["workers"] == 8
 
 
-def test_a_job_file_gives_streams_batch_policy_and_end(tmp_path: Path):
+def test_a_job_file_gives_streams_batch_policy_and_end(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text(JOB)
     summary = json.loads(simulate(tmp_path / "my.yaml", "--json").stdout)
     assert (summary["workers"], summary["updates"]) == (3, 40)
@@ -87,19 +87,19 @@ def test_a_job_file_gives_streams_batch_policy_and_end(tmp_path: Path):
     assert json.loads(changed.stdout)["rate_formula"] == pytest.approx(24 / 12)
 
 
-def test_spot_goes_to_the_slowest_streams(tmp_path: Path):
+def test_spot_goes_to_the_slowest_streams(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text(JOB)
     summary = json.loads(simulate(tmp_path / "my.yaml", "--spot", 1, "--alpha", 0.5, "--json").stdout)
     assert summary["rate_formula"] == pytest.approx((24 - 2) / 16)
 
 
-def test_a_deadline_calls_the_planner():
+def test_a_deadline_calls_the_planner() -> None:
     result = simulate(*SMALL, "--deadline", "2m", "--alpha", 0.8, "--cycle", 60, "--replan", 1)
     assert result.exit_code == 0, result.output
     assert "deadline 120.0 s: met" in result.stdout
 
 
-def test_recorded_availability_moves_the_machines(tmp_path: Path):
+def test_recorded_availability_moves_the_machines(tmp_path: Path) -> None:
     up = Series(np.array([0.0, 20.0, 40.0]), np.array([2.0, 0.0, 0.0]))
     pools = (Pool("a", 2, 0.3, constant(0.1, 0.0, 40.0), up), Pool("b", 2, 0.3, constant(0.1, 0.0, 40.0), up))
     write_folder([TraceSet("s", pools)], tmp_path)
@@ -121,7 +121,7 @@ def test_recorded_availability_moves_the_machines(tmp_path: Path):
         (["--rate", "0"], "arrival rate above 0"),
     ],
 )
-def test_wrong_flags_say_what_was_expected(arguments: list[str], expected: str):
+def test_wrong_flags_say_what_was_expected(arguments: list[str], expected: str) -> None:
     result = simulate(*arguments)
     assert result.exit_code == 2
     assert expected in " ".join(result.stderr.split())

@@ -46,19 +46,19 @@ def paper(**changes: object) -> SimulationSettings:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-def test_every_batch_is_an_update_one_gradient_time_after_it_is_complete():
+def test_every_batch_is_an_update_one_gradient_time_after_it_is_complete() -> None:
     system = System(clockwork())
     assert system.run().time_s == pytest.approx([1.25, 2.25, 3.25])
     assert system.trajectory.group_s == pytest.approx([0.25] * 3)
     assert system.usd == pytest.approx(3.25 * 0.286 / 3600)
 
 
-def test_a_group_waits_for_k_batches_and_one_worker_computes_one_at_a_time():
+def test_a_group_waits_for_k_batches_and_one_worker_computes_one_at_a_time() -> None:
     kept = System(clockwork(policy=DollPolicyConfig(group_size=2), updates=2)).run()
     assert kept.time_s == pytest.approx([2.5, 4.5])
 
 
-def test_arrivals_pause_while_a_machine_is_gone_and_it_costs_nothing():
+def test_arrivals_pause_while_a_machine_is_gone_and_it_costs_nothing() -> None:
     system = System(clockwork(updates=2), spot=[True], preemption=Script((True, 1.5), (False, 2.0), (True, 1.0)))
     assert system.run().time_s == pytest.approx([1.25, 4.25])
     assert system.preemptions == 1
@@ -67,13 +67,13 @@ def test_arrivals_pause_while_a_machine_is_gone_and_it_costs_nothing():
     assert system.slot_up_s(0) == pytest.approx(4.25 - 2.0)
 
 
-def test_a_gradient_under_way_is_lost_with_its_machine_and_computed_again():
+def test_a_gradient_under_way_is_lost_with_its_machine_and_computed_again() -> None:
     system = System(clockwork(updates=2), spot=[True], preemption=Script((True, 1.1), (False, 1.9), (True, 1.0)))
     assert system.run().time_s == pytest.approx([3.25, 4.15])
     assert system.engine.counters["requeued_leave"] == 1
 
 
-def test_another_worker_replaces_the_batch_of_one_that_is_gone():
+def test_another_worker_replaces_the_batch_of_one_that_is_gone() -> None:
     """Digest D3: worker 0 vanishes at 1.1 s with a batch of the group of 2; worker 1's second batch takes its place."""
     changes = {"workers": 2, "policy": DollPolicyConfig(group_size=2), "updates": 1}
     gone = Script((True, 1.1), (False, 50.0), (True, 1.0))
@@ -84,19 +84,19 @@ def test_another_worker_replaces_the_batch_of_one_that_is_gone():
     assert literal.engine.counters["requeued"] == 0
 
 
-def test_samples_that_pile_up_are_announced_together():
+def test_samples_that_pile_up_are_announced_together() -> None:
     settings = clockwork(updates=4, arrivals_pause=False)
     system = System(settings, spot=[True], preemption=Script((True, 1.1), (False, 1.95), (True, 1.0)))
     assert system.run().time_s == pytest.approx([3.30, 3.55, 3.80, 4.25])
 
 
-def test_piled_up_samples_are_announced_after_a_literal_outage_too():
+def test_piled_up_samples_are_announced_after_a_literal_outage_too() -> None:
     settings = clockwork(updates=4, arrivals_pause=False, replacement=False)
     system = System(settings, spot=[True], preemption=Script((True, 1.1), (False, 1.95), (True, 1.0)))
     assert system.run().time_s == pytest.approx([3.30, 3.55, 3.80, 4.25])
 
 
-def test_a_machine_works_only_when_it_has_booted_and_its_boot_is_billed():
+def test_a_machine_works_only_when_it_has_booted_and_its_boot_is_billed() -> None:
     system = System(
         clockwork(updates=2), spot=[True], preemption=Script((True, 1.5), (False, 2.0), (True, 1.0)), boot_s=0.5
     )
@@ -116,7 +116,7 @@ class Moves:
         return [markets for at_s, markets in self.plan if at_s <= system.now][-1]
 
 
-def test_a_move_costs_a_boot_and_changes_the_price():
+def test_a_move_costs_a_boot_and_changes_the_price() -> None:
     system = System(
         clockwork(updates=2), spot=[True], preemption=Script((True, 1.0)), boot_s=0.5,
         provisioner=Moves((0.0, [True]), (1.5, [False])),
@@ -127,20 +127,20 @@ def test_a_move_costs_a_boot_and_changes_the_price():
     assert system.usd == pytest.approx((2.0 * 0.158 + 0.75 * 0.286) / 3600)
 
 
-def test_the_first_choice_of_markets_is_no_move():
+def test_the_first_choice_of_markets_is_no_move() -> None:
     system = System(clockwork(), spot=[True], preemption=Script((False, 1.0)), provisioner=Moves((0.0, [False])))
     assert system.run().time_s == pytest.approx([1.25, 2.25, 3.25])
     assert system.moves == 0
 
 
-def test_a_run_ends_at_its_time():
+def test_a_run_ends_at_its_time() -> None:
     system = System(clockwork(updates=None, seconds=2.5))
     assert len(system.run().time_s) == 2
     assert system.now == 2.5
 
 
 @pytest.mark.parametrize(("n", "k", "b", "rate"), [(64, 20, 256, 125.0), (16, 4, 32, 50.0), (8, 8, 64, 100.0)])
-def test_the_update_rate_is_the_formulas(n: int, k: int, b: int, rate: float):
+def test_the_update_rate_is_the_formulas(n: int, k: int, b: int, rate: float) -> None:
     """Digest 6, "DOLL (1)"; the longer runs are in benchmarks/paper/rates.py."""
     compute_s = 0.2 * k * b / (n * rate) / harmonic(k)
     settings = paper(rates_per_s=[rate] * n, batch_size=b, policy=DollPolicyConfig(group_size=k), compute_s=compute_s)
@@ -151,7 +151,7 @@ def test_the_update_rate_is_the_formulas(n: int, k: int, b: int, rate: float):
     assert summary.max_waiting_batches < 3 * k
 
 
-def test_the_queue_grows_where_the_necessary_condition_fails():
+def test_the_queue_grows_where_the_necessary_condition_fails() -> None:
     """Proposition 1: groups arrive every 0.64 s and take H_20 times the mean gradient time."""
     for load, grows in ((0.7, False), (1.3, True)):
         system = System(paper(compute_s=load * 0.64 / harmonic(20), updates=None, seconds=600.0))
@@ -161,7 +161,7 @@ def test_the_queue_grows_where_the_necessary_condition_fails():
         assert (summary.margin_necessary < 1) is grows
 
 
-def test_with_replacement_the_formula_holds_and_without_it_the_job_stalls():
+def test_with_replacement_the_formula_holds_and_without_it_the_job_stalls() -> None:
     """Digest 1.2, (30, 0.9): at least 99 % against at most 70 %."""
     slots = [slot < 30 for slot in range(64)]
     shares = {}
@@ -179,7 +179,7 @@ def test_with_replacement_the_formula_holds_and_without_it_the_job_stalls():
     assert shares[False] < 0.7
 
 
-def test_without_a_random_phase_batches_come_in_bursts():
+def test_without_a_random_phase_batches_come_in_bursts() -> None:
     """Digest 1.3, "Phase trap"."""
     settings = paper(updates=None, seconds=20.0)
     spread = {}
@@ -193,7 +193,7 @@ def test_without_a_random_phase_batches_come_in_bursts():
     "policy", [DollPolicyConfig(group_size=3), BspPolicyConfig(name="bsp"), AspPolicyConfig(name="asp")]
 )
 @pytest.mark.parametrize("replacement", [True, False])
-def test_the_engines_invariants_hold_whatever_vanishes(policy: PolicyConfig, replacement: bool):
+def test_the_engines_invariants_hold_whatever_vanishes(policy: PolicyConfig, replacement: bool) -> None:
     settings = SimulationSettings(
         rates_per_s=[40.0, 20.0, 30.0, 10.0, 25.0], batch_size=10, policy=policy, compute_s=0.15, seconds=120.0,
         replacement=replacement, checkpoint_every_updates=3,
@@ -217,7 +217,7 @@ def test_the_engines_invariants_hold_whatever_vanishes(policy: PolicyConfig, rep
     assert (system.engine.batches_total, system.engine.samples_total) == (sum(applied), 10 * sum(applied))
 
 
-def test_the_same_seed_gives_the_same_run():
+def test_the_same_seed_gives_the_same_run() -> None:
     runs = [System(paper(updates=50, seed=seed)).run().time_s for seed in (1, 1, 2)]
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
@@ -233,12 +233,12 @@ def test_the_same_seed_gives_the_same_run():
         ({"updates": None}, "an end"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(changes: dict[str, object], expected: str):
+def test_settings_that_make_no_sense_are_refused(changes: dict[str, object], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         paper(**changes)
 
 
-def test_preemptible_slots_need_a_preemption_model():
+def test_preemptible_slots_need_a_preemption_model() -> None:
     with pytest.raises(ValueError, match="preemption model"):
         System(clockwork(), spot=[True])
     with pytest.raises(ValueError, match="expected 1 slots"):

@@ -30,14 +30,14 @@ def folder(path: Path, pools: str, prices: str = "", availability: str = "") -> 
     return path
 
 
-def test_a_series_holds_each_value_until_the_next_time():
+def test_a_series_holds_each_value_until_the_next_time() -> None:
     series = Series(np.array([0.0, 10.0, 40.0]), np.array([1.0, 3.0, 5.0]))
     assert series.at(np.array([-1.0, 0.0, 9.9, 10.0, 39.0, 50.0])).tolist() == [1, 1, 1, 3, 3, 5]
     assert series.mean(0.0, 40.0) == pytest.approx((10 * 1 + 30 * 3) / 40)
     assert series.mean(5.0, 15.0) == pytest.approx(2.0)
 
 
-def test_a_folder_in_the_documented_form_is_read(tmp_path: Path):
+def test_a_folder_in_the_documented_form_is_read(tmp_path: Path) -> None:
     found, _ = read_folder(
         folder(
             tmp_path,
@@ -57,7 +57,7 @@ def test_a_folder_in_the_documented_form_is_read(tmp_path: Path):
     assert c.num_up.at(np.array([10.0, 60.0, 80.0])).tolist() == [1, 0, 1]
 
 
-def test_the_example_in_the_documentation_is_read(tmp_path: Path):
+def test_the_example_in_the_documentation_is_read(tmp_path: Path) -> None:
     text = (DOCS / "traces.md").read_text(encoding="utf-8")
     for part in text.split("    # ")[1:]:
         name, *lines = part.split("\n\n")[0].splitlines()
@@ -67,7 +67,7 @@ def test_the_example_in_the_documentation_is_read(tmp_path: Path):
     assert found.pools[0].alpha == pytest.approx(1 - 0.5 * 3600 / 172800)
 
 
-def test_what_is_written_is_read_back(tmp_path: Path):
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     price = Series(np.array([0.0, 0.1, 7.0]), np.array([0.123456789, 0.1, 0.1]))
     sets = [TraceSet("s", (Pool("p q", 3, 0.7, price, Series(np.array([0.0, 3.0]), np.array([3.0, 1.0]))),))]
     write_folder(sets, tmp_path / "out")
@@ -79,7 +79,7 @@ def test_what_is_written_is_read_back(tmp_path: Path):
     assert pool.num_up.values.tolist() == [3.0, 1.0]
 
 
-def test_packed_files_and_folders_of_folders_are_read(tmp_path: Path):
+def test_packed_files_and_folders_of_folders_are_read(tmp_path: Path) -> None:
     folder(tmp_path / "one", "x,a,1,1.0,0.1\n", availability="a,0,1\na,10,1\n")
     inner = folder(tmp_path / "two", "y,a,1,1.0,0.1\n", availability="a,0,1\na,10,1\n")
     (inner / "availability.csv.gz").write_bytes(gzip.compress((inner / "availability.csv").read_bytes()))
@@ -105,12 +105,14 @@ def test_packed_files_and_folders_of_folders_are_read(tmp_path: Path):
         ("", "", "", "one pool per line"),
     ],
 )
-def test_what_is_wrong_with_a_folder_is_said(tmp_path: Path, pools: str, prices: str, availability: str, expected: str):
+def test_what_is_wrong_with_a_folder_is_said(
+    tmp_path: Path, pools: str, prices: str, availability: str, expected: str
+) -> None:
     with pytest.raises(ConfigError, match=expected):
         load(folder(tmp_path, pools, prices, availability))
 
 
-def test_a_missing_column_and_a_folder_of_nothing_are_named(tmp_path: Path):
+def test_a_missing_column_and_a_folder_of_nothing_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"expected pools\.csv"):
         load(tmp_path)
     with pytest.raises(ConfigError, match="not one"):
@@ -123,7 +125,7 @@ def test_a_missing_column_and_a_folder_of_nothing_are_named(tmp_path: Path):
         load(tmp_path)
 
 
-def test_sets_of_one_name_get_the_name_of_their_folder_too(tmp_path: Path):
+def test_sets_of_one_name_get_the_name_of_their_folder_too(tmp_path: Path) -> None:
     folder(tmp_path / "one", "x,a,1,1.0,0.1\n", availability="a,0,1\na,10,1\n")
     folder(tmp_path / "two", "x,a,1,1.0,0.1\ny,b,1,1.0,0.1\n", availability="a,0,1\na,10,1\nb,0,1\nb,10,1\n")
     sets = load(tmp_path)
@@ -140,7 +142,7 @@ SKY = {"kind": "availability", "nodes": 4, "zone": "z", "resource": "v100_1", "s
 EC2 = "timestamp_utc,availability_zone,instance_type,product,spot_usd_per_hour\n"
 
 
-def test_a_set_that_cannot_be_used_is_left_out_and_the_others_are_read(tmp_path: Path):
+def test_a_set_that_cannot_be_used_is_left_out_and_the_others_are_read(tmp_path: Path) -> None:
     pools = "good,a,1,1.0,0.1\nbad,b,1,1.0,0.1\nbad,c,1,1.0,0.1\n"
     folder(tmp_path / "mixed", pools, availability=AVAILABLE + "b,0,1\nb,9,1\nc,0,x\nd,0,1\nd,9,1\n")
     folder(tmp_path / "broken", "s,a,1,1.0,\n")
@@ -158,7 +160,7 @@ def test_a_set_that_cannot_be_used_is_left_out_and_the_others_are_read(tmp_path:
     ]
 
 
-def test_a_recording_is_known_by_what_is_in_it_whatever_its_name(tmp_path: Path):
+def test_a_recording_is_known_by_what_is_in_it_whatever_its_name(tmp_path: Path) -> None:
     """A second trace beside the published one was ignored in silence."""
     events = "0,add,n1\n0,add,n2\n5000,remove,n1\n8000,add,n3\n"
     for name in ("p3_trace.csv", "g4dn_trace.csv"):
@@ -174,7 +176,7 @@ def test_a_recording_is_known_by_what_is_in_it_whatever_its_name(tmp_path: Path)
     assert [one.why for one in found.skipped] == ["p3_trace.csv beside it is read instead"]
 
 
-def test_the_year_of_a_history_is_that_of_its_rows_not_of_its_first(tmp_path: Path):
+def test_the_year_of_a_history_is_that_of_its_rows_not_of_its_first(tmp_path: Path) -> None:
     """A history begins with the last change before its first day, and EC2 gives the newest row first."""
     lines = [
         "2015-12-30T10:00:00Z,us-east-1a,m1.small,Linux/UNIX,0.01\n",
@@ -191,7 +193,7 @@ def test_the_year_of_a_history_is_that_of_its_rows_not_of_its_first(tmp_path: Pa
         assert found.skipped == []
 
 
-def test_instance_types_without_a_price_are_named(tmp_path: Path):
+def test_instance_types_without_a_price_are_named(tmp_path: Path) -> None:
     kinds = ["m1.small", *(f"x{n}.large" for n in range(12)), "once.large"]
     rows = [f"2016-01-0{day}T00:00:00Z,z,{kind},Linux/UNIX,0.01\n" for kind in kinds for day in (1, 2)]
     rows[-1] = rows[-1].replace("once.large", "m1.medium")
@@ -235,7 +237,7 @@ def test_instance_types_without_a_price_are_named(tmp_path: Path):
 )  # fmt: skip
 def test_every_damaged_file_is_one_line_with_what_was_expected_and_came(
     tmp_path: Path, name: str, content: bytes, expected: str
-):
+) -> None:
     (tmp_path / name).write_bytes(content)
     found = survey(tmp_path)
     assert found.sets == []
@@ -248,7 +250,7 @@ def test_every_damaged_file_is_one_line_with_what_was_expected_and_came(
     assert str(only) in result.stderr
 
 
-def test_a_line_that_would_fill_the_memory_is_not_read_to_its_end(tmp_path: Path):
+def test_a_line_that_would_fill_the_memory_is_not_read_to_its_end(tmp_path: Path) -> None:
     with gzip.open(tmp_path / "traces.jsonl.gz", "wb", compresslevel=1) as file:
         for _ in range(20):
             file.write(b"[" * 1_000_000)
@@ -256,12 +258,12 @@ def test_a_line_that_would_fill_the_memory_is_not_read_to_its_end(tmp_path: Path
     assert "expected at most 16000000 characters in a line" in only.why
 
 
-def test_auction_rules():
+def test_auction_rules() -> None:
     price = Series(np.array([0.0, 1.0, 2.0]), np.array([0.2, 0.21, 0.2]))
     assert up_at_bid(price, 5, bid_usd_per_hour=0.2).values.tolist() == [5, 0, 5]
 
 
-def test_an_ec2_history_is_read(tmp_path: Path):
+def test_an_ec2_history_is_read(tmp_path: Path) -> None:
     (tmp_path / "prices.csv").write_text(
         "timestamp_utc,availability_zone,instance_type,product,spot_usd_per_hour\n"
         "2015-03-11T10:00:00Z,us-east-1a,c3.xlarge,Linux/UNIX,0.04\n"
@@ -280,7 +282,7 @@ def test_an_ec2_history_is_read(tmp_path: Path):
     assert (b.start_s, b.end_s) == (1800.0, 10800.0)
 
 
-def test_stated_on_demand_prices_override_the_table_and_add_types(tmp_path: Path):
+def test_stated_on_demand_prices_override_the_table_and_add_types(tmp_path: Path) -> None:
     header = "timestamp_utc,availability_zone,instance_type,product,spot_usd_per_hour\n"
     lines = [f"2015-03-1{day}T00:00:00Z,us-east-1a,{kind},Linux/UNIX,0.05\n" for kind in ("c3.xlarge", "x9.huge")
              for day in (1, 2)]  # fmt: skip
@@ -297,7 +299,7 @@ def test_stated_on_demand_prices_override_the_table_and_add_types(tmp_path: Path
         load(tmp_path)
 
 
-def test_an_ec2_history_of_unknown_machines_asks_for_the_documented_form(tmp_path: Path):
+def test_an_ec2_history_of_unknown_machines_asks_for_the_documented_form(tmp_path: Path) -> None:
     (tmp_path / "prices.csv").write_text(
         "timestamp_utc,availability_zone,instance_type,product,spot_usd_per_hour\n"
         "2015-03-11T10:00:00Z,us-east-1a,x9.mystery,Linux/UNIX,0.04\n"
@@ -306,7 +308,7 @@ def test_an_ec2_history_of_unknown_machines_asks_for_the_documented_form(tmp_pat
         load(tmp_path)
 
 
-def test_skypilot_and_bamboo_recordings_are_read(tmp_path: Path):
+def test_skypilot_and_bamboo_recordings_are_read(tmp_path: Path) -> None:
     trace = {"kind": "availability", "nodes": 4, "zone": "z", "resource": "v100_1", "start_date": "2023-02-15",
              "gap_seconds": 30, "data": [4, 2, 4]}  # fmt: skip
     (tmp_path / "sky").mkdir()
@@ -336,20 +338,20 @@ def test_skypilot_and_bamboo_recordings_are_read(tmp_path: Path):
         ("vms.csv", "zone,lifetime_s,end_event\nz,100,stopped\n", "zone z: expected at least one machine that was pre"),
     ],
 )
-def test_what_is_wrong_with_a_known_recording_is_said(tmp_path: Path, name: str, text: str, expected: str):
+def test_what_is_wrong_with_a_known_recording_is_said(tmp_path: Path, name: str, text: str, expected: str) -> None:
     (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=expected):
         load(tmp_path)
 
 
-def test_kaplan_meier_counts_censored_lives_as_long_as_they_were_seen():
+def test_kaplan_meier_counts_censored_lives_as_long_as_they_were_seen() -> None:
     """Ages 1 (dead), 2 (censored), 3 (dead), 4 (dead): 3/4, then 1/2 of it, then 0."""
     ages, survival = datasets.kaplan_meier([(3.0, True), (1.0, True), (4.0, True), (2.0, False)])
     assert ages.tolist() == [1.0, 3.0, 4.0]
     assert survival.tolist() == pytest.approx([0.75, 0.375, 0.0])
 
 
-def test_google_machines_live_as_recorded_and_come_back(tmp_path: Path):
+def test_google_machines_live_as_recorded_and_come_back(tmp_path: Path) -> None:
     lives = "".join(f"z,{3000 + 60 * (n % 11)},preempted\n" for n in range(60))
     (tmp_path / "vms.csv").write_text("zone,lifetime_s,end_event\n" + lives)
     (found,) = load(tmp_path)
@@ -358,12 +360,12 @@ def test_google_machines_live_as_recorded_and_come_back(tmp_path: Path):
     assert pool.length_s == pytest.approx(10 * 86400.0)
 
 
-def test_a_constant_holds():
+def test_a_constant_holds() -> None:
     assert constant(0.5, 0.0, 9.0).mean(1.0, 8.0) == 0.5
 
 
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data sets are not beside this checkout")
-def test_the_shared_recordings_are_read():
+def test_the_shared_recordings_are_read() -> None:
     found = {one.name: one for one in load(SHARED_DATA / "spot_traces_skypilot")}
     intel = found["skypilot-preemption-2023-04-19"]
     assert [round(pool.alpha, 2) for pool in intel.pools] == [0.85, 0.64, 0.94]
