@@ -79,8 +79,7 @@ class PaperAdaptive:
 
     def __init__(self, deadline_s: float) -> None:
         settings = PlannerSettings(
-            updates=1,
-            group_size=1,
+            samples=1,
             batch_size=1,
             deadline_s=1.0,
             rule="theorem",

@@ -172,7 +172,7 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
     pool_backoff_s = own.pool_backoff_s if own.pool_backoff_s is not None else 0.0 if local else 180.0
     try:
         planner = PlannerSettings(
-            updates=updates, group_size=config.group_size, batch_size=config.data.batch_size, deadline_s=deadline_s,
+            samples=samples, group_size=config.group_size, batch_size=config.data.batch_size, deadline_s=deadline_s,
             budget_usd=plan.budget_usd, replan_s=every_s, boot_s=plan.boot_s, cycle_s=plan.cycle_s, rule=own.rule,
             guard=own.deadline_guard, margin=plan.margin, risk=plan.risk, spot_stable_s=own.spot_stable_s,
         )  # fmt: skip
@@ -363,8 +363,8 @@ class _ControllerRuntime:
         self._expect_turns()
         planner = settings.planner
         self.log.info(
-            "plan_changed", deadline_s=planner.deadline_s, budget_usd=planner.budget_usd, updates=planner.updates,
-            group_size=planner.group_size, every_s=planner.replan_s,
+            "plan_changed", deadline_s=planner.deadline_s, budget_usd=planner.budget_usd, samples=planner.samples,
+            updates=planner.updates, group_size=planner.group_size, every_s=planner.replan_s,
         )  # fmt: skip
 
     def turn(self, *, draining: bool = False, last: bool = False) -> Decision:
@@ -398,7 +398,7 @@ class _ControllerRuntime:
         self.log.info(
             "decided", phase=decision.phase, binding=decision.binding, elapsed_s=round(decision.elapsed_s),
             spot=decision.markets.count("spot"), on_demand=decision.markets.count("on_demand"),
-            updates=decision.updates_done, spent_usd=round(decision.bill.usd, 4),
+            samples=decision.samples_done, updates=decision.updates_done, spent_usd=round(decision.bill.usd, 4),
             expected_cost_usd=decision.expected_cost_usd, reasons=decision.to_dict()["reasons"],
         )  # fmt: skip
 
@@ -513,11 +513,14 @@ def _status_text(found: dict[str, Any]) -> str:
         value = found.get(name)
         return "?" if value is None else f"{value:{form}}{unit}"
 
+    # In updates too where the policy fixes the batches of an update.
+    target_updates = found.get("target_updates")
+    updates = "" if target_updates is None else f" (updates {number('updates_done', 'g')} of {target_updates:g})"
     lines = [
         f"{'dry run, ' if found.get('dry_run') else ''}{found['phase']}; {found['binding']} decides"
         + ("" if found["feasible"] else "; the deadline cannot be met"),
-        f"  clock    {number('elapsed_s', '.0f', ' s')}, updates {number('updates_done', 'g')} of "
-        f"{number('target_updates', 'g')}, expected end {number('expected_finish_s', '.0f', ' s')}",
+        f"  clock    {number('elapsed_s', '.0f', ' s')}, samples {number('samples_done', '.0f')} of "
+        f"{number('target_samples', '.0f')}{updates}, expected end {number('expected_finish_s', '.0f', ' s')}",
         f"  cost     {number('spent_usd')} USD ({number('spent_spot_usd')} spot, {number('spent_on_demand_usd')} "
         f"on-demand), expected {number('expected_cost_usd')}; all on-demand until now {number('all_on_demand_usd')}",
         f"           {number('usd_per_1000_updates')} USD per 1000 updates, {number('usd_per_error_point')} USD per point "

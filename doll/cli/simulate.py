@@ -217,8 +217,9 @@ def _system(
     from doll.simulation.provisioning import PlannerProvisioner
     from doll.simulation.report import group_size
 
+    size = group_size(settings)
     planner = PlannerSettings(
-        updates=settings.updates, group_size=group_size(settings), batch_size=settings.batch_size,
+        samples=settings.updates * size * settings.batch_size, group_size=size, batch_size=settings.batch_size,
         deadline_s=deadline_s, replan_s=replan_s, boot_s=boot_s,
     )  # fmt: skip
     return System(

@@ -465,7 +465,7 @@ class SpotWorkerPool:
         draw(
             picture, timeline=self._timeline, result=self._result, predicted=self._spot_run.predicted,
             market=self._spot_run.market, machines=self._fleet.machines, opened_s=self._opening.opened_s or 0.0,
-            updates=round(self._spot_run.planner.updates), job=self._config.job,
+            updates=self._target_updates, job=self._config.job,
         )  # fmt: skip
         return {"market": picture, "decisions": FileStateStore(self._run.path, self._config.job).journal}
 
@@ -538,6 +538,12 @@ class SpotWorkerPool:
         return f"{' + '.join(words) or 'none'}{'' if there else ' (no spot available)'}"
 
     @property
+    def _target_updates(self) -> int:
+        """J."""
+        planner = self._spot_run.planner
+        return round(planner.samples / (self._config.group_size * planner.batch_size))
+
+    @property
     def _result(self) -> Any:
         from doll.monitor.spot_history import SpotResult
         from doll.provisioner.billing import all_on_demand_usd
@@ -547,7 +553,7 @@ class SpotWorkerPool:
         end_s = self._finished_s if self._finished_s is not None else self._clock()
         return SpotResult(
             finish_s=end_s - (self._opening.opened_s or end_s),
-            reached=self._finished_version >= planner.updates,
+            reached=self._finished_version >= self._target_updates,
             deadline_s=planner.deadline_s,
             cost_usd=self._usd_until(end_s),
             cost_until_terminated_usd=self._decision.bill.usd,

@@ -134,6 +134,9 @@ class Decision:
         instances: of this moment, ended ones included while the fleet lists them.
         ready: ids of instances whose worker has its slot.
         bill: until now.
+        samples_done, target_samples: work that is in the model, and work that is wanted.
+        updates_done, target_updates: the same in updates; `target_updates` is None where the policy does not fix the
+            batches of an update.
         over: nothing runs and nothing is left to do.
     """
 
@@ -150,8 +153,10 @@ class Decision:
     ready: frozenset[str]
     incarnations: tuple[int, ...]
     bill: Bill
-    updates_done: float
-    target_updates: float
+    samples_done: float
+    target_samples: float
+    updates_done: int
+    target_updates: float | None
     all_on_demand_usd: float
     expected_cost_usd: float
     expected_finish_s: float
@@ -189,9 +194,9 @@ class Decision:
             feasible=self.feasible, markets=tuple(market or "" for market in self.markets), reasons=distinct,
             reason_of=tuple(distinct.index(one) for one in self.reasons), incarnations=self.incarnations,
             actions=tuple(one.text() for one in self.actions), alarms=self.alarms, instances=len(self.alive),
-            num_spot=sum(one.market == "spot" for one in self.alive), updates_done=self.updates_done,
-            spent_usd=self.bill.usd, expected_cost_usd=self.expected_cost_usd,
-            expected_finish_s=self.expected_finish_s,
+            num_spot=sum(one.market == "spot" for one in self.alive), samples_done=self.samples_done,
+            target_samples=self.target_samples, updates_done=self.updates_done, spent_usd=self.bill.usd,
+            expected_cost_usd=self.expected_cost_usd, expected_finish_s=self.expected_finish_s,
         )  # fmt: skip
 
     def measurements(self) -> dict[str, float]:
@@ -199,6 +204,8 @@ class Decision:
         alive = self.alive
         found = {
             "elapsed_s": self.elapsed_s,
+            "samples_done": self.samples_done,
+            "target_samples": self.target_samples,
             "spent_usd": self.bill.usd,
             "spent_spot_usd": self.bill.usd_by_market["spot"],
             "spent_on_demand_usd": self.bill.usd_by_market["on_demand"],
@@ -590,6 +597,10 @@ class Controller:
             self.observed.boots.observe(seconds)
 
     @property
+    def _samples_done(self) -> float:
+        return float(self.observed.batches_done * self.settings.planner.batch_size)
+
+    @property
     def planned(self) -> PlannerSettings:
         """What the planner is asked with: boots take what the plan says, or what nine of ten did where that is more."""
         return replace(self._planner, boot_s=max(self._planner.boot_s, self.observed.boots.slow_s))
@@ -605,19 +616,25 @@ class Controller:
         self.observed.observe_spot(now_s, up, self._on_spot, self._pools)
 
     def _re_estimate(self) -> None:
-        """J anew from the job's own held-out errors, where that is asked for."""
+        """The work from the job's own held-out errors, where the job asks for it."""
         settings = self.settings
         if settings.target_error is None:
             return
-        updates, errors = self.observed.errors(settings.measure)
-        if len(updates) < self._evaluations + _RE_ESTIMATE_EVERY:
+        versions, errors = self.observed.errors(settings.measure)
+        if len(versions) < self._evaluations + _RE_ESTIMATE_EVERY:
             return
-        self._evaluations = len(updates)
-        before = self._planner.updates
-        rng = np.random.default_rng(len(updates))
-        self._planner = work_estimate.re_estimate(self._planner, updates, errors, settings.target_error, rng)
-        if self._planner.updates != before:
-            log.info("work_re_estimated", updates_before=before, updates=self._planner.updates)
+        per_update = self._planner.samples_per_update
+        if per_update is None:
+            per_update = self.observed.batches_per_update * self._planner.batch_size
+        if math.isnan(per_update):
+            return
+        self._evaluations = len(versions)
+        before = self._planner.samples
+        rng = np.random.default_rng(len(versions))
+        samples = np.asarray(versions) * per_update
+        self._planner = work_estimate.re_estimate(self._planner, samples, errors, settings.target_error, rng)
+        if self._planner.samples != before:
+            log.info("work_re_estimated", samples_before=before, samples=self._planner.samples)
 
     def _bill(self, now_s: float, alarms: list[str]) -> Bill:
         lines, missing = list[BillLine](), False
@@ -720,7 +737,7 @@ class Controller:
         opened, changed_s = self._spot_availability(on_spot, running, now_s)
         return PlannerState(
             elapsed_s=max(0.0, now_s - self._started_s),
-            updates_done=self.observed.updates_done,
+            samples_done=self._samples_done,
             rates_per_s=self.observed.rates_per_s(),
             on_spot=on_spot,
             up=up,
@@ -761,7 +778,7 @@ class Controller:
     def _within_budget(self, on_spot: Bools, state: PlannerState) -> _BudgetFit | None:
         """The plan with so many more slots on spot that the budget suffices for what is left; None where it does."""
         budget_usd = self._planner.budget_usd
-        work = self._planner.samples - state.updates_done * self._planner.group_size * self._planner.batch_size
+        work = self._planner.samples - state.samples_done
         if budget_usd is None or work <= 0:
             return None
         rates, alpha, prices = state.rates_per_s, max(state.alpha.point, 1e-3), state.prices
@@ -933,7 +950,9 @@ class Controller:
             ready=frozenset(fleet.ready_s),
             incarnations=self._incarnations(),
             bill=bill,
-            updates_done=self.observed.updates_done,
+            samples_done=self._samples_done,
+            target_samples=self._planner.samples,
+            updates_done=self.observed.version,
             target_updates=self._planner.updates,
             all_on_demand_usd=self._on_demand_usd(desired.state.rates_per_s, prices),
             expected_cost_usd=desired.expected_cost_usd,
@@ -973,7 +992,9 @@ class Controller:
             ready=frozenset(),
             incarnations=self._incarnations(),
             bill=bill,
-            updates_done=self.observed.updates_done,
+            samples_done=self._samples_done,
+            target_samples=self._planner.samples,
+            updates_done=self.observed.version,
             target_updates=self._planner.updates,
             all_on_demand_usd=self._on_demand_usd(rates, prices),
             expected_cost_usd=math.nan,
@@ -997,8 +1018,7 @@ class Controller:
     def _on_demand_usd(self, rates_per_s: Floats, prices: Prices | None) -> float:
         if prices is None:
             return math.nan
-        samples = self.observed.updates_done * self._planner.group_size * self._planner.batch_size
-        return all_on_demand_usd(samples, rates_per_s, prices.on_demand_usd_per_h)
+        return all_on_demand_usd(self._samples_done, rates_per_s, prices.on_demand_usd_per_h)
 
     def _usd_per_point(self, bill: Bill) -> float:
         _, errors = self.observed.errors(self.settings.measure)
@@ -1039,8 +1059,8 @@ class Controller:
                 "prices": None if self._last_prices is None else asdict(self._last_prices),
                 "spent_budget_usd": self._spent_budget_usd,
                 "work": {
-                    "asked": self.settings.planner.updates,
-                    "updates": self._planner.updates,
+                    "asked": self.settings.planner.samples,
+                    "samples": self._planner.samples,
                     "evaluations": self._evaluations,
                 },
                 "moves": self._moves,
@@ -1098,8 +1118,8 @@ class Controller:
         self._last_prices = None if kept["prices"] is None else Prices(**kept["prices"])
         self._spent_budget_usd = kept["spent_budget_usd"]
         work = kept["work"]
-        if work["asked"] == self.settings.planner.updates:
-            self._planner = replace(self._planner, updates=float(work["updates"]))
+        if work["asked"] == self.settings.planner.samples:
+            self._planner = replace(self._planner, samples=float(work["samples"]))
             self._evaluations = int(work["evaluations"])
         self._moves, self._interruptions = int(kept["moves"]), int(kept["interruptions"])
         self.positions = {str(name): int(at) for name, at in kept["positions"].items()}

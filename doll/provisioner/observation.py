@@ -105,6 +105,9 @@ class Observed:
         """The last sign of life of anybody."""
         self._ps_heard_s = self._ps_since_s = -math.inf
         self.version = 0
+        """Updates that are applied and have not been rolled back."""
+        self.batches_done = 0
+        """Batches in them."""
         self.term = 0
         self.generation = 0
         """Of the job's run on these topics: a later one begins anew, with an origin of its own."""
@@ -122,11 +125,6 @@ class Observed:
     @property
     def num_slots(self) -> int:
         return len(self._slots)
-
-    @property
-    def updates_done(self) -> float:
-        """J_t: updates that are applied and have not been taken back."""
-        return float(max(0, self.version))
 
     # --- records ----------------------------------------------------------------------------------------------------
 
@@ -158,7 +156,11 @@ class Observed:
             case TermStarted():
                 self._term_started(record)
             case Update() if record.term >= self.term:
-                self.term, self.version = record.term, record.version
+                self.term, self.version, self.batches_done = (
+                    record.term,
+                    max(0, record.version),
+                    max(0, record.batches_total),
+                )
                 if record.n_samples:
                     self.loss = record.loss
                 count, seconds = self._service
@@ -208,7 +210,8 @@ class Observed:
             self.generation, self.generation_s, self.loss, self.evaluations = generation, record.time_s, math.nan, []
             if self.last_decision is not None and self.last_decision.time_s < record.time_s:
                 self.last_decision = None
-        self.term, self.version, self.finished = record.term, record.resumed_version, None
+        self.term, self.finished = record.term, None
+        self.version, self.batches_done = max(0, record.resumed_version), max(0, record.resumed_batches)
         self.evaluations = [one for one in self.evaluations if one[0] <= record.resumed_version]
 
     def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
@@ -240,8 +243,13 @@ class Observed:
         count, seconds = self._service
         return seconds / count if count else math.nan
 
+    @property
+    def batches_per_update(self) -> float:
+        """Mean over the updates so far; NaN before the first."""
+        return self.batches_done / self.version if self.version > 0 else math.nan
+
     def errors(self, measure: str) -> tuple[list[int], list[float]]:
-        """J and held-out error of each evaluation, ascending, errors above 0; for `goal.re_estimate`.
+        """Version and held-out error of each evaluation, ascending, errors above 0.
 
         Args:
             measure: "error_rate" (1 - accuracy) or "loss".
@@ -276,7 +284,7 @@ class Observed:
         return {
             "slots": msgspec.to_builtins(self._slots),
             "heard_s": self.heard_s if math.isfinite(self.heard_s) else None,
-            "version": self.version, "term": self.term, "finished": self.finished,
+            "version": self.version, "batches_done": self.batches_done, "term": self.term, "finished": self.finished,
             "generation": self.generation,
             "generation_s": self.generation_s if math.isfinite(self.generation_s) else None,
             "evaluations": [list(one) for one in self.evaluations], "service": list(self._service),
@@ -294,7 +302,8 @@ class Observed:
             raise ValueError(f"expected {len(self._slots)} slots, got {len(kept['slots'])}")
         self._slots = [_Slot(**one) for one in kept["slots"]]
         self.heard_s = -math.inf if kept["heard_s"] is None else float(kept["heard_s"])
-        self.version, self.term, self.finished = int(kept["version"]), int(kept["term"]), kept["finished"]
+        self.version, self.batches_done = int(kept["version"]), int(kept["batches_done"])
+        self.term, self.finished = int(kept["term"]), kept["finished"]
         self.generation = int(kept.get("generation", 0))  # earlier releases had none
         generation_s = kept.get("generation_s")
         self.generation_s = -math.inf if generation_s is None else float(generation_s)

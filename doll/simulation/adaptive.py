@@ -8,13 +8,14 @@ import numpy as np
 
 from doll.provisioner.planning.baselines import ON_DEMAND, SPOT, BacktestJob, Choices, Observation
 from doll.provisioner.planning.planner import plan, start
-from doll.provisioner.planning.state import Alpha, PlannerSettings, PlannerState
+from doll.provisioner.planning.slot_history import SlotHistory
+from doll.provisioner.planning.state import Alpha, PlannerSettings
 from doll.theory.cost import Prices
 
 # Half a machine-hour up and half down before anything has been seen (Jeffreys' prior, weighed in hours).
 _PRIOR_S = 1800.0
 # Live, the planner is asked every 30 s at most: so long an outage may go unseen, however long a tick is.
-LIVE = PlannerSettings(updates=1, group_size=1, batch_size=1, deadline_s=1.0, replan_s=30.0)
+LIVE = PlannerSettings(samples=1, batch_size=1, deadline_s=1.0, replan_s=30.0)
 ADAPTIVE = "adaptive"
 
 
@@ -36,46 +37,43 @@ class Adaptive:
     def start(self, job: BacktestJob) -> None:
         self._job = job
         self.settings = replace(
-            self._given, updates=job.samples, group_size=1, batch_size=1, deadline_s=job.deadline_s,
+            self._given, samples=job.samples, batch_size=1, group_size=None, deadline_s=job.deadline_s,
             replan_s=job.tick_s, detection_delay_s=min(job.tick_s, self._given.replan_s), boot_s=job.boot_s,
         )  # fmt: skip
         shape = (job.num_jobs, job.num_slots)
         self._rates = np.broadcast_to(job.rates_per_s, shape)
-        self._last_up = np.zeros(shape, dtype=np.bool_)
-        self._changed_s = np.full(shape, -np.inf)
-        self._moved_s = np.full(shape, -np.inf)
+        self._history = SlotHistory(shape)
         self._choice: Choices = np.full(shape, SPOT)
         self._on_s = np.full(job.num_jobs, _PRIOR_S)
         self._off_s = np.full(job.num_jobs, _PRIOR_S)
 
     def decide(self, observation: Observation) -> Choices:
         job, first = self._job, observation.now_s == 0.0
-        if not first:
-            self._changed_s[observation.up != self._last_up] = observation.now_s
-        self._last_up = observation.up.copy()
+        if first:
+            self._history.begin(observation.up)
+        self._history.observe(observation.up, observation.now_s)
         on_spot = observation.choice == SPOT
         self._on_s += job.tick_s * (on_spot & observation.up).sum(axis=1)
         self._off_s += job.tick_s * (on_spot & ~observation.up).sum(axis=1)
         alpha = self._on_s / (self._on_s + self._off_s)
         choice = self._choice.copy()
+        moved = np.zeros(choice.shape, dtype=np.bool_)
         unfinished = observation.done < job.samples * (1 - 1e-9)
         for index in np.flatnonzero(unfinished):
-            state = PlannerState(
-                elapsed_s=observation.now_s,
-                updates_done=float(observation.done[index]),
+            state = self._history.state(
+                job=int(index),
+                now_s=observation.now_s,
+                samples_done=float(observation.done[index]),
                 rates_per_s=self._rates[index],
                 on_spot=on_spot[index],
                 up=observation.ready[index],
                 alpha=Alpha(float(alpha[index])),
                 prices=Prices(float(observation.price[index]), float(job.on_demand[index])),
-                spot_available=observation.up[index],
-                spot_changed_s=self._changed_s[index],
-                moved_s=self._moved_s[index],
             )
-            made = start(state, self.settings) if first else plan(state, self.settings)
-            choice[index] = np.where(made.on_spot, SPOT, ON_DEMAND)
-            if not first:
-                self._moved_s[index, made.moved] = observation.now_s
+            decided = start(state, self.settings) if first else plan(state, self.settings)
+            choice[index] = np.where(decided.on_spot, SPOT, ON_DEMAND)
+            moved[index] = decided.moved
+        self._history.move(moved, observation.now_s)
         self._choice = choice
         return choice
 

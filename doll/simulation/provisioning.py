@@ -8,7 +8,8 @@ import numpy as np
 
 from doll.provisioner.planning.estimators import AvailabilityEstimator
 from doll.provisioner.planning.planner import plan, start
-from doll.provisioner.planning.state import PlannerSettings, PlannerState
+from doll.provisioner.planning.slot_history import SlotHistory
+from doll.provisioner.planning.state import PlannerSettings
 from doll.simulation.system import System
 from doll.theory.cost import Prices
 
@@ -23,40 +24,27 @@ class PlannerProvisioner:
         self.settings = settings
         self.every_s = settings.replan_s
         self._availability = AvailabilityEstimator()
-        self._last_available: list[bool] = []
-        self._changed_s: list[float] = []
-        self._moved_s: list[float] = []
+        self._history: SlotHistory | None = None
 
     def decide(self, system: System) -> Sequence[bool]:
-        now_s, n = system.now, system.settings.num_workers
-        first = not self._last_available
-        if first:
-            self._last_available = list(system.spot_available)
-            self._changed_s, self._moved_s = [-np.inf] * n, [-np.inf] * n
-        else:
-            self._look(system)
-        spot, there = np.asarray(system.spot), np.asarray(system.spot_available)
-        self._availability.observe(now_s, there, spot)
-        state = PlannerState(
-            elapsed_s=now_s,
-            updates_done=float(system.version),
-            rates_per_s=np.asarray(system.settings.rates_per_s, float),
-            on_spot=spot,
-            up=np.asarray(system.up),
+        settings, now_s = system.settings, system.now
+        on_spot, available = np.asarray(system.spot), np.asarray(system.spot_available)
+        first = self._history is None
+        if self._history is None:
+            self._history = SlotHistory((settings.num_workers,))
+            self._history.begin(available)
+        self._history.observe(available, now_s)
+        self._availability.observe(now_s, available, on_spot)
+        state = self._history.state(
+            now_s=now_s,
+            samples_done=float(system.engine.batches_total * settings.batch_size),
+            rates_per_s=settings.rates_per_s,
+            on_spot=on_spot,
+            up=system.up,
             alpha=self._availability.alpha(),
-            prices=Prices(system.settings.spot_usd_per_hour, system.settings.on_demand_usd_per_hour),
+            prices=Prices(settings.spot_usd_per_hour, settings.on_demand_usd_per_hour),
             spent_usd=system.usd,
-            spot_available=there,
-            spot_changed_s=np.asarray(self._changed_s),
-            moved_s=np.asarray(self._moved_s),
         )
-        made = start(state, self.settings) if first else plan(state, self.settings)
-        for slot in np.flatnonzero(made.moved):
-            self._moved_s[slot] = now_s
-        return [bool(spot) for spot in made.on_spot]
-
-    def _look(self, system: System) -> None:
-        for slot, (there, before) in enumerate(zip(system.spot_available, self._last_available, strict=True)):
-            if there != before:
-                self._last_available[slot] = there
-                self._changed_s[slot] = system.now
+        decided = start(state, self.settings) if first else plan(state, self.settings)
+        self._history.move(decided.moved, now_s)
+        return [bool(spot) for spot in decided.on_spot]

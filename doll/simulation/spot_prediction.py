@@ -64,7 +64,7 @@ def predict(
     tick_s = max(planner.replan_s, planner.deadline_s / _TICKS, _SHORTEST_TICK_S)
     windows = _window(market, planner.deadline_s, tick_s)
     job = BacktestJob(
-        samples=planner.samples + 0.5 * planner.batch_size * (len(rates) + planner.group_size),
+        samples=planner.samples + 0.5 * planner.batch_size * (len(rates) + (planner.group_size or 1)),
         deadline_s=planner.deadline_s, rates_per_s=rates, boot_s=planner.boot_s, tick_s=tick_s,
         on_demand=windows.on_demand, pool_alpha=windows.pool_alpha, pool_price=windows.pool_price,
     )  # fmt: skip
@@ -72,8 +72,8 @@ def predict(
     outcome = replay(seen, job, windows)
     finish_s, usd = float(outcome.finish_s[0]), float(outcome.usd[0])
     taken = [(slot, at_s) for slot, at_s in seen.taken if at_s <= finish_s]
-    told = sum(not market.interval(slot, at_s - tick_s).without_notice for slot, at_s in taken)
-    usd += told * min(leave_s, market.notice_s) * float(windows.pool_price[0]) / SECONDS_PER_HOUR
+    with_notice = sum(not market.interval(slot, at_s - tick_s).without_notice for slot, at_s in taken)
+    usd += with_notice * min(leave_s, market.notice_s) * float(windows.pool_price[0]) / SECONDS_PER_HOUR
     return Prediction(seen.name, finish_s, usd, int(outcome.moves[0]), len(taken))
 
 

@@ -203,7 +203,7 @@ def test_what_the_provisioner_measures_is_told_to_the_dashboard(make_host: Calla
     assert host.run("control")[0] == 0
     clock = VirtualClock()
     plan = PlannerSettings(
-        updates=100.0, group_size=4, batch_size=25, deadline_s=500.0, replan_s=10.0, boot_s=20.0, cycle_s=2000.0
+        samples=10_000.0, group_size=4, batch_size=25, deadline_s=500.0, replan_s=10.0, boot_s=20.0, cycle_s=2000.0
     )
     controller = Controller(
         ControllerSettings(planner=plan, rates_per_s=np.full(4, 10.0)), FakeFleet(clock), StatedPrices(0.158, 0.286),

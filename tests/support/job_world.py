@@ -47,7 +47,7 @@ def settings(
     num_slots: int = 4,
     *,
     updates: float = 100.0,
-    group_size: int = 4,
+    group_size: int | None = 4,
     batch_size: int = 25,
     rate_per_s: float = 10.0,
     deadline_s: float = 1000.0,
@@ -58,9 +58,15 @@ def settings(
     limits: LaunchLimits | None = None,
     **more: object,
 ) -> ControllerSettings:
-    """A small job: with the defaults 250 s of four workers."""
+    """A small job: with the defaults 250 s of four workers.
+
+    Args:
+        updates: J; of 4 batches each where `group_size` is None.
+        group_size: K; None for a policy whose updates differ.
+    """
     planner = PlannerSettings(
-        updates=updates, group_size=group_size, batch_size=batch_size, deadline_s=deadline_s, budget_usd=budget_usd,
+        samples=updates * (group_size or 4) * batch_size, group_size=group_size, batch_size=batch_size,
+        deadline_s=deadline_s, budget_usd=budget_usd,
         replan_s=replan_s, boot_s=boot_s, cycle_s=cycle_s,
     )  # fmt: skip
     return ControllerSettings(
@@ -105,10 +111,16 @@ class JobWorld:
         ]
         """All records, as on a topic."""
 
-    @property
-    def version(self) -> int:
+    def progress(self) -> tuple[int, int]:
+        """Version of the model and batches in it. Without a K updates have 1, 2 and 3 batches in turn."""
         planner = self._settings.planner
-        return int(self.samples / (planner.group_size * planner.batch_size))
+        batches = int(self.samples / planner.batch_size)
+        if planner.group_size is not None:
+            version = batches // planner.group_size
+            return version, version * planner.group_size
+        rounds, rest = divmod(batches, 6)
+        version, applied = ((0, 0), (1, 1), (1, 1), (2, 3), (2, 3), (2, 3))[rest]
+        return 3 * rounds + version, 6 * rounds + applied
 
     def working(self) -> list[int]:
         """Slots whose worker has joined and works."""
@@ -142,11 +154,14 @@ class JobWorld:
             _, _, session = self._holders[slot]
             self.log.append((Alive(worker=slot, session=session, next_offset=int(self._read[slot])), now_s))
         self.log.append((Metric(source="ps", values={"term": 1.0}, time_s=now_s), now_s))
-        if self.version > 0:
-            self.log.append((Update(term=1, version=self.version, members=(), n_samples=1, loss=1.0), now_s))
-        if self.version >= self._settings.planner.updates:
+        version, batches = self.progress()
+        if version > 0:
+            update = Update(term=1, version=version, members=(), n_samples=1, loss=1.0, batches_total=batches)
+            self.log.append((update, now_s))
+        planner = self._settings.planner
+        if batches * planner.batch_size >= planner.samples:
             self.finished_s = now_s
-            self.log.append((Finished(term=1, version=self.version, reason="updates", time_s=now_s), now_s))
+            self.log.append((Finished(term=1, version=version, reason="updates", time_s=now_s), now_s))
 
     def _join(self, one: Instance, now_s: float) -> None:
         holder = self._holders.get(one.slot)

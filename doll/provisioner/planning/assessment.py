@@ -246,7 +246,7 @@ def _with_longer_deadline(request: PlanRequest, error: InfeasiblePlanError) -> I
 def _state(request: PlanRequest, on_spot: Bools) -> PlannerState:
     return PlannerState(
         elapsed_s=0.0,
-        updates_done=0.0,
+        samples_done=0.0,
         rates_per_s=request.rates_per_s,
         on_spot=on_spot,
         up=np.ones(request.num_workers, dtype=np.bool_),
@@ -257,9 +257,9 @@ def _state(request: PlanRequest, on_spot: Bools) -> PlannerState:
 
 def _settings(request: PlanRequest, *, adaptive: bool) -> PlannerSettings:
     return PlannerSettings(
-        updates=request.updates,
-        group_size=request.group_size,
+        samples=request.samples,
         batch_size=request.batch_size,
+        group_size=request.group_size,
         deadline_s=request.horizon_s,
         budget_usd=request.budget_usd,
         boot_s=request.boot_s if adaptive else 0.0,

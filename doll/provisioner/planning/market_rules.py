@@ -36,7 +36,7 @@ class Slack:
     def of(cls, state: PlannerState, settings: PlannerSettings) -> Slack:
         lost = float(np.dot(state.rates_per_s, boot_left_s(state, settings)))
         return cls(
-            work=max(0.0, settings.samples - state.updates_done * settings.group_size * settings.batch_size),
+            work=max(0.0, settings.samples - state.samples_done),
             time_s=settings.deadline_s * (1 - settings.margin) - state.elapsed_s,
             total_per_s=float(state.rates_per_s.sum()),
             boot_lost=lost,

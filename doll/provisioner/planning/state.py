@@ -1,4 +1,4 @@
-"""What the planner is told, and what it is asked for: plain values, no I/O, all times in seconds of the job's clock."""
+"""The planner's input: what the job asks for and where it stands, as plain values in seconds of the job's clock."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class PlannerSettings:
     """What the job asks for, and how the planner behaves.
 
     Args:
-        updates: J, updates that meet the error target.
-        group_size: K.
+        samples: samples to be learned: J K b for J updates of K batches of b samples that meet the error target.
         batch_size: b.
+        group_size: K, batches per update; None where the policy does not fix it.
         deadline_s: θ on the job's clock, seconds.
         budget_usd: most that the workers may cost; None for no bound.
         replan_s: the planner is asked again at least this often; the guard relies on it.
@@ -64,10 +64,10 @@ class PlannerSettings:
         ValueError: a number out of its range.
     """
 
-    updates: float
-    group_size: int
+    samples: float
     batch_size: int
     deadline_s: float
+    group_size: int | None = None
     budget_usd: float | None = None
     replan_s: float = 60.0
     detection_delay_s: float | None = None
@@ -83,7 +83,9 @@ class PlannerSettings:
     dead_band: int = 2
 
     def __post_init__(self) -> None:
-        checks.positive(updates=self.updates, group_size=self.group_size, batch_size=self.batch_size)
+        checks.positive(samples=self.samples, batch_size=self.batch_size)
+        if self.group_size is not None:
+            checks.positive(group_size=self.group_size)
         checks.positive(deadline_s=self.deadline_s, replan_s=self.replan_s, cycle_s=self.cycle_s)
         checks.non_negative(boot_s=self.boot_s, dead_band=self.dead_band)
         checks.fraction(margin=self.margin, slack_reserve=self.slack_reserve, return_reserve=self.return_reserve)
@@ -95,9 +97,14 @@ class PlannerSettings:
             raise ValueError(f"risk: expected a probability in (0, 0.5], got {self.risk}")
 
     @property
-    def samples(self) -> float:
-        """J K b."""
-        return self.updates * self.group_size * self.batch_size
+    def samples_per_update(self) -> float | None:
+        """K b; None where updates differ."""
+        return None if self.group_size is None else self.group_size * self.batch_size
+
+    @property
+    def updates(self) -> float | None:
+        """J; None where updates differ."""
+        return None if self.samples_per_update is None else self.samples / self.samples_per_update
 
     @property
     def detection_delay(self) -> float:
@@ -116,7 +123,7 @@ class PlannerState:
 
     Args:
         elapsed_s: seconds since the job began.
-        updates_done: J_t; may be a fraction (work inside unfinished groups).
+        samples_done: samples in the model.
         rates_per_s: λ_n as estimated, one per slot, shape (N,).
         on_spot: current market of each slot, shape (N,): True on spot, False on-demand.
         up: the slot's worker is ready and works, shape (N,).
@@ -133,7 +140,7 @@ class PlannerState:
     """
 
     elapsed_s: float
-    updates_done: float
+    samples_done: float
     rates_per_s: Floats
     on_spot: Bools
     up: Bools
@@ -158,7 +165,7 @@ class PlannerState:
             given = np.asarray(getattr(self, name), dtype=np.float64)
             put(self, name, given if given.size else np.full(shape, -math.inf))
         self._check_shapes("spot_available", "spot_changed_s", "moved_s")
-        checks.non_negative(updates_done=self.updates_done, spent_usd=self.spent_usd)
+        checks.non_negative(samples_done=self.samples_done, spent_usd=self.spent_usd)
 
     def _check_shapes(self, *names: str) -> None:
         shape = self.rates_per_s.shape

@@ -103,9 +103,10 @@ def test_a_calm_job_runs_on_spot_and_hands_everything_back() -> None:
     assert last.all_on_demand_usd == pytest.approx(250 / 3600 * 4 * ON_DEMAND, rel=0.05)
 
 
-def test_the_deadline_is_met_when_spot_is_taken_back_all_the_time() -> None:
-    """Whatever spot does, on-demand takes over in time."""
-    scene = Scene(settings(deadline_s=500.0))
+@pytest.mark.parametrize("group_size", [1, 4, None])
+def test_the_deadline_is_met_when_spot_is_taken_back_all_the_time(group_size: int | None) -> None:
+    """Whatever spot does, on-demand takes over in time; also for asp (K = 1) and where updates differ."""
+    scene = Scene(settings(updates=400.0 / (group_size or 4), group_size=group_size, deadline_s=500.0))
 
     def taken() -> None:
         for one in scene.fleet.alive():
@@ -117,6 +118,32 @@ def test_the_deadline_is_met_when_spot_is_taken_back_all_the_time() -> None:
     assert scene.world.finished_s - decisions[0].started_s <= 500
     assert {market for one in decisions for market in one.markets} == {"spot", "on_demand", None}
     assert scene.world.most_per_slot <= 2
+
+
+def test_progress_is_counted_in_samples_whatever_an_update_is() -> None:
+    """One job as doll, as asp, and under a policy whose updates have 1 to 3 batches: the same plan, end and bill."""
+    jobs = {
+        "doll": settings(updates=99.0, group_size=4),
+        "asp": settings(updates=396.0, group_size=1),
+        "other": settings(updates=99.0, group_size=None),
+    }
+    runs = {name: Scene(job).to_the_end() for name, job in jobs.items()}
+    for name, decisions in runs.items():
+        assert [one.markets for one in decisions] == [one.markets for one in runs["doll"]], name
+        assert [one.samples_done for one in decisions] == pytest.approx(
+            [one.samples_done for one in runs["doll"]], abs=4 * 25
+        )
+        assert {one.target_samples for one in decisions} == {9_900}
+        assert decisions[-1].phase == "done"
+        assert 9_900 <= decisions[-1].samples_done <= 10_000
+        assert decisions[-1].bill.usd == pytest.approx(runs["doll"][-1].bill.usd)
+        assert decisions[-1].expected_finish_s == runs["doll"][-1].expected_finish_s
+    last = {name: decisions[-1] for name, decisions in runs.items()}
+    assert (last["doll"].updates_done, last["doll"].target_updates) == (100, 99)
+    assert (last["asp"].updates_done, last["asp"].target_updates) == (400, 396)
+    assert (last["other"].updates_done, last["other"].target_updates) == (200, None), "in updates there is no target"
+    record = last["asp"].record()
+    assert (record.samples_done, record.target_samples, record.updates_done) == (10_000, 9_900, 400)
 
 
 def test_a_deadline_that_cannot_be_met_is_told_and_all_is_on_demand() -> None:
@@ -480,9 +507,23 @@ def test_the_work_is_estimated_anew_from_the_jobs_own_errors() -> None:
         record = Evaluated(term=1, version=version, loss=1.0, accuracy=1 - error)
         scene.controller.feed(record, scene.clock())
     decision = scene.steps(1)
+    assert decision.target_updates is not None
     assert 58 <= decision.target_updates <= 65, "0.9 * 0.95^J + 0.01 = 0.05 at J = 60.7"
     scene.controller = scene.successor()
     assert scene.steps(1).target_updates == decision.target_updates, "a successor knows it too"
+
+
+def test_the_work_is_estimated_anew_also_where_updates_differ() -> None:
+    """The samples of an evaluation follow from the mean batches per update."""
+    scene = Scene(settings(updates=100.0, group_size=None, target_error=0.05))
+    scene.steps(20)
+    assert scene.controller.observed.batches_per_update == pytest.approx(2.0, rel=0.1)
+    for version in range(1, 49):
+        record = Evaluated(term=1, version=version, loss=1.0, accuracy=0.99 - 0.9 * 0.95 ** (version / 2))
+        scene.controller.feed(record, scene.clock())
+    decision = scene.turn()
+    assert 58 * 4 * 25 <= decision.target_samples <= 65 * 4 * 25
+    assert decision.target_updates is None
 
 
 # --- restarts -------------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ def welcome(worker: int, incarnation: int, session: int, instance: str = "") -> 
 
 
 def update(version: int, term: int = 1, **more: Any) -> Update:
+    more = {"batches_total": 3 * version} | more
     return Update(term=term, version=version, members=(), n_samples=1, loss=0.5, **more)
 
 
@@ -113,14 +114,15 @@ def test_progress_goes_back_with_a_server_that_did() -> None:
     feed(model, TermStarted(term=1, resumed_version=0, origins=(), records_per_batch=1, time_s=T0))
     feed(model, *(update(version) for version in range(1, 11)))
     feed(model, Evaluated(term=1, version=4, loss=0.9, accuracy=0.5), Evaluated(term=1, version=10, loss=0.5))
-    assert model.updates_done == 10
-    feed(model, TermStarted(term=2, resumed_version=6, origins=(), records_per_batch=1, time_s=T0))
-    assert model.updates_done == 6
+    assert (model.version, model.batches_done, model.batches_per_update) == (10, 30, 3.0)
+    resumed = TermStarted(term=2, resumed_version=6, resumed_batches=18, origins=(), records_per_batch=1, time_s=T0)
+    feed(model, resumed)
+    assert (model.version, model.batches_done) == (6, 18)
     assert model.errors("loss") == ([4], [0.9])
     feed(model, update(11, term=1))
-    assert model.updates_done == 6, "the old server's updates are void"
+    assert model.version == 6, "the old server's updates are void"
     feed(model, update(7, term=2))
-    assert model.updates_done == 7
+    assert model.version == 7
     feed(model, Finished(term=1, version=11, reason="old", time_s=T0))
     assert model.finished is None
     feed(model, Finished(term=2, version=7, reason="updates", time_s=T0))
@@ -213,7 +215,8 @@ def test_a_restart_forgets_nothing() -> None:
     again.restore(json.loads(json.dumps(model.to_dict())))
     assert again.holder(0) == model.holder(0)
     assert again.holder(1) is None
-    assert (again.updates_done, again.term, again.errors("loss")) == (4, 1, ([3], [0.9]))
+    assert again.batches_done == model.batches_done == 12
+    assert (again.version, again.term, again.errors("loss")) == (4, 1, ([3], [0.9]))
     assert again.rates_per_s().tolist() == model.rates_per_s().tolist()
     assert again.alpha() == model.alpha()
     with pytest.raises(ValueError, match="expected 3 slots, got 2"):
@@ -227,9 +230,9 @@ def test_a_new_generation_begins_at_nothing() -> None:
     decided = ProvisionDecision(turn=9, time_s=1.0, started_s=0.0, phase="done", binding="done", feasible=True)
     feed(model, first, update(1), update(2), Evaluated(term=1, version=2, loss=0.2), decided)
     feed(model, Finished(term=1, version=2, reason="updates: 2 reached", time_s=0.0))
-    assert (model.updates_done, model.finished) == (2.0, "updates: 2 reached")
+    assert (model.version, model.finished) == (2, "updates: 2 reached")
     feed(model, TermStarted(term=2, resumed_version=0, origins=(0, 0), records_per_batch=1, time_s=2.0, generation=2))
-    assert (model.updates_done, model.finished, model.last_decision, model.evaluations) == (0.0, None, None, [])
+    assert (model.version, model.finished, model.last_decision, model.evaluations) == (0, None, None, [])
     assert math.isnan(model.loss)
     feed(model, Evaluated(term=1, version=0, loss=0.2))
     assert model.evaluations == []

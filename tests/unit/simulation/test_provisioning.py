@@ -21,7 +21,7 @@ def run(seed: int, ratio: float, *, guard: bool = True) -> System:
         seed=seed,
     )  # fmt: skip
     planner = PlannerSettings(
-        updates=UPDATES,
+        samples=UPDATES * K * B,
         group_size=K,
         batch_size=B,
         deadline_s=ratio * ON_DEMAND_S,

@@ -12,7 +12,9 @@ from doll.theory.planning import best_num_spot
 PRICES = Prices(0.158, 0.286)
 SAMPLES = 51_200_000.0
 # The paper's job: θ_0 = 6400 s with 64 streams of 125 samples/s.
-SETTINGS = PlannerSettings(updates=10_000, group_size=20, batch_size=256, deadline_s=6720.0, boot_s=20.0, replan_s=30.0)
+SETTINGS = PlannerSettings(
+    samples=SAMPLES, group_size=20, batch_size=256, deadline_s=6720.0, boot_s=20.0, replan_s=30.0
+)
 
 
 def state(
@@ -25,7 +27,7 @@ def state(
         "alpha": Alpha(alpha),
         "prices": PRICES,
     }
-    return PlannerState(elapsed_s=elapsed_s, updates_done=done, **{**values, **changes})  # type: ignore[arg-type]
+    return PlannerState(elapsed_s=elapsed_s, samples_done=done * 20 * 256, **{**values, **changes})  # type: ignore[arg-type]
 
 
 def paper(**changes: object) -> PlannerSettings:
@@ -278,7 +280,7 @@ class World:
         lives = ~self.on_spot | self.open
         seen = PlannerState(
             elapsed_s=self.elapsed_s,
-            updates_done=self.samples / (self.settings.group_size * self.settings.batch_size),
+            samples_done=self.samples,
             rates_per_s=self.rates,
             on_spot=self.on_spot,
             up=lives & (self.ready_s <= self.elapsed_s),
@@ -333,8 +335,7 @@ def test_guard_meets_every_feasible_deadline(
         ratio = float(rng.choice([1.02, 1.05, 1.2, 1.6]))
         work_s = 12_000.0
         settings = PlannerSettings(
-            updates=float(rates.sum()) * work_s,
-            group_size=1,
+            samples=float(rates.sum()) * work_s,
             batch_size=1,
             deadline_s=ratio * work_s,
             boot_s=boot_s,
@@ -354,8 +355,7 @@ def test_without_the_guard_deadlines_are_missed() -> None:
     missed = 0
     for gone_at in range(20, 120, 10):
         settings = PlannerSettings(
-            updates=1200.0 * 12_000,
-            group_size=1,
+            samples=1200.0 * 12_000,
             batch_size=1,
             deadline_s=12_600.0,
             guard=False,

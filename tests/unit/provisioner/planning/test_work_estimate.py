@@ -8,19 +8,20 @@ from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.planning.work_estimate import re_estimate
 from doll.theory.convergence import Decay
 
-SETTINGS = PlannerSettings(updates=500, group_size=4, batch_size=32, deadline_s=1000.0)
+SETTINGS = PlannerSettings(samples=500 * 128, group_size=4, batch_size=32, deadline_s=1000.0)
 CURVE = Decay(0.99, 1.0, 0.02)
 TRUE = CURVE.updates_to(0.05)
 
 
 def curve(until: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Samples and errors of an evaluation every 5 updates."""
     at = np.arange(0, until, 5)
-    return at, CURVE.error(at) * np.exp(np.random.default_rng(seed).normal(0, 0.03, len(at)))
+    return at * 128, CURVE.error(at) * np.exp(np.random.default_rng(seed).normal(0, 0.03, len(at)))
 
 
 def test_too_early_changes_nothing() -> None:
     assert re_estimate(SETTINGS, *curve(50), 0.05, np.random.default_rng(0)) is SETTINGS
-    flat = np.arange(0, 100, 5), np.full(20, 1.0)
+    flat = np.arange(0, 100, 5) * 128, np.full(20, 1.0)
     assert re_estimate(SETTINGS, *flat, 0.05, np.random.default_rng(0)) is SETTINGS
 
 
@@ -36,8 +37,8 @@ def test_reached_is_reached() -> None:
 
 
 def test_one_step_is_bounded() -> None:
-    small = PlannerSettings(updates=50, group_size=4, batch_size=32, deadline_s=1000.0)
+    small = PlannerSettings(samples=50 * 128, group_size=4, batch_size=32, deadline_s=1000.0)
     at, errors = curve(200)
-    assert re_estimate(small, at, errors, 0.05, np.random.default_rng(0)).updates == max(100, at[-1] + 1)
+    assert re_estimate(small, at, errors, 0.05, np.random.default_rng(0)).updates == max(100, at[-1] / 128 + 1)
     # A floor above the target: work grows, step by step.
     assert re_estimate(SETTINGS, *curve(300), 0.001, np.random.default_rng(0)).updates == 1000
