@@ -97,7 +97,7 @@ class BrokerKiller:
                 self._next_s = time.monotonic() + _QUIET_S
             self.updates.append(record.time_s)
 
-    def turn(self, supervisor: Supervisor, stack: Stack) -> str | None:
+    def tick(self, supervisor: Supervisor, stack: Stack) -> str | None:
         now = time.monotonic()
         if now < self._next_s or now < self._look_s:
             return None
@@ -137,7 +137,7 @@ class BrokerKiller:
     def close(self) -> None:
         return
 
-    def facts(self) -> dict[str, Any]:
+    def report_fields(self) -> dict[str, Any]:
         results = pauses(self.updates, self.kills, self._ended_s)
         return {"broker_kills": len(self.kills), "late_kills": self.late, **results}
 
@@ -180,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BrokerKiller(config, display, kills=options.kills, every_s=options.every_s)
 
     with tempfile.TemporaryDirectory(prefix="doll-cluster-") as folder:
-        code = run_up(config, Path(folder), hook=hook)
+        code = run_up(config, Path(folder), hook=hook)["exit_code"]
         report = json.loads(runs[0].report.read_text(encoding="utf-8"))
     audit = report["audit"] or {}
     kept = ("broker_kills", "late_kills", "pauses_s", "pause_p50_s", "pause_max_s", "quiet_pause_max_s", "updates")

@@ -135,7 +135,7 @@ class Soak(FaultInjector):
                 self._last_seen_s = time.monotonic()
                 self._unread = {key: value for key, value in record.values.items() if key.endswith("_lag_records")}
 
-    def turn(self, supervisor: Supervisor, stack: Stack) -> str | None:
+    def tick(self, supervisor: Supervisor, stack: Stack) -> str | None:
         if not self._limited:
             limit_topics(self._job, stack)
             self._limited = True
@@ -146,7 +146,7 @@ class Soak(FaultInjector):
             self._note(now - self._began_s, supervisor, stack)
         if self._began_s is not None and now - self._began_s > self._seconds:
             return f"soak: {self._seconds:g} s" if self.is_recovered else end_faults(self, supervisor)
-        super().turn(supervisor, stack)
+        super().tick(supervisor, stack)
         return None
 
     def close(self) -> None:
@@ -344,7 +344,7 @@ def soak(seconds: float, folder: Path) -> int:
         return Soak(config, run, display, seconds=seconds, csv_path=folder / "soak.csv", relays=relays)
 
     with RoleRelays(()) as relays:
-        code = run_up(config, folder / "runs", hook=hook)
+        code = int(run_up(config, folder / "runs", hook=hook)["exit_code"])
     rows = conclude(folder)
     growing = [f"{row.of}: {row.measure}" for row in rows if row.verdict == "GROWS"]
     print(f"doll up ended with {code}; growing: {', '.join(growing) or 'nothing'}", flush=True)

@@ -25,9 +25,9 @@ from doll.cli.options import (
     SeedOption,
     SetOption,
     TargetArgument,
-    emit,
     target,
 )
+from doll.cli.output import emit
 from doll.cli.plan import plan
 from doll.cli.probes import health, prometheus
 from doll.cli.provision import provision_app
@@ -35,7 +35,7 @@ from doll.cli.simulate import simulate
 from doll.cli.spot import spot
 
 if TYPE_CHECKING:
-    from doll.run.folder import Target
+    from doll.run.target import Target
     from doll.services import Services
 
 # A paragraph that begins with \b is printed as it stands.
@@ -101,10 +101,12 @@ def up(
 
     Example: doll up digits --set stop.updates=100
     """
+    from doll.monitor.run_report import summary
     from doll.run.job import run_up
 
-    config = target(job, job_option, overrides).config
-    raise typer.Exit(run_up(config, runs_folder, as_json=as_json, fresh=fresh))
+    report = run_up(target(job, job_option, overrides).config, runs_folder, fresh=fresh)
+    emit(as_json, report, summary(report))
+    raise typer.Exit(report["exit_code"])
 
 
 @app.command(short_help="Break a job on purpose, again and again, then audit it.")
@@ -132,20 +134,22 @@ def drill(
     Example: doll drill digits --faults 200 --seed 7
     """
     from doll.drill.main import run_drill
+    from doll.errors import AuditError
+    from doll.monitor.run_report import summary
 
-    config = target(job, job_option, overrides).config
-    raise typer.Exit(
-        run_drill(
-            config,
-            runs_folder,
-            faults=faults,
-            seed=seed,
-            standby=standby,
-            brokers=brokers,
-            as_json=as_json,
-            fresh=fresh,
-        )
+    report, failure = run_drill(
+        target(job, job_option, overrides).config,
+        runs_folder,
+        faults=faults,
+        seed=seed,
+        standby=standby,
+        brokers=brokers,
+        fresh=fresh,
     )
+    emit(as_json, report, summary(report))
+    if failure is not None:
+        raise AuditError(failure)
+    raise typer.Exit(report["exit_code"])
 
 
 @app.command(short_help="Go on with a run that has ended or was killed.")
@@ -161,9 +165,12 @@ def resume(
 
     Example: doll resume runs/digits-20260101-120000 --set stop.updates=2000
     """
+    from doll.monitor.run_report import summary
     from doll.run.resume import run_resume
 
-    raise typer.Exit(run_resume(run, overrides or [], as_json=as_json))
+    report = run_resume(run, overrides or [])
+    emit(as_json, report, summary(report))
+    raise typer.Exit(report["exit_code"])
 
 
 @app.command(short_help="Send the job's source to its topic.")

@@ -12,7 +12,8 @@ import typer
 
 from doll.cli.durations import METAVAR, seconds
 from doll.cli.errors import usage
-from doll.cli.options import BootOption, JsonOption, SeedOption, WorkersOption, emit
+from doll.cli.options import BootOption, JsonOption, SeedOption, WorkersOption
+from doll.cli.output import emit
 
 if TYPE_CHECKING:
     from doll.provisioner.planning.baselines import MarketPolicy

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from doll.cli.options import JsonOption, emit
+from doll.cli.options import JsonOption
+from doll.cli.output import emit
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -61,7 +62,7 @@ def calibrate_run(folder: Path, measure: Measure | None, target_error: float | N
     from doll.errors import ConfigError
     from doll.monitor.calibration import calibrate as estimate
     from doll.monitor.csv_file import read_rows
-    from doll.run.folder import open_target
+    from doll.run.target import open_target
 
     config = open_target(folder, []).config
     try:
@@ -133,7 +134,7 @@ def text(found: Calibration, folder: Path) -> str:
 def _newest(job: Path, runs_folder: Path) -> Path:
     """The newest run of the job file."""
     from doll.errors import ConfigError
-    from doll.run.folder import open_target
+    from doll.run.target import open_target
 
     name = open_target(job, []).config.job
     found = [path.parent for path in runs_folder.glob(f"{name}-*/updates.csv")]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from doll.cli.errors import DollGroup, usage
-from doll.cli.options import JobOption, JsonOption, RunFolderOption, SetOption, TargetArgument, emit, target
+from doll.cli.options import JobOption, JsonOption, RunFolderOption, SetOption, TargetArgument, target
+from doll.cli.output import emit
 
 if TYPE_CHECKING:
     from doll.ledger.dead_letters import DeadRecord, Replay

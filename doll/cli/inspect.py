@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.process.files import read_json
-from doll.run.folder import Target
+from doll.run.target import Target
 
 if TYPE_CHECKING:
     from doll.ledger.report import LedgerReport

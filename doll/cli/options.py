@@ -1,12 +1,10 @@
-"""Arguments that the commands share, and printing in the two forms that they all know."""
+"""Arguments and options that commands share, and the job that they name."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -14,7 +12,7 @@ from doll.cli.durations import METAVAR, seconds
 from doll.cli.errors import usage
 
 if TYPE_CHECKING:
-    from doll.run.folder import Target
+    from doll.run.target import Target
 
 JOB_ENV: Final = "DOLL_JOB"  # for containers, whose commands are all about one job
 
@@ -109,7 +107,7 @@ def target(
         BadParameter: none is named, or two are.
         ConfigError: it cannot be used.
     """
-    from doll.run.folder import open_target
+    from doll.run.target import open_target
 
     if argument is not None and option is not None and argument != option:
         raise usage(f"expected one job, got {argument} and --job {option}")
@@ -133,13 +131,3 @@ def rates(given: list[str] | None) -> list[float] | None:
         return [float(part) for part in text.split(",")]
     except ValueError as error:
         raise usage(f"--rate: expected numbers with commas between them, got {text[:60]!r}") from error
-
-
-def emit(as_json: bool, content: Any, text: str) -> None:
-    """Print `content` as JSON, or `text`, to standard output."""
-    if as_json:
-        from doll.monitor.history import json_safe
-
-        text = json.dumps(json_safe(content), indent=2, ensure_ascii=False)
-    sys.stdout.write(text.rstrip("\n") + "\n")
-    sys.stdout.flush()

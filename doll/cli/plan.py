@@ -24,10 +24,10 @@ from doll.cli.options import (
     SetOption,
     SpotPriceOption,
     WorkersOption,
-    emit,
     rates,
     target,
 )
+from doll.cli.output import emit
 
 if TYPE_CHECKING:
     from doll.config import JobConfig, PlanConfig

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from doll.cli.errors import DollGroup
-from doll.cli.options import JobArgument, JobOption, JsonOption, RunFolderOption, SetOption, emit, target
+from doll.cli.options import JobArgument, JobOption, JsonOption, RunFolderOption, SetOption, target
+from doll.cli.output import emit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from doll.provisioner.lease import Lease
     from doll.provisioner.machines import Machines
     from doll.records import AnyRecord
-    from doll.run.folder import Target
+    from doll.run.target import Target
 
 POLL_S = 0.2
 DRAIN_TURN_S = 2.0
@@ -196,7 +197,7 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
 
 def _provision(at: Target, overrides: list[str], *, dry_run: bool, once: bool = False, as_json: bool = False) -> int:
     """Turns until it is over, somebody interrupts, or one was asked for; the exit code."""
-    from doll.run.interrupts import Interrupts
+    from doll.process.signals import Interrupts
 
     settings, notes = controller_settings(at.config)
     with Interrupts() as interrupts, _ControllerRuntime(at, settings, dry_run=dry_run) as runtime:
@@ -227,7 +228,7 @@ def _provision(at: Target, overrides: list[str], *, dry_run: bool, once: bool = 
 
 def _drain(at: Target, *, as_json: bool) -> int:
     from doll.errors import ServiceUnavailableError
-    from doll.run.interrupts import Interrupts
+    from doll.process.signals import Interrupts
 
     settings, _ = controller_settings(at.config)
     with Interrupts() as interrupts, _ControllerRuntime(at, settings, dry_run=False) as runtime:

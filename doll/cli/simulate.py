@@ -30,10 +30,10 @@ from doll.cli.options import (
     SpotPriceOption,
     TraceOption,
     WorkersOption,
-    emit,
     rates,
     target,
 )  # fmt: skip
+from doll.cli.output import emit
 
 if TYPE_CHECKING:
     from doll.config import JobConfig

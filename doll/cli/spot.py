@@ -32,9 +32,9 @@ from doll.cli.options import (
     SeedOption,
     SetOption,
     TraceOption,
-    emit,
     target,
 )
+from doll.cli.output import emit
 from doll.errors import ConfigError, DollError
 from doll.run.folder import RunFolder
 
@@ -108,16 +108,21 @@ def run_spot(
         ConfigError: the job cannot be run this way.
         ServiceUnavailableError: Kafka or Redis cannot be found or started.
     """
+    from doll.monitor.run_report import summary
     from doll.run.job import run_up
 
     spot_run = SpotRun.of(config, seed)
     if spot_run.assessment.problem is not None or dry_run:
         emit(as_json, spot_run.to_dict(), spot_run.text())
         return spot_run.assessment.problem.exit_code if spot_run.assessment.problem is not None else 0
-    return run_up(
-        config, runs_folder, as_json=as_json, fresh=fresh,
+    report = run_up(
+        config,
+        runs_folder,
+        fresh=fresh,
         worker_pool=lambda run, display: SpotWorkerPool(config, spot_run, run, display),
-    )  # fmt: skip
+    )
+    emit(as_json, report, summary(report))
+    return int(report["exit_code"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,7 +360,7 @@ class SpotWorkerPool:
         if isinstance(record, Finished) and self._finished_s is None:
             self._finished_s, self._finished_version = self._clock.at(record.time_s), record.version
 
-    def turn(self, supervisor: Supervisor, stack: Stack) -> str | None:
+    def tick(self, supervisor: Supervisor, stack: Stack) -> str | None:
         if self._fleet is None or self._controller is None or self._job_records is None:
             return None
         self._fleet.poll()
@@ -388,7 +393,7 @@ class SpotWorkerPool:
         if self._leave_reporter is not None:
             self._leave_reporter.close()
 
-    def facts(self) -> dict[str, Any]:
+    def report_fields(self) -> dict[str, Any]:
         from doll.monitor.spot_history import facts
         from doll.simulation.adaptive import ADAPTIVE
 

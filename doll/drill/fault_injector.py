@@ -138,7 +138,7 @@ class FaultInjector:
         """As of `RoleRelays`."""
         return self._relays.services(role, stack)
 
-    def turn(self, supervisor: Supervisor, stack: Stack) -> str | None:
+    def tick(self, supervisor: Supervisor, stack: Stack) -> str | None:
         """Inject what is due, and return the reason why the job ends now, or None.
 
         Raises:
@@ -204,7 +204,7 @@ class FaultInjector:
             leaving.handle.kill()
         self._suspended, self._leaving = [], []
 
-    def facts(self) -> dict[str, Any]:
+    def report_fields(self) -> dict[str, Any]:
         """The drill's fields in `report.json`."""
         return {
             "drill_seed": self._seed,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +10,11 @@ from doll.config import StopConfig
 from doll.drill.fault_injector import FaultInjector
 from doll.drill.metadata_service import FakeMetadataService
 from doll.drill.routes import RoleRelays
-from doll.errors import AuditError, ConfigError
+from doll.errors import ConfigError
 from doll.process.files import write_json
 from doll.run.folder import RunFolder
-from doll.run.job import PARAMETER_SERVERS, run_up
+from doll.run.job import run_up
+from doll.run.role_specs import PARAMETER_SERVERS
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -38,9 +38,9 @@ class _Drill(FaultInjector):
             f"{audit['dead']}"
         )
 
-    def facts(self) -> dict[str, Any]:
+    def report_fields(self) -> dict[str, Any]:
         write_json(self._run.path / "faults.json", self.log())
-        return super().facts()
+        return super().report_fields()
 
 
 def run_drill(
@@ -51,10 +51,9 @@ def run_drill(
     seed: int,
     standby: bool = False,
     brokers: int = 1,
-    as_json: bool = False,
     fresh: bool = False,
-) -> int:
-    """Run the job until it has recovered from `faults` faults; the exit code, as of `run_up`.
+) -> tuple[dict[str, Any], str | None]:
+    """Run the job until `faults` faults are recovered from; the report, as of `run_up`, and a failure of the drill.
 
     Args:
         standby: run a second parameter server, which takes over when the leader is silent.
@@ -83,8 +82,5 @@ def run_drill(
             )
             return drills[-1]
 
-        code = run_up(endless, runs_folder, as_json=as_json, fresh=fresh, hook=hook)
-    if code == 0 and (problem := drills[0].problem()) is not None:
-        sys.stderr.write(f"doll: {problem}\n")
-        return AuditError.exit_code
-    return code
+        report = run_up(endless, runs_folder, fresh=fresh, hook=hook)
+    return report, drills[0].problem() if report["exit_code"] == 0 else None

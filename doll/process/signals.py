@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as an event, for processes that look at it between two pieces of work."""
+"""SIGTERM and SIGINT, for processes that check an event and for commands that start processes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,55 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Self
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
 def stop_requested() -> Iterator[threading.Event]:
-    """An event that SIGTERM or SIGINT sets; only the main thread may take signals over, others get an event that waits.
+    """An event that SIGTERM or SIGINT sets. Outside of the main thread, which alone may handle signals: one never set.
 
-    What the signals did before, they do again at the end.
+    The earlier handlers are restored at the end.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, lambda *_: stop.set()) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, lambda *_: stop.set()) for number in _SIGNALS}
     try:
         yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Interrupts:
+    """SIGINT and SIGTERM for a command that starts processes; a context manager for the main thread.
+
+    Attributes:
+        graceful: while False, a signal raises `KeyboardInterrupt`. While True, the first one sets `stop_requested` and
+            the second one raises.
+        stop_requested: a signal has come.
+    """
+
+    def __init__(self) -> None:
+        self.graceful = False
+        self.stop_requested = False
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        repeated, self.stop_requested = self.stop_requested, True
+        if repeated or not self.graceful:
+            raise KeyboardInterrupt

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from doll.config import JobConfig, load
 from doll.errors import ConfigError, FencedError
+from doll.kafka.clients import kafka_problem
+from doll.ledger.admission import admit, read, refuse_earlier_run
 from doll.process.files import read_json
+from doll.ps.standby import LeaderCheck
 from doll.run.folder import STACK
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
+from doll.services import Services, kafka_address
+from doll.storage.stores import checkpoint_location, open_store
 
 _REACHABLE_S: Final = 5.0
 
@@ -23,12 +26,6 @@ def check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:
         CheckpointError: the checkpoint store cannot be read.
         ServiceUnavailableError: Kafka does not answer any more.
     """
-    from doll.kafka.clients import kafka_problem
-    from doll.ledger.admission import admit, read, refuse_earlier_run
-    from doll.ps.standby import LeaderCheck
-    from doll.services import Services, kafka_address
-    from doll.storage.stores import checkpoint_location, open_store
-
     address = kafka_address(config)
     services = Services(address or "", "")
     if address is None or kafka_problem(config, services, _REACHABLE_S) is not None:
@@ -78,9 +75,6 @@ def _noted_kafka(path: Path) -> str:
 
 
 def _is_of(run: Path, job: str) -> bool:
-    from doll.config import load
-    from doll.storage.stores import open_store
-
     try:
         config = load(run / "job.yaml")
         return config.job == job and bool(open_store(config, run).versions())

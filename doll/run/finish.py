@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from doll.config import JobConfig
 from doll.errors import AuditError, DollError, ServiceUnavailableError
+from doll.ledger.audit import audit
+from doll.ledger.report import LedgerReport
+from doll.local.forks import ForkServer
+from doll.local.processes import describe_exit, tail
+from doll.monitor.csv_file import CsvFile
+from doll.monitor.display import Display
+from doll.monitor.plots import draw
+from doll.monitor.progress import ProgressModel
 from doll.monitor.run_report import RunOutcome, build_report
 from doll.process.files import write_json
-from doll.run.folder import RunFolder
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.ledger.report import LedgerReport
-    from doll.local.forks import ForkServer
-    from doll.monitor.display import Display
-    from doll.monitor.progress import ProgressModel
-    from doll.services import Services
+from doll.run.folder import RunFolder, display_path
+from doll.services import Services
+from doll.storage.stores import open_store
 
 EXPORT_S = 60.0
 
@@ -39,21 +41,18 @@ def finish_run(
     Returns:
         What `report.json` says.
     """
-    from doll.monitor.csv_file import CsvFile
-    from doll.monitor.plots import draw
-
     problems: list[str] = []
     ledger: LedgerReport | None = None
     with _collect_errors(problems, "audit"):
         display.say("auditing the ledger")
         ledger = _audit(config, run, services)
-        outcome.files["ledger"] = shown(run.path / "audit.json")
+        outcome.files["ledger"] = display_path(run.path / "audit.json")
     if ledger is not None and not ledger.ok and outcome.exit_code == 0:
         outcome.exit_code = AuditError.exit_code
     with _collect_errors(problems, "export"):
         display.say("exporting the model")
         _export(run, forks)
-        outcome.files["model"] = shown(run.model / "model.safetensors")
+        outcome.files["model"] = display_path(run.model / "model.safetensors")
     with _collect_errors(problems, "plot"):
         display.say("drawing the plots")
         CsvFile(run.path / "updates.csv", model.history.updates).sync()
@@ -61,12 +60,12 @@ def finish_run(
             CsvFile(run.path / "evaluations.csv", model.history.evaluations).sync()
         rate = model.rate_predicted()
         draw(model.history, run.plot, job=config.job, predicted_rate=rate, target_accuracy=config.stop.accuracy)
-        outcome.files["plots"] = shown(run.plot)
+        outcome.files["plots"] = display_path(run.plot)
     outcome.files |= {
-        "updates": shown(run.path / "updates.csv"),
-        "evaluations": shown(run.path / "evaluations.csv"),
-        "logs": shown(run.logs),
-        "report": shown(run.report),
+        "updates": display_path(run.path / "updates.csv"),
+        "evaluations": display_path(run.path / "evaluations.csv"),
+        "logs": display_path(run.logs),
+        "report": display_path(run.report),
     }
     outcome.notes += tuple(problems)
     if problems and outcome.exit_code == 0:
@@ -77,17 +76,12 @@ def finish_run(
 
 
 def _audit(config: JobConfig, run: RunFolder, services: Services) -> LedgerReport:
-    from doll.ledger.audit import audit
-    from doll.storage.stores import open_store
-
     ledger = audit(config, services, open_store(config, run.path))
     write_json(run.path / "audit.json", ledger.to_dict())
     return ledger
 
 
 def _export(run: RunFolder, forks: ForkServer) -> None:
-    from doll.local.processes import describe_exit, tail
-
     log_path = run.logs / "export.log"
     arguments = [str(run.job), str(run.path), str(run.model)]
     role = forks.start_role("doll.run.roles:export_role", arguments, log_path=log_path, name="export")
@@ -104,10 +98,3 @@ def _collect_errors(problems: list[str], what: str) -> Iterator[None]:
         yield
     except (DollError, OSError) as error:
         problems.append(f"{what} failed: {error}")
-
-
-def shown(path: Path) -> str:
-    """A path as short as it can be said from here."""
-    with contextlib.suppress(ValueError):
-        return str(path.relative_to(Path.cwd()))
-    return str(path)

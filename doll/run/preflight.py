@@ -1,34 +1,28 @@
-"""Checking what a job file points to without running it: files that are there, a class that stands in its module."""
+"""Check what a job file refers to, without running it: that its files exist, and its task class in its module."""
 
 from __future__ import annotations
 
 import ast
+import difflib
 import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from doll.config import JobConfig
 from doll.errors import ConfigError
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
+from doll.run import examples
 
 
 def check_files(config: JobConfig) -> None:
-    """Every file that the job file names is there.
+    """Check that every file exists that the job file names.
 
     Raises:
         ConfigError: names the keys whose files are missing.
     """
-    named = [("arrivals.trace", config.arrivals.trace)]
-    for key in ("path", "images", "labels"):
-        named.append((f"source.{key}", getattr(config.source, key, None)))
-    missing = [(key, config.path(path)) for key, path in named if path is not None and not config.path(path).is_file()]
+    missing = examples.missing_files(config)
     if missing:
-        from doll.cli import examples
-
-        lines = [f"{key}: expected a file, found nothing at {path}" for key, path in missing]
+        lines = [f"{key}: expected a file, but {path} does not exist" for key, path in missing]
         if config.base_folder == examples.folder():
             lines.append(
                 "DOLL does not ship this example's data: doll example copy NAME FOLDER, and set these keys in it"
@@ -37,7 +31,7 @@ def check_files(config: JobConfig) -> None:
 
 
 def check_task(config: JobConfig) -> None:
-    """The task's class stands in its module. The module is read, not run: importing torch would take seconds.
+    """Check that the task's class is in its module. The module is parsed, not run: importing torch takes seconds.
 
     Raises:
         ConfigError: there is no such file, module or class.
@@ -47,7 +41,7 @@ def check_task(config: JobConfig) -> None:
     if path is None:
         return
     if not path.is_file():
-        raise ConfigError(f"task.class: expected a Python file, found nothing at {path}")
+        raise ConfigError(f"task.class: expected a Python file, but {path} does not exist")
     try:
         tree = ast.parse(path.read_bytes(), filename=str(path))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as exc:
@@ -58,7 +52,7 @@ def check_task(config: JobConfig) -> None:
 
 
 def _find(module: str, config: JobConfig) -> Path | None:
-    """The source file of a module; None where it has none to read (a built-in, a compiled module)."""
+    """The source file of a module; None if it has none (a built-in, a compiled module)."""
     folder = str(config.base_folder)
     sys.path.append(folder)
     try:
@@ -69,14 +63,14 @@ def _find(module: str, config: JobConfig) -> Path | None:
         sys.path.remove(folder)
     if spec is None:
         raise ConfigError(
-            f"task.class: no module {module!r}: expected one that is installed or stands beside the job file, "
+            f"task.class: no module {module!r}: expected one that is installed or beside the job file, "
             "or a file, as in my_task.py:MyTask"
         )
     return Path(spec.origin) if spec.origin and spec.origin.endswith(".py") else None
 
 
 def _names(body: list[ast.stmt]) -> Iterator[str]:
-    """Names that a module's top level binds, as far as that can be read."""
+    """Names that the top level of a module binds, as far as its source shows."""
     for node in body:
         match node:
             case ast.ClassDef() | ast.FunctionDef():
@@ -95,8 +89,6 @@ def _names(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def _hint(tree: ast.Module, name: str) -> str:
-    import difflib
-
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     near = difflib.get_close_matches(name, classes, n=1)
     if near:

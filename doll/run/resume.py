@@ -8,28 +8,32 @@ a run that can be resumed.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from doll import fingerprint
+from doll.config import JobConfig, load
 from doll.errors import ConfigError, ServiceUnavailableError
+from doll.kafka.clients import kafka_problem
+from doll.ledger.admission import admit
+from doll.local.stack import has_kafka_data
 from doll.process.files import read_json
-from doll.run.folder import RunFolder, open_target
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
+from doll.run.folder import RunFolder
+from doll.run.job import check_runnable, run_in
+from doll.run.target import open_target
+from doll.services import Services, kafka_address
+from doll.storage.stores import checkpoint_location, open_store
 
 _REACHABLE_S = 5.0
 
 
-def run_resume(folder: Path, overrides: list[str], *, as_json: bool = False) -> int:
-    """Go on with the run in `folder`; the exit code, as of `doll up`.
+def run_resume(folder: Path, overrides: list[str]) -> dict[str, Any]:
+    """Go on with the run in `folder`; the report, as of `run_up`.
 
     Raises:
         ConfigError: no run, one that is still going, or a changed number of workers, batch size, task or optimizer.
         ServiceUnavailableError: the run's records are gone, or its services do not answer.
         CheckpointError: there are checkpoints and none is whole.
     """
-    from doll.run.job import check_runnable, run_in
-
     target = open_target(folder, overrides)
     run, config = target.run, target.config
     if not target.is_run_folder:
@@ -42,7 +46,7 @@ def run_resume(folder: Path, overrides: list[str], *, as_json: bool = False) -> 
         run.write_job(config)
         if run.report.exists():
             run.report.replace(run.path / "report.previous.json")
-        return run_in(run, config, as_json=as_json)
+        return run_in(run, config)
 
 
 def _check_same_ledger(run: RunFolder, config: JobConfig) -> None:
@@ -51,10 +55,6 @@ def _check_same_ledger(run: RunFolder, config: JobConfig) -> None:
     Raises:
         ConfigError: says what differs.
     """
-    from doll import fingerprint
-    from doll.config import load
-    from doll.storage.stores import open_store
-
     checkpoint = open_store(config, run.path).load_newest(None)
     began_with = fingerprint.words(load(run.job))
     if checkpoint is not None:
@@ -73,11 +73,6 @@ def _check_newest(run: RunFolder, config: JobConfig) -> None:
     Raises:
         ConfigError: one has.
     """
-    from doll.kafka.clients import kafka_problem
-    from doll.ledger.admission import admit
-    from doll.services import Services, kafka_address
-    from doll.storage.stores import checkpoint_location, open_store
-
     address = kafka_address(config)
     if read_json(run.stack).get("kafka_kind") == "local" or address is None:
         return
@@ -92,8 +87,6 @@ def _on_same_broker(run: RunFolder, config: JobConfig) -> JobConfig:
     Raises:
         ServiceUnavailableError: the records are gone.
     """
-    from doll.local.stack import has_kafka_data
-
     recorded = read_json(run.stack)
     kind, address = recorded.get("kafka_kind"), recorded.get("kafka")
     if kind == "mock":

@@ -22,7 +22,8 @@ from doll.provisioner.fleets.processes import ProcessFleet
 from doll.provisioner.machines import machines_of
 from doll.provisioner.state_store import FileStateStore
 from doll.records import Finished, Leave, Metric
-from doll.run.folder import RunFolder, open_target
+from doll.run.folder import RunFolder
+from doll.run.target import open_target
 from doll.services import KAFKA_ENV, REDIS_ENV
 from waiting import WAIT_TIMEOUT_S
 

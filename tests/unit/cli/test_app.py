@@ -128,10 +128,10 @@ def test_a_good_job_file_is_fine(job: Path) -> None:
         (["data.worker=3"], r"data\.worker: unknown key \(did you mean 'workers'\?\)"),
         (["data.workers=none"], r"data\.workers: .*, got 'none'"),
         (["task.class=my_task.py:MyTusk"], r"has no class 'MyTusk' \(did you mean 'MyTask'\?\)"),
-        (["task.class=gone.py:MyTask"], r"expected a Python file, found nothing at .*gone\.py"),
+        (["task.class=gone.py:MyTask"], r"expected a Python file, but .*gone\.py does not exist"),
         (["task.class=no_such_module:MyTask"], r"no module 'no_such_module'"),
         (["task.class=no_such.module:MyTask"], r"cannot import 'no_such\.module'"),
-        (["source={kind: csv, path: gone.csv}"], r"source\.path: expected a file, found nothing at .*gone\.csv"),
+        (["source={kind: csv, path: gone.csv}"], r"source\.path: expected a file, but .*gone\.csv does not exist"),
         (["no-equals-sign"], r"--set: expected key\.sub=value, got 'no-equals-sign'"),
     ],
 )

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from doll.cli import examples
 from doll.cli.app import app
+from doll.run import examples
 from paths import ROOT
 from typer.testing import CliRunner, Result
 
@@ -87,7 +87,7 @@ def test_an_example_whose_data_does_not_ship_says_what_to_do(tmp_path: Path, mon
     assert lacking == {"emnist", "intrusion"}
     result = doll("up", "intrusion")
     assert result.exit_code == 2
-    assert "source.path: expected a file, found nothing at" in result.stderr
+    assert "source.path: expected a file, but " in result.stderr
     assert "doll example copy NAME FOLDER, and set these keys in it" in result.stderr
 
 
@@ -104,7 +104,7 @@ def test_a_copy_has_all_that_it_needs_and_overwrites_nothing(name: str, files: l
     again = doll("example", "copy", name, "mine/new")
     assert again.exit_code == 2
     assert f"mine/new/{files[0]}" in again.stderr
-    assert "nothing is overwritten" in again.stderr
+    assert "files are not overwritten" in again.stderr
     here = doll("example", "copy", name)
     assert here.stdout.splitlines() == files
 
@@ -152,7 +152,7 @@ def test_the_wheel_holds_the_examples_and_finds_them_there(tmp_path: Path, monke
         assert {f"doll/examples/{name}.yaml" for name in NAMES} | {"doll/examples/churn.py"} <= names
         assert not [name for name in names if name.endswith(".pyc")]
         wheel.extractall(tmp_path / "site")
-    monkeypatch.setattr(examples, "__file__", str(tmp_path / "site" / "doll" / "cli" / "examples.py"))
+    monkeypatch.setattr(examples, "__file__", str(tmp_path / "site" / "doll" / "run" / "examples.py"))
     assert examples.folder() == tmp_path / "site" / "doll" / "examples"
     assert [file.name for file in {one.name: one for one in examples.examples()}["stdin"].files] == [
         "stdin.yaml",

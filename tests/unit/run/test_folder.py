@@ -9,7 +9,7 @@ from doll.cli.inspect import audit_target, status_of
 from doll.config import load
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.run import folder as runfolder
-from doll.run.folder import open_target
+from doll.run.target import open_target
 from doll.services import Services
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from doll.run.job import ended_early
+from doll.run.learning import ended_early
 
 
 def test_more_samples_are_advised_only_where_nothing_failed() -> None:
@@ -10,5 +10,5 @@ def test_more_samples_are_advised_only_where_nothing_failed() -> None:
         "the source ended before the stop rule (updates 40, accuracy 0.97) was met: give it more samples"
     )
     told = ended_early({"updates": 40}, {"worker-1": (3, "exiting code=1 reason=no memory")})
-    assert told.endswith("was met: worker-1 failed 3 times, at last with: exiting code=1 reason=no memory")
+    assert told.endswith("was met: worker-1 failed 3 times, last with: exiting code=1 reason=no memory")
     assert "more samples" not in told

@@ -1,0 +1,111 @@
+"""The job files that ship with DOLL, in a clone and in a wheel, by name.
+
+`doll up digits` works in any folder: a name selects a shipped example unless a file or folder has that name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shutil
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from doll.config import JobConfig, load
+from doll.errors import ConfigError
+
+_FILE_OF_TASK: Final = re.compile(r"^\s*class:\s*['\"]?([\w.-]+\.py):", re.MULTILINE)
+
+
+class Example(NamedTuple):
+    """A shipped job file.
+
+    Attributes:
+        description: its first line.
+        files: the files of its folder that it needs, the job file first.
+        command: the command that runs it.
+    """
+
+    name: str
+    description: str
+    files: tuple[Path, ...]
+    command: str
+
+    def lacks_data(self) -> bool:
+        """Whether it names files that do not ship with DOLL and are not there."""
+        return bool(missing_files(load(self.files[0])))
+
+
+def folder() -> Path | None:
+    """The folder of the examples: in the package, or beside it in a clone; None if there is none."""
+    package = Path(__file__).parents[1]
+    return next(
+        (path for path in (package / "examples", package.parent / "examples") if (path / "digits.yaml").is_file()), None
+    )
+
+
+def examples() -> list[Example]:
+    """Every shipped example, by name."""
+    at = folder()
+    return [] if at is None else [_example(path) for path in sorted(at.glob("*.yaml"))]
+
+
+def _example(path: Path) -> Example:
+    text = path.read_text(encoding="utf-8")
+    description = next((line[1:].strip() for line in text.splitlines() if line.startswith("#")), "")
+    beside = (path.with_name(name) for name in _FILE_OF_TASK.findall(text))
+    command = f"doll {'spot' if path.stem == 'spot' else 'up'} {path.stem}"
+    return Example(path.stem, description, (path, *(file for file in beside if file.is_file())), command)
+
+
+def named(name: Path) -> Path | None:
+    """The job file of the example of this name; None if the name is a path, or of no example."""
+    at = folder()
+    if at is None or name.name != str(name) or name.suffix:
+        return None
+    path = at / f"{name}.yaml"
+    return path if path.is_file() else None
+
+
+def hint(path: Path) -> str:
+    """Advice for a job file that does not exist: the example that may be meant."""
+    names = [example.name for example in examples()]
+    if path.stem in names:
+        return f"; the example of this name ships with DOLL: use {path.stem} in place of the path"
+    if str(path) != path.name:
+        return ""
+    near = difflib.get_close_matches(path.stem, names, n=1)
+    return f"; did you mean the example {near[0]!r}?" if near else "; doll example list names those that ship with DOLL"
+
+
+def missing_files(config: JobConfig) -> list[tuple[str, Path]]:
+    """The files that a job file names and that do not exist, with their keys."""
+    named_files = [("arrivals.trace", config.arrivals.trace)]
+    for key in ("path", "images", "labels"):
+        named_files.append((f"source.{key}", getattr(config.source, key, None)))
+    return [
+        (key, config.path(path)) for key, path in named_files if path is not None and not config.path(path).is_file()
+    ]
+
+
+def copy(name: str, to: Path) -> list[Path]:
+    """Copy an example and the files that it needs to a folder, which is created; returns the new files.
+
+    Raises:
+        ConfigError: there is no such example, a file exists, or the folder cannot be written.
+    """
+    shipped = {example.name: example for example in examples()}
+    example = shipped.get(name.removesuffix(".yaml"))
+    if example is None:
+        raise ConfigError(f"expected an example, one of {', '.join(shipped)}; got {name!r}")
+    targets = [to / file.name for file in example.files]
+    existing = [str(path) for path in targets if path.exists()]
+    if existing:
+        raise ConfigError(f"{', '.join(existing)}: already exists; files are not overwritten")
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        for file, target in zip(example.files, targets, strict=True):
+            shutil.copyfile(file, target)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {to}: {error.strerror or error}") from error
+    return targets
