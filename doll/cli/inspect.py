@@ -122,8 +122,8 @@ def status_of(target: Target) -> CommandOutput:
 
 def _of_this_run(target: Target, records: list[AnyRecord]) -> list[AnyRecord]:
     """Records of `updates` and `metrics`; of a run's folder, without those of later runs on the same topics."""
-    from doll.ledger.audit import read_counts
     from doll.ledger.generations import GenerationFilter
+    from doll.ledger.snapshot_counts import read_counts
     from doll.records import Finished, Metric, TermStarted, Update
     from doll.storage.stores import open_store
 

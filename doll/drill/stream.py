@@ -11,7 +11,7 @@ from doll import packing
 from doll.config import DigitsSource, IdxSource, SyntheticSource
 from doll.errors import CheckpointError, DollError
 from doll.kafka.clients import kafka_settings
-from doll.ledger.audit import read_counts
+from doll.ledger.snapshot_counts import read_counts
 from doll.services import Services
 from doll.storage.stores import open_store
 from doll.task import load_task
@@ -118,5 +118,4 @@ class SamplesTopic:
             return None
         if checkpoint is None:
             return None
-        counts = read_counts(self._config, checkpoint)
-        return counts.origins[partition] + counts.applied[partition] * counts.records_per_batch
+        return read_counts(self._config, checkpoint).read_until[partition]

@@ -1,15 +1,15 @@
-"""Is the samples topic still the one that the model was learned from?
+"""Checks that the samples topic is still the one that the model was learned from.
 
-Offsets name samples only within one topic. Where it was deleted and created again, or cut short, the same offsets are
-other records: a reader that went on at its offset would wait for ever, or drop what comes until the log is as long as
-before. Kafka gives each topic an id of its own; a checkpoint keeps it. Brokers before 2.8 have none: there only a log
-that is shorter than what was read of it gives it away.
+Offsets name samples only within one topic. If it was deleted and created again, or truncated, the same offsets are
+other records: a reader that continued at its offset would wait for ever, or skip records until the log is as long as
+before. Kafka gives each topic an id, which the checkpoint keeps. Brokers before 2.8 have no ids: there only a log that
+is shorter than what was read of it shows the difference.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -20,7 +20,6 @@ from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
-    from doll.ledger.audit import SnapshotCounts
 
 log = get_logger(__name__)
 
@@ -38,7 +37,7 @@ class SampleLog:
     """The samples topic as the broker has it.
 
     Attributes:
-        topic_id: Kafka's own; "" where the broker does not tell.
+        topic_id: Kafka's id of the topic; "" where the broker has none.
         low, high: per partition, the first offset that is kept and the one that the next record gets.
     """
 
@@ -51,14 +50,17 @@ class SampleLog:
 def describe_samples(
     config: JobConfig,
     services: Services,
-    watermarks: Callable[[str, int], tuple[int, int]],
-    counts: SnapshotCounts | None = None,
+    bounds_of: Callable[[str, int], tuple[int, int]],
+    *,
+    expected_id: str = "",
+    read_until: Sequence[int] | None = None,
 ) -> SampleLog:
     """Ask the broker.
 
     Args:
-        watermarks: of a topic and a partition, (low, high).
-        counts: of the checkpoint that the topic must fit.
+        bounds_of: of a topic and a partition, (low, high).
+        expected_id: Kafka's id of the topic that the model was learned from; "" where it is not known.
+        read_until: per partition, the offset behind the last record that the model has learned.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
@@ -71,12 +73,9 @@ def describe_samples(
             "no_topic_id", topic=name, reason="this broker gives topics no id (Kafka before 2.8)",
             hint="a topic that is deleted and created again is noticed only while it is shorter than before",
         )  # fmt: skip
-    reach = [0] * num
-    if counts is not None:
-        refuse_replaced_topic(name, counts.samples_id, topic_id)
-        both = zip(counts.origins, counts.applied, strict=True)
-        reach = [origin + applied * counts.records_per_batch for origin, applied in both]
-    bounds = [bounds_reaching(name, partition, reach[partition], watermarks) for partition in range(num)]
+    refuse_replaced_topic(name, expected_id, topic_id)
+    reach = read_until or [0] * num
+    bounds = [bounds_reaching(name, partition, reach[partition], bounds_of) for partition in range(num)]
     return SampleLog(name, topic_id, tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
 
 
@@ -101,7 +100,7 @@ def replaced_topic(name: str, expected: str, actual_id: str) -> str:
 
 
 def bounds_reaching(
-    name: str, partition: int, next_offset: int, watermarks: Callable[[str, int], tuple[int, int]]
+    name: str, partition: int, next_offset: int, bounds_of: Callable[[str, int], tuple[int, int]]
 ) -> tuple[int, int]:
     """(low, high) of a log that reaches as far as what is to be read next; a new leader is given time to know it.
 
@@ -111,7 +110,7 @@ def bounds_reaching(
     """
     deadline_s = time.monotonic() + _LEADER_SETTLE_S
     while True:
-        low, high = watermarks(name, partition)
+        low, high = bounds_of(name, partition)
         if next_offset <= high:
             return low, high
         if time.monotonic() > deadline_s:

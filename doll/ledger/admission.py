@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 from doll.errors import ConfigError, RecordError
 from doll.kafka import topics
 from doll.kafka.range_reader import RangeReader
-from doll.ledger.audit import read_counts
 from doll.ledger.generations import Lineage
+from doll.ledger.snapshot_counts import read_counts
 from doll.records import Finished, TermStarted, Update, decode
 from doll.services import Services
 

@@ -12,15 +12,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from doll import telemetry
-from doll.errors import CheckpointError
 from doll.kafka import topics
 from doll.kafka.range_reader import STALL_S, RangeReader
 from doll.kafka.samples_topic import replaced_topic
 from doll.ledger import generations
 from doll.ledger.balance import DurableModel, Ledger, LedgerReport, Range
+from doll.ledger.snapshot_counts import read_counts
 from doll.ledger.valid_updates import UpdatesRecord
 from doll.records import DeadLetter, Finished, TermStarted, Update
 from doll.services import Services
@@ -32,9 +30,7 @@ if TYPE_CHECKING:
 log = telemetry.get_logger(__name__)
 
 _ATTEMPTS: Final = 3
-_MAX_GAP_RECORDS: Final = (
-    5000  # gaps nearer than this are read in one go: a new position costs as much as some thousand records
-)
+_MAX_GAP_RECORDS: Final = 5000  # gaps nearer than this are read together: a seek costs as much as that
 
 
 def audit(
@@ -124,36 +120,6 @@ class _GenerationUpdates:
 
     def __iter__(self) -> Iterator[UpdatesRecord]:
         return self.own.records(self._all())
-
-
-class SnapshotCounts(msgspec.Struct, frozen=True):
-    """What the ledger needs of the engine's snapshot; the rest is ignored."""
-
-    version: int
-    applied: tuple[int, ...]
-    origins: tuple[int, ...]
-    records_per_batch: int
-    generation: int = 0
-    samples_id: str = ""
-
-
-def read_counts(config: JobConfig, checkpoint: Checkpoint) -> SnapshotCounts:
-    """How much of each stream a checkpoint holds.
-
-    Raises:
-        CheckpointError: it does not say so, or is of another number of workers or batch size than the job file.
-    """
-    num, per_batch = config.data.workers, config.data.records_per_batch
-    try:
-        counts = msgspec.msgpack.decode(checkpoint.state, type=SnapshotCounts)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
-        raise CheckpointError(f"the newest checkpoint holds no engine state that this build reads: {exc}") from exc
-    if (len(counts.applied), len(counts.origins), counts.records_per_batch) != (num, num, per_batch):
-        raise CheckpointError(
-            f"the newest checkpoint is of {len(counts.applied)} streams with {counts.records_per_batch} records per "
-            f"batch, the job file says {num} and {per_batch}: use the job file that the job ran with"
-        )
-    return counts
 
 
 def _durable(

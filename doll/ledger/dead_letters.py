@@ -228,8 +228,8 @@ def _with_payload(config: JobConfig, reader: RangeReader, dead: DeadRecord) -> R
         return Replay(dead, "letter", letter.payload)
     return Replay(
         dead,
-        skip_reason=f"the samples topic no longer holds it, and the letter kept only the first {len(letter.payload)} of "
-        f"{letter.payload_bytes} bytes",
+        skip_reason="the samples topic no longer holds it, and the letter kept only the first "
+        f"{len(letter.payload)} of {letter.payload_bytes} bytes",
     )
 
 

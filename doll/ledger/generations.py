@@ -58,7 +58,7 @@ class GenerationFilter:
     """Passes on what is of one generation. Pure.
 
     Attributes:
-        next_generation: the name of the generation after it, as far as the records have been read; None: it is the newest.
+        next_generation: the generation after it, as far as the records have been read; None: it is the newest.
     """
 
     def __init__(self, generation: int) -> None:

@@ -50,12 +50,6 @@ def obstacle(root: Path = SHM_ROOT) -> str | None:
     return None
 
 
-def limit_bytes(folder: Path) -> int:
-    """Space for the blobs of one run: half of the file system that `folder` is on. The same in all processes."""
-    status = os.statvfs(folder)
-    return status.f_blocks * status.f_frsize // 2
-
-
 def remove_stale_folders(root: Path = SHM_ROOT) -> list[Path]:
     """Remove the folders of killed runs, except those of other users; return the removed folders."""
     removed = []

@@ -9,7 +9,7 @@ from doll.config import JobConfig
 from doll.kafka import topics
 from doll.kafka.samples_topic import describe_samples
 from doll.ledger.admission import admit
-from doll.ledger.audit import read_counts
+from doll.ledger.snapshot_counts import read_counts
 from doll.model import build, fingerprint
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat, heartbeat_of
@@ -141,7 +141,13 @@ def _start(
     """
     now = time.monotonic()
     counts = None if checkpoint is None else read_counts(config, checkpoint)
-    samples = describe_samples(config, services, channel.watermarks, counts)
+    samples = describe_samples(
+        config,
+        services,
+        channel.watermarks,
+        expected_id="" if counts is None else counts.samples_id,
+        read_until=None if counts is None else counts.read_until,
+    )
     if checkpoint is not None:
         log.info("resumed", version=checkpoint.version, from_term=checkpoint.term)
         return Start.resume(term, now, checkpoint, samples.topic_id)

@@ -1,9 +1,9 @@
 """Checkpoints: the durable model, and the truth that every restart begins from.
 
 A checkpoint is one file: magic `DLCK`, u8 schema version = 2, three zero bytes, u64 length of the head, the head in
-MessagePack (see `_Header`), the engine's state, the tensors as safetensors, and the sha256 of all that. A later parameter
-server has a higher `term`, and what it writes is the newer truth even where its version is lower: it may have had
-to go back.
+MessagePack (see `_Header`), the engine's state, the tensors as safetensors, and the sha256 of all that. A later
+parameter server has a higher `term`, and what it writes is newer even where its version is lower: it may have had to
+go back.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ def check_owner(checkpoint: Checkpoint, *, job: str, fingerprint: str | None, wh
         )
     if fingerprint is not None and not fits(fingerprint, checkpoint.fingerprint):
         raise CheckpointError(
-            f"{where}: {_mismatch(fingerprint, checkpoint.fingerprint)}: the task, model or batch size has changed since "
-            "this job began; restore them, or rename the job to begin a new one"
+            f"{where}: {_mismatch(fingerprint, checkpoint.fingerprint)}: the task, model or batch size has changed "
+            "since this job began; restore them, or rename the job to begin a new one"
         )
 
 

@@ -185,6 +185,12 @@ class ShmBlobs:
             )
 
 
+def limit_bytes(folder: Path) -> int:
+    """Space for the blobs of one run: half of the file system that holds `folder`. The same in all processes."""
+    status = os.statvfs(folder)
+    return status.f_blocks * status.f_frsize // 2
+
+
 def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:
     views = [memoryview(part).cast("B") for part in parts if len(part)]
     while views:

@@ -69,8 +69,7 @@ def open_blobs(
     redis_store = RedisBlobs(connect_redis(services, timeout_s=timeout_s), give_up=give_up)
     if kind == "redis" or not services.blobs:
         return redis_store
-    from doll.local.shared_memory import limit_bytes
-    from doll.storage.shm_blobs import ShmBlobs
+    from doll.storage.shm_blobs import ShmBlobs, limit_bytes
 
     folder = Path(services.blobs)
     return ShmBlobs(folder, limit_bytes=limit_bytes(folder.parent), fallback=redis_store)

@@ -20,10 +20,10 @@ import msgspec
 import pytest
 import structlog
 from doll.bounded import MAX_DEPTH, MalformedError, json_value
-from doll.config import ConfigError, load, parse
+from doll.config import load, parse
 from doll.consumers.spot_notices import Imds, NoticeWatcher
-from doll.errors import CheckpointError, RecordError, ServiceUnavailableError
-from doll.ledger.audit import SnapshotCounts, read_counts
+from doll.errors import CheckpointError, ConfigError, RecordError, ServiceUnavailableError
+from doll.ledger.snapshot_counts import SnapshotCounts, read_counts
 from doll.monitor.csv_file import read_rows
 from doll.monitor.prometheus import Measurements
 from doll.process.health import Heartbeat, _serve

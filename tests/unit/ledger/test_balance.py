@@ -386,10 +386,20 @@ def test_a_term_of_a_server_that_lost_the_race_changes_nothing() -> None:
             "term 1 records version 1 after version 1",
         ),
         (durable(1, 1, 1, 0), [update(1, 1, (0, 0))], "no record says from which version term 1 began"),
-        (durable(1, 1, 1, 0), [term_started(1), term_started(1), update(1, 1, (0, 0))], "two servers had the same term"),
+        (
+            durable(1, 1, 1, 0),
+            [term_started(1), term_started(1), update(1, 1, (0, 0))],
+            "two servers had the same term",
+        ),
         (
             durable(1, 2, 2, 0),
-            [term_started(1), update(1, 1, (0, 0)), update(1, 2, (0, 1)), term_started(2, resumed=1), update(2, 2, (0, 1))],
+            [
+                term_started(1),
+                update(1, 1, (0, 0)),
+                update(1, 2, (0, 1)),
+                term_started(2, resumed=1),
+                update(2, 2, (0, 1)),
+            ],
             "term 2 began again from version 1, but the newest checkpoint is of version 2, term 1",
         ),
         (
@@ -462,7 +472,8 @@ def test_records_deleted_before_they_were_learned_fail_the_audit_unless_allowed(
     assert (report.ok, report.applied, report.lost, report.pending, report.produced) == (False, 6, 8, 26, 40)
     assert report.superseded == 0
     assert report.violations() == [
-        "lost: partition 0: 2-5, partition 0: 10-13: deleted from the log before they were learned (see data.on_data_loss)"
+        "lost: partition 0: 2-5, partition 0: 10-13: deleted from the log before they were learned "
+        "(see data.on_data_loss)"
     ]
     assert "0 twice, 8 lost, 0 dead-lettered" in report.summary()
     allowed = balance(**arguments, loss_allowed=True)

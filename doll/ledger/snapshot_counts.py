@@ -1,0 +1,57 @@
+"""How much of each partition a checkpoint holds, read from the engine's state in it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from doll.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.storage.checkpoints import Checkpoint
+
+
+class SnapshotCounts(msgspec.Struct, frozen=True):
+    """The engine's snapshot as far as the ledger needs it; its other fields are ignored.
+
+    Attributes:
+        applied: per partition, the number of batches in the model, always the first ones.
+        origins: per partition, the offset at which its first batch begins.
+        samples_id: Kafka's id of the samples topic; "" where the broker has none.
+    """
+
+    version: int
+    applied: tuple[int, ...]
+    origins: tuple[int, ...]
+    records_per_batch: int
+    generation: int = 0
+    samples_id: str = ""
+
+    @property
+    def read_until(self) -> tuple[int, ...]:
+        """Per partition, the offset behind the last record that the model has learned."""
+        return tuple(
+            origin + applied * self.records_per_batch
+            for origin, applied in zip(self.origins, self.applied, strict=True)
+        )
+
+
+def read_counts(config: JobConfig, checkpoint: Checkpoint) -> SnapshotCounts:
+    """How much of each stream a checkpoint holds.
+
+    Raises:
+        CheckpointError: it does not say so, or is of another number of workers or batch size than the job file.
+    """
+    num, per_batch = config.data.workers, config.data.records_per_batch
+    try:
+        counts = msgspec.msgpack.decode(checkpoint.state, type=SnapshotCounts)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        raise CheckpointError(f"the newest checkpoint holds no engine state that this build reads: {exc}") from exc
+    if (len(counts.applied), len(counts.origins), counts.records_per_batch) != (num, num, per_batch):
+        raise CheckpointError(
+            f"the newest checkpoint is of {len(counts.applied)} streams with {counts.records_per_batch} records per "
+            f"batch, the job file says {num} and {per_batch}: use the job file that the job ran with"
+        )
+    return counts
