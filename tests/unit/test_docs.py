@@ -9,13 +9,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
-    [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy" / "terraform" / "README.md"]
-    + list((ROOT / "docs").rglob("*.md"))
+    (
+        *(ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "deploy" / "terraform" / "README.md"),
+        *(ROOT / "docs").rglob("*.md"),
+    )
 )
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-_PATH = re.compile(
-    r"`((?:doll|tests|benchmarks|deploy|examples)/(?!results)[\w./-]+\.[a-z]+|doll/[a-z_/]+/)`"
-)  # files, and folders of the package
+# Files, and folders of the package.
+_PATH = re.compile(r"`((?:doll|tests|benchmarks|deploy|examples)/(?!results)[\w./-]+\.[a-z]+|doll/[a-z_/]+/)`")
 _OLD_NAMES = {"0024"}  # ADRs that list earlier paths
 
 
