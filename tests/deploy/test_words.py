@@ -30,8 +30,7 @@ ROLES: list[str] = json.loads(found(r"^  roles = (\[[^]]*\])", CONTROL))
 TOLD_TO_PEOPLE = re.findall(r"/opt/doll/doll\.sh ([^#`\n]+)", (TERRAFORM / "README.md").read_text())
 
 
-USAGE_ERROR = typer.BadParameter.__base__  # of the click that typer brings, which has no public name
-assert USAGE_ERROR is not None
+USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # of the click that typer brings, which has no public name
 
 
 def doll_takes(words: Sequence[str]) -> None:

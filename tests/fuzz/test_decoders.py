@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pytest
 import yaml
 from doll.config import JobConfig, dump, parse
@@ -29,6 +30,7 @@ from doll.ps.policies import make_policy
 from doll.records import (
     Alive,
     Announce,
+    AnyRecord,
     DeadLetter,
     Durable,
     Evaluated,
@@ -61,8 +63,8 @@ pytestmark = pytest.mark.fuzz
 
 # --- control records ------------------------------------------------------------------------------------------------
 
-W = {"worker": 1, "session": 1 << 20}
-UP = [
+W: dict[str, Any] = {"worker": 1, "session": 1 << 20}
+UP: list[AnyRecord] = [
     Join(worker=1, instance="a"),
     Join(worker=1, instance="a", session=1 << 20),
     Announce(**W, first=0, until=3),
@@ -73,8 +75,8 @@ UP = [
     Leave(**W, cause="sigterm"),
     Evaluated(term=1, version=1, loss=0.5, accuracy=0.9),
 ]  # fmt: skip
-G = {"term": 1, "worker": 1}
-DOWN = [
+G: dict[str, Any] = {"term": 1, "worker": 1}
+DOWN: list[AnyRecord] = [
     Welcome(**G, instance="a", session=1 << 20, origin=0, next_batch=0, fingerprint="f"),
     Grant(**G, session=1 << 20, batch=0, grant=1, version=0, key="doll:j:w:1:0"),
     Durable(**G, until=1),
@@ -83,7 +85,7 @@ DOWN = [
     Stop(term=1, reason="updates"),
 ]
 MEMBER = Member(worker=0, batch=0, lo=0, hi=8, n_samples=8, base_version=0, dead=(2,), gaps=((3, 4),))
-OTHERS = [
+OTHERS: list[AnyRecord] = [
     TermStarted(term=1, resumed_version=0, origins=(0, 0), records_per_batch=8, time_s=1.0),
     Update(term=1, version=1, members=(MEMBER,), n_samples=8, loss=0.5, metrics={"accuracy": 0.5}),
     Finished(term=1, version=1, reason="updates", time_s=1.0),
@@ -127,7 +129,7 @@ def engine(policy: str) -> Engine:
 
 @pytest.mark.parametrize("policy", ["doll", "bsp", "asp"])
 def test_the_engine_takes_any_record_that_decodes(policy: str) -> None:
-    """A record that a stranger wrote to `events` may be refused, never end the parameter server or break its counters."""
+    """A stranger's record in `events` may be refused; it never ends the parameter server or breaks its counters."""
     seeds = [encode(record) for record in UP]
     subject, fed = engine(policy), 0
     for number, data in enumerate(inputs(f"engine {policy}", 7_000, seeds)):
@@ -267,7 +269,10 @@ def test_blobs() -> None:
 
 
 def _checkpoint() -> Checkpoint:
-    tensors = {"weights": np.arange(16, dtype=np.float32), "optimizer.step": np.array(3, np.int64)}
+    tensors: dict[str, npt.NDArray[Any]] = {
+        "weights": np.arange(16, dtype=np.float32),
+        "optimizer.step": np.array(3, np.int64),
+    }
     return Checkpoint(job="j", fingerprint="f", term=1, version=3, state=b"state", tensors=tensors)
 
 

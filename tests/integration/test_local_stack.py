@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import uuid
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -78,9 +79,9 @@ def test_everything_ends_with_the_process_that_started_it(tmp_path: Path, end: s
         holder.send_signal(end)
         holder.wait(WAIT_TIMEOUT_S)
         for process in descendants:
-            until(lambda process=process: is_gone(process), f"the end of {process}")
+            until(partial(is_gone, process), f"the end of {process}")
         for port in ports:
-            until(lambda port=port: port_is_closed(port), f"port {port} closed")
+            until(partial(port_is_closed, port), f"port {port} closed")
     finally:
         holder.kill()
         holder.wait()

@@ -36,8 +36,11 @@ BUSY = 0.9  # share of the deadline that the work takes with all workers up
 class Stage(Protocol):
     """A fleet with its owner."""
 
-    fleet: Fleet
-    prices: PriceFeed
+    @property
+    def fleet(self) -> Fleet: ...
+
+    @property
+    def prices(self) -> PriceFeed: ...
 
     def alive(self) -> list[Instance]: ...
 
@@ -144,7 +147,8 @@ class Day:
         return (
             f"{name}: {last.elapsed_s / 3600:.1f} h in {self.seconds:.1f} s of processor, {len(self.decisions)} turns, "
             f"{last.bill.instances} instances, {last.interruptions} interruptions, {last.moves} moves, "
-            f"{last.bill.usd:.2f} USD of {last.all_on_demand_usd:.2f} on-demand ({last.bill.usd / last.all_on_demand_usd:.1%})"
+            f"{last.bill.usd:.2f} USD of {last.all_on_demand_usd:.2f} on-demand "
+            f"({last.bill.usd / last.all_on_demand_usd:.1%})"
         )
 
 

@@ -18,9 +18,9 @@ from doll.provisioner.fleets.port import Order
 from doll.provisioner.state_store import FileStateStore
 from doll.records import Finished, TermStarted
 from doll.services import KAFKA_ENV, REDIS_ENV
-from fleet_rigs import REGION, Ec2Rig
+from fleet_rigs import Ec2Rig
 from moto.server import ThreadedMotoServer
-from moto_overlay import moto_market
+from moto_overlay import REGION, moto_market
 
 pytestmark = pytest.mark.integration
 

@@ -10,7 +10,7 @@ import msgspec
 from doll.records import AnyRecord
 from hypothesis import strategies as st
 
-TYPES: tuple[type, ...] = get_args(AnyRecord)
+TYPES: tuple[type[msgspec.Struct], ...] = get_args(AnyRecord)
 
 
 def strategy(annotation: Any) -> st.SearchStrategy[Any]:

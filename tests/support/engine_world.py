@@ -6,6 +6,7 @@ Each channel is FIFO, as Kafka's partitions are; which channel moves next is the
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from doll.config import StopConfig
@@ -282,7 +283,7 @@ class World:
                 self.tell(process.outbox.popleft())  # type: ignore[arg-type]
             process.dead = True
 
-    def _do(self, process: Process, actions: list[object]) -> None:
+    def _do(self, process: Process, actions: Sequence[object]) -> None:
         for action in actions:
             match action:
                 case Send(record):

@@ -169,7 +169,7 @@ class MotoMarket:
     def _bought(self, response: Any, request: dict[str, Any]) -> dict[str, Any]:
         (config,) = request["LaunchTemplateConfigs"]
         kind = request["TargetCapacitySpecification"]["DefaultTargetCapacityType"]
-        errors = []
+        errors: list[dict[str, Any]] = []
         zone_of = {
             id_: subnet.availability_zone for zone in _backend().subnets.values() for id_, subnet in zone.items()
         }

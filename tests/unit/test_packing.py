@@ -18,7 +18,7 @@ EQUAL = st.integers(1, 20).flatmap(lambda n: st.lists(st.binary(min_size=n, max_
 @given(SAMPLES | EQUAL)
 def test_comes_out_as_it_went_in(samples: list[bytes]) -> None:
     value = pack(samples)
-    for given_value in (value, memoryview(value), bytearray(value)):
+    for given_value in (value, memoryview(value), memoryview(bytearray(value))):
         packed = unpack(given_value, max_count=len(samples))
         assert packed.num_samples == len(samples)
         assert packed.samples() == samples

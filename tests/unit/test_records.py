@@ -24,7 +24,7 @@ def test_comes_back_as_it_was(cls: type) -> None:
         assert type(back) is cls
         assert back == record
         assert decode(memoryview(data)) == record
-        assert decode(bytearray(data)) == record
+        assert decode(memoryview(bytearray(data))) == record
 
     check()
 
@@ -36,7 +36,7 @@ def test_begins_with_magic_and_schema() -> None:
 
 
 def test_type_names_are_distinct_and_short() -> None:
-    names = [cls.__struct_config__.tag for cls in TYPES]
+    names = [str(cls.__struct_config__.tag) for cls in TYPES]
     assert len(set(names)) == len(TYPES) == 20
     assert all(name.isalpha() and name.islower() for name in names)
 

@@ -14,7 +14,7 @@ def record(message: str, *values: object, name: str = "aiokafka") -> logging.Log
 def test_a_message_is_let_through_once_in_30_seconds() -> None:
     now = 100.0
     once = RateLimitFilter(clock=lambda: now)
-    passed = []
+    passed: list[bool | logging.LogRecord] = []
     for _ in range(61):
         passed.append(once.filter(record("cannot connect to node %s", passed)))
         now += 0.5

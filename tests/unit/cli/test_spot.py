@@ -208,7 +208,7 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
     fleet = FakeFleet(clock)
     from doll.provisioner.fleets.port import Order
 
-    machines = [Machine(fleet.launch(Order(slot, 1, market))) for slot, market in enumerate(("spot", "on_demand"))]
+    machines = [Machine(fleet.launch(order)) for order in (Order(0, 1, "spot"), Order(1, 1, "on_demand"))]
     timeline = MarketTimeline()
     for at_s in np.arange(0.0, 100.0):
         timeline.feed(decision(float(at_s), "spot", "on_demand", usd=at_s / 100))

@@ -8,7 +8,7 @@ import pytest
 from doll.config.explain import explain
 from doll.config.section import Section
 from doll.config.variants import Variants, sections_of
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 shapes = Variants("kind", default="circle")
 
@@ -62,8 +62,9 @@ def test_errors_name_the_key() -> None:
 
 
 def test_the_classes_of_a_field() -> None:
-    assert sections_of(Drawing.model_fields["shape"]) == [Circle, Square]
-    assert sections_of(Drawing.model_fields["other"]) == [Circle, Square]
+    variants: list[type[BaseModel]] = [Circle, Square]
+    assert sections_of(Drawing.model_fields["shape"]) == variants
+    assert sections_of(Drawing.model_fields["other"]) == variants
     assert sections_of(Circle.model_fields["radius"]) == []
 
 

@@ -177,6 +177,9 @@ def test_a_single_usable_sample_is_learned_from_by_a_model_with_batch_norm() -> 
 class Counting(torch.nn.Module):
     """Buffers of every kind: statistics, a counter that decides, a mask, one that is replaced and not written into."""
 
+    seen: torch.Tensor
+    level: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = torch.nn.Linear(5, 3)
@@ -245,7 +248,7 @@ class Frozen(Classes):
 
     def build_model(self) -> torch.nn.Module:
         model = mlp(3)
-        model[0].requires_grad_(False).weight.data.fill_(self.value)  # type: ignore[index, operator, union-attr]
+        model[0].requires_grad_(False).weight.data.fill_(self.value)  # type: ignore[index]
         return model
 
 

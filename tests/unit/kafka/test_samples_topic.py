@@ -7,7 +7,7 @@ import itertools
 import pytest
 from doll.config import parse
 from doll.errors import ConfigError
-from doll.kafka import samples_topic
+from doll.kafka import samples_topic, topics
 from doll.kafka.samples_topic import bounds_reaching, describe_samples, refuse_replaced_topic
 from doll.services import Services
 
@@ -37,7 +37,7 @@ def test_another_topic_of_the_same_name_is_refused_and_unknown_ids_are_not() -> 
 
 def test_the_samples_topic_must_reach_as_far_as_it_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     config = parse("job: j\ntask: {class: 'a:B'}\ndata: {workers: 2}\n")
-    monkeypatch.setattr(samples_topic.topics, "topic_id", lambda *_: "id")
+    monkeypatch.setattr(topics, "topic_id", lambda *_: "id")
     monkeypatch.setattr(samples_topic, "_LEADER_SETTLE_S", 0.0)
     ends = {0: (1, 10), 1: (2, 20)}
 

@@ -446,7 +446,12 @@ def test_offsets_named_outside_their_batch_are_noticed() -> None:
 def test_a_record_in_a_range_said_to_hold_none_is_missing() -> None:
     one = update(1, 1, (0, 0))
     one = msgspec.structs.replace(one, members=(msgspec.structs.replace(one.members[0], gaps=((2, 6),)),))
-    arguments = {"durable": durable(1, 1, 1, 0), "ends": (10, 0), "records": [term_started(1), one], "dead_letters": []}
+    arguments: dict[str, Any] = {
+        "durable": durable(1, 1, 1, 0),
+        "ends": (10, 0),
+        "records": [term_started(1), one],
+        "dead_letters": [],
+    }
     report = balance(**arguments)
     assert report.gap_ranges == (Range(0, 2, 6),)
     assert (report.ok, report.applied, report.gaps) == (True, 6, 4)
@@ -462,7 +467,7 @@ def with_lost(*lost: tuple[int, int]) -> Update:
 
 
 def test_records_deleted_before_they_were_learned_fail_the_audit_unless_allowed() -> None:
-    arguments = {
+    arguments: dict[str, Any] = {
         "durable": durable(1, 1, 1, 0), "ends": (30, 10), "records": [term_started(1), with_lost((2, 6))],
         "dead_letters": [letter(0, 3)], "lows": (14, 0),
     }  # fmt: skip
@@ -483,7 +488,11 @@ def test_records_deleted_before_they_were_learned_fail_the_audit_unless_allowed(
 
 
 def test_what_an_ended_job_left_unread_may_go() -> None:
-    ended = [term_started(1), update(1, 1, (0, 0)), Finished(term=1, version=1, reason="", time_s=0)]
+    ended: list[TermStarted | Update | Finished] = [
+        term_started(1),
+        update(1, 1, (0, 0)),
+        Finished(term=1, version=1, reason="", time_s=0),
+    ]
     report = balance(durable=durable(1, 1, 1, 0), ends=(30, 10), records=ended, dead_letters=[], lows=(30, 10))
     assert (report.ok, report.lost, report.pending) == (True, 0, 30)
 
@@ -516,7 +525,7 @@ def test_a_dead_letter_of_a_batch_that_is_not_applied_yet_is_pending() -> None:
 def test_samples_refused_inside_a_record_need_a_letter_of_their_batch() -> None:
     one = update(1, 1, (0, 0), (0, 1))
     members = tuple(msgspec.structs.replace(member, dead_samples=3) for member in one.members)
-    arguments = {
+    arguments: dict[str, Any] = {
         "durable": durable(1, 1, 2, 0), "ends": (20, 0),
         "records": [term_started(1), msgspec.structs.replace(one, members=members)],
     }  # fmt: skip

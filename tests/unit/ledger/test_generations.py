@@ -30,7 +30,7 @@ def finished(number: int, version: int) -> Finished:
 
 
 # Two runs on the same topics; a server of the first one wakes up late.
-LOG = [
+LOG: list[TermStarted | Update | Finished] = [
     term_started(1), update(1, 1), term_started(2, resumed=1), update(2, 2), finished(2, 2),
     term_started(3, generation=3, origin=8), update(2, 3), update(3, 1),
     term_started(5, generation=3, resumed=1, origin=8), update(5, 2),

@@ -7,10 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from doll.local import processes
+from doll.local import launcher, processes
 from waiting import WAIT_TIMEOUT_S, until
 
 
@@ -40,7 +41,7 @@ def test_a_spawned_program_leads_a_session_of_its_own(tmp_path: Path) -> None:
 def test_a_program_whose_parent_is_another_does_not_start(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     told = subprocess.run(
-        [sys.executable, "-I", "-S", processes.launcher.__file__, "1", "touch", str(marker)],
+        [sys.executable, "-I", "-S", str(launcher.__file__), "1", "touch", str(marker)],
         check=False,
         timeout=WAIT_TIMEOUT_S,
     )
@@ -48,12 +49,16 @@ def test_a_program_whose_parent_is_another_does_not_start(tmp_path: Path) -> Non
     assert not marker.exists()
 
 
+def is_ready(log: Path) -> bool:
+    return "ready" in processes.tail(log)
+
+
 def test_end_is_gentle_first_then_firm(tmp_path: Path) -> None:
     ready = "import time; print('ready', flush=True); time.sleep(600)"
     gentle = python(ready, tmp_path / "gentle")
     stubborn = python(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {ready}", tmp_path / "stubborn")
     for log in ("gentle", "stubborn"):
-        until(lambda log=log: "ready" in processes.tail(tmp_path / log), f"the {log} one to be ready")
+        until(partial(is_ready, tmp_path / log), f"the {log} one to be ready")
     assert processes.end(gentle, grace_s=WAIT_TIMEOUT_S) == -signal.SIGTERM
     assert processes.end(stubborn, grace_s=0.1) == -signal.SIGKILL
     assert processes.end(stubborn, grace_s=0.1) == -signal.SIGKILL

@@ -25,6 +25,9 @@ class FakeProcess:
     def poll(self) -> int | None:
         return self.code
 
+    def send_signal(self, number: int) -> None:
+        raise AssertionError("the supervisor terminates or kills")
+
     def terminate(self) -> None:
         self.world.signals.append(("TERM", self.name))
         if not self.stubborn:

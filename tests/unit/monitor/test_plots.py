@@ -76,5 +76,5 @@ def test_moving_mean_weighs_and_skips_the_unknown() -> None:
 
 
 def test_moving_rate_of_a_steady_run() -> None:
-    _, rates = moving_rate(np.arange(100) * 0.25)
+    _, rates = moving_rate(np.arange(100, dtype=np.float64) * 0.25)
     assert rates == pytest.approx(np.full(len(rates), 4.0))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from doll.errors import ConfigError
 from doll.producers import arrivals
 from doll.producers.sources import child_rng
 
 
-def _times(process: object, count: int) -> np.ndarray:
+def _times(process: Iterator[float], count: int) -> npt.NDArray[np.float64]:
     return np.array(list(itertools.islice(process, count)))
 
 

@@ -50,7 +50,7 @@ def test_what_is_not_delivered_in_the_end_counts_as_failed_and_is_told_once(nowh
 
 
 def test_a_full_queue_makes_the_sender_wait_until_it_is_told_to_give_up(nowhere: Services) -> None:
-    sender = SampleSender(CONFIG, nowhere, [].append)
+    sender = SampleSender(CONFIG, nowhere, list[str]().append)
     record = bytes(15_000_000)
     sent = 0
     while sender.send(0, record, 1, _always):

@@ -33,7 +33,9 @@ def machine(
 ) -> Instance:
     """An instance that began at T0 and ran for `seconds`, or still runs."""
     ended = {} if seconds is None else {"ended_s": T0 + seconds, "end": end}
-    given = {"slot": 0, "incarnation": 1, "market": "spot", "pool": "a", "launched_s": T0} | ended | more
+    given: dict[str, Any] = (
+        {"slot": 0, "incarnation": 1, "market": "spot", "pool": "a", "launched_s": T0} | ended | more
+    )
     state = InstanceState.RUNNING if seconds is None else InstanceState.ENDED
     return Instance(id=id_, state=state, **given)
 

@@ -12,10 +12,12 @@ import pytest
 from any_record import ANY  # any record of any type, with any content
 from doll.errors import ConfigError, FencedError, ServiceUnavailableError
 from doll.provisioner.billing import EC2_LINUX
-from doll.provisioner.controller import Controller, ControllerSettings, Decision, slot_ranges
+from doll.provisioner.controller import Controller, ControllerSettings, Decision
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchFailure, Order
 from doll.provisioner.lease import Lease
+from doll.provisioner.planning import planner
+from doll.provisioner.planning.planner import slot_ranges
 from doll.provisioner.prices.stated import StatedPrices
 from doll.provisioner.reconcile import Launch, LaunchLimits
 from doll.provisioner.state_store import FileStateStore, MemoryStateStore
@@ -236,7 +238,6 @@ def test_a_probe_is_asked_before_what_can_only_be_guessed() -> None:
 
 def test_a_try_that_was_known_to_be_in_vain_is_no_reason_to_plan_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each plan of a turn may cover some workers: who waits for spot, and is refused as was known, changes nothing."""
-    from doll.provisioner import controller as module
 
     class Market:
         def spot_available(self, slot: int) -> bool | None:
@@ -249,8 +250,8 @@ def test_a_try_that_was_known_to_be_in_vain_is_no_reason_to_plan_again(monkeypat
         scene.fleet.interrupt(one.id, 0.0)
     for pool in scene.fleet.pools:
         scene.fleet.set_capacity(pool, "spot", 0)
-    plan = module.planner.plan
-    monkeypatch.setattr(module.planner, "plan", lambda state, how: plans.append(state.elapsed_s) or plan(state, how))
+    plan = planner.plan
+    monkeypatch.setattr(planner, "plan", lambda state, how: plans.append(state.elapsed_s) or plan(state, how))
     decision = scene.steps(1)
     assert [slot for slot, _, where in launches(decision) if where == "spot"], "still tried"
     assert len(plans) == 1
@@ -308,12 +309,12 @@ def test_prices_that_fail_are_the_last_known() -> None:
         def series(self, *args: Any) -> Any:
             raise ServiceUnavailableError("no prices")
 
-    scene.controller._prices = Failing()  # type: ignore[assignment]
+    scene.controller._prices = Failing()
     assert scene.turn().phase == "unavailable", "without any price nothing is bought"
     scene.controller = scene.successor()
     scene.steps(4)
     spent = scene.decisions[-1].bill.usd
-    scene.controller._prices = Failing()  # type: ignore[assignment]
+    scene.controller._prices = Failing()
     decision = scene.steps(2)
     assert (decision.phase, decision.bill.usd) == ("run", spent), "it has not become cheaper"
     scene.controller._prices = scene.prices

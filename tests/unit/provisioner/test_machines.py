@@ -19,7 +19,8 @@ from doll.provisioner.machines import machines_of, stated_prices
 from doll.run.folder import RunFolder
 from doll.services import Services
 from doll.theory.cost import Prices
-from fleet_rigs import REGION, ComposeRig, Ec2Rig, ec2
+from fleet_rigs import ComposeRig, Ec2Rig, ec2
+from moto_overlay import REGION
 
 NOWHERE = Services("127.0.0.1:9", "127.0.0.1:9")
 ORDER = Order(slot=0, incarnation=1, market="on_demand", attempt=0)

@@ -25,7 +25,7 @@ T0 = 1_700_000_000.0
 
 
 def machine(incarnation: int = 1, market: Market = "spot", slot: int = 0, **more: Any) -> Instance:
-    given = {"pool": "a", "state": InstanceState.RUNNING, "launched_s": T0 - 100} | more
+    given: dict[str, Any] = {"pool": "a", "state": InstanceState.RUNNING, "launched_s": T0 - 100} | more
     return Instance(id=f"i{slot}.{incarnation}", slot=slot, incarnation=incarnation, market=market, **given)
 
 

@@ -53,7 +53,7 @@ class LedgerWorld(World):
             process.position += 1
             for raw in batcher.feed(offset, offset):
                 offsets = tuple(at for at, _ in raw.records)
-                self._do(process, core.batch_ready(Batch(raw.number, offsets, len(offsets), self.now)))  # type: ignore[arg-type]
+                self._do(process, core.batch_ready(Batch(raw.number, offsets, len(offsets), self.now)))
 
     def compute(self, process: Process, *, blob_lost: bool = False) -> None:
         if process.computing:
@@ -98,7 +98,7 @@ class AcknowledgingOnAnnounce(LedgerWorld):
         self.committed: dict[int, int] = {}
         super().__init__(policy)
 
-    def _do(self, process: Process, actions: list[object]) -> None:
+    def _do(self, process: Process, actions: Sequence[object]) -> None:
         for action in actions:
             if isinstance(action, Send) and isinstance(action.record, Announce):
                 end = process.position
@@ -138,7 +138,7 @@ class _ForgetfulEngine(Engine):
 class NotCheckingWhatIsApplied(LedgerWorld):
     engine_class = _ForgetfulEngine
 
-    def _do(self, process: Process, actions: list[object]) -> None:
+    def _do(self, process: Process, actions: Sequence[object]) -> None:
         # The world itself notices when an acknowledgement runs ahead; here only the books shall.
         super()._do(process, [action for action in actions if not isinstance(action, Acknowledge)])
 

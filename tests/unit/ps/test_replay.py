@@ -49,6 +49,9 @@ class Outbox:
     def send_metric(self, record: Metric | ServerStatus) -> None:
         pass
 
+    def flush(self, timeout_s: float) -> int:
+        return 0
+
     def updates_acknowledged(self) -> int:
         return self.sent
 
@@ -204,7 +207,7 @@ def test_a_file_that_is_no_event_log_is_refused(tmp_path: Path, data: bytes) -> 
 def test_a_log_that_ends_in_divergence_diverges_again(tmp_path: Path) -> None:
     run = Run(tmp_path, MemoryCheckpointStore("replayed"))
     run.play(4)
-    run.numbers = type("Nan", (), {"normal": staticmethod(lambda size: np.full(size, np.nan))})()  # type: ignore[assignment]
+    run.numbers = type("Nan", (), {"normal": staticmethod(lambda size: np.full(size, np.nan))})()
     with pytest.raises(DivergedError):
         run.play(4)
     run.close()

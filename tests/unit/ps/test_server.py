@@ -74,6 +74,9 @@ class Mailbox:
     def updates_acknowledged(self) -> int:
         return len(self.updates) if self.acknowledged is None else self.acknowledged
 
+    def flush(self, timeout_s: float) -> int:
+        return 0
+
     def of(self, kind: type[Any]) -> list[Any]:
         return [record for _, record in self.mail if isinstance(record, kind)]
 

@@ -30,7 +30,7 @@ stop: {updates: 40}
 """
 
 
-def simulate(*arguments: str | Path) -> Result:
+def simulate(*arguments: str | Path | float) -> Result:
     return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doll.errors import CheckpointError
-from doll.storage import file_store
 from doll.storage.checkpoints import Checkpoint, DamagedError, decode_checkpoint, encode_checkpoint
 from doll.storage.file_store import FileStore
 from hypothesis import given
@@ -143,7 +142,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     def no_space(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(file_store.os, "fsync", no_space)
+    monkeypatch.setattr(os, "fsync", no_space)
     with pytest.raises(CheckpointError, match=r"cannot save a checkpoint in .*: No space left on device"):
         store.save(checkpoint(20))
     monkeypatch.undo()

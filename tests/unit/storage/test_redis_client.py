@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
 from doll.storage.redis_client import connect_redis
@@ -16,7 +18,7 @@ def test_redis_client_packs_in_python_parses_with_hiredis_and_keeps_bytes(redis_
     try:
         client.set("blob", memoryview(value))
         assert client.get("blob") == value
-        connection = client.connection_pool.make_connection()
+        connection: Any = client.connection_pool.make_connection()
         assert isinstance(connection._command_packer, PythonRespSerializer)
         assert connection._parser.__class__ is _HiredisParser
     finally:

@@ -260,8 +260,9 @@ def test_one_seed_builds_one_model() -> None:
 def test_digits_reach_95_percent_of_held_out_digits_within_the_example_jobs_samples() -> None:
     """examples/digits.yaml: steps of 128 samples with lr 0.1; 64,000 samples are 128 seconds of its stream."""
     task = Digits()
-    x, y = digits_block = task.decode_block(memoryview(b"".join(_records("{kind: digits}", 64_000))), 65) or ()
-    assert digits_block
+    digits_block = task.decode_block(memoryview(b"".join(_records("{kind: digits}", 64_000))), 65)
+    assert digits_block is not None
+    x, y = digits_block
     model = _learn(task, x, y, 128, 0.1)
     assert _accuracy(task, model, *stack(task.holdout())) >= 0.95
 

@@ -28,6 +28,7 @@ def test_too_early_changes_nothing() -> None:
 def test_the_estimate_comes_near_from_above() -> None:
     for seed in range(5):
         found = re_estimate(SETTINGS, *curve(250, seed), 0.05, np.random.default_rng(0)).updates
+        assert found is not None
         assert 0.95 * TRUE <= found <= 1.4 * TRUE
 
 

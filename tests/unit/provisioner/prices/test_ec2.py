@@ -267,7 +267,7 @@ fleet:
     def away(self: Any, **_: Any) -> Any:
         raise EndpointConnectionError(endpoint_url="https://pricing")
 
-    made = ec2_prices.aws_client
+    made = vars(ec2_prices)["aws_client"]
 
     def clients(service: str, region: str | None) -> Any:
         found = made(service, region)

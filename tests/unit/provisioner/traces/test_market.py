@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 from doll.errors import ConfigError
+from doll.provisioner.planning.state import Market
 from doll.provisioner.prices.trace import TracePrices
 from doll.provisioner.traces.market import AvailabilityInterval, MarketClock, SpotMarket
 from doll.provisioner.traces.model import Pool, Series, constant
@@ -34,7 +36,7 @@ def intervals(market: SpotMarket, slot: int, until_s: float) -> list[Availabilit
 
 
 def pool(num_up: list[float], price: list[float], machines: int = 4) -> Pool:
-    times = np.arange(len(num_up) + 1) * 100.0
+    times = np.arange(len(num_up) + 1, dtype=np.float64) * 100.0
     return Pool(
         "zone/type", machines, 0.3, Series(times, np.array([*price, price[-1]])), Series(times, np.array([*num_up, 0]))
     )
@@ -137,9 +139,10 @@ def test_nothing_is_billed_before_the_opening() -> None:
     clock.open(OPENED_S + 99.0)  # only the first time counts
     assert clock.since(OPENED_S + 7) == 7.0
     assert clock.since(OPENED_S - 7) == 0.0
-    for name in ("spot", "on_demand"):
-        price = {"spot": 0.158, "on_demand": 0.286}[name] * 20
-        series = feed.series("any", name, OPENED_S - 30, OPENED_S + 10)  # type: ignore[arg-type]
+    prices: dict[Market, float] = {"spot": 0.158, "on_demand": 0.286}
+    for name, usd_per_h in prices.items():
+        price = usd_per_h * 20
+        series = feed.series("any", name, OPENED_S - 30, OPENED_S + 10)
         assert series.mean(OPENED_S - 30, OPENED_S + 10) == pytest.approx(price / 4)
 
 
@@ -161,6 +164,6 @@ def test_the_price_series_has_every_change_also_over_the_end_of_the_recording() 
 
 
 @pytest.mark.parametrize("wrong", [{"speed_up": 0.0}, {"notice_s": -1.0}, {"no_notice_share": 1.5}, {"alpha": 0.0}])
-def test_numbers_out_of_range_are_refused(wrong: dict[str, float]) -> None:
+def test_numbers_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="expected"):
         chain(**wrong).interval(0, 0.0)

@@ -12,7 +12,8 @@ from doll.config import JobConfig, parse
 from doll.errors import ConfigError
 from doll.provisioner.fleets.ec2 import placement as ec2_placement
 from doll.provisioner.fleets.ec2.placement import Ec2Placement
-from fleet_rigs import REGION, Ec2Rig, ec2
+from fleet_rigs import Ec2Rig, ec2
+from moto_overlay import REGION
 
 
 @pytest.fixture
