@@ -120,7 +120,7 @@ def watch(name: str, data: Path, updates: int | None = None) -> dict[str, Any]:
     streams, refused, compute_s, batches, losses, longest = records(config), 0, 0.0, 0, list[float](), (0.0, 0.0)
     turns = itertools.cycle(range(config.data.workers))
     for version in range(updates or count):
-        computer.load(str(version), optimizer.weights)
+        computer.load(optimizer.weights)
         gradients, samples, loss = [], 0, 0.0
         for _ in range(config.group_size):
             worker = next(turns)

@@ -24,7 +24,6 @@ def confirm_all(job_path: str, kafka: str, redis: str, out: str, batches: int) -
     topics.ensure(config, services)
     mark = fingerprint(config, build(config, load_task(config)))
     channel = KafkaChannel(config, services)
-    channel.open()
     # At the end of what is there: runs on one topic follow each other.
     origin = channel.watermarks(config.topic("samples"), 0)[0 if config.data.start == "earliest" else 1]
     seen: list[tuple[float, int]] = []

@@ -1,8 +1,8 @@
 """Algorithm 1: cut one partition into batches with fixed bounds.
 
 Batch j covers offsets [origin + j * records_per_batch, origin + (j + 1) * records_per_batch). The bounds do not
-depend on when or how often records are read, so a crash and a second reading give the same batch again. (Differs from
-the paper, which counts samples in memory; digest 1.2, D1.)
+depend on when or how often records are read, so a crash and a second reading give the same batch again. (The paper
+counts samples in memory: docs/theory.md, D1.)
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Batcher(Generic[R]):
         """Take the record at `offset`; yield every batch that it completes, in order.
 
         An offset below the next expected one was seen before and is ignored. Skipped offsets become gaps, or lost where
-        `mark_lost` named them; batches that lie wholly in these come out empty, so that every batch number appears exactly
-        once.
+        `mark_lost` named them; batches that lie wholly in these come out empty, so that every batch number appears
+        exactly once.
         """
         if offset < self.next_offset:
             return
@@ -73,7 +73,7 @@ class Batcher(Generic[R]):
             yield self._close()
 
     def skip_to(self, offset: int) -> Iterator[RawBatch[R]]:
-        """No record below `offset` is to come; yield every batch that is complete so."""
+        """No record below `offset` will come; yield every batch that this completes."""
         while offset >= self._batch.hi:
             self._gap_to(self._batch.hi)
             yield self._close()

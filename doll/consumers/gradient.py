@@ -48,7 +48,6 @@ class GradientComputer:
     def __init__(self, task: Task, model: FlatModel) -> None:
         self._task = task
         self._model = model
-        self.loaded: str | None = None  # key of the weights that the replica holds
 
     @property
     def weights(self) -> npt.NDArray[np.float32]:
@@ -56,11 +55,15 @@ class GradientComputer:
         array: npt.NDArray[np.float32] = self._model.flat.detach().numpy()
         return array
 
-    def load(self, key: str, weights: npt.NDArray[np.float32]) -> None:
-        """Take over `weights`, float32, shape (numel,)."""
-        self.loaded = None
+    def load(self, weights: npt.NDArray[np.float32]) -> None:
+        """Copy `weights`, float32, shape (numel,), into the replica.
+
+        Raises:
+            ValueError: of another shape.
+        """
+        if weights.shape != self.weights.shape:
+            raise ValueError(f"expected weights of shape {self.weights.shape}, got {weights.shape}")
         self.weights[:] = weights
-        self.loaded = key
 
     def compute(self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, use_running_stats: bool = False) -> Gradient:
         """Gradient of the summed loss over samples `x` of shape (n, ...), `y` of shape (n, ...), n >= 1.
@@ -68,14 +71,14 @@ class GradientComputer:
         The replica is left as it was: a worker may compute several batches at one version.
 
         Args:
-            use_running_stats: let batch norm use the statistics so far, so that no sample changes what another one gives.
+            use_running_stats: let batch norm use the statistics so far, so that samples do not influence each other.
         """
         model, n = self._model, len(x)
         buffers = self.weights[model.num_parameters :].copy()
         try:
             model.grad.zero_()
-            # One sample has no variance: torch refuses, and a batch whose other records were refused would end the
-            # worker. Its normalisation takes the statistics so far and leaves them alone.
+            # One sample has no variance, and torch refuses it: a batch of which one usable sample is left would end
+            # the worker. Its normalisation uses the statistics so far and does not change them.
             output, loss, target = self._forward(x, y, use_running_stats=use_running_stats or n == 1)
             torch.autograd.backward(loss * n)  # the task's loss is a mean; the sum costs no pass over the gradient
             with torch.no_grad():

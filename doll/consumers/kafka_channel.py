@@ -1,7 +1,7 @@
-"""A worker's wires beside Faust: sends to `events` and `dead`, joins the job, then reads its commands on `commands`.
+"""A worker's channel to Kafka beside Faust: joins the job, sends to `events` and `dead`, and reads `commands`.
 
-confluent-kafka sends, because its producer keeps order, retries for ever and never doubles a record. It reads the commands
-on a connection of its own, because aiokafka asks a broker one thing at a time: a grant would wait behind a fetch of
+It sends with librdkafka, whose producer keeps order, retries for ever and never doubles a record. Commands are read on
+a connection of their own: aiokafka has one request per broker under way, so a grant would wait behind a fetch of
 samples, or every fetch of samples would have to be short (ADR 0006).
 """
 
@@ -9,34 +9,33 @@ from __future__ import annotations
 
 import threading
 import time
-import uuid
 from collections.abc import Callable, Collection
-from typing import Any
-
-from confluent_kafka import Consumer, Producer, TopicPartition
+from typing import Final
 
 from doll.config import JobConfig
-from doll.errors import FencedError, RecordError, ServiceUnavailableError
-from doll.kafka import topics
-from doll.kafka.clients import LINGER_MS, RECORD_LIMIT_BYTES, kafka_settings
+from doll.errors import FencedError, ServiceUnavailableError
+from doll.kafka.clients import make_consumer
+from doll.kafka.offsets import partition_bounds
+from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
-from doll.records import AnyRecord, DeadLetter, Fence, Hello, Join, Metric, Stop, Welcome, decode, encode
+from doll.kafka.reader import Partition, Reader, RecordDecoder
+from doll.records import AnyRecord, DeadLetter, Fence, Hello, Join, Metric, Stop, Welcome
 from doll.services import Services
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-_WATERMARK_TIMEOUT_S = 5.0
-_JOIN_RETRY_S = 2.0
-_LOG_AGAIN_S = 10.0
+_LOOKUP_S: Final = 5.0
+_JOIN_RETRY_S: Final = 2.0
+_LOG_AGAIN_S: Final = 10.0
 # How long a server may stay away after an earlier one's Stop before that is believed, beyond the lease of a standby.
-_ENDED_AFTER_S = 30.0
-_POLL_S = 0.2  # how soon the commands's thread sees that it is told to stop
-_PER_POLL = 500
+_ENDED_AFTER_S: Final = 30.0
+_POLL_S: Final = 0.2  # how soon the thread that reads commands sees that it must stop
+_FETCH_WAIT_MS: Final = 500
 
 
 class JobEndedError(Exception):
-    """The parameter server said Stop while this worker was joining, or before, and no other server has come since."""
+    """The parameter server sent Stop while this worker was joining, or before, and no other server has come since."""
 
 
 class WorkerChannel:
@@ -45,36 +44,23 @@ class WorkerChannel:
     def __init__(self, config: JobConfig, services: Services, worker: int) -> None:
         self._config, self._services = config, services
         self._worker = worker
-        self._address = services.kafka
         self._events_topic = config.topic("events")
         self._dead_topic = config.topic("dead")
-        self._commands_topic = config.topic("commands")
+        self._commands = Partition(config.topic("commands"), worker)
         self._key = str(worker).encode()
         self._ended_after_s = config.ps.lease_s + _ENDED_AFTER_S
-        self._refused: dict[str, str] = {}  # by topic: why Kafka refused a record for good
-        self._producer = Producer(
-            kafka_settings(
-                config, services, acks="all", enable_idempotence=True, linger_ms=LINGER_MS, message_timeout_ms=0,
-                message_max_bytes=RECORD_LIMIT_BYTES,
-            )
-        )  # fmt: skip
-        self._commands_consumer, self._metadata_consumer = (
-            Consumer(
-                kafka_settings(
-                    config, services, group_id=f"doll-{config.job}-{use}-{uuid.uuid4().hex[:8]}",
-                    enable_auto_commit=False, auto_offset_reset="earliest",
-                )
-            )
-            # Two connections: a question for watermarks would wait behind the fetch of commands, and librdkafka would look
-            # for its answer a thousand times a second.
-            for use in ("commands", "ask")
-        )  # fmt: skip
+        self._publisher = Publisher(config, services)
+        # On a connection of its own: a request for watermarks would wait behind the fetch of commands, and librdkafka
+        # would poll for its answer a thousand times a second.
+        self._metadata_consumer = make_consumer(config, services, "metadata")
+        self._decoder = RecordDecoder()
+        self._reader: Reader | None = None
         self._closed = threading.Event()
-        self._reader: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
 
     def send(self, record: AnyRecord) -> None:
         """Queue a record for the parameter server; order is kept, delivery is retried until it succeeds."""
-        self._produce(self._events_topic, encode(record), 0)
+        self._publisher.send(self._events_topic, record, key=self._key)
 
     def send_dead_letters(self, letters: list[DeadLetter]) -> None:
         """Store refused records; returns when Kafka has them, so that no update can count them before.
@@ -83,50 +69,28 @@ class WorkerChannel:
             ServiceUnavailableError: Kafka does not take them.
         """
         for letter in letters:
-            self._produce(self._dead_topic, encode(letter), 0)
-        while letters and self._producer.flush(1.0):
+            self._publisher.send(self._dead_topic, letter, key=self._key)
+        while letters and self._publisher.flush(1.0):
             continue
-        if letters and (reason := self._refused.get(self._dead_topic)) is not None:
+        if letters and (reason := self._publisher.refusals.get(self._dead_topic)) is not None:
             raise ServiceUnavailableError(
-                f"Kafka at {self._address} refused a dead letter on {self._dead_topic}: {reason}; its batch is not learned "
-                "before Kafka takes it"
+                f"Kafka at {self._services.kafka} refused a dead letter on {self._dead_topic}: {reason}; its batch is "
+                "not learned before Kafka takes it"
             )
 
-    def lost(self, lo: int, hi: int) -> None:
-        """Tell those who watch the job that offsets [lo, hi) were deleted before this worker could read them."""
+    def report_lost(self, lo: int, hi: int) -> None:
+        """Report on `metrics` that offsets [lo, hi) were deleted before this worker could read them."""
         values = {"lost_from": float(lo), "lost_until": float(hi)}
-        self._produce(
-            self._config.topic("metrics"),
-            encode(Metric(source=f"worker-{self._worker}", values=values, time_s=time.time())),
-            0,
-        )
-
-    def _produce(self, topic: str, value: bytes, partition: int) -> None:
-        while True:
-            try:
-                self._producer.produce(
-                    topic, value=value, key=self._key, partition=partition, on_delivery=self._on_delivery
-                )
-            except BufferError:
-                self._producer.poll(0.1)  # Kafka is away and the queue is full: wait, nothing may be dropped
-            else:
-                self._producer.poll(0)
-                return
-
-    def _on_delivery(self, error: Any, message: Any) -> None:
-        # Never for being late (message.timeout.ms is 0): not allowed, too long. The protocol heals what is lost on
-        # `events`, but a person has to mend the reason.
-        if error is not None and message.topic() not in self._refused:
-            self._refused[message.topic()] = error.str()
-            log.error("kafka_refused", topic=message.topic(), reason=error.str())
+        metric = Metric(source=f"worker-{self._worker}", values=values, time_s=time.time())
+        self._publisher.send(self._config.topic("metrics"), metric, key=self._key)
 
     def poll(self) -> None:
-        """Let the client library report what was delivered; call it now and then."""
-        self._producer.poll(0)
+        """Handle delivery reports; call it now and then."""
+        self._publisher.poll()
 
     def flush(self, timeout_s: float) -> None:
         """Wait until what was sent has arrived, at most `timeout_s`."""
-        self._producer.flush(timeout_s)
+        self._publisher.flush(timeout_s)
 
     def watermarks(self, topic: str, partition: int) -> tuple[int, int]:
         """(low, high): the first offset that the partition still holds, and the one that its next record gets.
@@ -134,7 +98,7 @@ class WorkerChannel:
         Raises:
             ServiceUnavailableError: Kafka does not answer.
         """
-        return topics.watermarks(self._metadata_consumer, self._address, topic, partition, _WATERMARK_TIMEOUT_S)
+        return partition_bounds(self._metadata_consumer, self._services.kafka, topic, partition, _LOOKUP_S)
 
     def holds_record(self, topic: str, partition: int, lo: int, hi: int) -> bool:
         """Whether there is a record at all in [lo, hi): the marker of a transaction takes an offset and is none.
@@ -162,7 +126,7 @@ class WorkerChannel:
     def join(
         self, instance: str, should_stop: Callable[[], bool], incarnation: int = 0, *, after_term: int = 0
     ) -> tuple[Welcome, int] | None:
-        """Ask the parameter server for a place; wait for it as long as it takes, saying so.
+        """Ask the parameter server for a place, and wait for it as long as it takes. Call it once.
 
         Args:
             instance: name of this process, as in `Join`.
@@ -170,20 +134,23 @@ class WorkerChannel:
             after_term: servers of terms up to this one were of earlier runs: their Stop is not this job's.
 
         Returns:
-            The Welcome and the offset after it on this worker's `commands` partition, where `read_commands` goes on; None if
-            `should_stop` said so.
+            The Welcome and the offset after it on this worker's partition of `commands`, where `read_commands` goes on;
+            None if `should_stop` returned True.
 
         Raises:
-            FencedError: a newer incarnation of this worker is there.
+            FencedError: a newer process of this worker is there.
             JobEndedError: the job is over.
+            ServiceUnavailableError: Kafka does not answer.
         """
-        # Mail from before this moment is not for this process, except one thing: a server's last word was Stop. It
-        # tells a worker that starts again after the end that nobody will answer, unless a resumed server soon does.
-        # The offset is explicit: see reference faust-kafka 8.
-        low, at = self.watermarks(self._commands_topic, self._worker)
-        self._commands_consumer.assign([TopicPartition(self._commands_topic, self._worker, max(low, at - 1))])
+        # Commands from before this moment are not for this process, with one exception: a Stop as the last of them
+        # means that the job has ended and nobody will answer, unless a resumed server soon does.
+        reader = self._reader = Reader(
+            self._config, self._services, "commands", [self._commands], lambda _, low, high: max(low, high - 1),
+            lookup_timeout_s=_LOOKUP_S, fetch_wait_max_ms=_FETCH_WAIT_MS,
+        )  # fmt: skip
+        first_new = reader.ends[self._commands]
         ended: Stop | None = None
-        asked_s = said_s = float("-inf")
+        asked_s = logged_s = float("-inf")
         started_s = time.monotonic()
         while not should_stop():
             now = time.monotonic()
@@ -192,59 +159,48 @@ class WorkerChannel:
                 asked_s = now
             if ended is not None and now - started_s >= self._ended_after_s:
                 raise JobEndedError(ended.reason)
-            if now - started_s >= _LOG_AGAIN_S and now - said_s >= _LOG_AGAIN_S:
+            if now - started_s >= _LOG_AGAIN_S and now - logged_s >= _LOG_AGAIN_S:
                 log.warning(
                     "waiting_for_parameter_server", waited_s=round(now - started_s), start="doll ps --job JOB.yaml"
                 )
-                said_s = now
-            message = self._commands_consumer.poll(_POLL_S)
-            if message is None or message.error() is not None:
-                continue
-            record = _decode_or_none(message.value())
-            if message.offset() < at:
-                ended = record if isinstance(record, Stop) and record.term > after_term else None
-                continue
-            ended = None
-            match record:
-                case Welcome() if record.instance == instance:
-                    return record, int(message.offset()) + 1
-                case Fence() if record.instance == instance:
-                    raise FencedError(f"worker {self._worker} has been replaced by a newer process")
-                case Hello():
-                    asked_s = float("-inf")
-                case Stop():
-                    raise JobEndedError(record.reason)
+                logged_s = now
+            for message in reader.poll(_POLL_S, limit=1):
+                record = self._decoder.decode(self._commands.topic, message.offset, message.value)
+                if message.offset < first_new:
+                    ended = record if isinstance(record, Stop) and record.term > after_term else None
+                    continue
+                ended = None
+                match record:
+                    case Welcome() if record.instance == instance:
+                        return record, message.offset + 1
+                    case Fence() if record.instance == instance:
+                        raise FencedError(f"worker {self._worker} has been replaced by a newer process")
+                    case Hello():
+                        asked_s = float("-inf")
+                    case Stop():
+                        raise JobEndedError(record.reason)
         return None
 
     def read_commands(self, deliver: Callable[[list[tuple[int, bytes | None]]], object]) -> None:
-        """From now on hand what comes after the Welcome to `deliver`, as (offset, value), in order, from a thread.
+        """Pass what comes after the Welcome to `deliver` from now on, as (offset, value), in order, from a thread.
 
         Call it once, after `join`.
         """
-        self._reader = threading.Thread(target=self._read, args=(deliver,), name="commands", daemon=True)
-        self._reader.start()
+        assert self._reader is not None, "join first"
+        self._thread = threading.Thread(
+            target=self._read_commands, args=(self._reader, deliver), name="commands", daemon=True
+        )
+        self._thread.start()
 
-    def _read(self, deliver: Callable[[list[tuple[int, bytes | None]]], object]) -> None:
+    def _read_commands(self, reader: Reader, deliver: Callable[[list[tuple[int, bytes | None]]], object]) -> None:
         while not self._closed.is_set():
-            first = self._commands_consumer.poll(_POLL_S)
-            if first is None:
-                continue
-            messages = [first, *self._commands_consumer.consume(_PER_POLL, 0)]
-            commands = [(int(message.offset()), message.value()) for message in messages if message.error() is None]
-            if commands:
-                deliver(commands)
+            if messages := reader.poll(_POLL_S):
+                deliver([(message.offset, message.value) for message in messages])
 
     def close(self) -> None:
         self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
         if self._reader is not None:
-            self._reader.join()
-        self._commands_consumer.close()
+            self._reader.close()
         self._metadata_consumer.close()
-
-
-def _decode_or_none(value: bytes | None) -> AnyRecord | None:
-    try:
-        return decode(value)
-    except RecordError as exc:
-        log.warning("record_refused", topic="commands", reason=str(exc))
-        return None

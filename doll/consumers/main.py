@@ -11,11 +11,19 @@ from pathlib import Path
 from typing import Final
 
 from doll.config import JobConfig
+from doll.consumers.compressor import DenseCompressor
+from doll.consumers.dead_letters import DeadLetters
 from doll.consumers.departure import Departure
-from doll.consumers.faust_app import WorkerShell, run_shell
+from doll.consumers.faust_app import FaustStream
 from doll.consumers.gradient import GradientComputer
+from doll.consumers.gradient_engine import GradientEngine, ThreadGradientEngine
+from doll.consumers.grant_handler import GrantHandler
+from doll.consumers.guard import Guard
 from doll.consumers.kafka_channel import JobEndedError, WorkerChannel
+from doll.consumers.local_model import GrantedVersion
+from doll.consumers.runtime import WorkerRuntime
 from doll.consumers.spot_notices import watch_spot_notices
+from doll.consumers.worker import WorkerCore
 from doll.errors import ConfigError, FencedError
 from doll.fingerprint import difference
 from doll.kafka import topics
@@ -26,14 +34,16 @@ from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
 from doll.service_checks import require_services
 from doll.services import Services
+from doll.storage.blobs import Blobs
 from doll.storage.stores import open_blobs
-from doll.task import load_task
+from doll.task import Task, load_task
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
 INSTANCE_ENV: Final = "DOLL_INSTANCE"
 INCARNATION_ENV: Final = "DOLL_INCARNATION"
+MARKET_ENV: Final = "DOLL_MARKET"
 BOOT_ENV: Final = "DOLL_BOOT_DELAY_S"
 
 
@@ -42,15 +52,15 @@ def run_worker(
 ) -> int:
     """Work as worker `worker`.
 
-    It returns 0 when the job ends, it must leave or another process has its place; 1 when it is of no use and a new
-    one may be.
-
     Args:
-        departure: tells when it must leave; SIGTERM (`worker.drain_s`) and a spot notice (`worker.spot_notices`) tell it
-            too.
+        departure: when this process must leave; SIGTERM (`worker.drain_s`) and a spot notice (`worker.spot_notices`)
+            set it too.
+
+    Returns:
+        0 when the job has ended, the process had to leave or another one has its place; 1: start it again.
 
     Raises:
-        DollError: services are not there, the task does not load, or the parameter server runs another job file.
+        DollError: services do not answer, the task does not load, or the parameter server runs another job file.
     """
     departure = departure or Departure()
     with heartbeat_of(f"worker-{worker}", config) as heartbeat, watch_spot_notices(config, departure):
@@ -76,16 +86,16 @@ def _run(
     task = load_task(config)
     model = build(config, task)
     own_fingerprint = fingerprint(config, model)
-    link = WorkerChannel(config, services, worker)
+    channel = WorkerChannel(config, services, worker)
     _wait_for_boot(booted_s, departure)
     heartbeat.set_waiting_for("the parameter server's answer")
     try:
-        joined = link.join(process_name(), departure, incarnation(), after_term=int(_env_number(AFTER_TERM_ENV)))
+        joined = channel.join(process_name(), departure, incarnation(), after_term=int(_env_number(AFTER_TERM_ENV)))
     except JobEndedError as exc:
-        log.info("job_ended", reason=str(exc), hint="to go on with it, start `doll ps` first")
+        log.info("job_ended", reason=str(exc), hint="to continue it, start `doll ps` first")
         return 0
     except FencedError as exc:
-        # Not a failure: whoever restarts what fails (compose, systemd, our supervisor) must not start this one again.
+        # Not a failure: a supervisor (compose, systemd, ours) that restarts what fails must not start this one again.
         log.info("fenced", reason=str(exc))
         return 0
     if joined is None:
@@ -99,37 +109,59 @@ def _run(
     samples = config.topic("samples")
     if welcome.samples_id:
         refuse_replaced_topic(samples, welcome.samples_id, topics.topic_id(config, services, "samples"))
-    bounds_reaching(samples, worker, start, link.watermarks)  # where the log begins behind it, the first fetch finds it
+    bounds_reaching(
+        samples, worker, start, channel.watermarks
+    )  # where the log begins behind it, the first fetch finds it
     log.info("joined", worker=worker, session=welcome.session, from_offset=start)
     blobs = open_blobs(config, services, give_up=departure)
-    shell = WorkerShell(
-        config, services, welcome=welcome, commands_offset=commands_offset, task=task, computer=GradientComputer(task, model),
-        blobs=blobs, link=link, folder=run_folder / "faust" / f"worker-{worker}", departure=departure,
-        heartbeat=heartbeat, incarnation=incarnation(),
+    core = WorkerCore(
+        welcome, max_pending=config.worker.max_pending_batches, now=time.monotonic(),
+        market=os.environ.get(MARKET_ENV, ""), incarnation=incarnation(),
+    )  # fmt: skip
+    engine = _make_engine(config, core, task, GradientComputer(task, model), blobs, channel)
+    runtime = WorkerRuntime(
+        config, core=core, channel=channel, engine=engine, commands_offset=commands_offset, departure=departure,
+        heartbeat=heartbeat,
     )  # fmt: skip
     try:
-        return run_shell(shell)
+        return FaustStream(config, services, runtime, run_folder / "faust" / f"worker-{worker}").run()
     finally:
-        link.close()
+        engine.close()
+        channel.close()
+
+
+def _make_engine(
+    config: JobConfig, core: WorkerCore, task: Task, computer: GradientComputer, blobs: Blobs, channel: WorkerChannel
+) -> GradientEngine:
+    dead_letters = DeadLetters(config, task, channel, core.worker, term=lambda: core.term)
+    handler = GrantHandler(
+        config,
+        local_model=GrantedVersion(config.job, blobs, computer),
+        guard=Guard(config, task, computer),
+        compressor=DenseCompressor(config.job),
+        blobs=blobs,
+        dead_letters=dead_letters,
+    )
+    return ThreadGradientEngine(decode=dead_letters.decode, handle=handler.handle)
 
 
 def process_name() -> str:
-    """Tells this process from all others; it begins with the name of its machine where somebody gave it one."""
+    """A name that no other process has; it begins with the name of its machine where that is given ($DOLL_INSTANCE)."""
     machine = os.environ.get(INSTANCE_ENV, "")
     return f"{machine}:{uuid.uuid4().hex}" if machine else uuid.uuid4().hex
 
 
 def incarnation() -> int:
-    """Number of this machine among those of its slot, from the provisioner; 0: nobody numbers them.
+    """Number of this machine among those of its slot, from the provisioner; 0: they are not numbered.
 
     Raises:
-        ConfigError: it is no number of 0 or more.
+        ConfigError: not a number of 0 or more.
     """
     return int(_env_number(INCARNATION_ENV))
 
 
 def _env_number(name: str) -> float:
-    """A variable of the environment; 0 where it is not set."""
+    """A number from the environment; 0 where it is not set."""
     given = os.environ.get(name, "") or "0"
     try:
         number = float(given)
@@ -141,6 +173,6 @@ def _env_number(name: str) -> float:
 
 
 def _wait_for_boot(booted_s: float, departure: Departure) -> None:
-    """Wait until then: a machine of a market in a box, which has started already, boots as long as a real one."""
+    """Wait until then: a local process that stands for a machine takes as long to boot as a real one."""
     while (left_s := booted_s - time.monotonic()) > 0 and not departure():
         time.sleep(min(left_s, 0.05))

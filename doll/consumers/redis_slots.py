@@ -1,9 +1,10 @@
-"""Workers that are all alike find a slot each: a lease in Redis per slot, held by the process that embodies it.
+"""Identical workers take a slot each: a lease in Redis per slot, held by the process that has it.
 
-Containers of one service (`docker compose up --scale worker=8`) get the same command, so none is told its number. A
-process takes the lowest slot whose lease nobody holds and renews it; who finds none free waits as a spare and takes
-over when one ends. A lease only keeps processes from fencing one another. Nothing that must be right rests on it: where
-two embody one slot all the same (Redis was wiped, a process was frozen), the parameter server fences the earlier one.
+Containers of one service (`docker compose up --scale worker=8`) get the same command, so none has a number of its own.
+A process takes the lowest slot that is not leased and renews its lease; where none is free it waits as a spare and
+takes over when one ends. Leases only keep processes from fencing one another; correctness does not depend on them:
+where two processes have one slot all the same (Redis was wiped, a process was frozen), the parameter server fences the
+earlier one.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ class SlotLeases:
         self._holder = (holder or uuid.uuid4().hex).encode()
 
     def take(self, at_least_s: float = 0.0) -> int | None:
-        """The lowest free slot, which is ours from now on; None where all are held.
+        """Take the lowest free slot; None where all are held.
 
         Args:
-            at_least_s: the first lease lasts so long, if that is longer than the others.
+            at_least_s: minimum length of the first lease.
 
         Raises:
             RedisError: Redis does not answer.
@@ -75,7 +76,7 @@ class SlotLeases:
         return None
 
     def free(self) -> list[int]:
-        """Slots that nobody holds.
+        """Slots without a holder.
 
         Raises:
             RedisError: Redis does not answer.
@@ -84,7 +85,7 @@ class SlotLeases:
         return [slot for slot, holder in enumerate(holders) if holder is None]
 
     def renew(self, slot: int) -> bool:
-        """Keep `slot`, also where Redis has forgotten it; False if another process holds it.
+        """Renew the lease of `slot`, also where Redis has lost it; False if another process holds it.
 
         Raises:
             RedisError: Redis does not answer.
@@ -92,7 +93,7 @@ class SlotLeases:
         return bool(self._client.eval(_RENEW, 1, self._key(slot), self._holder, self._ttl_ms))
 
     def release(self, slot: int) -> None:
-        """Free `slot` at once, if it is ours.
+        """Free `slot`, if this process holds it.
 
         Raises:
             RedisError: Redis does not answer.
@@ -104,11 +105,11 @@ class SlotLeases:
 
 
 class HeldSlot:
-    """A slot that this process holds until the end of the context, from `start_renewing` on by a thread that renews its lease.
+    """A slot that this process holds until the end of the context. From `start_renewing` on a thread renews its lease.
 
     Attributes:
         number: the slot.
-        lost: another process has taken it: this one is told to leave (SIGTERM) and may look for another slot.
+        lost: another process has taken it: this one gets SIGTERM and may take another slot.
     """
 
     def __init__(self, slots: SlotLeases, number: int, config: JobConfig, leave: Callable[[], None]) -> None:
@@ -134,13 +135,13 @@ class HeldSlot:
         if not self.lost:
             try:
                 self._slots.release(self.number)
-            except redis.RedisError as error:  # it ends by itself
+            except redis.RedisError as error:  # the lease expires by itself
                 log.info("slot_not_released", worker=self.number, reason=str(error))
 
     def _renew_until_exit(self) -> None:
         pause_s = self._config.worker.lease_s / 4
         started_s = time.monotonic()
-        said_s = float("-inf")
+        logged_s = float("-inf")
         pauses = chain([0.0], repeat(pause_s))
         while not self._exited.wait(next(pauses)):
             try:
@@ -150,10 +151,10 @@ class HeldSlot:
                     self._leave()
                     return
                 now_s = time.monotonic()
-                if now_s - started_s >= _SETTLED_S and now_s - said_s >= _LOG_AGAIN_S:
-                    said_s = now_s
+                if now_s - started_s >= _SETTLED_S and now_s - logged_s >= _LOG_AGAIN_S:
+                    logged_s = now_s
                     self._warn_of_free_slots()
-            except redis.RedisError:  # Redis is away: everybody waits for it, and says so
+            except redis.RedisError:  # Redis is unreachable: everybody waits for it and logs it
                 continue
 
     def _warn_of_free_slots(self) -> None:
@@ -162,7 +163,7 @@ class HeldSlot:
             log.warning(
                 "streams_without_worker", streams=free, workers=self._config.data.workers - len(free),
                 needed=self._config.data.workers,
-                hint="nothing of these streams is learned: start as many workers as data.workers says",
+                hint="nothing of these streams is learned: start data.workers workers",
             )  # fmt: skip
 
 
@@ -172,9 +173,8 @@ def lease_slot(
 ) -> Iterator[HeldSlot | None]:
     """A free slot of the job, waited for as long as it takes; None if `stop` was set before.
 
-    Who waits answers health probes as `worker`, and is healthy but not ready.
-
-    Its lease is a long one at first, so that what loads for long can be loaded: call `start_renewing` then.
+    While it waits, the process answers health probes as `worker`, healthy but not ready. The first lease is a long one,
+    so that torch can be loaded: call `start_renewing` then.
 
     Args:
         leave: called, from another thread, when another process has taken the slot.
@@ -193,22 +193,22 @@ def lease_slot(
 
 def _wait(slots: SlotLeases, config: JobConfig, stop: threading.Event) -> int | None:
     started_s = time.monotonic()
-    said_s = float("-inf")
+    logged_s = float("-inf")
     while not stop.is_set():
         now_s = time.monotonic()
-        say = now_s - said_s >= _LOG_AGAIN_S
+        log_now = now_s - logged_s >= _LOG_AGAIN_S
         try:
             if (slot := slots.take(_FIRST_LEASE_S)) is not None:
                 return slot
-            if say and now_s - started_s >= config.worker.lease_s:  # a predecessor's lease has run out by then
-                said_s = now_s
+            if log_now and now_s - started_s >= config.worker.lease_s:  # a predecessor's lease has expired by then
+                logged_s = now_s
                 log.warning(
                     "waiting_as_spare", workers=config.data.workers,
                     hint="data.workers slots are all held: this process takes over when one of them ends",
                 )  # fmt: skip
         except redis.RedisError as error:
-            if say:
-                said_s = now_s
+            if log_now:
+                logged_s = now_s
                 log.warning("redis_unavailable", reason=str(error), action="waiting")
         stop.wait(_RETRY_S)
     return None

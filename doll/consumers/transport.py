@@ -1,16 +1,16 @@
 """`doll://`: Faust's aiokafka transport with fixed partitions instead of group membership.
 
 Worker n reads partition n, always. A consumer group would stop all workers whenever one joins or leaves, and give a
-dead worker's partition away only after a session timeout; with `assign` a restart takes a second (reference
-faust-kafka 1.3, 1.4). Two processes on one partition are told apart by sessions at the parameter server.
+dead worker's partition away only after Kafka's session timeout; with `assign` a restart takes a second (ADR 0002). The
+parameter server tells two processes on one partition apart by the sessions that it gives them.
 
 The app carries `fixed_partitions: {topic: [partition]}`, `start_offsets: {TP: offset}`, `fetch_max_wait_ms: int`,
-`on_out_of_range` (see `OutOfRange`), and `fetch_progress: {TP: (handed, position)}`, which is kept here: the records below
-`handed` have been handed out, and from there to `position` are none (markers of transactions, for instance). A fetch
-waits `fetch_max_wait_ms` for `FETCH_MIN_BYTES`: one request of a slow stream brings many records, not one.
+`on_out_of_range` (see `OutOfRange`), and `fetch_progress: {TP: (delivered, position)}`, which is kept here: the records
+below `delivered` have been delivered, and from there to `position` are none (markers of transactions, for instance). A
+fetch waits `fetch_max_wait_ms` for `FETCH_MIN_BYTES`: one request of a slow stream brings many records, not one.
 
-Only committed records are read. A position that the log does not hold any more is never reset in silence: everything
-below it has been handed out by then, so the app knows exactly which offsets it will not get.
+Only committed records are read. A position that the log no longer holds is never reset silently: everything below it
+has been delivered by then, so the app knows exactly which offsets it will not get.
 Private attributes of Faust and aiokafka are used: their versions are pinned exactly (ADR 0002).
 """
 
@@ -29,8 +29,8 @@ from faust.types import TP
 FETCH_MIN_BYTES: Final = 65_536
 _RECHECK_S: Final = 1.0  # whether to stop
 
-# Told the partition and the offset that the log does not hold. Answers from where to go on; the same offset: try
-# again; None: not at all.
+# Given the partition and the offset that the log does not hold: the offset to continue at; the same offset: try again;
+# None: do not continue.
 OutOfRange: TypeAlias = Callable[[TP, int], Awaitable[int | None]]
 
 
@@ -64,8 +64,8 @@ class AssignedThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
             state = subscription.assignment.state_value(TopicPartition(*tp))
             if state is not None and state.has_valid_position:
                 fetched = records.get(TopicPartition(*tp))
-                handed = fetched[-1].offset + 1 if fetched else min(fetch_progress[0], state.position)
-                self.app.fetch_progress[tp] = (handed, state.position)
+                delivered = fetched[-1].offset + 1 if fetched else min(fetch_progress[0], state.position)
+                self.app.fetch_progress[tp] = (delivered, state.position)
         return records
 
     async def _out_of_range(self, tp: TP, offset: int) -> None:

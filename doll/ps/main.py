@@ -99,7 +99,6 @@ def _run(
         return signals.leave
 
     blobs = open_blobs(config, services, give_up=give_up)
-    channel.open()
     start = _start(config, services, channel, checkpoint, term, term if lineage.newest_term else 0)
     host = LocalModelHost(config, term, make_updater(config.training, model), blobs)
     engine = make_engine(config, start, host)

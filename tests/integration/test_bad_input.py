@@ -329,7 +329,6 @@ def test_an_update_of_nothing_but_bad_records_fits_into_its_topic(make_pipeline:
         worker=0, session=1, batch=0, term=1, grant=1, version=0, key="", n_samples=0, loss_sum=0.0, dead=dead
     )  # fmt: skip
     try:
-        server.open()
         server.send_update(update)
         worker.send(push)
         assert server.flush(60.0) == 0

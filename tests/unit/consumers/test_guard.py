@@ -103,7 +103,7 @@ class World:
         self.guard = Guard(self.config, self.task, self.computer)
 
     def compute(self, x: np.ndarray, y: np.ndarray) -> GuardedGradient:
-        self.computer.load(str(self.version), self.optimizer.weights)
+        self.computer.load(self.optimizer.weights)
         return self.guard.compute(x, y)
 
     def update(self, spoil: Callable[[int, np.ndarray, np.ndarray], Any] = lambda number, x, y: None) -> None:

@@ -1,14 +1,17 @@
-"""When a standby takes over: silence of the newest leader, not of the wires, and not of a zombie."""
+"""When a standby takes over: silence of the newest leader, not of Kafka, and not of an earlier leader."""
 
 from __future__ import annotations
 
 import pytest
 from doll.ps.standby import LeaderLease
-from doll.records import AnyRecord, Finished, Metric, TermStarted, Update
+from doll.records import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update
 
 
-def metric(term: int, source: str = "ps") -> Metric:
-    return Metric(source=source, values={"term": term, "version": 3}, time_s=0.0)
+def status(term: int) -> ServerStatus:
+    return ServerStatus(
+        term=term, time_s=0.0, leader_since_s=0.0, pid=1, version=3, durable_version=3, samples_total=0,
+        batches_total=0, waiting_batches=0, computing_batches=0, shortfall_batches=0, stalled_s=0.0, workers=(),
+    )  # fmt: skip
 
 
 def update(term: int) -> Update:
@@ -17,7 +20,7 @@ def update(term: int) -> Update:
 
 @pytest.mark.parametrize(
     "sign",
-    [metric(1), update(1), TermStarted(term=1, resumed_version=0, origins=(0,), records_per_batch=1, time_s=0.0)],
+    [status(1), update(1), TermStarted(term=1, resumed_version=0, origins=(0,), records_per_batch=1, time_s=0.0)],
 )
 def test_every_sign_of_life_begins_the_lease_anew(sign: AnyRecord) -> None:
     lease = LeaderLease(5.0, now=100.0)
@@ -27,18 +30,18 @@ def test_every_sign_of_life_begins_the_lease_anew(sign: AnyRecord) -> None:
     assert lease.is_over(109.0)
 
 
-def test_others_and_zombies_are_no_sign_of_the_leaders_life() -> None:
+def test_others_and_earlier_leaders_are_no_sign_of_the_leaders_life() -> None:
     lease = LeaderLease(5.0, now=0.0)
-    lease.feed(metric(2), 1.0)
-    lease.feed(metric(2, source="producer"), 5.0)
-    lease.feed(metric(1), 5.0)
+    lease.feed(status(2), 1.0)
+    lease.feed(Metric(source="producer", values={"term": 2}, time_s=0.0), 5.0)
+    lease.feed(status(1), 5.0)
     lease.feed(update(1), 5.5)
     assert lease.is_over(6.0)
-    lease.feed(metric(3), 6.5)
+    lease.feed(status(3), 6.5)
     assert not lease.is_over(11.0)
 
 
-def test_nobody_is_taken_for_dead_while_nobody_can_be_heard() -> None:
+def test_no_lease_ends_while_kafka_does_not_answer() -> None:
     lease = LeaderLease(5.0, now=0.0)
     lease.restart(20.0)
     assert not lease.is_over(24.0)

@@ -1,0 +1,97 @@
+"""Records that cannot be learned from: a worker stores them on the `dead` topic before an update can count them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from doll.config import JobConfig
+from doll.consumers.decoding import Decoded, Refused, decode_records, refuse
+from doll.consumers.worker import Batch
+from doll.process.fault_points import fault_point
+from doll.records import DeadLetter
+from doll.task import Task
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_MAX_PAYLOAD_BYTES: Final = 65_536  # a dead letter keeps this much of the record; the rest is still at its offset
+
+
+class DeadLetterChannel(Protocol):
+    """The part of a worker's channel that dead letters need. Both calls may come from any thread."""
+
+    def send_dead_letters(self, letters: list[DeadLetter]) -> None:
+        """Store `letters`; returns when Kafka has them."""
+
+    def read_values(self, topic: str, partition: int, offsets: Collection[int]) -> dict[int, bytes]:
+        """What the log holds at these offsets."""
+        ...
+
+
+class UsableSamples(NamedTuple):
+    """What is left of a batch. `dead_samples` are those refused in records that are not dead as a whole."""
+
+    num_samples: int
+    dead: tuple[int, ...]
+    dead_samples: int
+
+
+class DeadLetters:
+    """Decodes one worker's batches and dead-letters what is refused, then or while the gradient is computed.
+
+    Every call may raise ServiceUnavailableError where Kafka does not take a dead letter.
+    """
+
+    def __init__(
+        self, config: JobConfig, task: Task, channel: DeadLetterChannel, worker: int, term: Callable[[], int]
+    ) -> None:
+        """
+        Args:
+            term: that of the newest server the worker knows.
+        """
+        self._data = config.data
+        self._task = task
+        self._channel = channel
+        self._topic = config.topic("samples")
+        self._worker = worker
+        self._term = term
+
+    def decode(self, records: Sequence[tuple[int, bytes | None]]) -> Decoded:
+        """The usable samples of these records, (offset, value) each."""
+        data = self._data
+        decoded = decode_records(
+            self._task, records, samples_per_record=data.samples_per_record, max_record_bytes=data.max_record_bytes
+        )
+        if decoded.refused:
+            self._send(decoded.refused, {offset: value or b"" for offset, value in records})
+            fault_point("worker.after_dead_letter")
+        return decoded
+
+    def refuse_samples(self, batch: Batch, bad: Mapping[int, str]) -> UsableSamples:
+        """Dead-letter the samples at these places of the batch, for these reasons. The batch stays as it is."""
+        refused = refuse(batch.data, bad)
+        # The values are no longer in memory: they are dropped once a batch is decoded.
+        values = self._channel.read_values(self._topic, self._worker, [item.offset for item in refused])
+        self._send(refused, values)
+        fault_point("worker.after_guard")
+        partly = {item.offset: item.samples for item in batch.data.refused if not item.whole}
+        for item in refused:
+            partly[item.offset] = 0 if item.whole else partly.get(item.offset, 0) + item.samples
+        dead = {*batch.dead, *(item.offset for item in refused if item.whole)}
+        return UsableSamples(batch.num_samples - len(bad), tuple(sorted(dead)), sum(partly.values()))
+
+    def _send(self, refused: Sequence[Refused], values: Mapping[int, bytes]) -> None:
+        letters = [
+            DeadLetter(
+                worker=self._worker, partition=self._worker, offset=item.offset, reason=item.reason,
+                payload=values.get(item.offset, b"")[:_MAX_PAYLOAD_BYTES],
+                payload_bytes=len(values.get(item.offset, b"")), samples=item.samples, whole=item.whole,
+                time_s=time.time(), term=self._term(),
+            )
+            for item in refused
+        ]  # fmt: skip
+        first = refused[0]
+        log.warning("dead_lettered", records=len(letters), first_offset=first.offset, first_reason=first.reason)
+        self._channel.send_dead_letters(letters)

@@ -1,0 +1,316 @@
+"""A worker's process without Faust: the tasks that connect protocol, sample stream, gradient engine and channel.
+
+The stream feeds `buffer` (Algorithm 1); `prepare` decodes and announces its batches; `read_commands` and `compute`
+(Algorithm 2) answer grants. Gradients are computed elsewhere (`GradientEngine`), so the event loop stays free for
+heartbeats. Offsets are acknowledged in order and only when the parameter server reports them durable.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, Protocol, TypeAlias
+
+from doll.config import JobConfig
+from doll.consumers.batch_buffer import BatchBuffer, buffer_capacity
+from doll.consumers.batching import Batcher, RawBatch
+from doll.consumers.decoding import Decoded
+from doll.consumers.deleted_records import DeletedRecords, LogChannel
+from doll.consumers.departure import Departure
+from doll.consumers.exits import ProcessExit
+from doll.consumers.gradient_engine import GradientEngine
+from doll.consumers.stall_watch import StallWatch
+from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, Send, WorkerAction, WorkerCore
+from doll.errors import RecordError, ServiceUnavailableError, TaskError
+from doll.process.fault_points import fault_point
+from doll.process.health import Heartbeat
+from doll.records import Announce, Push, decode
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+Commands: TypeAlias = list[tuple[int, bytes | None]]  # (offset, value), in order
+
+TICK_S: Final = 0.1
+WATCH_EVERY_S: Final = 2.0
+_DRAIN_POLL_S: Final = 0.02
+_STREAM_STOP_S: Final = 1.5  # what Faust needs to stop, taken off the time to drain
+
+
+class SampleStream(Protocol):
+    """The stream of samples, which owns the process's main loop."""
+
+    def pause(self) -> None:
+        """Fetch nothing more. What is fetched is still delivered."""
+
+    def resume(self) -> None:
+        """Fetch again; may be called when it does."""
+
+    def acknowledge(self, messages: Sequence[Any]) -> None:
+        """The offsets of these messages may be committed."""
+
+    def fetch_progress(self) -> tuple[int, int]:
+        """(delivered, position): the records below `delivered` have been fed, and from there to `position` are none."""
+        ...
+
+    def leave(self) -> None:
+        """Drain, then stop; may be repeated."""
+
+    def shut_down(self) -> None:
+        """Stop now."""
+
+
+class Channel(LogChannel, Protocol):
+    """The worker's connection to Kafka beside the stream, see `doll.consumers.kafka_channel`."""
+
+    def poll(self) -> None:
+        """Handle delivery reports."""
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until what was sent has arrived."""
+
+    def holds_record(self, topic: str, partition: int, lo: int, hi: int) -> bool:
+        """Whether there is a record in [lo, hi); blocks."""
+        ...
+
+    def read_commands(self, deliver: Callable[[Commands], object]) -> None:
+        """Pass commands to `deliver` from now on, from another thread."""
+
+
+class WorkerRuntime:
+    """One worker's tasks. Everything but the constructor runs on one event loop.
+
+    Attributes:
+        buffer: batches that are read and not decoded; the stream feeds it.
+        stall_watch: the stream tells it of every record.
+        deleted_records: the stream asks it where to read on.
+        exit: how this process ends, and its code.
+        stream: set before the loop starts.
+    """
+
+    stream: SampleStream
+
+    def __init__(
+        self,
+        config: JobConfig,
+        *,
+        core: WorkerCore,
+        channel: Channel,
+        engine: GradientEngine,
+        commands_offset: int,
+        departure: Departure,
+        heartbeat: Heartbeat,
+    ) -> None:
+        """
+        Args:
+            commands_offset: of the first command after the Welcome.
+            departure: tells when this process must leave; one that began before counts as well.
+        """
+        self._config = config
+        self._core = core
+        self._channel = channel
+        self._engine = engine
+        self._next_command = commands_offset
+        self.departure = departure
+        self._heartbeat = heartbeat
+        self._samples_topic = config.topic("samples")
+        self._commands_topic = config.topic("commands")
+        batcher: Batcher[Any] = Batcher(
+            origin=core.origin, records_per_batch=config.data.records_per_batch, next_batch=core.next_batch
+        )
+        self.buffer: BatchBuffer[Any] = BatchBuffer(batcher, buffer_capacity(config))
+        self.stall_watch = StallWatch(config.worker.stall_timeout_s, commands_offset, time.monotonic())
+        self.exit = ProcessExit(config.worker.drain_s, flush=lambda: channel.flush(1.0), stop=self._stop)
+        self.deleted_records = DeletedRecords(config, core, batcher, channel, self.exit)
+        self._commands: asyncio.Queue[Commands] = asyncio.Queue()
+        self._orders: asyncio.Queue[Compute] = asyncio.Queue()
+        self._room = asyncio.Event()
+
+    @property
+    def worker(self) -> int:
+        """Number of this worker."""
+        return self._core.worker
+
+    def tasks(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+        """Coroutines that run beside the stream, until the end."""
+        return [self.read_commands, self.prepare, *[self.compute] * self._engine.depth, self.tick, self.watch]
+
+    # --- Algorithm 1 ------------------------------------------------------------------------------------------------
+
+    async def prepare(self) -> None:
+        """Decode and announce batches while the core has room; resume the stream when few are left."""
+        core, buffer = self._core, self.buffer
+        while True:
+            await buffer.wait()
+            while not core.has_room or core.draining:
+                self._room.clear()
+                await self._room.wait()
+            raw = buffer.take()
+            if buffer.is_half_empty:
+                self.stream.resume()
+            records = [(offset, message.value) for offset, message in raw.records]
+            try:
+                decoded = await asyncio.wrap_future(self._engine.decode(records))
+            except ServiceUnavailableError as exc:  # Kafka does not take a dead letter
+                self.exit.request(1, str(exc))
+                return
+            messages = [message for _, message in raw.records]
+            for message in messages:
+                message.value = None  # decoded: the bytes need not wait for the checkpoint
+            buffer.retain(raw.number, messages)
+            core.next_offset = raw.hi
+            self._do(core.batch_ready(_batch(raw, decoded)))
+            self.stall_watch.samples_at_s = time.monotonic()
+
+    # --- Algorithm 2 ------------------------------------------------------------------------------------------------
+
+    async def read_commands(self) -> None:
+        """Give every command to the core."""
+        loop = asyncio.get_running_loop()
+
+        def deliver(commands: Commands) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._commands.put_nowait, commands)
+
+        # Through a queue, and not in a callback: what goes wrong here must end this process.
+        self._channel.read_commands(deliver)
+        while True:
+            for offset, value in await self._commands.get():
+                self._next_command = offset + 1
+                try:
+                    record = decode(value)
+                except RecordError as exc:
+                    log.warning("record_refused", topic="commands", reason=str(exc))
+                    continue
+                self._do(self._core.on_record(record, time.monotonic()))
+
+    async def compute(self) -> None:
+        """Answer grants, one at a time. As many of these tasks run as the engine takes grants at once."""
+        while True:
+            order = await self._orders.get()
+            if not self._core.is_current(order.grant):
+                continue
+            granted_at_s = time.monotonic()
+            number = order.batch.number
+            try:
+                done = await asyncio.wrap_future(self._engine.submit(order.grant, order.batch))
+            except ServiceUnavailableError as exc:
+                self.exit.request(1, str(exc))
+                return
+            except TaskError as exc:
+                self.exit.request(exc.exit_code, f"batch {number}: {exc}")
+                return
+            except Exception as exc:  # a bug, or this machine's memory or disk
+                log.error("task_failed", batch=number, error=f"{type(exc).__name__}: {exc}", exc_info=True)
+                self.exit.request(1, f"{self._config.task.cls} failed on batch {number}: {exc}")
+                return
+            if done is None:
+                self._do(self._core.weights_missing(order.grant))
+            else:
+                self._do(self._core.gradient_done(order.grant, order.batch, done, granted_at_s))
+
+    # --- actions and time -------------------------------------------------------------------------------------------
+
+    def _do(self, actions: Sequence[WorkerAction]) -> None:
+        for action in actions:
+            match action:
+                case Send(record):
+                    self._channel.send(record)
+                    if isinstance(record, Announce):
+                        fault_point("worker.after_announce", self._flush_channel)
+                    elif isinstance(record, Push):
+                        fault_point("worker.after_push", self._flush_channel)
+                case Compute():
+                    self._orders.put_nowait(action)
+                case Acknowledge(until):
+                    fault_point("worker.after_durable")
+                    self.stream.acknowledge(self.buffer.release(until))
+                    self._room.set()
+                case Exit(code, reason):
+                    self.exit.request(code, reason)
+
+    def _flush_channel(self) -> None:
+        self._channel.flush(10.0)
+
+    async def tick(self) -> None:
+        """Heartbeats, announcements that are due, and the end when it is time to leave."""
+        self._heartbeat.expect("loop")
+        self._heartbeat.expect("kafka", vital=False)
+        self._heartbeat.set_waiting_for("")
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._heartbeat.beat("loop")
+            self._channel.poll()
+            self._skip_recordless_offsets()
+            if self.departure():
+                self.stream.leave()
+            self._do(self._core.tick(time.monotonic()))
+
+    def _skip_recordless_offsets(self) -> None:
+        """Where all delivered records are fed, there is none between them and the next fetch."""
+        delivered, position = self.stream.fetch_progress()
+        if self.buffer.batcher.next_offset == delivered < position:
+            self.buffer.skip_to(position)
+
+    async def watch(self) -> None:
+        """Measure the lag, and end where records are there and none comes."""
+        watch = self.stall_watch
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            try:
+                high = await self._log_end(self._samples_topic)
+                commands_high = await self._log_end(self._commands_topic)
+            except ServiceUnavailableError:  # the client has logged it
+                watch.record_unreachable(time.monotonic())
+                continue
+            now = time.monotonic()
+            self._heartbeat.beat("kafka")
+            next_offset = self.buffer.batcher.next_offset
+            unread = watch.unread(next_offset, high)
+            self._core.lag = unread + len(self.buffer) * self._config.data.records_per_batch
+            watch.observe(
+                unread=unread, is_waiting=not self._core.has_room or self._core.draining,
+                next_command=self._next_command, commands_high=commands_high, now=now,
+            )  # fmt: skip
+            if watch.samples_stalled(now):
+                with contextlib.suppress(ServiceUnavailableError):
+                    if not await self._holds_record(next_offset, high):
+                        watch.record_empty(high, now)
+            if problem := watch.problem(now):
+                self.exit.request(1, problem)
+
+    async def _log_end(self, topic: str) -> int:
+        loop = asyncio.get_running_loop()
+        _, high = await loop.run_in_executor(None, self._channel.watermarks, topic, self.worker)
+        return high
+
+    async def _holds_record(self, lo: int, hi: int) -> bool:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(None, self._channel.holds_record, self._samples_topic, self.worker, lo, hi)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    async def drain(self) -> None:
+        """Announce nothing more, finish the gradient under way or return its batch, and send Leave."""
+        departure = self.departure
+        self._core.drain()
+        self._heartbeat.set_waiting_for("its end (draining)")
+        log.info("draining", cause=departure.cause, owes_gradient=self._core.busy)
+        # The time that is left may become shorter meanwhile.
+        while self._core.busy and departure.left_s() > _STREAM_STOP_S:
+            await asyncio.sleep(_DRAIN_POLL_S)
+        self._do(self._core.leave(departure.cause))
+        self._channel.flush(min(1.0, max(0.0, departure.left_s())))
+
+    def _stop(self) -> None:
+        self.stream.shut_down()
+
+
+def _batch(raw: RawBatch[Any], decoded: Decoded) -> Batch:
+    return Batch(
+        number=raw.number, data=decoded, num_samples=decoded.num_samples, complete_at_s=time.monotonic(),
+        dead=tuple(item.offset for item in decoded.refused if item.whole), gaps=tuple(raw.gaps), lost=tuple(raw.lost),
+        dead_samples=sum(item.samples for item in decoded.refused if not item.whole),
+    )  # fmt: skip
