@@ -92,6 +92,51 @@ class Calibration:
             "noise": asdict(self.noise) if self.noise else None,
         }
 
+    def text(self) -> str:
+        """The constants for people."""
+        fit = self.fit
+        lines = []
+        if self.updates_to_target is not None:
+            updates_to_target = self.updates_to_target
+            how = (
+                f"reached at update {self.reached_at:g}" if self.reached_at is not None else "extrapolated from the fit"
+            )
+            lines.append(
+                f"J        {updates_to_target.point:g} updates to {self.measure} {self.target_error:g} "
+                f"(90 % interval {updates_to_target.low:g} .. {updates_to_target.high:g}); {how}"
+            )
+            if fit is not None and self.reached_at is None and updates_to_target.point > 2 * fit.last_update:
+                lines.append(
+                    f"         beyond twice the run's {fit.last_update:g} updates: a longer pilot would tell better"
+                )
+        elif self.target_error is None:
+            lines.append("J        give --target-error to learn the updates that it takes")
+        if fit is not None:
+            lines += [
+                f"curve    {fit.curve.beta:.4g} * {fit.curve.rho:.6g}^J + {fit.curve.gamma:.4g} from update "
+                f"{fit.first_update:g} on ({fit.num_points} evaluations, relative error {fit.relative_rmse:.1%})",
+                f"         rho {fit.rho.low:.6g} .. {fit.rho.high:.6g}, "
+                f"noise floor {fit.gamma.low:.4g} .. {fit.gamma.high:.4g}",
+            ]
+        else:
+            lines.append(f"curve    none: {self.no_fit_reason}")
+        lines += [
+            f"service  {self.service_s:.4g} +- {self.service_sd_s:.2g} s for one batch's gradient (plan.service_s)",
+            f"rates    {self.update_rate_per_s:.4g} updates/s, {self.total_rate_per_s:.5g} samples/s of all streams",
+        ]
+        if self.stability is not None:
+            lines.append(
+                f"margin   {self.stability.sufficient:.3g} (sufficient form), {self.stability.necessary:.3g} "
+                f"(necessary form): {self.stability.verdict}"
+            )
+        if self.noise is not None:
+            lines.append(
+                f"noise    c = {self.noise.convexity:.4g}, L B = {self.noise.smoothness_times_variance:.4g}, "
+                f"at most {self.noise.smoothness_times_variance_high:.4g} (of the fitted curve)"
+            )
+        lines.append("The interval is that of this run's curve; another seed, stream or model needs its own pilot.")
+        return "\n".join(lines)
+
 
 def calibrate(
     updates: Rows,

@@ -12,7 +12,6 @@ from doll.monitor.display import clock
 if TYPE_CHECKING:
     from doll.provisioner.controller import Decision
     from doll.provisioner.fleets.processes import Machine
-    from doll.simulation.spot_prediction import Prediction
 
 _REASONS_SHOWN = 8
 
@@ -70,6 +69,24 @@ class MarketTimeline:
 
 
 @dataclass(frozen=True)
+class Prediction:
+    """One policy on one market. Wall seconds since the market's opening.
+
+    Attributes:
+        finish_s: when the work is done.
+        cost_usd: until then.
+        moves: slots that changed their market.
+        preemptions: machines that were preempted while a slot used them.
+    """
+
+    policy: str
+    finish_s: float
+    cost_usd: float
+    moves: int
+    preemptions: int
+
+
+@dataclass(frozen=True)
 class SpotResult:
     """How it ended, in figures that are not in the controller's decisions.
 
@@ -88,7 +105,7 @@ class SpotResult:
     all_on_demand_usd: float
 
 
-def facts(
+def report_section(
     result: SpotResult,
     predictions: Mapping[str, Prediction],
     planned: str,
@@ -136,8 +153,8 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     found = [
         f"  deadline {clock(report['deadline_s'])}: {met}, at {report['finish_s']:.1f} s of {report['deadline_s']:g} s "
         f"(predicted {report['finish_predicted_s']:.1f} s)",
-        f"  cost {report['cost_usd']:.3f} USD, {report['cost_percent']:.1f} % of {report['all_on_demand_usd']:.3f} USD all "
-        f"on-demand; predicted {report['cost_predicted_usd']:.3f} USD, {report['cost_predicted_percent']:.1f} % "
+        f"  cost {report['cost_usd']:.3f} USD, {report['cost_percent']:.1f} % of {report['all_on_demand_usd']:.3f} USD "
+        f"all on-demand; predicted {report['cost_predicted_usd']:.3f} USD, {report['cost_predicted_percent']:.1f} % "
         f"({report['cost_error_points']:+.1f} points)",
         *(
             f"  {one['policy']} would have cost {one['cost_usd']:.3f} USD and ended at {one['finish_s']:.1f} s"

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from doll.monitor.spot_history import MarketTimeline, SpotResult
-from doll.simulation.spot_prediction import Prediction
+from doll.monitor.spot_history import MarketTimeline, Prediction, SpotResult
 
 if TYPE_CHECKING:
     from doll.provisioner.fleets.processes import Machine

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from doll.monitor.spot_history import Prediction
 from doll.provisioner.planning.baselines import (
     SPOT,
     AllOnDemand,
@@ -25,24 +24,6 @@ from doll.theory.cost import SECONDS_PER_HOUR
 
 _TICKS = 2000
 _SHORTEST_TICK_S = 0.5
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """One policy on one market. Seconds of the wall since the market's opening.
-
-    Attributes:
-        finish_s: when the work is done.
-        cost_usd: until then.
-        moves: slots that changed their market.
-        preemptions: machines that were taken from slots which used them.
-    """
-
-    policy: str
-    finish_s: float
-    cost_usd: float
-    moves: int
-    preemptions: int
 
 
 def predict(

@@ -19,10 +19,10 @@ from doll.config import dump, load
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.fleets.port import LaunchError, Order
 from doll.provisioner.fleets.processes import ProcessFleet
-from doll.provisioner.machines import machines_of
 from doll.provisioner.state_store import FileStateStore
 from doll.records import Finished, Leave, Metric
 from doll.run.folder import RunFolder
+from doll.run.provisioning import machines_of
 from doll.run.target import open_target
 from doll.services import KAFKA_ENV, REDIS_ENV
 from waiting import WAIT_TIMEOUT_S
@@ -166,7 +166,7 @@ def test_processes_join_the_job_and_end_with_their_owner(make_pipeline: Callable
     job = make_pipeline(*PLAN, "fleet.speed_up=10")
     job.start_ps()
     run = RunFolder(job.run)
-    with machines_of(job.config, job.services, run) as machines:
+    with machines_of(job.config, job.services, run.path) as machines:
         assert isinstance(machines.fleet, ProcessFleet)
         assert machines.billing == LOCAL
         now = machines.prices.current(time.time())

@@ -2,13 +2,15 @@
 
 import io
 import math
+from dataclasses import replace
 
 import pytest
-from doll.config import JobConfig, StopConfig, parse
+from doll.config import JobConfig, StopConfig, load, parse
 from doll.monitor import display
 from doll.monitor.display import LineDisplay, one_line, panel, worker_table
 from doll.monitor.progress import ProgressModel
 from doll.records import Finished, Member, Metric, TermStarted, Update
+from paths import EXAMPLES
 from rich.console import Console
 
 JOB = """
@@ -215,3 +217,19 @@ def test_lost_records_are_noted_once_and_counted(running: ProgressModel) -> None
         "records lost: partition 1: 48-49: deleted before they were learned (data.on_data_loss: stop)",
     ]
     assert running.next_offsets[1] == 56
+
+
+def test_machines_and_money_are_shown_in_both_views() -> None:
+    config = load(EXAMPLES / "spot.yaml")
+    snapshot = ProgressModel(config, 0.0).snapshot(10.0)
+    workers = tuple(replace(line, machine=f"spot #{line.worker} works", usd=0.25) for line in snapshot.workers)
+    shown = replace(snapshot, workers=workers, costs="5 of 190 s, 6 spot + 0 on-demand, 1.500 USD")
+    out = io.StringIO()
+    Console(file=out, width=140).print(panel(shown, config.stop))
+    assert "spot #5 works" in out.getvalue()
+    assert "0.250" in out.getvalue()
+    assert "6 spot + 0 on-demand" in out.getvalue()
+    assert one_line(shown, config.stop).endswith("1.500 USD")
+    out = io.StringIO()
+    Console(file=out, width=140).print(panel(snapshot, config.stop))
+    assert "USD" not in out.getvalue()

@@ -10,19 +10,15 @@ from typing import Any
 import pytest
 from doll.config import JobConfig, parse
 from doll.errors import ConfigError
-from doll.provisioner import machines
 from doll.provisioner.billing import EC2_LINUX, LOCAL
 from doll.provisioner.fleets.compose import ComposeFleet
 from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
 from doll.provisioner.fleets.port import Order
-from doll.provisioner.machines import machines_of, stated_prices
-from doll.run.folder import RunFolder
-from doll.services import Services
+from doll.provisioner.machines import open_machines, stated_prices
 from doll.theory.cost import Prices
 from fleet_rigs import ComposeRig, Ec2Rig, ec2
 from moto_overlay import REGION
 
-NOWHERE = Services("127.0.0.1:9", "127.0.0.1:9")
 ORDER = Order(slot=0, incarnation=1, market="on_demand", attempt=0)
 PRICES = "plan: {spot_usd_per_h: 0.1, on_demand_usd_per_h: 0.3}"
 
@@ -62,7 +58,7 @@ def test_ec2_is_bought_with_the_jobs_tags_at_its_own_prices_and_billed_as_it_bil
     }  # fmt: skip
     cached = {"c5.xlarge": {"usd_per_h": 0.17, "source": "test", "as_of": "2026-11-01"}}
     monkeypatch.setattr("doll.provisioner.prices.ec2.OnDemandPrices.of", _price_of(cached))
-    with machines_of(job(json.dumps(settings)), NOWHERE, RunFolder(tmp_path)) as found:
+    with open_machines(job(json.dumps(settings)), tmp_path) as found:
         assert isinstance(found.fleet, Ec2Fleet)
         assert (found.billing, found.probe) == (EC2_LINUX, None)
         made = found.fleet.launch(ORDER)
@@ -90,7 +86,7 @@ def test_compose_is_billed_at_the_prices_that_the_job_states(tmp_path: Path, mon
         "kind": "compose", "docker": str(tmp_path / "docker"), "file": str(tmp_path / "docker-compose.yml"),
         "project": "doll", "timeout_s": 120,
     }  # fmt: skip
-    with machines_of(job(json.dumps(fleet)), NOWHERE, RunFolder(tmp_path)) as found:
+    with open_machines(job(json.dumps(fleet)), tmp_path) as found:
         assert isinstance(found.fleet, ComposeFleet)
         assert (found.billing, found.probe) == (LOCAL, None)
         assert found.prices.current(0.0) == Prices(0.1, 0.3)
@@ -99,7 +95,7 @@ def test_compose_is_billed_at_the_prices_that_the_job_states(tmp_path: Path, mon
     assert ends == [found.fleet]
     with (
         pytest.raises(ConfigError, match=r"expected plan\.spot_usd_per_h"),
-        machines_of(job(json.dumps(fleet), plan=""), NOWHERE, RunFolder(tmp_path)),
+        open_machines(job(json.dumps(fleet), plan=""), tmp_path),
     ):
         pytest.fail("there are no prices")
     assert len(ends) == 2, "what was opened is closed"
@@ -107,7 +103,7 @@ def test_compose_is_billed_at_the_prices_that_the_job_states(tmp_path: Path, mon
 
 @pytest.mark.parametrize("plan", ["", "plan: {spot_usd_per_h: 0.1}", "plan: {on_demand_usd_per_h: 0.1}"])
 def test_both_prices_must_be_stated(plan: str) -> None:
-    with pytest.raises(ConfigError, match="nobody else knows these prices"):
+    with pytest.raises(ConfigError, match="this fleet has no price list"):
         stated_prices(job("{kind: compose}", plan))
 
 
@@ -115,6 +111,6 @@ def test_an_error_of_whoever_uses_it_comes_through_and_ends_the_fleet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ends = closed(monkeypatch, ComposeFleet)
-    with pytest.raises(ZeroDivisionError), machines.machines_of(job("{kind: compose}"), NOWHERE, RunFolder(tmp_path)):
+    with pytest.raises(ZeroDivisionError), open_machines(job("{kind: compose}"), tmp_path):
         raise ZeroDivisionError
     assert len(ends) == 1

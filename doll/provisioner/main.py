@@ -1,0 +1,248 @@
+"""The provisioner as a process: a controller with its fleet, records, lease and publisher, turn after turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+from doll import telemetry
+from doll.config import JobConfig
+from doll.errors import ConfigError, DollError, ServiceUnavailableError
+from doll.kafka import topics
+from doll.kafka.job_records import JobRecords
+from doll.process.health import Heartbeat, heartbeat_of
+from doll.provisioner.controller import Controller, ControllerSettings, Decision
+from doll.provisioner.lease import Lease, claims_of
+from doll.provisioner.machines import Machines
+from doll.provisioner.publisher import DecisionPublisher
+from doll.provisioner.state_store import FileStateStore
+from doll.records import Finished, Leave, Welcome
+from doll.service_checks import require_services
+from doll.services import Services
+
+POLL_S: Final = 0.2
+DRAIN_TURN_S: Final = 2.0
+DRAIN_TIMEOUT_S: Final = 900.0
+_URGENT_AFTER_S: Final = 1.0  # a worker that comes or goes is handled this soon, several of them in one turn
+
+log = telemetry.get_logger(__name__)
+
+StopRequested = Callable[[], bool]
+ReadSettings = Callable[[JobConfig], tuple[ControllerSettings, list[str]]]
+
+
+@dataclass(frozen=True)
+class ProvisionerSetup:
+    """What a provisioner needs to start.
+
+    Attributes:
+        services: where Kafka and Redis are.
+        run_folder: where its state and its journal are kept.
+        machines: opens the fleet with its prices.
+        read_settings: settings from a job file, with notes on their origin.
+        load: the job file as it is now; it may be edited while the job runs.
+        path: that file.
+        dry_run: decide, but launch and terminate nothing.
+    """
+
+    config: JobConfig
+    services: Callable[[], Services]
+    run_folder: Path
+    machines: Callable[[JobConfig, Services, Path], AbstractContextManager[Machines]]
+    read_settings: ReadSettings
+    load: Callable[[], JobConfig]
+    path: Path
+    dry_run: bool = False
+
+
+class Provisioner:
+    """A running provisioner. Use as a context manager, then call `read_history` once, then one of the loops.
+
+    Raises:
+        ConfigError: the job file does not say what is to be done, or the fleet cannot be used as it describes it.
+        ServiceUnavailableError: Kafka or Redis does not answer.
+    """
+
+    def __init__(self, setup: ProvisionerSetup) -> None:
+        self._setup = setup
+        self._settings, self._notes = setup.read_settings(setup.config)
+        self._logged: tuple[Any, ...] = ()
+
+    def __enter__(self) -> Self:
+        setup = self._setup
+        telemetry.configure(process="provisioner")
+        config, services = setup.config, setup.services()
+        require_services(config, services)
+        topics.ensure(config, services)
+        with ExitStack() as stack:
+            self._heartbeat: Heartbeat = stack.enter_context(heartbeat_of("provisioner", config))
+            machines = stack.enter_context(setup.machines(config, services, setup.run_folder))
+            lease = None if setup.dry_run else Lease(claims_of(config, setup.run_folder))
+            self._state_store = FileStateStore(setup.run_folder, config.job)
+            self._placement = machines.placement
+            self._controller = Controller(
+                self._settings, machines.fleet, machines.prices, self._state_store, probe=machines.probe,
+                check_lease=None if lease is None else lease.check, dry_run=setup.dry_run, job=config.job,
+                topics_id=topics.topic_id(config, services, "updates"),
+            )  # fmt: skip
+            self._job_records = stack.enter_context(JobRecords(config, services, self._controller.positions))
+            self._publisher = None if setup.dry_run else DecisionPublisher(config, services)
+            if self._publisher is not None:
+                stack.callback(self._publisher.close)
+            self._open = stack.pop_all()
+        log.info(
+            "provisioning", fleet=config.fleet.kind, slots=self._settings.num_slots, dry_run=setup.dry_run,
+            number=0 if lease is None else lease.number, journal=str(self._state_store.journal),
+        )  # fmt: skip
+        for note in self._notes:
+            log.info("plan_note", note=note)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._open.close()
+
+    def read_history(self) -> None:
+        """Read what was written before this process started, or since an earlier one saved its state."""
+        for timed_record in self._job_records.read_history():
+            self._controller.feed(timed_record.record, timed_record.at_s)
+        self._expect_turns()
+        self._heartbeat.set_waiting_for("")
+
+    def run(self, stop_requested: StopRequested) -> Decision | None:
+        """Turns until nothing is left to do or a person must act; the last decision. None: a stop was requested."""
+        job_file = JobFile(self._setup.path, self._setup.load)
+        while True:
+            if (changed := job_file.changed()) is not None:
+                self._retarget(changed)
+            decision = self._turn()
+            if decision.over or decision.phase == "stopped":
+                return decision
+            self._follow(self._settings.planner.replan_s, stop_requested)
+            if stop_requested():
+                log.info("shutting_down", instances=len(decision.alive), action="all machines keep running")
+                return None
+
+    def run_once(self) -> Decision:
+        """One turn."""
+        return self._turn(last=True)
+
+    def drain(self, stop_requested: StopRequested) -> Decision | None:
+        """Terminate all instances and wait until they are gone; None: a stop was requested.
+
+        Raises:
+            ServiceUnavailableError: some are still there after `DRAIN_TIMEOUT_S`.
+        """
+        end_s = time.monotonic() + DRAIN_TIMEOUT_S
+        while not stop_requested():
+            decision = self._turn(draining=True)
+            if decision.over:
+                return decision
+            if time.monotonic() > end_s:
+                left = ", ".join(instance.id for instance in decision.instances if instance.ended_s is None)
+                raise ServiceUnavailableError(
+                    f"instances not terminated after {DRAIN_TIMEOUT_S:g} s: {left}; check them by hand"
+                )
+            self._follow(DRAIN_TURN_S, stop_requested)
+        return None
+
+    def _expect_turns(self) -> None:
+        self._heartbeat.expect("turn", within_s=max(60.0, 10 * self._settings.planner.replan_s))
+
+    def _retarget(self, config: JobConfig) -> None:
+        """The job file has changed."""
+        try:
+            settings, _ = self._setup.read_settings(config)
+            self._controller.retarget(settings)
+        except (DollError, ValueError) as error:
+            log.warning("job_file_invalid", error=str(error), action="continuing with the previous settings")
+            return
+        self._settings = settings
+        self._expect_turns()
+        planner = settings.planner
+        log.info(
+            "plan_changed", deadline_s=planner.deadline_s, budget_usd=planner.budget_usd, samples=planner.samples,
+            updates=planner.updates, group_size=planner.group_size, every_s=planner.replan_s,
+        )  # fmt: skip
+
+    def _turn(self, *, draining: bool = False, last: bool = False) -> Decision:
+        """One turn, published and logged; `last`: this process exits afterwards."""
+        self._heartbeat.beat("turn")
+        now_s = time.time()
+        ends = self._job_records.sample_ends()
+        if ends is not None:
+            self._controller.observe_ends(now_s, ends)
+        self._controller.positions = self._job_records.positions
+        decision = self._controller.turn(now_s, draining=draining)
+        if self._publisher is not None:
+            self._publisher.publish(decision, last=last or decision.over)
+        self._log_changes(decision)
+        if self._placement is not None and not draining and (scores := self._placement.poll_scores(now_s)) is not None:
+            log.info("placement_scores", **scores)
+            if not self._setup.dry_run:
+                self._state_store.append({"kind": "placement", "time_s": now_s, "scores": scores})
+        return decision
+
+    def _log_changes(self, decision: Decision) -> None:
+        for result in decision.actions:
+            log.info("action", what=result.text())
+        current = (decision.phase, decision.markets, decision.binding, decision.alarms)
+        if current == self._logged:
+            return
+        before, self._logged = self._logged, current
+        for alarm in decision.alarms:
+            if not before or alarm not in before[3]:
+                log.warning("alarm", what=alarm)
+        log.info(
+            "decision", phase=decision.phase, binding=decision.binding, elapsed_s=round(decision.elapsed_s),
+            spot=decision.markets.count("spot"), on_demand=decision.markets.count("on_demand"),
+            samples=decision.samples_done, updates=decision.updates_done, spent_usd=round(decision.bill.usd, 4),
+            expected_cost_usd=decision.expected_cost_usd, reasons=decision.to_dict()["reasons"],
+        )  # fmt: skip
+
+    def _follow(self, seconds: float, stop_requested: StopRequested) -> None:
+        """Read records until the next turn is due; less long where a worker comes or goes, or the job ends."""
+        start_s, urgent = time.monotonic(), False
+        while not stop_requested() and time.monotonic() - start_s < seconds:
+            if self._publisher is not None:
+                self._publisher.heartbeat()
+            for timed_record in self._job_records.poll(min(POLL_S, seconds)):
+                self._controller.feed(timed_record.record, timed_record.at_s)
+                urgent = urgent or isinstance(timed_record.record, Finished | Leave | Welcome)
+            if urgent and time.monotonic() - start_s >= min(_URGENT_AFTER_S, seconds):
+                return
+
+
+class JobFile:
+    """The job file, which may be edited while the job runs.
+
+    Args:
+        load: reads it, with the overrides of the command line.
+    """
+
+    def __init__(self, path: Path, load: Callable[[], JobConfig]) -> None:
+        self._path = path
+        self._load = load
+        self._last_stamp = self._stamp()
+
+    def _stamp(self) -> tuple[int, int]:
+        try:
+            stat = self._path.stat()
+        except OSError:
+            return (0, 0)
+        return (stat.st_mtime_ns, stat.st_size)
+
+    def changed(self) -> JobConfig | None:
+        """The job file as it is now, if it has changed since the last call; an invalid one is logged and ignored."""
+        stamp = self._stamp()
+        if stamp in (self._last_stamp, (0, 0)):
+            return None
+        self._last_stamp = stamp
+        try:
+            return self._load()
+        except ConfigError as error:
+            log.warning("job_file_invalid", error=str(error), action="continuing with the previous settings")
+            return None

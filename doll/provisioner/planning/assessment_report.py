@@ -1,0 +1,81 @@
+"""An assessment as text, for `doll plan` and dry runs. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from doll.provisioner.planning.assessment import Assessment
+from doll.provisioner.planning.planner import slot_ranges
+
+_BINDING = {
+    "none": "no constraint binds: all workers may run on spot",
+    "deadline": "the deadline binds: one more worker on spot would be late in expectation",
+    "risk": "the risk binds: one more worker on spot would be late too often",
+    "price": "the prices bind: more workers on spot would not be cheaper",
+    "budget": "the budget binds: it is expected to suffice only with the adaptive planner",
+}
+
+
+def report_text(assessment: Assessment, notes: Sequence[str]) -> str:
+    """The assessment with its advice; `notes` are appended."""
+    request, static = assessment.request, assessment.static
+    count = request.num_workers
+    lines = []
+    if assessment.problem is not None:
+        lines += [f"NOT FEASIBLE: {assessment.problem}", "", "The best feasible mix of markets:"]
+    else:
+        lines.append(f"Feasible; {_BINDING[assessment.binding]}.")
+    lines += [
+        f"  spot {assessment.num_spot} of {count} workers, on-demand {count - assessment.num_spot}",
+        *_slots_by_market(assessment),
+        f"  cost    {static.expected_cost_usd:.4f} +- {static.cost_sd_usd:.4f} USD, {assessment.savings:+.1%} saved of "
+        f"{assessment.all_on_demand_usd:.4f} USD on-demand",
+        f"  finish  {_time(static.expected_finish_s)} +- {_time(static.finish_sd_s)}"
+        + (f", deadline {_time(request.deadline_s)}" if request.deadline_s else ", no deadline given"),
+    ]
+    if request.deadline_s is not None:
+        lines.append(f"  P(late) {_probability(static.miss_prob)} if the mix is kept to the end")
+    if assessment.adaptive is not None:
+        late = f", P(late) {_probability(assessment.adaptive.miss_prob)}" if request.deadline_s else ""
+        lines.append(
+            f"Adaptive planner with guard: about {assessment.adaptive.expected_cost_usd:.4f} +- "
+            f"{assessment.adaptive.cost_sd_usd:.4f} USD{late} while on-demand workers boot in {request.boot_s:g} s"
+        )
+    if assessment.bounds is not None:
+        lines.append(
+            f"Corollary 2: the best mix costs {assessment.bounds[0]:.2%} to {assessment.bounds[1]:.2%} of on-demand"
+        )
+    lines.append(f"All on spot: {assessment.all_spot_usd:.4f} USD, {_time(assessment.all_spot_s)} expected")
+    if assessment.stability is not None:
+        stability = assessment.stability
+        lines.append(
+            f"Stability: {stability.verdict}; margin {stability.sufficient:.3g} (sufficient form), "
+            f"{stability.necessary:.3g} (necessary form)"
+        )
+    lines += [f"- {line}" for line in (*assessment.advice, *notes)]
+    return "\n".join(lines)
+
+
+def _slots_by_market(assessment: Assessment) -> list[str]:
+    """Streams by market with the reason, as ranges."""
+    lines = []
+    reasons = assessment.reasons()
+    for market, spot in (("spot", True), ("on-demand", False)):
+        slots = [slot for slot, on_spot in enumerate(assessment.mix) if bool(on_spot) is spot]
+        if slots:
+            why = reasons[slots[0]].split(": ", 1)[1]
+            rates = assessment.request.rates_per_s[slots]
+            span = f"{rates.min():g}" if rates.min() == rates.max() else f"{rates.min():g} .. {rates.max():g}"
+            lines.append(f"    {market}: streams {slot_ranges(slots)} ({span} samples/s); {why}")
+    return lines
+
+
+def _probability(probability: float) -> str:
+    return "below 1e-6" if probability < 1e-6 else f"{probability:.3g}"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 600 or math.isinf(seconds):
+        return f"{seconds:.4g} s"
+    return f"{seconds:.0f} s ({seconds / 3600:.2f} h)"

@@ -1,0 +1,123 @@
+"""The plan request of a job: from the job file's plan section, with notes on where its numbers come from. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from doll.config import JobConfig, PlanConfig, ProcessesFleetConfig
+from doll.errors import ConfigError
+from doll.provisioner.planning.assessment import PlanRequest
+from doll.theory.cost import Prices
+
+HOW_TO_MEASURE: Final = (
+    "J, the number of updates to the error target, is not known. Measure it with a pilot run:\n"
+    "  doll up JOB.yaml                               until the error is low enough, or for a few minutes\n"
+    "  doll calibrate runs/<run> --target-error 0.05  J with its interval, service_s, rates\n"
+    "  doll plan JOB.yaml --pilot runs/<run> --target-error 0.05 ...\n"
+    "or set it: --updates J (plan.updates in the job file)"
+)
+
+
+def plan_request(
+    config: JobConfig | None,
+    section: PlanConfig,
+    rates_per_s: Sequence[float],
+    group_size: int | None = None,
+    batch_size: int | None = None,
+) -> tuple[PlanRequest, list[str]]:
+    """The request that job file and options make, and notes on where its numbers come from.
+
+    Args:
+        config: None without a job file: then the options must be complete.
+        section: the plan; a pilot run is resolved already (`doll.monitor.pilot_run.with_pilot`).
+        rates_per_s: λ_n, samples per second of each stream, shape (N,).
+        group_size, batch_size: None: as the job file says.
+
+    Raises:
+        ConfigError: a value is missing; the message names its option and its key.
+    """
+    notes: list[str] = []
+    section = apply_speed_up(config, section, notes)
+    size = group_size or (config.group_size if config else None)
+    batch = batch_size or (config.data.batch_size if config else None)
+    spot, on_demand = section.spot_usd_per_h, section.on_demand_usd_per_h
+    if size is None or batch is None or spot is None or on_demand is None:
+        missing = [
+            f"{option} ({key})"
+            for option, key, value in (
+                ("--group-size", "training.policy.group_size", size),
+                ("--batch-size", "data.batch_size", batch),
+                ("--spot-price", "plan.spot_usd_per_h", spot),
+                ("--on-demand-price", "plan.on_demand_usd_per_h", on_demand),
+            )
+            if value is None
+        ]
+        raise ConfigError(f"plan: expected a value for {', '.join(missing)}")
+    if config is not None and config.training.policy.name != "doll":
+        notes.append(f"policy {config.training.policy.name}: planned as groups of K = {size} batches of any workers")
+    updates = updates_to_target(config, section, notes)
+    try:
+        request = PlanRequest(
+            rates_per_s=np.asarray(rates_per_s, dtype=np.float64),
+            group_size=size,
+            batch_size=batch,
+            updates=updates,
+            prices=Prices(spot, on_demand),
+            alpha=section.alpha,
+            cycle_s=section.cycle_s,
+            deadline_s=section.deadline_s,
+            budget_usd=section.budget_usd,
+            risk=section.risk,
+            boot_s=section.boot_s,
+            margin=section.margin,
+            service_s=section.service_s,
+        )
+    except ValueError as error:
+        raise ConfigError(f"plan: {error}") from error
+    return request, notes
+
+
+def apply_speed_up(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> PlanConfig:
+    """The section in real time, where the job's market is replayed faster: prices and cycle change.
+
+    Args:
+        notes: gets a line where something has changed.
+    """
+    if config is None or not isinstance(config.fleet, ProcessesFleetConfig) or config.fleet.speed_up == 1:
+        return section
+    speed = config.fleet.speed_up
+    notes.append(
+        f"market time runs {speed:g} times faster than real time (fleet.speed_up): a second is billed as {speed:g}, "
+        f"the mean time between two interruptions is {section.cycle_s / speed:g} s"
+    )
+    prices = {
+        name: None if price is None else price * speed
+        for name, price in (
+            ("spot_usd_per_h", section.spot_usd_per_h),
+            ("on_demand_usd_per_h", section.on_demand_usd_per_h),
+        )
+    }
+    return section.model_copy(update={**prices, "cycle_s": section.cycle_s / speed})
+
+
+def updates_to_target(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> float:
+    """J, from the plan or the stop rule.
+
+    Args:
+        notes: gets a line on where J comes from, unless the plan says it.
+
+    Raises:
+        ConfigError: J is not known.
+    """
+    if section.updates is not None:
+        return float(section.updates)
+    if config is not None and section.target_error is None and config.stop.updates is not None:
+        notes.append(
+            f"J = {config.stop.updates} is the job's stop.updates, a cap: `doll calibrate` on a pilot run shows how "
+            f"soon the error target is met"
+        )
+        return float(config.stop.updates)
+    raise ConfigError(HOW_TO_MEASURE)

@@ -1,0 +1,63 @@
+"""The controller's settings from a job file: its work, rates, limits and how its machines are billed. Pure."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from doll.config import JobConfig, ProcessesFleetConfig
+from doll.errors import ConfigError
+from doll.provisioner.billing import EC2_LINUX, LOCAL
+from doll.provisioner.controller import ControllerSettings
+from doll.provisioner.planning.plan_request import apply_speed_up, updates_to_target
+from doll.provisioner.planning.state import PlannerSettings
+from doll.provisioner.reconcile import LaunchLimits
+
+
+def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str]]:
+    """What the job file asks of its provisioner, and notes on where its numbers come from.
+
+    Args:
+        config: a pilot run in its plan is resolved already (`doll.monitor.pilot_run.with_pilot`).
+
+    Raises:
+        ConfigError: the work or the rates are not known, or a number is out of its range.
+    """
+    notes: list[str] = []
+    plan, own = apply_speed_up(config, config.plan, notes), config.provision
+    rates = config.rates_per_s()
+    if not all(math.isfinite(rate) for rate in rates):
+        raise ConfigError(
+            "arrivals.process is asap, which states no rate: expected poisson or deterministic, with "
+            "arrivals.rate_per_s as the samples per second of each worker's stream"
+        )
+    updates = updates_to_target(config, plan, notes)
+    samples = updates * config.group_size * config.data.batch_size
+    deadline_s = plan.deadline_s
+    if deadline_s is None:
+        deadline_s = 2 * samples / (max(plan.alpha, 0.01) * sum(rates))
+        notes.append(f"no plan.deadline_s: cost is minimized as if the deadline were {deadline_s:.0f} s")
+    every_s = own.every_s if own.every_s is not None else max(1.0, min(30.0, deadline_s / 200))
+    local = isinstance(config.fleet, ProcessesFleetConfig)
+    pool_backoff_s = own.pool_backoff_s if own.pool_backoff_s is not None else 0.0 if local else 180.0
+    try:
+        planner = PlannerSettings(
+            samples=samples, group_size=config.group_size, batch_size=config.data.batch_size, deadline_s=deadline_s,
+            budget_usd=plan.budget_usd, replan_s=every_s, boot_s=plan.boot_s, cycle_s=plan.cycle_s, rule=own.rule,
+            guard=own.deadline_guard, margin=plan.margin, risk=plan.risk, spot_stable_s=own.spot_stable_s,
+        )  # fmt: skip
+    except ValueError as error:
+        raise ConfigError(f"plan: {error}") from error
+    limits = LaunchLimits(
+        launches_per_min=own.launches_per_min, fallbacks_per_min=own.fallbacks_per_min, retry_s=min(30.0, 2 * every_s),
+        pool_backoff_s=pool_backoff_s, early_s=min(3600.0, plan.cycle_s / 10), backoff_s=2 * every_s,
+        boot_timeout_s=own.boot_timeout_s, silence_timeout_s=own.replace_after_s,
+    )  # fmt: skip
+    settings = ControllerSettings(
+        planner=planner, rates_per_s=np.asarray(rates), samples_per_record=config.data.samples_per_record,
+        prior_alpha=plan.alpha, limits=limits, billing=EC2_LINUX if config.fleet.kind == "ec2" else LOCAL,
+        heartbeat_timeout_s=own.heartbeat_timeout_s, target_error=plan.target_error if own.re_estimate else None,
+        measure=plan.measure,
+    )  # fmt: skip
+    return settings, notes
