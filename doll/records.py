@@ -235,15 +235,22 @@ class Finished(Record, frozen=True):
 # --- dead and metrics -------------------------------------------------------------------------------------------------
 
 
+# Why a record is dead: no value; above data.max_record_bytes; not in the packed form; `decode` raised, or returned what
+# does not fit the task; its gradient would spoil the model. `replayed`: the letter of a record that was sent again.
+DeadLetterCode = Literal["empty", "too_long", "not_packed", "undecodable", "harmful", "replayed"]
+
+
 class DeadLetter(Record, frozen=True):
-    """A user record that could not be decoded. `payload` is the record, cut to `payload_bytes` where it was longer."""
+    """A user record that could not be learned. `payload` is the record, cut to `payload_bytes` where it was longer."""
 
     worker: int
     partition: int
     offset: int
-    reason: str
+    reason: str  # for people; programs read `code`
     payload: bytes
     payload_bytes: int  # full size of the record
+    code: DeadLetterCode = "undecodable"
+    replayed_as: int = -1  # of code `replayed`: the new record's offset, in the same partition
     samples: int = 1  # samples refused; a packed record can be refused in part
     whole: bool = True  # the whole record was refused, so its offset is dead-lettered
     time_s: float = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,7 +12,8 @@ from doll.cli.options import JobOption, JsonOption, RunFolderOption, SetOption, 
 from doll.cli.output import emit
 
 if TYPE_CHECKING:
-    from doll.ledger.dead_letters import DeadRecord, Replay
+    from doll.ledger.dead_letter_replay import Replay
+    from doll.ledger.dead_letters import DeadRecord
 
 dead_app = typer.Typer(
     cls=DollGroup, help="Look at dead letters, and replay them.", no_args_is_help=True, rich_markup_mode=None
@@ -25,6 +26,10 @@ AtOption = Annotated[
     list[str] | None,
     typer.Option("--at", metavar="PARTITION/OFFSET", help="Only this one; may be repeated.", show_default=False),
 ]
+CodeOption = Annotated[
+    Literal["empty", "too_long", "not_packed", "undecodable", "harmful"] | None,
+    typer.Option("--code", help="Only those refused for this.", show_default=False),
+]
 _SHOWN_BYTES = 1024
 
 
@@ -34,18 +39,22 @@ def list_(
     job_option: JobOption = None,
     overrides: SetOption = None,
     reason: ReasonOption = "",
+    code: CodeOption = None,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the records with a dead letter: partition/offset, size, time, state, reason.
+    """List the records with a dead letter: partition/offset, size, time, state, code, reason.
 
     States: dead (it is in no update), replayed (put into the stream again), superseded (learned after all, when its
     batch was computed again), in part (the other samples of its packed record are learned), pending (its batch is not
     in a checkpoint yet).
 
+    Codes: empty, too_long (above data.max_record_bytes), not_packed (not in the packed form), undecodable (the task's
+    decode raised, or returned what does not fit), harmful (its gradient would have spoiled the model).
+
     Example: doll dead list my.yaml --reason "expected x of shape"
     """
-    found = _dead(job, job_option, overrides, run_folder, reason, None)
+    found = _dead(job, job_option, overrides, run_folder, reason, code, None)
     emit(as_json, [_facts(dead) for dead in found], _table(found))
 
 
@@ -56,6 +65,7 @@ def show(
     overrides: SetOption = None,
     at: AtOption = None,
     reason: ReasonOption = "",
+    code: CodeOption = None,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -63,18 +73,19 @@ def show(
 
     Example: doll dead show my.yaml --at 0/1234
     """
-    found = _dead(job, job_option, overrides, run_folder, reason, at)
+    found = _dead(job, job_option, overrides, run_folder, reason, code, at)
     content = [{**_facts(dead), "payload_hex": dead.letter.payload.hex()} for dead in found]
     emit(as_json, content, "\n\n".join(_details(dead) for dead in found) or _NONE)
 
 
 @dead_app.command("replay")
-def replay(
+def replay_(
     job: TargetArgument = None,
     job_option: JobOption = None,
     overrides: SetOption = None,
     at: AtOption = None,
     reason: ReasonOption = "",
+    code: CodeOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; send nothing.")] = False,
     again: Annotated[bool, typer.Option("--again", help="Also those that were replayed before.")] = False,
     run_folder: RunFolderOption = None,
@@ -87,7 +98,8 @@ def replay(
 
     Example: doll dead replay my.yaml --reason JSONDecodeError --dry-run
     """
-    from doll.ledger import dead_letters
+    from doll.ledger.dead_letter_replay import replay
+    from doll.ledger.dead_letters import dead_records
     from doll.service_checks import require_services
     from doll.storage.stores import open_store
 
@@ -95,8 +107,8 @@ def replay(
     services = found_at.services()
     require_services(found_at.config, services)
     store = open_store(found_at.config, found_at.run.path)
-    chosen = dead_letters.dead_records(found_at.config, services, store, reason=reason, at=_places(at))
-    done = dead_letters.replay(found_at.config, services, chosen, dry_run=dry_run, again=again)
+    chosen = dead_records(found_at.config, services, store, reason=reason, code=code, at=_places(at))
+    done = replay(found_at.config, services, chosen, dry_run=dry_run, again=again)
     emit(as_json, [_replay_facts(item, dry_run) for item in done], _replay_text(done, dry_run))
 
 
@@ -104,7 +116,7 @@ _NONE = "no dead records"
 
 
 def _dead(
-    job: Any, job_option: Any, overrides: Any, run_folder: Any, reason: str, at: list[str] | None
+    job: Any, job_option: Any, overrides: Any, run_folder: Any, reason: str, code: Any, at: list[str] | None
 ) -> list[DeadRecord]:
     from doll.ledger.dead_letters import dead_records
     from doll.service_checks import require_services
@@ -114,7 +126,7 @@ def _dead(
     services = found.services()
     require_services(found.config, services)
     store = open_store(found.config, found.run.path)
-    return dead_records(found.config, services, store, reason=reason, at=_places(at))
+    return dead_records(found.config, services, store, reason=reason, code=code, at=_places(at))
 
 
 def _places(texts: list[str] | None) -> list[tuple[int, int]]:
@@ -133,6 +145,7 @@ def _facts(dead: DeadRecord) -> dict[str, Any]:
         "partition": letter.partition,
         "offset": letter.offset,
         "state": dead.state,
+        "code": letter.code,
         "reason": letter.reason,
         "bytes": letter.payload_bytes,
         "kept_bytes": len(letter.payload),
@@ -146,7 +159,7 @@ def _facts(dead: DeadRecord) -> dict[str, Any]:
 def _table(found: list[DeadRecord]) -> str:
     if not found:
         return _NONE
-    lines = [f"{'at':>14}  {'bytes':>8}  {'time':<19}  {'state':<10}  reason"]
+    lines = [f"{'at':>14}  {'bytes':>8}  {'time':<19}  {'state':<10}  {'code':<11}  reason"]
     for dead in found:
         letter = dead.letter
         part = "" if letter.whole else f"{letter.samples} of its samples: "
@@ -154,7 +167,7 @@ def _table(found: list[DeadRecord]) -> str:
         at = f"{letter.partition}/{letter.offset}"
         lines.append(
             f"{at:>14}  {letter.payload_bytes:>8}  {_time(letter.time_s)}  {dead.state:<10}  "
-            f"{part}{printable(letter.reason)}{again}"
+            f"{letter.code:<11}  {part}{printable(letter.reason)}{again}"
         )
     return "\n".join(lines)
 
@@ -193,7 +206,8 @@ def _replay_facts(item: Replay, dry_run: bool) -> dict[str, Any]:
     partition, offset = item.dead.at
     return {
         "partition": partition, "offset": offset, "source": item.source, "new_offset": item.offset,
-        "bytes": None if item.value is None else len(item.value), "skip_reason": item.skip_reason or None, "dry_run": dry_run,
+        "bytes": None if item.value is None else len(item.value), "skip_reason": item.skip_reason or None,
+        "dry_run": dry_run,
     }  # fmt: skip
 
 

@@ -85,8 +85,8 @@ class DeadLetters:
     def _send(self, refused: Sequence[Refused], values: Mapping[int, bytes]) -> None:
         letters = [
             DeadLetter(
-                worker=self._worker, partition=self._worker, offset=item.offset, reason=item.reason,
-                payload=values.get(item.offset, b"")[:_MAX_PAYLOAD_BYTES],
+                worker=self._worker, partition=self._worker, offset=item.offset, code=item.code,
+                reason=item.reason, payload=values.get(item.offset, b"")[:_MAX_PAYLOAD_BYTES],
                 payload_bytes=len(values.get(item.offset, b"")), samples=item.samples, whole=item.whole,
                 time_s=time.time(), term=self._term(),
             )

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from doll.errors import SampleError
 from doll.packing import unpack
+from doll.records import DeadLetterCode
 from doll.task import Sample, Task, as_features, as_target
 
 MAX_REASON_CHARS = 500
@@ -30,6 +31,7 @@ class Refused:
     reason: str
     samples: int
     whole: bool
+    code: DeadLetterCode = "undecodable"
 
 
 @dataclass(slots=True)
@@ -63,17 +65,17 @@ def decode_records(
     pieces: list[tuple[int, list[bytes], memoryview | None, int]] = []  # offset, samples, block, width
     for offset, value in records:
         if not value:
-            refused.append(Refused(offset, "empty value: expected a sample", 1, True))
+            refused.append(Refused(offset, "empty value: expected a sample", 1, True, "empty"))
         elif len(value) > max_record_bytes:
             reason = f"record of {len(value)} bytes: expected at most {max_record_bytes} (data.max_record_bytes)"
-            refused.append(Refused(offset, reason, 1, True))
+            refused.append(Refused(offset, reason, 1, True, "too_long"))
         elif samples_per_record == 1:
             pieces.append((offset, [value], memoryview(value), len(value)))
         else:
             try:
                 packed = unpack(value, samples_per_record)
             except SampleError as exc:
-                refused.append(Refused(offset, str(exc), 1, True))
+                refused.append(Refused(offset, str(exc), 1, True, "not_packed"))
             else:
                 pieces.append((offset, packed.samples() if not packed.width else [], packed.body, packed.width))
     decoded = _decode_block(task, pieces) or _one_by_one(task, pieces, refused)
@@ -95,7 +97,7 @@ def refuse(decoded: Decoded, bad: Mapping[int, str]) -> list[Refused]:
     for offset, texts in sorted(reasons.items()):
         whole = len(texts) == int((decoded.offsets == offset).sum())
         samples = len(texts) + (before.get(offset, 0) if whole else 0)
-        refused.append(Refused(offset, texts[0][:MAX_REASON_CHARS], samples, whole))
+        refused.append(Refused(offset, texts[0][:MAX_REASON_CHARS], samples, whole, "harmful"))
     return refused
 
 

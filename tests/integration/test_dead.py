@@ -17,8 +17,8 @@ from doll.config import JobConfig, dump
 from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import kafka_settings
 from doll.ledger import dead_letters
-from doll.ledger.balance import OffsetState
-from doll.records import DeadLetter, encode
+from doll.ledger.dead_letter_replay import replay, replay_publisher
+from doll.records import DeadLetter
 from typer.testing import CliRunner
 
 pytestmark = pytest.mark.integration
@@ -175,7 +175,7 @@ def test_where_the_log_has_let_go_the_letter_serves_if_it_is_whole(make_pipeline
     (info,) = admin.delete_records([TopicPartition(config.topic("samples"), 0, 6)]).values()
     info.result(60)
     chosen = dead_letters.dead_records(config, services, job.store)
-    done = dead_letters.replay(config, services, chosen)
+    done = replay(config, services, chosen)
     assert [(item.dead.at[1], item.source, item.offset) for item in done if item.source] == [
         (1, "letter", 16),
         (7, "topic", 17),
@@ -186,9 +186,7 @@ def test_where_the_log_has_let_go_the_letter_serves_if_it_is_whole(make_pipeline
     assert "not in a checkpoint yet" in why[5000]
     assert why[9].startswith("superseded")
     assert values_at(config, services, 0, 16, 18) == [b"whole", b"still there"]
-    once_more = dead_letters.replay(
-        config, services, dead_letters.dead_records(config, services, job.store), again=True
-    )
+    once_more = replay(config, services, dead_letters.dead_records(config, services, job.store), again=True)
     assert [item.offset for item in once_more if item.source] == [19, 20]
 
 
@@ -202,11 +200,13 @@ def test_a_record_that_kafka_refuses_is_an_error(make_pipeline: Callable[..., An
         return dead_letters.DeadRecord(letter, offset_state="dead")
 
     big = dead(1, b"x" * 20_000_000)  # above max.message.bytes of the samples topic
-    with pytest.raises(ServiceUnavailableError, match=r"does not take a record on .*samples, partition 0: .*MSG_SIZE"):
-        dead_letters.replay(job.config, job.services, [dead(0, b"small"), big])
+    with pytest.raises(
+        ServiceUnavailableError, match=r"does not accept a record on .*samples, partition 0: .*MSG_SIZE"
+    ):
+        replay(job.config, job.services, [dead(0, b"small"), big])
     assert dead_letters.dead_records(job.config, job.services, job.store) == []
     # All or none: the small one was taken back, and nothing hinders the next replay.
-    (done,) = dead_letters.replay(job.config, job.services, [dead(0, b"small")])
+    (done,) = replay(job.config, job.services, [dead(0, b"small")])
     assert done.offset is not None
     assert values_at(job.config, job.services, 0, done.offset, done.offset + 1) == [b"small"]
 
@@ -217,17 +217,14 @@ def test_a_replay_that_was_cut_off_or_overtaken_replays_nothing_twice(make_pipel
     letter = DeadLetter(worker=0, partition=0, offset=0, reason="bad", payload=b"once", payload_bytes=4)
     job.control("dead", letter)
     dead = dead_letters.DeadRecord(letter, offset_state="dead")
-    with dead_letters._Replayer(config, services) as first:
+    overtaken = pytest.raises(ServiceUnavailableError, match="another replay of this job has begun since")
+    with replay_publisher(config, services) as first, overtaken, first.transaction():
         # The record is in the log, and its letter is not: the moment at which a process may die.
-        first._producer.begin_transaction()
-        first._deliver([(config.topic("samples"), 0, b"once")])
-        (done,) = dead_letters.replay(config, services, [dead])
+        first.deliver([(config.topic("samples"), 0, b"once")])
+        (done,) = replay(config, services, [dead])
         assert done.offset is not None
-        overtaken = pytest.raises(ServiceUnavailableError, match="another replay of this job has begun since")
-        with overtaken, first._translate_errors("take records"):
-            first._producer.commit_transaction(60)
     # `dead` was read before the second replay: it is looked up again.
-    (again,) = dead_letters.replay(config, services, [dead])
+    (again,) = replay(config, services, [dead])
     assert again.skip_reason.startswith("replayed before, as offset")
     consumer = Consumer(kafka_settings(config, services, group_id="test", enable_partition_eof=True))
     consumer.assign([TopicPartition(config.topic("samples"), 0, 0)])
@@ -241,31 +238,3 @@ def test_a_replay_that_was_cut_off_or_overtaken_replays_nothing_twice(make_pipel
 
 def test_what_is_printed_cannot_steer_a_terminal() -> None:
     assert printable("a\x1b]0;title\x07b\nü\u202e") == "a\\x1b]0;title\\x07b\\nü\\u202e"
-
-
-def test_letters_that_came_twice_count_once() -> None:
-    letter = DeadLetter(worker=0, partition=0, offset=4, reason="first", payload=b"p", payload_bytes=1)
-    again = DeadLetter(worker=0, partition=0, offset=4, reason="second", payload=b"p", payload_bytes=1)
-    told = DeadLetter(worker=0, partition=0, offset=4, reason="replayed as offset 9", payload=b"", payload_bytes=0)
-
-    def collect(
-        letters: list[DeadLetter], offset_state: OffsetState = "dead", **more: Any
-    ) -> list[dead_letters.DeadRecord]:
-        return dead_letters.collect(letters, lambda partition, offset: offset_state, **more)
-
-    (found,) = collect([letter, again, told])
-    assert (found.letter, found.replayed_as, found.state) == (again, (9,), "replayed")
-    assert collect([letter, told], reason="SECOND") == []
-    # A user's exception may say anything: with a payload it is a letter like any other.
-    posing = DeadLetter(worker=0, partition=0, offset=5, reason="replayed as offset 9", payload=b"x", payload_bytes=1)
-    assert collect([posing])[0].replayed_as == ()
-    # Where two processes found different samples of a record bad, the update that counts says which of them was right.
-    part = msgspec.structs.replace(letter, reason="in part", whole=False)
-    states: list[OffsetState] = ["dead", "partly", "applied", "pending"]
-    for letters, expected in (
-        ([letter, part], ["dead", "in part", "superseded", "pending"]),
-        ([part, letter], ["dead", "superseded", "superseded", "pending"]),
-    ):
-        assert [collect(letters, offset_state)[0].state for offset_state in states] == expected
-        assert collect(letters, "dead")[0].letter == letter
-    assert len(encode(told)) < 200

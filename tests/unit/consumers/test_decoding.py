@@ -323,7 +323,14 @@ def test_samples_that_are_refused_later_are_refused_in_their_records() -> None:
     found = decode(Points(), half_bad, pack([GOOD] * 3), half_bad, GOOD, m=3)
     assert found.offsets.tolist() == [100, 100, 101, 101, 101, 102, 102]
     assert refuse(found, {1: "one", 0: "zero", 3: "three", 6: "six" * 1000}) == [
-        Refused(100, "zero", 3, True),
-        Refused(101, "three", 1, False),
-        Refused(102, ("six" * 1000)[:MAX_REASON_CHARS], 1, False),
+        Refused(100, "zero", 3, True, "harmful"),
+        Refused(101, "three", 1, False, "harmful"),
+        Refused(102, ("six" * 1000)[:MAX_REASON_CHARS], 1, False, "harmful"),
     ]
+
+
+def test_each_refusal_has_a_code() -> None:
+    decoded = decode(Points(), b"", b"x" * 1001, b"rubbish", GOOD)
+    assert [item.code for item in decoded.refused] == ["empty", "too_long", "undecodable"]
+    assert [item.code for item in decode(Points(), b"rubbish", m=2).refused] == ["not_packed"]
+    assert [item.code for item in refuse(decoded, {0: "loss is NaN"})] == ["harmful"]
