@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from doll import telemetry
 from doll.kafka.clients import kafka_settings
 from doll.kafka.tail import Tail
-from doll.monitor.heartbeats import HEARTBEAT_EVERY_S
 from doll.process.health import Heartbeat, heartbeat_of
+from doll.process.heartbeats import HEARTBEAT_EVERY_S
 from doll.process.signals import stop_requested
 from doll.records import AnyRecord, Evaluated, Metric, encode
 from doll.services import Services

@@ -11,11 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import Final
 
+from doll.process.heartbeats import LEFT
 from doll.records import AnyRecord, Metric, TermStarted
 
-LEFT: Final = "left"
-HEARTBEAT_EVERY_S: Final = 10.0
-"""Whoever has nothing to measure gives a sign of life this often."""
 HEARTBEAT_TIMEOUTS_S: Final[Mapping[str, float]] = {
     "ps": 30.0,
     "producer": 60.0,

@@ -17,8 +17,8 @@ from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.job_end import on_finish
-from doll.monitor.heartbeats import LEFT
 from doll.process.health import Heartbeat, heartbeat_of
+from doll.process.heartbeats import LEFT
 from doll.process.signals import stop_requested
 from doll.producers.live_workers import LiveWorkers
 from doll.producers.pacing import Pacer

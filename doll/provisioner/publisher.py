@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from doll.kafka.publisher import Publisher
-from doll.monitor.heartbeats import HEARTBEAT_EVERY_S, LEFT
+from doll.process.heartbeats import HEARTBEAT_EVERY_S, LEFT
 from doll.records import AnyRecord, Metric
 from doll.services import Services
 

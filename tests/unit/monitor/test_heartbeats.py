@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from doll.monitor.heartbeats import LEFT, RoleHeartbeats
+from doll.monitor.heartbeats import RoleHeartbeats
+from doll.process.heartbeats import LEFT
 from doll.records import Metric, TermStarted
 
 T0 = 1_700_000_000.0
