@@ -81,22 +81,24 @@ class ImportGraph:
     def chains(self, start: Module, *, at_calls: bool = False) -> dict[str, tuple[str, ...]]:
         """Everything that is loaded with `start`, of this graph or not: name -> the modules on the way to it.
 
-        A module's parents are loaded before it. `at_calls` adds what functions import when they are called.
+        A module's parents are loaded before it. `at_calls` adds what functions import when they are called; those of
+        modules that are only parents of what was named are not called.
         """
         chains: dict[str, tuple[str, ...]] = {}
-        queue: deque[tuple[Module, tuple[str, ...]]] = deque([(start, (start.name,))])
-        expanded = {start.name}
+        queue: deque[tuple[Module, tuple[str, ...], bool]] = deque([(start, (start.name,), at_calls)])
+        expanded: set[tuple[str, bool]] = {(start.name, at_calls)}
         while queue:
-            module, chain = queue.popleft()
+            module, chain, calls = queue.popleft()
+            named = {name for name, _ in self.targets(module)}
             for found in module.imports:
-                if found.when is When.TYPING or (found.when is When.CALL and not at_calls):
+                if found.when is When.TYPING or (found.when is When.CALL and not calls):
                     continue
                 for name in with_parents(found.name):
                     chains.setdefault(name, chain)
-                    target = self.modules.get(name)
-                    if target is not None and name not in expanded:
-                        expanded.add(name)
-                        queue.append((target, (*chain, name)))
+                    step = (name, at_calls and name in named)
+                    if name in self.modules and step not in expanded:
+                        expanded.add(step)
+                        queue.append((self.modules[name], (*chain, name), step[1]))
         return chains
 
 
