@@ -1,4 +1,4 @@
-"""`doll dead`: look at the records that could not be learned, and put them into the stream again."""
+"""`doll dead`: inspect dead letters, and replay their records."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from doll.cli.output import emit
 if TYPE_CHECKING:
     from doll.ledger.dead_letter_replay import Replay
     from doll.ledger.dead_letters import DeadRecord
+    from doll.run.target import Target
+    from doll.services import Services
 
 dead_app = typer.Typer(
-    cls=DollGroup, help="Look at dead letters, and replay them.", no_args_is_help=True, rich_markup_mode=None
+    cls=DollGroup, help="Inspect dead letters, and replay their records.", no_args_is_help=True, rich_markup_mode=None
 )
 
 ReasonOption = Annotated[
-    str, typer.Option("--reason", metavar="TEXT", help="Only those whose reason contains this.", show_default=False)
+    str, typer.Option("--reason", metavar="TEXT", help="Only records whose reason contains this.", show_default=False)
 ]
-AtOption = Annotated[
+OffsetsOption = Annotated[
     list[str] | None,
-    typer.Option("--at", metavar="PARTITION/OFFSET", help="Only this one; may be repeated.", show_default=False),
+    typer.Option("--offset", metavar="PARTITION/OFFSET", help="Only this record; may be repeated.", show_default=False),
 ]
 CodeOption = Annotated[
     Literal["empty", "too_long", "not_packed", "undecodable", "harmful"] | None,
-    typer.Option("--code", help="Only those refused for this.", show_default=False),
+    typer.Option("--code", help="Only records refused with this code.", show_default=False),
 ]
 _SHOWN_BYTES = 1024
 
@@ -45,17 +47,17 @@ def list_(
 ) -> None:
     """List the records with a dead letter: partition/offset, size, time, state, code, reason.
 
-    States: dead (it is in no update), replayed (put into the stream again), superseded (learned after all, when its
-    batch was computed again), in part (the other samples of its packed record are learned), pending (its batch is not
-    in a checkpoint yet).
+    States: dead (in no update), replayed (sent to the stream again), superseded (learned when its batch was computed
+    again), in part (the other samples of its packed record are learned), pending (its batch is not in a checkpoint
+    yet).
 
     Codes: empty, too_long (above data.max_record_bytes), not_packed (not in the packed form), undecodable (the task's
-    decode raised, or returned what does not fit), harmful (its gradient would have spoiled the model).
+    decode failed), harmful (its gradient would break the model).
 
     Example: doll dead list my.yaml --reason "expected x of shape"
     """
-    found = _dead(job, job_option, overrides, run_folder, reason, code, None)
-    emit(as_json, [_facts(dead) for dead in found], _table(found))
+    dead_records = _dead_records(*_job(job, job_option, overrides, run_folder), reason, code, None)
+    emit(as_json, [_fields(dead) for dead in dead_records], _table(dead_records))
 
 
 @dead_app.command("show")
@@ -63,19 +65,19 @@ def show(
     job: TargetArgument = None,
     job_option: JobOption = None,
     overrides: SetOption = None,
-    at: AtOption = None,
+    offsets: OffsetsOption = None,
     reason: ReasonOption = "",
     code: CodeOption = None,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show dead records with what their letters kept of them, as text and as hex.
+    """Show the contents of dead records, as far as their letters have them, as text and in hexadecimal.
 
-    Example: doll dead show my.yaml --at 0/1234
+    Example: doll dead show my.yaml --offset 0/1234
     """
-    found = _dead(job, job_option, overrides, run_folder, reason, code, at)
-    content = [{**_facts(dead), "payload_hex": dead.letter.payload.hex()} for dead in found]
-    emit(as_json, content, "\n\n".join(_details(dead) for dead in found) or _NONE)
+    dead_records = _dead_records(*_job(job, job_option, overrides, run_folder), reason, code, offsets)
+    content = [{**_fields(dead), "payload_hex": dead.letter.payload.hex()} for dead in dead_records]
+    emit(as_json, content, "\n\n".join(_details(dead) for dead in dead_records) or _NONE)
 
 
 @dead_app.command("replay")
@@ -83,50 +85,51 @@ def replay_(
     job: TargetArgument = None,
     job_option: JobOption = None,
     overrides: SetOption = None,
-    at: AtOption = None,
+    offsets: OffsetsOption = None,
     reason: ReasonOption = "",
     code: CodeOption = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; send nothing.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Also those that were replayed before.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be sent, and send nothing.")] = False,
+    include_replayed: Annotated[
+        bool, typer.Option("--include-replayed", help="Also records that were replayed before.")
+    ] = False,
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Put dead records into the stream again, each as a new record at the end of its partition.
+    """Send dead records to the stream again, each as a new record at the end of its partition.
 
-    Correct the task and restart its workers first, or the records will be refused again. Bytes come from the samples
-    topic, else from the letter. Records that the model has learned since, or may still learn, are left out.
+    Fix the task and restart its workers first, or the records are refused again. The bytes come from the samples
+    topic, or else from the letter. Records that the model has learned since, or may still learn, are skipped.
 
     Example: doll dead replay my.yaml --reason JSONDecodeError --dry-run
     """
     from doll.ledger.dead_letter_replay import replay
-    from doll.ledger.dead_letters import dead_records
-    from doll.service_checks import require_services
-    from doll.storage.stores import open_store
 
-    found_at = target(job, job_option, overrides, run_folder)
-    services = found_at.services()
-    require_services(found_at.config, services)
-    store = open_store(found_at.config, found_at.run.path)
-    chosen = dead_records(found_at.config, services, store, reason=reason, code=code, at=_places(at))
-    done = replay(found_at.config, services, chosen, dry_run=dry_run, again=again)
-    emit(as_json, [_replay_facts(item, dry_run) for item in done], _replay_text(done, dry_run))
+    job_target, services = _job(job, job_option, overrides, run_folder)
+    selected = _dead_records(job_target, services, reason, code, offsets)
+    replays = replay(job_target.config, services, selected, dry_run=dry_run, again=include_replayed)
+    emit(as_json, [_replay_fields(item, dry_run) for item in replays], _replay_text(replays, dry_run))
 
 
 _NONE = "no dead records"
 
 
-def _dead(
-    job: Any, job_option: Any, overrides: Any, run_folder: Any, reason: str, code: Any, at: list[str] | None
+def _job(job: Any, job_option: Any, overrides: Any, run_folder: Any) -> tuple[Target, Services]:
+    from doll.service_checks import require_services
+
+    job_target = target(job, job_option, overrides, run_folder)
+    services = job_target.services()
+    require_services(job_target.config, services)
+    return job_target, services
+
+
+def _dead_records(
+    job_target: Target, services: Services, reason: str, code: Any, offsets: list[str] | None
 ) -> list[DeadRecord]:
     from doll.ledger.dead_letters import dead_records
-    from doll.service_checks import require_services
     from doll.storage.stores import open_store
 
-    found = target(job, job_option, overrides, run_folder)
-    services = found.services()
-    require_services(found.config, services)
-    store = open_store(found.config, found.run.path)
-    return dead_records(found.config, services, store, reason=reason, code=code, at=_places(at))
+    store = open_store(job_target.config, job_target.run.path)
+    return dead_records(job_target.config, services, store, reason=reason, code=code, at=_places(offsets))
 
 
 def _places(texts: list[str] | None) -> list[tuple[int, int]]:
@@ -134,12 +137,12 @@ def _places(texts: list[str] | None) -> list[tuple[int, int]]:
     for text in texts or ():
         match = re.fullmatch(r"(\d{1,9})/(\d{1,18})", text)
         if match is None:
-            raise usage(f"--at: expected PARTITION/OFFSET, as in 0/1234, got {text!r}")
+            raise usage(f"--offset: expected PARTITION/OFFSET, as in 0/1234, got {text!r}")
         places.append((int(match[1]), int(match[2])))
     return places
 
 
-def _facts(dead: DeadRecord) -> dict[str, Any]:
+def _fields(dead: DeadRecord) -> dict[str, Any]:
     letter = dead.letter
     return {
         "partition": letter.partition,
@@ -156,11 +159,11 @@ def _facts(dead: DeadRecord) -> dict[str, Any]:
     }
 
 
-def _table(found: list[DeadRecord]) -> str:
-    if not found:
+def _table(dead_records: list[DeadRecord]) -> str:
+    if not dead_records:
         return _NONE
     lines = [f"{'at':>14}  {'bytes':>8}  {'time':<19}  {'state':<10}  {'code':<11}  reason"]
-    for dead in found:
+    for dead in dead_records:
         letter = dead.letter
         part = "" if letter.whole else f"{letter.samples} of its samples: "
         again = f" (replayed as offset {', '.join(map(str, dead.replayed_as))})" if dead.replayed_as else ""
@@ -180,7 +183,7 @@ def _details(dead: DeadRecord) -> str:
     if len(shown) < letter.payload_bytes:
         lines.append(
             f"  the first {len(shown)} of {letter.payload_bytes} bytes"
-            + (" (--json has all that the letter kept)" if len(shown) < len(kept) else "")
+            + (" (--json has all bytes of the letter)" if len(shown) < len(kept) else "")
         )
     lines.append(f"  text: {printable(shown.decode('utf-8', 'backslashreplace'))}")
     for at in range(0, len(shown), 32):
@@ -189,7 +192,7 @@ def _details(dead: DeadRecord) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with everything that could steer a terminal written out: it comes from whoever fills the topic."""
+    """`text` with control characters escaped: it comes from the topic, and could steer the terminal."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
@@ -202,20 +205,24 @@ def _time(time_s: float) -> str:
         return f"{time_s:<19g}"
 
 
-def _replay_facts(item: Replay, dry_run: bool) -> dict[str, Any]:
+def _replay_fields(item: Replay, dry_run: bool) -> dict[str, Any]:
     partition, offset = item.dead.at
     return {
-        "partition": partition, "offset": offset, "source": item.source, "new_offset": item.offset,
-        "bytes": None if item.value is None else len(item.value), "skip_reason": item.skip_reason or None,
+        "partition": partition,
+        "offset": offset,
+        "source": item.source,
+        "new_offset": item.offset,
+        "bytes": None if item.value is None else len(item.value),
+        "skip_reason": item.skip_reason or None,
         "dry_run": dry_run,
-    }  # fmt: skip
+    }
 
 
-def _replay_text(done: list[Replay], dry_run: bool) -> str:
-    if not done:
+def _replay_text(replays: list[Replay], dry_run: bool) -> str:
+    if not replays:
         return _NONE
     lines = []
-    for item in done:
+    for item in replays:
         partition, offset = item.dead.at
         if item.value is None:
             lines.append(f"{partition}/{offset}: not replayed: {item.skip_reason}")
@@ -224,6 +231,6 @@ def _replay_text(done: list[Replay], dry_run: bool) -> str:
         what = f"{len(item.value)} bytes from {source}"
         to = "would be replayed" if dry_run else f"replayed as {partition}/{item.offset}"
         lines.append(f"{partition}/{offset}: {to}: {what}")
-    count = sum(item.value is not None for item in done)
-    lines.append(f"{count} of {len(done)} {'would be replayed' if dry_run else 'replayed'}")
+    count = sum(item.value is not None for item in replays)
+    lines.append(f"{count} of {len(replays)} {'would be replayed' if dry_run else 'replayed'}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`doll worker --any`: one of several processes that were all started alike."""
+"""`doll worker --any-slot`: one of several processes that were all started alike."""
 
 from __future__ import annotations
 

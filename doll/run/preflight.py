@@ -51,6 +51,18 @@ def check_task(config: JobConfig) -> None:
         raise ConfigError(f"task.class: {module!r} has no class {name!r}{_hint(tree, name)}")
 
 
+def count_parameters(config: JobConfig) -> int:
+    """Import the task, build its model, and count the trainable parameters. Imports torch.
+
+    Raises:
+        ConfigError: the task cannot be loaded.
+    """
+    from doll.model import build
+    from doll.task import load_task
+
+    return build(config, load_task(config)).num_parameters
+
+
 def _find(module: str, config: JobConfig) -> Path | None:
     """The source file of a module; None if it has none (a built-in, a compiled module)."""
     folder = str(config.base_folder)

@@ -110,11 +110,11 @@ def test_dead_records_are_listed_shown_replayed_once_and_then_learned(
         text = cli("dead", "list", *at)
         assert "0/12" in text
         assert "expected a class 0 to 1" in text
-        shown = cli("dead", "show", *at, "--at", "1/9")
+        shown = cli("dead", "show", *at, "--offset", "1/9")
         assert "\\x1b[31mno json \\xff" in shown
         assert "\x1b" not in shown
         assert "1b5b3331 6d6e6f20" in shown
-        (one,) = cli("dead", "show", *at, "--at", "0/3", "--json")
+        (one,) = cli("dead", "show", *at, "--offset", "0/3", "--json")
         assert bytes.fromhex(one["payload_hex"]) == bad[0, 3]
 
         dry = cli("dead", "replay", *at, *folder, "--reason", "jsondecodeerror", "--dry-run")

@@ -14,7 +14,6 @@ from typing import Any
 
 import psutil
 import pytest
-from doll.cli.inspect import status_of
 from doll.config import dump, load
 from doll.provisioner.billing import LOCAL
 from doll.provisioner.fleets.port import LaunchError, Order
@@ -23,6 +22,7 @@ from doll.provisioner.state_store import FileStateStore
 from doll.records import Finished, Leave, Metric
 from doll.run.folder import RunFolder
 from doll.run.provisioning import machines_of
+from doll.run.status import JobStatus, status_of
 from doll.run.target import open_target
 from doll.services import KAFKA_ENV, REDIS_ENV
 from waiting import WAIT_TIMEOUT_S
@@ -154,11 +154,14 @@ def test_status_names_a_provisioner_that_is_silent(
         job.control("metrics", Metric(source=source, values={"turn": 1.0}, time_s=time.time() - ago_s))
     job.control("metrics", Metric(source="producer", values={"left": 1.0}, time_s=time.time() - 800))
     found = status_of(target)
-    assert set(found.content["silent_s"]) == {"provisioner"}
-    assert "silent: provisioner: no sign of life for 10:0" in found.text
-    assert "nobody watches the budget: start it again (doll provision run)" in found.text
+    assert isinstance(found, JobStatus)
+    assert set(found.silent_s) == {"provisioner"}
+    assert "silent: provisioner: no heartbeat for 10:0" in found.text()
+    assert "nothing enforces the budget: start it again (doll provision run)" in found.text()
     job.control("updates", Finished(term=1, version=0, reason="updates", time_s=0.0))
-    assert status_of(target).content["silent_s"] == {}, "a job that has finished needs none"
+    ended = status_of(target)
+    assert isinstance(ended, JobStatus)
+    assert ended.silent_s == {}, "a job that has finished needs none"
 
 
 def test_processes_join_the_job_and_end_with_their_owner(make_pipeline: Callable[..., Any]) -> None:

@@ -78,7 +78,7 @@ def test_help_and_checks_answer_at_once(job: Path, arguments: list[str]) -> None
 def test_no_command_line_module_loads_torch(job: Path) -> None:
     """Torch costs 5 s of processor time: neither help nor a check nor the modules behind `up` may import it."""
     code = (
-        "import sys\nimport doll.cli.app, doll.run.job, doll.cli.inspect, doll.monitor.run_report, doll.run.roles\n"
+        "import sys\nimport doll.cli.app, doll.run.job, doll.run.status, doll.monitor.run_report, doll.run.roles\n"
         "from typer.testing import CliRunner\n"
         f"assert CliRunner().invoke(doll.cli.app.app, ['config', 'check', {str(job)!r}]).exit_code == 0\n"
         "heavy = {'torch', 'matplotlib', 'faust', 'sklearn', 'scipy'} & sys.modules.keys()\n"
@@ -118,7 +118,7 @@ def test_config_show_prints_what_loads_again(job: Path, tmp_path: Path) -> None:
 def test_a_good_job_file_is_fine(job: Path) -> None:
     result = doll("config", "check", job)
     assert result.exit_code == 0
-    assert result.stdout == "line: fine. 2 workers, batches of 8, 2 batches per update\n"
+    assert result.stdout == "line: valid. 2 workers, batches of 8, 2 batches per update\n"
     assert json.loads(doll("config", "check", job, "--json").stdout)["group_size"] == 2
 
 
@@ -239,6 +239,7 @@ def test_up_checks_the_task_before_it_starts_anything(job: Path, tmp_path: Path)
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_export_without_a_checkpoint_says_so(job: Path, tmp_path: Path) -> None:
     (tmp_path / "my_task.py").write_text(
         "import torch\nfrom doll import Task\n\n\nclass MyTask(Task):\n"

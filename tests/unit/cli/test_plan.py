@@ -79,7 +79,7 @@ def test_risk_takes_workers_off_spot() -> None:
 
 
 def test_unstable_system_gets_advice() -> None:
-    _, found = run_json(*PAPER, "--deadline", "6720", "--service-s", "0.2")
+    _, found = run_json(*PAPER, "--deadline", "6720", "--service", "0.2")
     assert found["stability"]["verdict"] == "unstable"  # type: ignore[index]
     assert "raise b to at least 1601" in " ".join(found["advice"])  # type: ignore[arg-type]
 

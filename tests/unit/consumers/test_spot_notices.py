@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import structlog
-from doll.cli.app import app, slot_of_this_machine
+from doll.cli.app import app
 from doll.config import JobConfig, parse
 from doll.consumers.departure import Departure
 from doll.consumers.spot_notices import Imds, NoticeWatcher, set_identity_from_tags, watch_spot_notices
 from doll.errors import ConfigError, ServiceUnavailableError
+from doll.run.standalone import slot_of_this_machine
 from imds_stub import ImdsStub, imds_stub
 from typer.testing import CliRunner
 
@@ -258,6 +259,6 @@ def test_off_ec2_the_command_says_so(job_file: Path, monkeypatch: pytest.MonkeyP
     answer = CliRunner().invoke(app, ["worker", "--job", str(job_file), "--from-imds"])
     assert answer.exit_code == 1
     assert "the instance metadata service at http://127.0.0.1:9 does not answer" in answer.output
-    both = CliRunner().invoke(app, ["worker", "--job", str(job_file), "--from-imds", "--any"])
+    both = CliRunner().invoke(app, ["worker", "--job", str(job_file), "--from-imds", "--any-slot"])
     assert both.exit_code == 2
-    assert "expected --from-imds or --any, got both" in both.output
+    assert "expected --from-imds or --any-slot, got both" in both.output

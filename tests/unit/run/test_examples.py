@@ -41,25 +41,25 @@ def test_every_example_is_listed_with_what_runs_it() -> None:
     assert all(f"{one['command']} " in text and one["description"] in text for one in found)
 
 
-@pytest.mark.parametrize("arguments", [["digits"], ["--job", "digits"], ["spot"], ["stdin", "--load"]])
+@pytest.mark.parametrize("arguments", [["digits"], ["--job", "digits"], ["spot"], ["stdin", "--build-model"]])
 def test_a_name_stands_for_its_job_file_in_an_empty_folder(arguments: list[str], empty: Path) -> None:
     result = doll("config", "check", *arguments)
     assert (result.exit_code, list(empty.iterdir())) == (0, []), result.output
-    assert ": fine." in result.stdout
+    assert ": valid." in result.stdout
 
 
 def test_a_name_in_the_environment_does_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOLL_JOB", "digits")
-    assert doll("config", "check").stdout.startswith("digits: fine.")
+    assert doll("config", "check").stdout.startswith("digits: valid.")
 
 
 def test_what_is_there_under_the_name_counts_more_than_an_example(empty: Path) -> None:
     (empty / "digits").write_text("job: mine\ntask: {class: 'doll.tasks.digits:Digits'}\n")
-    assert doll("config", "check", "digits").stdout.startswith("mine: fine.")
+    assert doll("config", "check", "digits").stdout.startswith("mine: valid.")
     (empty / "spot").mkdir()
-    assert doll("config", "check", "spot").stdout.startswith("spot: fine."), "a folder that is no run"
+    assert doll("config", "check", "spot").stdout.startswith("spot: valid."), "a folder that is no run"
     (empty / "spot" / "job.yaml").write_text("job: ran\ntask: {class: 'doll.tasks.digits:Digits'}\n")
-    assert doll("config", "check", "spot").stdout.startswith("ran: fine.")
+    assert doll("config", "check", "spot").stdout.startswith("ran: valid.")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_copy_has_all_that_it_needs_and_overwrites_nothing(name: str, files: l
     result = doll("example", "copy", name, "mine/new")
     assert result.stdout.splitlines() == [f"mine/new/{file}" for file in files]
     assert sorted(path.name for path in (empty / "mine" / "new").iterdir()) == sorted(files)
-    assert doll("config", "check", f"mine/new/{name}.yaml", "--load").exit_code == 0
+    assert doll("config", "check", f"mine/new/{name}.yaml", "--build-model").exit_code == 0
     again = doll("example", "copy", name, "mine/new")
     assert again.exit_code == 2
     assert f"mine/new/{files[0]}" in again.stderr

@@ -5,10 +5,10 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from doll.cli.inspect import audit_target, status_of
 from doll.config import load
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.run import folder as runfolder
+from doll.run.status import audit_target, status_of
 from doll.run.target import open_target
 from doll.services import Services
 
@@ -95,5 +95,5 @@ def test_the_status_of_a_run_that_has_ended_is_its_report(ended: runfolder.RunFo
     report = build_report(ProgressModel(load(ended.job), 0.0), RunOutcome("updates", 0, 3.5), None)
     ended.report.write_text(json.dumps(report))
     found = status_of(open_target(ended.path, []))
-    assert found.content == report
-    assert found.text.startswith("line: 0 updates, 0 samples in 4 s (updates)")
+    assert found.to_dict() == report
+    assert found.text().startswith("line: 0 updates, 0 samples in 4 s (updates)")

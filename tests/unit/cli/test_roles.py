@@ -35,7 +35,7 @@ def test_health_says_what_the_probe_says(monkeypatch: pytest.MonkeyPatch) -> Non
         assert "loop: no progress" in ill.stderr
     nobody = doll("health")
     assert nobody.exit_code == 1
-    assert "nobody answers at 127.0.0.1" in nobody.stderr
+    assert "no answer from 127.0.0.1" in nobody.stderr
 
 
 @pytest.mark.parametrize("port", ["", "http", "0", "65536"])
@@ -60,13 +60,13 @@ def test_a_job_that_others_feed_needs_no_producer_and_says_so(tmp_path: Path) ->
     (tmp_path / "my.yaml").write_text(JOB)
     ended = doll("produce", "--job", str(tmp_path / "my.yaml"), "--until-finished")
     assert ended.exit_code == 0
-    assert "names no source" in ended.stderr
+    assert "has no source" in ended.stderr
     assert doll("produce", "--job", str(tmp_path / "my.yaml")).exit_code == 2
 
 
 def test_a_slot_that_is_named_comes_before_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my.yaml").write_text(JOB)
     monkeypatch.setenv("DOLL_WORKER", "7")
-    refused = doll("worker", "--job", str(tmp_path / "my.yaml"), "--any")
+    refused = doll("worker", "--job", str(tmp_path / "my.yaml"), "--any-slot")
     assert refused.exit_code == 2
     assert "expected 0 .. 3" in refused.stderr

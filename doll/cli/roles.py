@@ -1,0 +1,178 @@
+"""Commands that run one process of a job: produce, worker, ps, evaluate, prometheus; and health, which probes one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from doll.cli.errors import usage
+from doll.cli.options import FRESH_HELP, JobArgument, JobOption, RunFolderOption, SetOption, target
+
+_PROBE_TIMEOUT_S = 5.0
+_MAX_ANSWER_BYTES = 1_000_000
+
+
+def produce(
+    job: JobArgument = None,
+    job_option: JobOption = None,
+    overrides: SetOption = None,
+    stdin: Annotated[bool, typer.Option("--stdin", help="Send the lines of standard input.")] = False,
+    until_finished: Annotated[
+        bool, typer.Option("--until-finished", help="End when the job has finished; default: when the source ends.")
+    ] = False,
+    run_folder: RunFolderOption = None,
+) -> None:
+    """Send the job's source to its samples topic.
+
+    Example: cat events.jsonl | doll produce --job my.yaml --stdin
+    """
+    from doll.config import StdinSource
+    from doll.run.standalone import run_produce
+
+    job_target = target(job, job_option, overrides, run_folder)
+    config = job_target.config
+    if stdin:
+        config = config.model_copy(update={"source": StdinSource(kind="stdin")})
+    elif config.source is None:
+        if until_finished:  # as a service of a stack, whose job has a producer of its own
+            sys.stderr.write("doll: the job file has no source: nothing to send\n")
+            raise typer.Exit(0)
+        raise usage("the job file has no source: add one, or send lines with --stdin")
+    raise typer.Exit(run_produce(job_target, config, until_finished=until_finished))
+
+
+def worker(
+    job: JobArgument = None,
+    job_option: JobOption = None,
+    slot: Annotated[
+        int | None,
+        typer.Option(
+            "--worker",
+            envvar="DOLL_WORKER",
+            min=0,
+            help="The slot n, 0 .. data.workers - 1 [default: 0].",
+            show_default=False,
+        ),
+    ] = None,
+    any_slot: Annotated[
+        bool, typer.Option("--any-slot", help="Without --worker: take a slot that no other worker holds.")
+    ] = False,
+    from_imds: Annotated[
+        bool,
+        typer.Option("--from-imds", help="Take the slot from this EC2 instance's tags, and leave on spot notices."),
+    ] = False,
+    overrides: SetOption = None,
+    run_folder: RunFolderOption = None,
+) -> None:
+    """Run worker n: batch the samples of partition n and compute the gradients of granted batches.
+
+    Exit code 0: the job has ended, the worker got SIGTERM, or another process has taken its slot.
+
+    With --any-slot all workers are started alike. A worker beyond the number of slots waits until a slot is free.
+
+    Example: doll worker --job my.yaml --worker 3
+    """
+    from doll.run.standalone import run_worker, slot_of_this_machine
+
+    job_target = target(job, job_option, overrides, run_folder)
+    if from_imds:
+        if any_slot:
+            raise usage("expected --from-imds or --any-slot, got both")
+        slot = slot_of_this_machine(slot)
+    if slot is not None and slot >= job_target.config.data.workers:
+        raise usage(f"--worker: expected 0 .. {job_target.config.data.workers - 1} (data.workers), got {slot}")
+    raise typer.Exit(run_worker(job_target, slot, any_slot=any_slot))
+
+
+def ps(
+    job: JobArgument = None,
+    job_option: JobOption = None,
+    overrides: SetOption = None,
+    run_folder: RunFolderOption = None,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Wait until the leader has been silent for ps.lease_s, then take over.")
+    ] = False,
+    takeover: Annotated[
+        bool, typer.Option("--takeover", help="Start without checking for a leader, and replace it.")
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", envvar="DOLL_FRESH", help=FRESH_HELP)] = False,
+) -> None:
+    """Run the parameter server: form groups, apply updates, write checkpoints.
+
+    Exit code 2: the topics hold an earlier run and its checkpoints are missing. With --fresh a new generation begins on
+    them; if there are checkpoints, they are used with --fresh too.
+
+    Exit code 1: another parameter server leads. With --standby it waits for the end of the leader instead; both must
+    reach the same checkpoints (checkpoint.folder).
+
+    Example: doll ps --job my.yaml --run-folder /var/lib/doll/my
+    """
+    from doll.run.standalone import run_parameter_server
+
+    job_target = target(job, job_option, overrides, run_folder)
+    raise typer.Exit(run_parameter_server(job_target, standby=standby, takeover=takeover, fresh=fresh))
+
+
+def evaluate(
+    job: JobArgument = None,
+    job_option: JobOption = None,
+    overrides: SetOption = None,
+    run_folder: RunFolderOption = None,
+) -> None:
+    """Evaluate published weights on held-out samples until the job ends. Writes evaluations.csv and updates.csv.
+
+    Example: doll evaluate --job my.yaml
+    """
+    from doll.run.standalone import run_evaluate
+
+    raise typer.Exit(run_evaluate(target(job, job_option, overrides, run_folder)))
+
+
+def prometheus(job: JobArgument = None, job_option: JobOption = None, overrides: SetOption = None) -> None:
+    """Serve the metrics of all processes of a job at /metrics, on 127.0.0.1 and $DOLL_HEALTH_PORT or port 9464.
+
+    Example: doll prometheus my.yaml
+    """
+    from doll.run.standalone import run_prometheus
+
+    raise typer.Exit(run_prometheus(target(job, job_option, overrides)))
+
+
+def health(
+    port: Annotated[
+        int | None, typer.Option("--port", help="Port of its probes [default: $DOLL_HEALTH_PORT].", show_default=False)
+    ] = None,
+    ready: Annotated[
+        bool, typer.Option("--ready", help="Check that it can do its work, not only that it is alive.")
+    ] = False,
+) -> None:
+    """Query the health probe of a process on this machine. Exit code 0 if it is healthy, else 1.
+
+    Example: doll health --port 8080 --ready
+    """
+    import http.client
+
+    from doll.process.health import HOST, PORT_ENV
+
+    given = port if port is not None else os.environ.get(PORT_ENV, "")
+    if not str(given).isdecimal() or not 0 < int(given) < 65_536:
+        raise usage(f"expected a port, 1 to 65535, in --port or {PORT_ENV}, got {str(given)!r}")
+    connection = http.client.HTTPConnection(HOST, int(given), timeout=_PROBE_TIMEOUT_S)
+    try:
+        connection.request("GET", "/readyz" if ready else "/healthz")
+        answer = connection.getresponse()
+        text, good = answer.read(_MAX_ANSWER_BYTES).decode("utf-8", "replace"), answer.status == 200
+    except (OSError, http.client.HTTPException) as error:
+        text, good = f"no answer from {HOST}:{given} ({error})", False
+    finally:
+        connection.close()
+    (sys.stdout if good else sys.stderr).write(_printable(text).rstrip("\n") + "\n")
+    raise typer.Exit(0 if good else 1)
+
+
+def _printable(text: str) -> str:
+    """Without control characters: any process of this machine may have taken the port."""
+    return "".join(char if char.isprintable() or char == "\n" else "?" for char in text)

@@ -1,0 +1,133 @@
+"""Commands that run a whole job on this machine, or use what a run has left: up, drill, resume, export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from doll.cli.options import (
+    FreshOption,
+    JobArgument,
+    JobOption,
+    JsonOption,
+    RunFolderOption,
+    RunsFolderOption,
+    SeedOption,
+    SetOption,
+    TargetArgument,
+    target,
+)
+from doll.cli.output import emit
+
+
+def up(
+    job: JobArgument = None,
+    job_option: JobOption = None,
+    overrides: SetOption = None,
+    runs_folder: RunsFolderOption = Path("runs"),
+    fresh: FreshOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a whole job on this machine: broker, parameter server, workers, evaluator and producer.
+
+    It ends by the job's stop rule or on Ctrl-C. Then it audits the ledger, exports the model and writes report.json.
+
+    Example: doll up digits --set stop.updates=100
+    """
+    from doll.run.job import run_up
+
+    _finish(run_up(target(job, job_option, overrides).config, runs_folder, fresh=fresh), as_json)
+
+
+def drill(
+    job: JobArgument = None,
+    job_option: JobOption = None,
+    overrides: SetOption = None,
+    faults: Annotated[int, typer.Option("--faults", min=1, help="Number of faults.")] = 50,
+    seed: SeedOption = 0,
+    standby: Annotated[
+        bool, typer.Option("--standby", help="Also run a standby parameter server, which takes over from the leader.")
+    ] = False,
+    brokers: Annotated[
+        int,
+        typer.Option("--brokers", min=1, max=5, help="Brokers of the local cluster; of several, one fails at a time."),
+    ] = 1,
+    runs_folder: RunsFolderOption = Path("runs"),
+    fresh: FreshOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a whole job as doll up does, and inject faults: kill, freeze, disconnect and preempt its processes.
+
+    The job's stop rule is ignored: the job ends when it has recovered from all faults. Then the ledger is audited, and
+    a table shows the recovery time by kind of fault, and how many samples were lost or applied twice.
+
+    Example: doll drill digits --faults 200 --seed 7
+    """
+    from doll.drill.main import run_drill
+    from doll.errors import AuditError
+
+    report, failure = run_drill(
+        target(job, job_option, overrides).config,
+        runs_folder,
+        faults=faults,
+        seed=seed,
+        standby=standby,
+        brokers=brokers,
+        fresh=fresh,
+    )
+    if failure is None:
+        _finish(report, as_json)
+    _print(report, as_json)
+    raise AuditError(failure)
+
+
+def resume(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run folder.", show_default=False)],
+    overrides: SetOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Resume a run of doll up from its checkpoints, on the same topics. Its report then covers the whole run.
+
+    A local broker is started again on the data in the run folder. The number of workers, the batch size and the task
+    cannot change, because batches are identified by their numbers; rates, stop rules and others can, with --set.
+
+    Example: doll resume runs/digits-20260101-120000 --set stop.updates=2000
+    """
+    from doll.run.resume import run_resume
+
+    _finish(run_resume(run, overrides or []), as_json)
+
+
+def export(
+    job: TargetArgument = None,
+    job_option: JobOption = None,
+    overrides: SetOption = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Output folder [default: model/ in the run folder].")
+    ] = None,
+    run_folder: RunFolderOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the newest checkpoint as model.safetensors and model.json.
+
+    Example: doll export runs/digits-20260101-120000 --out model
+    """
+    from doll.run.export import export_model
+
+    job_target = target(job, job_option, overrides, run_folder)
+    folder = out or job_target.run.model
+    exported = export_model(job_target.config, job_target.run.path, folder)
+    emit(as_json, exported, f"version {exported['version']} of {exported['job']}: {folder / 'model.safetensors'}")
+
+
+def _print(report: dict[str, Any], as_json: bool) -> None:
+    from doll.monitor.run_report import summary
+
+    emit(as_json, report, summary(report))
+
+
+def _finish(report: dict[str, Any], as_json: bool) -> None:
+    _print(report, as_json)
+    raise typer.Exit(report["exit_code"])

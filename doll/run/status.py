@@ -1,0 +1,199 @@
+"""The state of a job, as its topics tell it; of a run that has ended, its report and its audit."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from doll.config import JobConfig
+from doll.errors import ConfigError, ServiceUnavailableError
+from doll.kafka import topics
+from doll.kafka.tail import Tail
+from doll.ledger.audit import audit
+from doll.ledger.generations import GenerationFilter
+from doll.ledger.report import LedgerReport, named
+from doll.ledger.snapshot_counts import read_counts
+from doll.monitor.display import clock, one_line, worker_table
+from doll.monitor.heartbeats import RoleHeartbeats
+from doll.monitor.progress import JobSnapshot, ProgressModel
+from doll.monitor.run_report import summary
+from doll.process.files import read_json
+from doll.records import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update
+from doll.run.target import Target
+from doll.service_checks import require_services
+from doll.services import Services
+from doll.storage.stores import open_store
+
+_SILENT = {
+    "provisioner": "; its machines keep running and nothing enforces the budget: start it again (doll provision run), "
+    "or terminate them (doll provision drain)",
+    "ps": "; nothing is learned until it runs again (doll ps, doll resume)",
+}
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """The state of a job by its topics.
+
+    Attributes:
+        silent_s: seconds since the last heartbeat of each role that is silent for longer than allowed.
+    """
+
+    config: JobConfig
+    snapshot: JobSnapshot
+    silent_s: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        content = {**dataclasses.asdict(self.snapshot), "prequential": self.snapshot.prequential._asdict()}
+        content["margin"] = self.snapshot.margin._asdict()
+        content.pop("seconds")
+        return {**content, "silent_s": self.silent_s}
+
+    def text(self) -> str:
+        """For people."""
+        snapshot = self.snapshot
+        state = f"finished: {snapshot.finished}" if snapshot.finished else "running, or waiting to be resumed"
+        lines = [f"{self.config.job} ({state})", one_line(snapshot, self.config.stop), worker_table(snapshot)]
+        if snapshot.lost:
+            lost = named(snapshot.lost)
+            lines.append(f"lost: {lost}: deleted from the topic before they were learned (see data.on_data_loss)")
+        for role, age_s in self.silent_s.items():
+            lines.append(f"silent: {role}: no heartbeat for {clock(age_s)}{_SILENT.get(role, '')}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class EndedRun:
+    """The state of a run that has ended: its report."""
+
+    report: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return self.report
+
+    def text(self) -> str:
+        """For people."""
+        return summary(self.report)
+
+
+def status_of(target: Target) -> JobStatus | EndedRun:
+    """The state of a job.
+
+    Raises:
+        ServiceUnavailableError: the broker does not answer and there is no report.
+        ConfigError: the report cannot be read.
+    """
+    if target.is_run_folder and target.run.report.exists():
+        ended = EndedRun(read_json(target.run.report))
+        try:
+            ended.text()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"{target.run.report}: expected a report of this release ({type(error).__name__}: {error})"
+            ) from error
+        return ended
+    services = _reachable_services(target)
+    config = target.config
+    model, heartbeats = ProgressModel(config, time.monotonic()), RoleHeartbeats()
+    with Tail(config, services, (config.topic("updates"), config.topic("metrics"))) as tail:
+        for record in _of_this_run(target, [entry.record for entry in tail.read_history()]):
+            model.feed(record)
+            heartbeats.feed(record)
+        low = [tail.partition_bounds(config.topic("samples"), n)[0] for n in range(config.data.workers)]
+    for partition, first in enumerate(low):
+        next_offset = model.next_offsets.get(partition, first)
+        if next_offset < first and model.history.finished is None:
+            model.add_lost(partition, next_offset, first)
+    snapshot = model.snapshot(time.monotonic())
+    return JobStatus(config, snapshot, {} if snapshot.finished else heartbeats.silent(time.time()))
+
+
+def audit_target(target: Target) -> LedgerReport:
+    """Audit the job.
+
+    Raises:
+        ServiceUnavailableError: the broker does not answer; for a run that has ended, the message names its report.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    services = _reachable_services(target)
+    return audit(target.config, services, open_store(target.config, target.run.path))
+
+
+@dataclass(frozen=True)
+class JobTopics:
+    """The topics of a job, and warnings about their settings."""
+
+    job: str
+    kafka: str
+    topics: list[topics.TopicInfo]
+    warnings: list[str]
+
+    def text(self) -> str:
+        """For people."""
+        if not self.topics:
+            return f"no topic of job {self.job} at {self.kafka}; create them with: doll topics JOB.yaml --create"
+        width = max(len(topic.name) for topic in self.topics)
+        lines = [f"{'topic':<{width}}  partitions     records  offsets"]
+        for topic in self.topics:
+            records = sum(topic.high) - sum(topic.low)
+            spans = ", ".join(f"{low}..{high}" for low, high in zip(topic.low[:8], topic.high[:8], strict=True))
+            more = ", ..." if topic.partitions > 8 else ""
+            lines.append(f"{topic.name:<{width}}  {topic.partitions:>10}  {records:>10}  {spans}{more}")
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
+
+
+def topics_of(target: Target, *, create: bool) -> JobTopics:
+    """The topics of a job with their partitions and offsets.
+
+    Args:
+        create: create those that are missing.
+
+    Raises:
+        ConfigError: a topic has another number of partitions than the job.
+        ServiceUnavailableError: the broker does not answer.
+    """
+    services = _reachable_services(target)
+    warnings = topics.ensure(target.config, services) if create else []
+    return JobTopics(target.config.job, services.kafka, topics.describe(target.config, services), warnings)
+
+
+def _of_this_run(target: Target, records: list[AnyRecord]) -> list[AnyRecord]:
+    """Records of `updates` and `metrics`; of a run folder, without those of later runs on the same topics."""
+    checkpoint = open_store(target.config, target.run.path).load_newest(None) if target.is_run_folder else None
+    if checkpoint is None:
+        return records
+    own = GenerationFilter(read_counts(target.config, checkpoint).generation)
+    updates = list(own.records([record for record in records if isinstance(record, TermStarted | Update | Finished)]))
+    if own.next_generation is None:
+        return records
+    until = own.next_generation
+    metrics = [
+        record
+        for record in records
+        if (isinstance(record, Metric) and record.values.get("term", until) < until)
+        or (isinstance(record, ServerStatus) and record.term < until)
+    ]
+    return [*updates, *metrics]
+
+
+def _reachable_services(target: Target) -> Services:
+    services = target.services()
+    try:
+        require_services(target.config, services, timeout_s=5.0)
+    except ServiceUnavailableError as error:
+        if target.is_run_folder and target.run.report.exists():
+            raise ServiceUnavailableError(
+                f"the broker of this run is gone ({services.kafka}): its audit, made before it ended, is in "
+                f"{target.run.report} under 'audit'"
+            ) from error
+        if target.is_run_folder:
+            raise ServiceUnavailableError(
+                f"the broker of this run is gone ({services.kafka}), and the run left no report: it was killed. Its "
+                f"checkpoints are in {target.run.path / 'checkpoints'}; `doll export` reads them"
+            ) from error
+        raise
+    return services
