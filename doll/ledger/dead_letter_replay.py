@@ -102,7 +102,9 @@ def _skip_reason(config: JobConfig, dead: DeadRecord, again: bool) -> str:
     if letter.payload_bytes == 0:
         return "it is empty"
     if dead.replayed_as and not again:
-        return f"replayed before, as offset {', '.join(map(str, dead.replayed_as))} (--include-replayed replays it again)"
+        return (
+            f"replayed before, as offset {', '.join(map(str, dead.replayed_as))} (--include-replayed replays it again)"
+        )
     return ""
 
 
