@@ -4,9 +4,9 @@ Each record is one msgspec struct, encoded as MessagePack behind two bytes: a ma
 Unknown magic, version or type raises `RecordError`; the reader counts and drops such a record, it never crashes on it.
 Sample records are the user's own bytes and are *not* described here (see `doll.packing` for the packed form).
 
-Topics (design, section 4): `events` carries Join, Announce, Push, Nack, Alive, Leave, Evaluated; `commands` partition n
-carries Welcome, Grant, Durable, Hello, Fence and Stop for worker n; `updates` carries TermStarted, Update and Finished;
-`dead` carries DeadLetter; `metrics` carries Metric, ServerStatus and ProvisionDecision.
+Topics: `events` carries Join, Announce, Push, Nack, Alive, Leave and Evaluated; partition n of `commands` carries
+Welcome, Grant, NewVersion, Durable, Hello, Fence and Stop for worker n; `updates` carries TermStarted, Update and
+Finished; `dead` carries DeadLetter; `metrics` carries Metric, ServerStatus and ProvisionDecision.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Push(Record, frozen=True):
     batch: int
     term: int
     grant: int
-    version: int
+    version: int  # of the weights that the gradient was computed on
     key: str  # blob key; "" when the batch holds no usable sample (its gradient is zero)
     n_samples: int  # usable samples in the batch
     loss_sum: float
@@ -131,13 +131,23 @@ class Welcome(Record, frozen=True, omit_defaults=True):
 
 
 class Grant(Record, frozen=True):
-    """Compute the gradient of batch `batch` at exactly the weights of `version`."""
+    """Compute the gradient of batch `batch`, at weights that are not older than `min_version`; the Push says which."""
 
     term: int
     worker: int
     session: int
     batch: int
     grant: int
+    version: int  # the newest published
+    min_version: int
+    key: str  # blob key of the weights of `version`
+
+
+class NewVersion(Record, frozen=True):
+    """Weights were published that no grant has asked for yet: policies that send versions to their workers."""
+
+    term: int
+    worker: int
     version: int
     key: str
 
@@ -330,7 +340,7 @@ class ProvisionDecision(Record, frozen=True):
 
 AnyRecord = (
     Join | Announce | Push | Nack | Alive | Leave | Evaluated
-    | Welcome | Grant | Durable | Hello | Fence | Stop
+    | Welcome | Grant | NewVersion | Durable | Hello | Fence | Stop
     | TermStarted | Update | Finished
     | DeadLetter | Metric | ServerStatus | ProvisionDecision
 )  # fmt: skip

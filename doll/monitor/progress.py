@@ -19,7 +19,7 @@ from doll.monitor.rates import (
     stability_margin,
     steady_update_rate,
 )
-from doll.ps.stuck import STALL_REPORT_S, reason
+from doll.ps.stuck import STALL_REPORT_S
 from doll.records import AnyRecord, Metric, TermStarted, Update
 
 EVENTS_KEPT = 6
@@ -140,8 +140,11 @@ class ProgressModel:
         stuck = values.get("stuck_s", 0.0) >= STALL_REPORT_S
         if stuck and not self._stuck:
             config, up = self.config, sum(line.is_live is True for line in self.worker_statuses())
-            policy, pending = config.training.policy.name, config.worker.max_pending_batches
-            self.add_event(reason(policy, values.get("shortfall_batches", 0.0), up, config.data.workers, pending), None)
+            text = config.training.policy.shortfall_text(
+                int(values.get("shortfall_batches", 0)), live=up, workers=config.data.workers,
+                max_pending_batches=config.worker.max_pending_batches,
+            )  # fmt: skip
+            self.add_event(text, None)
         self._stuck = stuck
 
     def _evaluated(self, record: Metric) -> None:

@@ -1,26 +1,27 @@
 """The parameter server's state machine: events in, actions out, no I/O, no clock.
 
-It knows where every batch of every worker stands, lets a policy decide which batches start and which gradients are
-applied together, and keeps the one invariant: each batch is applied at most once, in its stream's order, so what is
-applied of a stream is always a prefix and one integer per partition is the whole ledger (digest 1.2, "Batches as
-offset ranges").
+It knows where every batch of every partition stands, lets a policy decide which batches start and which gradients are
+applied together, and keeps one invariant: each batch is applied at most once and in its partition's order, so that one
+integer per partition is the whole ledger.
 
-Order of effects (design, section 5): grant -> push -> fetched -> apply -> checkpoint -> durable -> acknowledge. A
-batch whose owner goes, times out or loses its gradient goes back to the front of its owner's queue together with
-every later batch of the same owner that is still being computed; its place in the group is taken by another (digest
-D3).
+Order of effects: grant -> push -> fetched -> apply -> checkpoint -> durable -> acknowledge. A batch whose owner goes,
+times out or loses its gradient returns to the front of its partition's queue, together with every later batch of the
+partition that is still being computed; another batch takes its place in the group.
+
+No event but a checkpoint takes time for every worker: counts, sets of changed workers, and queues in order of time are
+kept as things change (docs/decisions/0019).
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop
 from itertools import count
 
 from doll.config import StopConfig
 from doll.errors import IllegalEventError
+from doll.ps.durability import Durability
 from doll.ps.events import (
     AppliedBatch,
     ApplyUpdate,
@@ -33,9 +34,9 @@ from doll.ps.events import (
     Finish,
     GradientFetched,
     GradientLost,
+    PublishWeights,
     RepublishWeights,
     SendDurable,
-    SendFence,
     SendGrant,
     SendHello,
     SendWelcome,
@@ -43,112 +44,28 @@ from doll.ps.events import (
     StoreCheckpoint,
     Tick,
 )
+from doll.ps.membership import Membership, Worker
+from doll.ps.partitions import ActiveGrant, Assignment, Partition
 from doll.ps.policies.base import BatchId, Policy
+from doll.ps.stop_rule import progress_reached, target_reached, time_reached
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push
 
-# Sessions handed out by one parameter server lie in [term << 20, (term + 1) << 20): a later server's are always
-# higher, so it need not remember what its predecessor handed out after the last checkpoint.
-_SESSION_BITS = 20
-_FENCED_REMEMBERED = 16
 _RECENT_EVENTS = 30
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What the engine is told once. Times in seconds."""
+    """Fixed for the life of an engine. Times in seconds."""
 
     num_workers: int
     records_per_batch: int
-    max_pending_batches: int  # a worker holds at most so many batches that are not durable
+    max_pending_batches: int  # how many batches that are not durable a worker holds at most
     lease_s: float
     grant_timeout_s: float
     checkpoint_every_updates: int
     checkpoint_every_s: float
     sum_reduction: bool = False  # apply the sum of the sample gradients, not their mean (the paper's literal rule)
     stop: StopConfig = field(default_factory=StopConfig)
-
-
-@dataclass(slots=True)
-class _Grant:
-    number: int
-    batch: int
-    version: int
-    queue_position: int  # place in the order of announcements, kept when the batch goes back to the queue
-    granted_at_s: float
-    push: Push | None = None  # set once the push is accepted; the gradient is then being fetched
-    held: bool = False
-    received_at_s: float = 0.0
-
-
-class Slot:
-    """One worker slot: four counters over its stream (see `doll.ps.policies.base`) and who embodies it now."""
-
-    __slots__ = (
-        "announced",
-        "applied",
-        "computing_grants",
-        "durable",
-        "fenced",
-        "held_grants",
-        "incarnation",
-        "instance",
-        "joined",
-        "lag",
-        "last_heard_s",
-        "left",
-        "live_since_s",
-        "market",
-        "present",
-        "restarts",
-        "retained",
-        "session",
-        "stalled",
-        "waiting",
-        "waiting_positions",
-    )
-
-    def __init__(self, applied: int, session: int, instance: str, incarnation: int, restarts: int) -> None:
-        self.applied = applied
-        self.durable = applied
-        self.announced = applied
-        self.held_grants: deque[_Grant] = deque()
-        self.computing_grants: deque[_Grant] = deque()
-        self.waiting_positions: deque[int] = deque()
-        self.waiting = 0  # batches that may be granted; the engine keeps it with `_update_waiting`
-        self.session = session
-        self.instance = instance
-        self.incarnation = incarnation  # the highest that has joined: machines of lower ones are fenced
-        self.fenced: deque[str] = deque(maxlen=_FENCED_REMEMBERED)
-        self.joined = False  # this server has seen its Join
-        self.present = False  # heard of within its lease
-        self.left = False  # said goodbye: only a new Join brings it back
-        self.stalled = False  # let a grant time out: gets nothing more until it is heard to have finished something
-        self.last_heard_s = 0.0
-        self.live_since_s = 0.0
-        self.restarts = restarts
-        self.market = ""  # of its machine, from its last gradient
-        self.retained = 0
-        self.lag = 0
-
-    @property
-    def is_live(self) -> bool:
-        return self.present and not self.left
-
-    @property
-    def held(self) -> int:
-        return len(self.held_grants)
-
-    @property
-    def computing(self) -> int:
-        return len(self.computing_grants)
-
-    @property
-    def received(self) -> int:
-        return self.applied + len(self.held_grants)
-
-    @property
-    def granted(self) -> int:
-        return self.received + len(self.computing_grants)
 
 
 class Engine:
@@ -171,7 +88,8 @@ class Engine:
         `generation` and `samples_id` are a fresh engine's, see `EngineSnapshot`.
 
         Raises:
-            ValueError: neither or both are given, or they are not for `settings.num_workers` workers.
+            ValueError: neither or both are given, they are not for `settings.num_workers` workers, or the policy's
+                state is not one of this policy.
         """
         if (origins is None) == (snapshot is None):
             raise ValueError("expected either origins (a new job) or a snapshot (a resumed one)")
@@ -179,10 +97,11 @@ class Engine:
         if snapshot is None:
             snapshot = EngineSnapshot(
                 version=0, origins=tuple(origins or ()), records_per_batch=settings.records_per_batch, applied=(0,) * n,
-                sessions=(0,) * n, instances=("",) * n, incarnations=(0,) * n, restarts=(0,) * n,
-                samples_total=0, elapsed_s=0.0, counters={}, generation=generation, samples_id=samples_id,
+                assignment=Assignment.identity(n).worker_of, sessions=(0,) * n, instances=("",) * n,
+                incarnations=(0,) * n, restarts=(0,) * n, samples_total=0, elapsed_s=0.0, counters={},
+                policy=policy.name, policy_state=None, generation=generation, samples_id=samples_id,
             )  # fmt: skip
-        if len(snapshot.origins) != n or len(snapshot.applied) != n:
+        if {len(snapshot.origins), len(snapshot.applied), len(snapshot.assignment), len(snapshot.sessions)} != {n}:
             raise ValueError(f"expected {n} workers, got origins {snapshot.origins} and applied {snapshot.applied}")
         if snapshot.records_per_batch != settings.records_per_batch:
             raise ValueError(
@@ -200,67 +119,124 @@ class Engine:
         self.counters: Counter[str] = Counter(snapshot.counters)
         self.finished: str | None = None
         self.stopping: str | None = None
-        self.durable_version = snapshot.version
-        self._slots = [
-            Slot(*args)
-            for args in zip(
-                snapshot.applied, snapshot.sessions, snapshot.instances, snapshot.incarnations, snapshot.restarts,
-                strict=True,
+        self.assignment = Assignment(snapshot.assignment)
+        self._partitions = [
+            Partition(number, origin, applied)
+            for number, (origin, applied) in enumerate(zip(snapshot.origins, snapshot.applied, strict=True))
+        ]
+        self._workers = [
+            Worker(
+                number, self._partitions[self.assignment.partition_of(number)], session=session,
+                instance=snapshot.instances[number], incarnation=snapshot.incarnations[number],
+                restarts=snapshot.restarts[number],
             )
+            for number, session in enumerate(snapshot.sessions)
         ]  # fmt: skip
-        self._grants: dict[int, tuple[int, _Grant]] = {}  # grant number -> (worker, grant): computing or held
+        self._durability = Durability(
+            self._partitions, version=snapshot.version, now=now, every_updates=settings.checkpoint_every_updates,
+            every_s=settings.checkpoint_every_s, max_pending_batches=settings.max_pending_batches,
+        )  # fmt: skip
+        self._members = Membership(self._workers, term=term, lease_s=settings.lease_s, counters=self.counters)
+        self._grants: dict[int, ActiveGrant] = {}  # computing or held, by number
+        self._held: dict[int, BatchId] = {}  # of these, the held ones
+        self._running_since_s: OrderedDict[int, float] = OrderedDict()  # partitions whose first grant has no push yet
         self._grant_numbers = count(1)
         self._queue_positions = count()
-        self._session_counter = 0
-        self._saving: tuple[int, tuple[int, ...]] | None = None  # (version, applied) of the checkpoint under way
-        self._saved_at_s = now
+        self._num_waiting = 0
+        self._changed: dict[int, None] = dict.fromkeys(range(n))  # workers whose counters the policy does not know yet
+        self._offered_version = snapshot.version  # the newest of which the policy has named the recipients
         self._elapsed_before_s = snapshot.elapsed_s
         self._first_update_at_s: float | None = None if snapshot.version == 0 else now
         self._compute_mean_s = 0.0
-        self._num_held = 0
-        self._num_computing = 0
-        # Kept rather than looked for: nothing that happens at every event may cost time for every worker.
-        self._num_waiting = 0
-        self._ready: set[int] = set()  # workers with batches that may be granted
-        self._max_unsaved = 0  # of any worker: batches that are in the model and not durable
         self._recent_events: deque[tuple[float, Event]] = deque(maxlen=_RECENT_EVENTS)
+        if snapshot.policy_state is not None and snapshot.policy == policy.name:
+            policy.restore(snapshot.policy_state)
 
-    # --- what policies see (doll.ps.policies.base.PolicyView) -------------------------------------------------------------
+    # --- what policies see (doll.ps.policies.base.PolicyView) ---------------------------------------------------------
+
+    @property
+    def num_live(self) -> int:
+        return self._members.num_live
 
     @property
     def num_held(self) -> int:
-        return self._num_held
+        return len(self._held)
 
     @property
     def num_computing(self) -> int:
-        return self._num_computing
+        return len(self._grants) - len(self._held)
 
     @property
     def num_waiting(self) -> int:
         return self._num_waiting
 
-    def workers(self) -> Iterable[tuple[int, Slot]]:
-        return enumerate(self._slots)
-
-    def waiting_batches(self) -> Iterator[tuple[int, int]]:
-        slots = self._slots
-        place = 0
-        workers: Iterable[int] = self._ready
-        while heap := [(slots[worker].waiting_positions[place], worker) for worker in workers]:
-            heapify(heap)  # a policy that wants the first few pays for those only
-            taken = []
-            while heap:
-                _, worker = heappop(heap)
-                taken.append(worker)
-                yield worker, place
-            place += 1
-            workers = [worker for worker in taken if slots[worker].waiting > place]
+    def worker(self, number: int) -> Worker:
+        return self._workers[number]
 
     def held_batches(self) -> Sequence[BatchId]:
-        # Grants are numbered as they are made, and a dictionary keeps that order.
-        return [BatchId(worker, grant.batch) for worker, grant in self._grants.values() if grant.held]
+        return [self._held[number] for number in sorted(self._held)]
 
-    # --- one way in -------------------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def durable_version(self) -> int:
+        """Of the newest stored checkpoint."""
+        return self._durability.version
+
+    def workers(self) -> Iterable[Worker]:
+        """Every worker, in order."""
+        return self._workers
+
+    def snapshot(self, now: float) -> EngineSnapshot:
+        """What a checkpoint keeps of the engine."""
+        return EngineSnapshot(
+            version=self.version,
+            origins=self.origins,
+            records_per_batch=self.settings.records_per_batch,
+            applied=tuple(partition.applied for partition in self._partitions),
+            assignment=self.assignment.worker_of,
+            sessions=tuple(worker.session for worker in self._workers),
+            instances=tuple(worker.instance for worker in self._workers),
+            incarnations=tuple(worker.incarnation for worker in self._workers),
+            restarts=tuple(worker.restarts for worker in self._workers),
+            samples_total=self.samples_total,
+            elapsed_s=self._elapsed_s(now),
+            counters=dict(self.counters),
+            policy=self.policy.name,
+            policy_state=self.policy.state(),
+            generation=self.generation,
+            samples_id=self.samples_id,
+        )
+
+    def check_invariants(self) -> None:
+        """Assert what must hold after every event; for tests."""
+        self._members.check_invariants()
+        for partition in self._partitions:
+            partition.check_invariants()
+        assert self.num_held == sum(partition.held for partition in self._partitions)
+        assert self.num_computing == sum(partition.computing for partition in self._partitions)
+        assert list(self._grants) == sorted(self._grants)
+        assert set(self._held) == {number for number, grant in self._grants.items() if grant.held}
+        assert self._durability.max_unsaved == max(partition.unsaved for partition in self._partitions)
+        assert self.batches_total == sum(partition.applied for partition in self._partitions)
+        assert self._num_waiting == sum(worker.waiting for worker in self._workers)
+        for worker in self._workers:
+            assert worker.waiting == _grantable(worker)
+            assert worker.is_live or not worker.computing, "nobody waits for a worker that is gone"
+        running = {
+            partition.number
+            for partition in self._partitions
+            if partition.computing and partition.computing_grants[0].push is None
+        }
+        assert set(self._running_since_s) == running
+        assert self.finished or self.stopping or not self._changed, "the policy knows of every change"
+        for grant in self._grants.values():
+            assert grant.min_version <= grant.version <= self.version
+            assert not self.policy.exact_version or grant.version == grant.min_version == self.version, (
+                "a group's gradients are all of one version"
+            )
+
+    # --- events -------------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event, now: float) -> list[EngineAction]:
         """Take one event at time `now` (seconds, monotonic) and say what is to be done, in this order.
@@ -285,13 +261,12 @@ class Engine:
             case Nack():
                 self._on_nack(event, now, actions)
             case Alive():
-                if self._accept(event.worker, event.session, now, actions):
-                    slot = self._slots[event.worker]
-                    slot.retained, slot.lag = event.retained, event.lag
+                if (worker := self._accept(event.worker, event.session, now, actions)) is not None:
+                    worker.retained, worker.lag = event.retained, event.lag
             case Leave():
-                if self._accept(event.worker, event.session, now, actions):
-                    self._slots[event.worker].left = True
-                    self._mark_gone(event.worker, "leave", actions)
+                if (worker := self._accept(event.worker, event.session, now, actions)) is not None:
+                    worker.left = True
+                    self._remove(worker, "leave", actions)
             case Evaluated():
                 self._on_evaluated(event)
             case GradientFetched():
@@ -299,7 +274,7 @@ class Engine:
             case GradientLost():
                 self._on_lost(event, actions)
             case CheckpointStored():
-                self._on_stored(event, now, actions)
+                self._on_stored(event, actions)
             case Tick():
                 self._on_tick(now, actions)
             case StopRequested():
@@ -307,263 +282,180 @@ class Engine:
         self._advance(now, actions)
         return actions
 
-    def snapshot(self, now: float) -> EngineSnapshot:
-        """What a checkpoint keeps of the engine."""
-        return EngineSnapshot(
-            version=self.version,
-            origins=self.origins,
-            records_per_batch=self.settings.records_per_batch,
-            applied=tuple(slot.applied for slot in self._slots),
-            sessions=tuple(slot.session for slot in self._slots),
-            instances=tuple(slot.instance for slot in self._slots),
-            samples_total=self.samples_total,
-            elapsed_s=self._elapsed_s(now),
-            counters=dict(self.counters),
-            incarnations=tuple(slot.incarnation for slot in self._slots),
-            restarts=tuple(slot.restarts for slot in self._slots),
-            generation=self.generation,
-            samples_id=self.samples_id,
-        )
-
-    def check_invariants(self) -> None:
-        """Assert what must hold after every event; for tests."""
-        assert self._num_held == sum(slot.held for slot in self._slots)
-        assert self._num_computing == sum(slot.computing for slot in self._slots)
-        assert len(self._grants) == self._num_held + self._num_computing
-        assert list(self._grants) == sorted(self._grants)
-        assert self._max_unsaved == max(slot.applied - slot.durable for slot in self._slots)
-        assert self._num_waiting == sum(slot.waiting for slot in self._slots)
-        assert self._ready == {worker for worker, slot in enumerate(self._slots) if slot.waiting}
-        for slot in self._slots:
-            assert slot.durable <= slot.applied <= slot.announced
-            assert slot.granted + len(slot.waiting_positions) == slot.announced
-            batches = [grant.batch for grant in (*slot.held_grants, *slot.computing_grants)]
-            assert batches == list(range(slot.applied, slot.granted)), (
-                "a stream's batches are in flight in order, without a hole"
-            )
-            assert slot.waiting == (len(slot.waiting_positions) if slot.is_live and not slot.stalled else 0)
-            assert slot.is_live or not slot.computing, "nobody waits for a worker that is gone"
-            assert all(grant.push is not None and grant.held for grant in slot.held_grants)
-            assert not any(grant.held for grant in slot.computing_grants)
-        if self.policy.exact_version:
-            versions = {grant.version for _, grant in self._grants.values()}
-            assert versions <= {self.version}, "a group's gradients are all of one version"
-
-    # --- workers come and go ----------------------------------------------------------------------------------------
+    # --- workers join and leave ---------------------------------------------------------------------------------------
 
     def _on_join(self, event: Join, now: float, actions: list[EngineAction]) -> None:
-        if not 0 <= event.worker < len(self._slots):
-            self.counters["refused_unknown_worker"] += 1
+        worker = self._members.admit(event, now, actions)
+        if worker is None:
             return
-        slot = self._slots[event.worker]
-        # A later machine wins whatever session it holds: a server that has lost the memory of it may have given a higher
-        # one to an older machine since.
-        later = event.incarnation > slot.incarnation
-        # The one that counts may hold a session of an earlier server, whose Welcome came before ours.
-        replaced = event.instance != slot.instance and (
-            0 < event.incarnation < slot.incarnation or (0 < event.session < slot.session and not later)
+        self._requeue_all(worker, "rejoin", actions)
+        partition = worker.partition
+        partition.forget_waiting()
+        self._note_change(worker)
+        actions.append(
+            SendWelcome(
+                worker.number, worker.instance, worker.session, partition.origin, partition.durable, event.incarnation
+            )
         )
-        if event.instance in slot.fenced or replaced:
-            self.counters["refused_fenced"] += 1
-            actions.append(SendFence(event.worker, event.instance))
-            return
-        slot.incarnation = max(slot.incarnation, event.incarnation)
-        former = slot.instance
-        if event.instance != slot.instance:
-            if slot.instance:
-                self._fence(event.worker, actions)
-                slot.restarts += 1
-            slot.instance = event.instance
-            # A process that already holds a session (its server died before a checkpoint kept it) goes on with it.
-            slot.session = event.session if event.session >= max(slot.session, 1) else self._new_session()
-            self.counters["joined"] += 1
-        elif not slot.session:
-            slot.session = self._new_session()
-        self._mark_gone(event.worker, "rejoin", actions)
-        slot.announced = slot.granted
-        slot.waiting_positions.clear()
-        if event.instance != former or not slot.is_live:
-            slot.live_since_s = now
-        slot.joined = slot.present = True
-        slot.left = slot.stalled = False
-        slot.last_heard_s = now
-        self._update_waiting(event.worker)
-        actions.append(SendWelcome(event.worker, slot.instance, slot.session, slot.durable, event.incarnation))
 
-    def _fence(self, worker: int, actions: list[EngineAction]) -> None:
-        slot = self._slots[worker]
-        slot.fenced.append(slot.instance)
-        actions.append(SendFence(worker, slot.instance))
+    def _accept(self, number: int, session: int, now: float, actions: list[EngineAction]) -> Worker | None:
+        """The sender of a message, if it is of the worker's current session."""
+        live = self._members.num_live
+        worker = self._members.accept(number, session, now, actions)
+        if worker is not None and live != self._members.num_live:  # it was silent for longer than its lease
+            self._note_change(worker)
+        return worker
 
-    def _new_session(self) -> int:
-        self._session_counter += 1
-        return (self.term << _SESSION_BITS) + self._session_counter
+    def _remove(self, worker: Worker, cause: str, actions: list[EngineAction]) -> None:
+        self._members.remove(worker)
+        self._requeue_all(worker, cause, actions)
+        self._note_change(worker)
 
-    def _accept(self, worker: int, session: int, now: float, actions: list[EngineAction]) -> bool:
-        """A message from a worker came: is it from the incarnation that counts? Then it is alive."""
-        if not 0 <= worker < len(self._slots):
-            self.counters["refused_unknown_worker"] += 1
-            return False
-        slot = self._slots[worker]
-        if session != slot.session or slot.left:
-            self.counters["refused_fenced"] += 1
-            return False
-        if not slot.joined:
-            # This server has restarted and the worker has not joined it yet: its Hello is on the way or was missed.
-            self.counters["refused_not_joined"] += 1
-            actions.append(SendHello(worker))
-            return False
-        if not slot.present:
-            slot.present = True
-            slot.live_since_s = now
-            self._update_waiting(worker)
-        slot.last_heard_s = now
-        return True
+    def _note_change(self, worker: Worker) -> None:
+        """Whatever may have changed a worker's counters ends with this."""
+        waiting = _grantable(worker)
+        self._num_waiting += waiting - worker.waiting
+        worker.waiting = waiting
+        self._changed[worker.number] = None
 
-    def _update_waiting(self, worker: int) -> None:
-        """Whatever may have changed how many batches of this worker can be granted ends with this."""
-        slot = self._slots[worker]
-        waiting = len(slot.waiting_positions) if slot.present and not slot.left and not slot.stalled else 0
-        if waiting != slot.waiting:
-            self._num_waiting += waiting - slot.waiting
-            slot.waiting = waiting
-            (self._ready.add if waiting else self._ready.discard)(worker)
+    def _requeue_all(self, worker: Worker, cause: str, actions: list[EngineAction]) -> None:
+        if worker.partition.computing_grants:
+            self._requeue_from(worker, worker.partition.computing_grants[0].batch, cause, actions)
 
-    def _mark_gone(self, worker: int, cause: str, actions: list[EngineAction]) -> None:
-        slot = self._slots[worker]
-        if slot.computing_grants:
-            self._requeue_from(worker, slot.computing_grants[0].batch, cause, actions)
-        if cause != "rejoin":
-            self.counters["workers_lost"] += 1
-            slot.present = False
-            self._update_waiting(worker)
-
-    def _requeue_from(self, worker: int, batch: int, cause: str, actions: list[EngineAction]) -> None:
-        """Take batch `batch` and every later one of this worker that has no gradient yet back into the queue."""
-        slot = self._slots[worker]
-        while slot.computing_grants and slot.computing_grants[-1].batch >= batch:
-            grant = slot.computing_grants.pop()
+    def _requeue_from(self, worker: Worker, batch: int, cause: str, actions: list[EngineAction]) -> None:
+        """Return batch `batch` and every later one of this worker that has no gradient yet to the queue."""
+        partition = worker.partition
+        for grant in partition.take_back(batch):
             del self._grants[grant.number]
-            self._num_computing -= 1
-            slot.waiting_positions.appendleft(grant.queue_position)
             self.counters["requeued"] += 1
             self.counters[f"requeued_{cause}"] += 1
             if grant.push is not None and grant.push.key:
                 actions.append(DropGradient(grant.push.key, cause))
-        self._update_waiting(worker)
+        if not partition.computing_grants:
+            self._running_since_s.pop(partition.number, None)
+        self._note_change(worker)
 
-    # --- the life of a batch ----------------------------------------------------------------------------------------
+    # --- the life of a batch ------------------------------------------------------------------------------------------
 
     def _on_announce(self, event: Announce, now: float, actions: list[EngineAction]) -> None:
-        if not self._accept(event.worker, event.session, now, actions):
+        worker = self._accept(event.worker, event.session, now, actions)
+        if worker is None:
             return
-        slot = self._slots[event.worker]
-        # A worker whose job file allows more says the rest again in a while: it need not start again for that.
-        allowed = slot.durable + self.settings.max_pending_batches
-        hole = event.first > slot.announced and slot.announced < allowed
+        partition = worker.partition
+        # A worker whose job file allows more announces the rest again later: it need not start again for that.
+        allowed = partition.durable + self.settings.max_pending_batches
+        hole = event.first > partition.announced and partition.announced < allowed
         if event.first < 0 or event.until < event.first or hole:
             # It is out of step: let it join again.
             self.counters["refused_announce"] += 1
             actions.append(SendHello(event.worker))
             return
-        for _ in range(slot.announced, min(event.until, allowed)):
-            slot.waiting_positions.append(next(self._queue_positions))
-            slot.announced += 1
-        self._update_waiting(event.worker)
+        new = range(partition.announced, min(event.until, allowed))
+        partition.announce(next(self._queue_positions) for _ in new)
+        self._note_change(worker)
 
-    def _find(self, worker: int, term: int, number: int, batch: int) -> _Grant | None:
+    def _find(self, worker: Worker, term: int, number: int, batch: int) -> ActiveGrant | None:
         """The grant that a worker answers, if it still stands."""
-        known = self._grants.get(number)
-        if term != self.term or known is None or known[0] != worker or known[1].batch != batch:
+        grant = self._grants.get(number)
+        if term != self.term or grant is None or grant.partition != worker.partition.number or grant.batch != batch:
             return None
-        return known[1]
+        return grant
 
     def _on_push(self, event: Push, now: float, actions: list[EngineAction]) -> None:
-        if not self._accept(event.worker, event.session, now, actions):
+        worker = self._accept(event.worker, event.session, now, actions)
+        if worker is None:
             self._drop(event, "fenced", actions)
             return
-        slot = self._slots[event.worker]
-        if slot.stalled:
-            slot.stalled = False
-            self._update_waiting(event.worker)
-        grant = self._find(event.worker, event.term, event.grant, event.batch)
+        if worker.stalled:
+            worker.stalled = False
+            self._note_change(worker)
+        grant = self._find(worker, event.term, event.grant, event.batch)
         if grant is None:
             self.counters["refused_late"] += 1
             self._drop(event, "late", actions)
         elif grant.push is not None:
             self.counters["refused_duplicate"] += 1
-        elif grant is not slot.computing_grants[0] or event.version != grant.version or event.n_samples < 0:
-            # Out of its stream's order, or of another version: never apply it; the timeout brings the batch back.
+        elif (
+            grant is not worker.partition.computing_grants[0]
+            or not grant.min_version <= event.version <= self.version
+            or event.n_samples < 0
+        ):
+            # Out of its partition's order, or of a version that the grant does not allow: never apply it; the timeout
+            # brings the batch back.
             self.counters["refused_order"] += 1
             self._drop(event, "order", actions)
         else:
-            slot.market = event.market
+            worker.market = event.market
             grant.push, grant.received_at_s = event, now
+            del self._running_since_s[grant.partition]
             self._compute_mean_s += 0.2 * ((now - grant.granted_at_s) - self._compute_mean_s)
             if event.key:
                 actions.append(FetchGradient(grant.number, event.key, event.version))
             else:
-                self._hold(event.worker, grant)
+                self._hold(grant, now)
 
     def _drop(self, event: Push, reason: str, actions: list[EngineAction]) -> None:
         if event.key:
             actions.append(DropGradient(event.key, reason))
 
     def _on_fetched(self, event: GradientFetched, now: float) -> None:
-        known = self._grants.get(event.grant)
-        if known is None:
+        grant = self._grants.get(event.grant)
+        if grant is None:
             return  # its owner went down while the gradient was on its way: the batch is back in the queue
-        worker, grant = known
-        if grant.push is None or grant is not self._slots[worker].computing_grants[0]:
-            raise IllegalEventError(
-                f"gradient of grant {event.grant} was not asked for; recent events: {list(self._recent_events)}"
-            )
-        self._hold(worker, grant)
+        if grant.push is None or grant.held:
+            raise self._illegal(f"gradient of grant {event.grant} was not asked for")
+        self._hold(grant, now)
 
-    def _hold(self, worker: int, grant: _Grant) -> None:
-        slot = self._slots[worker]
-        slot.computing_grants.popleft()
-        slot.held_grants.append(grant)
-        grant.held = True
-        self._num_computing -= 1
-        self._num_held += 1
+    def _hold(self, grant: ActiveGrant, now: float) -> None:
+        partition = self._partitions[grant.partition]
+        partition.hold()
+        self._held[grant.number] = BatchId(grant.partition, grant.batch)
+        if partition.computing_grants:
+            self._running_since_s[partition.number] = now  # a worker computes its batches one after the other
+        self._note_change(self._owner(partition))
 
     def _on_lost(self, event: GradientLost, actions: list[EngineAction]) -> None:
-        known = self._grants.get(event.grant)
-        if known is not None:
-            worker, grant = known
+        grant = self._grants.get(event.grant)
+        if grant is not None:
             if grant.held:
-                raise IllegalEventError(
-                    f"gradient of grant {event.grant} is held already; recent events: {list(self._recent_events)}"
-                )
-            self._requeue_from(worker, grant.batch, "blob_lost", actions)
+                raise self._illegal(f"gradient of grant {event.grant} is held already")
+            self._requeue_from(self._owner(self._partitions[grant.partition]), grant.batch, "blob_lost", actions)
 
     def _on_nack(self, event: Nack, now: float, actions: list[EngineAction]) -> None:
-        if not self._accept(event.worker, event.session, now, actions):
+        worker = self._accept(event.worker, event.session, now, actions)
+        if worker is None:
             return
-        grant = self._find(event.worker, event.term, event.grant, event.batch)
+        grant = self._find(worker, event.term, event.grant, event.batch)
         if grant is None or grant.push is not None:
             self.counters["refused_late"] += 1
             return
-        self._requeue_from(event.worker, event.batch, f"nack_{event.reason}", actions)
+        self._requeue_from(worker, event.batch, f"nack_{event.reason}", actions)
         if event.reason == "weights":
             actions.append(RepublishWeights(self.version))
         else:
             # The worker does not hold a batch that it announced: it is out of step. Nothing is granted until it has
             # joined.
-            slot = self._slots[event.worker]
-            slot.announced = slot.granted
-            slot.waiting_positions.clear()
-            self._update_waiting(event.worker)
+            worker.partition.forget_waiting()
+            self._note_change(worker)
             actions.append(SendHello(event.worker))
 
-    # --- forward ----------------------------------------------------------------------------------------------------
+    def _owner(self, partition: Partition) -> Worker:
+        return self._workers[self.assignment.worker_of[partition.number]]
+
+    def _illegal(self, problem: str) -> IllegalEventError:
+        return IllegalEventError(f"{problem}; recent events: {list(self._recent_events)}")
+
+    # --- progress -----------------------------------------------------------------------------------------------------
 
     def _advance(self, now: float, actions: list[EngineAction]) -> None:
         """Apply what belongs together and start what may start, until nothing changes."""
         while self.stopping is None:
-            group = self.policy.collect(self)
-            if group:
+            self._report_changes()
+            if self._offered_version != self.version:
+                self._offered_version = self.version
+                if recipients := self.policy.recipients(self):
+                    actions.append(PublishWeights(self.version, tuple(recipients)))
+            if group := self.policy.collect(self):
                 self._apply(group, now, actions)
                 continue
             starts = self.policy.start(self)
@@ -571,36 +463,46 @@ class Engine:
                 break
             for worker in starts:
                 self._grant(worker, now, actions)
+        self._report_changes()
         self._save_if_due(now, actions)
 
-    def _grant(self, worker: int, now: float, actions: list[EngineAction]) -> None:
-        slot = self._slots[worker]
-        if not slot.waiting:
-            raise IllegalEventError(f"policy {self.policy.name} starts worker {worker}, which has no waiting batch")
-        grant = _Grant(next(self._grant_numbers), slot.granted, self.version, slot.waiting_positions.popleft(), now)
-        self._update_waiting(worker)
-        slot.computing_grants.append(grant)
-        self._num_computing += 1
-        self._grants[grant.number] = (worker, grant)
-        actions.append(SendGrant(worker, slot.session, grant.batch, grant.number, self.version))
+    def _report_changes(self) -> None:
+        if self._changed:
+            changed, self._changed = self._changed, {}
+            self.policy.changed(self, changed.keys())
+
+    def _grant(self, number: int, now: float, actions: list[EngineAction]) -> None:
+        worker = self._workers[number]
+        if not worker.waiting:
+            raise IllegalEventError(f"policy {self.policy.name} starts worker {number}, which has no waiting batch")
+        min_version = self.policy.min_version(self, number)
+        if not 0 <= min_version <= self.version:
+            raise IllegalEventError(
+                f"policy {self.policy.name} wants version {min_version} at least, expected 0 to {self.version}"
+            )
+        partition = worker.partition
+        grant = partition.grant(next(self._grant_numbers), self.version, min_version, now)
+        self._grants[grant.number] = grant
+        if grant is partition.computing_grants[0]:
+            self._running_since_s[partition.number] = now
+        self._note_change(worker)
+        actions.append(SendGrant(number, worker.session, grant.batch, grant.number, self.version, min_version))
 
     def _apply(self, group: Sequence[BatchId], now: float, actions: list[EngineAction]) -> None:
         applied: list[AppliedBatch] = []
-        for worker, batch in group:
-            slot = self._slots[worker]
-            grant = slot.held_grants[0] if slot.held_grants else None
-            if grant is None or grant.batch != batch or batch != slot.applied or grant.push is None:
+        for batch_id in group:
+            partition = self._partitions[batch_id.partition]
+            grant = partition.apply(batch_id.number)
+            if grant is None or grant.push is None:
                 raise IllegalEventError(
-                    f"policy {self.policy.name} applies batch {batch} of worker {worker} out of order"
+                    f"policy {self.policy.name} applies batch {batch_id.number} of partition {batch_id.partition} "
+                    "out of order"
                 )
-            slot.held_grants.popleft()
-            slot.applied += 1
-            self._max_unsaved = max(self._max_unsaved, slot.applied - slot.durable)
-            del self._grants[grant.number]
-            lo = self.origins[worker] + batch * self.settings.records_per_batch
-            hi = lo + self.settings.records_per_batch
+            self._durability.applied(partition)
+            del self._grants[grant.number], self._held[grant.number]
+            lo, hi = partition.offsets(batch_id.number, self.settings.records_per_batch)
             applied.append(AppliedBatch(grant.number, lo, hi, grant.granted_at_s, grant.received_at_s, grant.push))
-        self._num_held -= len(applied)
+            self._note_change(self._owner(partition))
         samples = sum(item.push.n_samples for item in applied)
         self.samples_total += samples
         self.batches_total += len(applied)
@@ -609,83 +511,54 @@ class Engine:
             self._first_update_at_s = now
         scale = 1.0 if self.settings.sum_reduction else 1.0 / max(samples, 1)
         actions.append(ApplyUpdate(self.version, tuple(applied), scale, self.samples_total, self.batches_total))
-        self._stop_if_enough()
-
-    def _stop_if_enough(self) -> None:
-        stop = self.settings.stop
-        if stop.updates is not None and self.version >= stop.updates:
-            self._stop(f"updates: {self.version} reached")
-        elif stop.samples is not None and self.samples_total >= stop.samples:
-            self._stop(f"samples: {self.samples_total} reached")
+        self._stop(progress_reached(self.settings.stop, version=self.version, samples_total=self.samples_total))
 
     def _elapsed_s(self, now: float) -> float:
         return self._elapsed_before_s + (0.0 if self._first_update_at_s is None else now - self._first_update_at_s)
 
-    # --- durability and the end -------------------------------------------------------------------------------------
+    # --- durability, time and the end ---------------------------------------------------------------------------------
 
     def _save_if_due(self, now: float, actions: list[EngineAction]) -> None:
-        if self._saving is not None or self.finished is not None:
-            return
-        unsaved = self.version - self.durable_version
-        final = self.stopping is not None
-        if not unsaved and not final:
-            return
-        # Half of what a worker may hold: it must not come to a halt only because a checkpoint is not due yet.
-        crowded = self._max_unsaved >= max(1, self.settings.max_pending_batches // 2)
-        overdue = now - self._saved_at_s >= self.settings.checkpoint_every_s
-        if final or crowded or overdue or unsaved >= self.settings.checkpoint_every_updates:
-            snapshot = self.snapshot(now)
-            self._saving = (self.version, snapshot.applied)
-            self._saved_at_s = now
-            actions.append(StoreCheckpoint(self.version, snapshot))
+        if self.finished is None and self._durability.is_due(self.version, now, final=self.stopping is not None):
+            self._durability.order(self.version, now)
+            actions.append(StoreCheckpoint(self.version, self.snapshot(now)))
 
-    def _on_stored(self, event: CheckpointStored, now: float, actions: list[EngineAction]) -> None:
-        if self._saving is None or self._saving[0] != event.version:
-            raise IllegalEventError(
-                f"checkpoint of version {event.version} was not ordered; recent events: {list(self._recent_events)}"
-            )
-        version, applied = self._saving
-        self._saving = None
-        self.durable_version = version
-        for worker, (slot, until) in enumerate(zip(self._slots, applied, strict=True)):
-            if until > slot.durable:
-                slot.durable = until
-                actions.append(SendDurable(worker, until))
-        self._max_unsaved = max(slot.applied - slot.durable for slot in self._slots)
-        if self.stopping is not None and version == self.version:
+    def _on_stored(self, event: CheckpointStored, actions: list[EngineAction]) -> None:
+        partitions = self._durability.stored(event.version)
+        if partitions is None:
+            raise self._illegal(f"checkpoint of version {event.version} was not ordered")
+        actions.extend(SendDurable(self._owner(partition).number, partition.durable) for partition in partitions)
+        if self.stopping is not None and event.version == self.version:
             self.finished = self.stopping
-            actions.append(Finish(self.finished, version))
+            actions.append(Finish(self.finished, event.version))
 
     def _on_tick(self, now: float, actions: list[EngineAction]) -> None:
+        for worker in self._members.expired(now):
+            self._remove(worker, "lease", actions)
         timeout_s = max(self.settings.grant_timeout_s, 5.0 * self._compute_mean_s)
-        for worker, slot in enumerate(self._slots):
-            if slot.is_live and now - slot.last_heard_s > self.settings.lease_s:
-                self._mark_gone(worker, "lease", actions)
-            elif slot.computing_grants and slot.computing_grants[0].push is None:
-                first = slot.computing_grants[0]
-                # The clock of a batch starts when the worker could start on it: batches of one worker are serial.
-                if (
-                    now - max(first.granted_at_s, slot.held_grants[-1].received_at_s if slot.held_grants else 0.0)
-                    > timeout_s
-                ):
-                    self._requeue_from(worker, first.batch, "timeout", actions)
-                    slot.stalled = True
-                    self._update_waiting(worker)
-        self._stop_if_enough()  # a server that starts again on a finished job has nothing to add to it
-        stop_s = self.settings.stop.seconds
-        if stop_s is not None and self._first_update_at_s is not None and self._elapsed_s(now) >= stop_s:
-            self._stop(f"seconds: {self._elapsed_s(now):.1f} passed")
+        while self._running_since_s:
+            number, since_s = next(iter(self._running_since_s.items()))  # the longest running first
+            if now - since_s <= timeout_s:
+                break
+            worker = self._owner(self._partitions[number])
+            worker.stalled = True
+            self._requeue_all(worker, "timeout", actions)
+        # A server that starts again on a finished job has nothing to add to it.
+        self._stop(progress_reached(self.settings.stop, version=self.version, samples_total=self.samples_total))
+        if self._first_update_at_s is not None:
+            self._stop(time_reached(self.settings.stop, self._elapsed_s(now)))
 
     def _on_evaluated(self, event: Evaluated) -> None:
         if event.term != self.term or event.version > self.version:
             self.counters["refused_evaluated"] += 1
             return
-        stop = self.settings.stop
-        if stop.accuracy is not None and event.accuracy is not None and event.accuracy >= stop.accuracy:
-            self._stop(f"accuracy: {event.accuracy:.4f} at version {event.version} reached {stop.accuracy}")
-        elif stop.loss is not None and event.loss <= stop.loss:
-            self._stop(f"loss: {event.loss:.4f} at version {event.version} reached {stop.loss}")
+        self._stop(target_reached(self.settings.stop, event))
 
-    def _stop(self, reason: str) -> None:
+    def _stop(self, reason: str | None) -> None:
         if self.stopping is None:
             self.stopping = reason
+
+
+def _grantable(worker: Worker) -> int:
+    """Batches of this worker that may be granted now."""
+    return len(worker.partition.waiting) if worker.is_live and not worker.stalled else 0

@@ -8,6 +8,7 @@ carries out; where an order has an outcome that matters, the runner reports it a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -55,11 +56,13 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SendWelcome:
-    """Answer a Join: this process is worker `worker`, with this session, and reads from batch `next_batch`."""
+    """Answer a Join: this process is worker `worker`, with this session, and reads from batch `next_batch` of the
+    stream that begins at offset `origin`."""
 
     worker: int
     instance: str
     session: int
+    origin: int
     next_batch: int
     incarnation: int
 
@@ -81,13 +84,27 @@ class SendHello:
 
 @dataclass(frozen=True, slots=True)
 class SendGrant:
-    """Publish the current weights if they are not, then let the worker compute."""
+    """Publish the current weights if they are not, then let the worker compute.
+
+    Attributes:
+        version: of the current weights.
+        min_version: the oldest weights that the worker may compute on.
+    """
 
     worker: int
     session: int
     batch: int
     grant: int
     version: int
+    min_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublishWeights:
+    """Publish the weights of the current version and tell these workers, before a grant needs them."""
+
+    version: int
+    workers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +179,7 @@ class Finish:
 
 
 EngineAction = (
-    SendWelcome | SendFence | SendHello | SendGrant | RepublishWeights | FetchGradient | DropGradient
+    SendWelcome | SendFence | SendHello | SendGrant | PublishWeights | RepublishWeights | FetchGradient | DropGradient
     | ApplyUpdate | StoreCheckpoint | SendDurable | Finish
 )  # fmt: skip
 
@@ -173,12 +190,15 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     origins: tuple[int, ...]
     records_per_batch: int
-    applied: tuple[int, ...]  # batches of each worker in the model: always a prefix of its stream
-    sessions: tuple[int, ...]
+    applied: tuple[int, ...]  # batches of each partition in the model: always a prefix
+    assignment: tuple[int, ...]  # worker that serves each partition
+    sessions: tuple[int, ...]  # of each worker, as are the following
     instances: tuple[str, ...]
     samples_total: int
     elapsed_s: float  # since the first update of the job
     counters: dict[str, int]
+    policy: str  # name of the policy that made `policy_state`
+    policy_state: dict[str, Any] | None  # see `doll.ps.policies.base.Policy.state`
     incarnations: tuple[int, ...]  # of each worker's machine, the highest seen
     restarts: tuple[int, ...]  # of each worker's process
     generation: int = 0  # see `doll.ledger.generations`

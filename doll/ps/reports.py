@@ -53,12 +53,13 @@ def server_status(engine: Engine, *, leader_since_s: float, stalled_s: float, no
         computing_batches=engine.num_computing, shortfall_batches=shortfall(engine), stalled_s=stalled_s,
         workers=tuple(
             WorkerStatus(
-                worker=worker, is_live=slot.is_live, session=slot.session, incarnation=slot.incarnation,
-                restarts=slot.restarts, market=slot.market, retained_batches=slot.retained, lag_records=slot.lag,
-                live_since_s=time_s - (now - slot.live_since_s) if slot.is_live else 0.0,
-                silent_s=max(0.0, now - slot.last_heard_s) if slot.is_live else 0.0,
+                worker=worker.number, is_live=worker.is_live, session=worker.session, incarnation=worker.incarnation,
+                restarts=worker.restarts, market=worker.market, retained_batches=worker.retained,
+                lag_records=worker.lag,
+                live_since_s=time_s - (now - worker.live_since_s) if worker.is_live else 0.0,
+                silent_s=max(0.0, now - worker.last_heard_s) if worker.is_live else 0.0,
             )
-            for worker, slot in engine.workers()
+            for worker in engine.workers()
         ),
         counters=dict(engine.counters),
     )  # fmt: skip
@@ -82,7 +83,8 @@ def measurements(engine: Engine, *, stalled_s: float, now: float) -> dict[str, f
         "shortfall_batches": shortfall(engine),
         "stuck_s": stalled_s,
     }
-    for worker, slot in engine.workers():
+    for slot in engine.workers():
+        worker = slot.number
         values |= {
             f"worker_{worker}_live": float(slot.is_live),
             f"worker_{worker}_session": slot.session,

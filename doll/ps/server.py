@@ -39,6 +39,7 @@ from doll.records import (
     Hello,
     Metric,
     Nack,
+    NewVersion,
     Push,
     ServerStatus,
     Stop,
@@ -115,7 +116,7 @@ class ParameterServer:
         self._busy_s = 0.0  # spent on the update under way: fetch, add, step, publish
         self._metrics_at_s = 0.0
         self._leader_since_s = time.time()
-        self._stall = StallDetector(clock())
+        self._stall = StallDetector(config.training.policy, clock())
         self._welcomed: dict[int, int] = {}  # worker -> session of its last Welcome
 
     def open(self) -> None:
@@ -250,6 +251,12 @@ class ParameterServer:
             case ev.DropGradient():
                 log.info("gradient_dropped", key=action.key, reason=action.reason)
                 self._host.drop(action.key)
+            case ev.PublishWeights():
+                key = self._publish(action.version)
+                for worker in action.workers:
+                    self._outbox.send_command(
+                        worker, NewVersion(term=term, worker=worker, version=action.version, key=key)
+                    )
             case ev.RepublishWeights():
                 log.warning("weights_missing", version=action.version, action="published again")
                 self._timed(self._host.republish, action.version)
@@ -292,6 +299,7 @@ class ParameterServer:
                 batch=action.batch,
                 grant=action.grant,
                 version=action.version,
+                min_version=action.min_version,
                 key=key,
             ),
         )
@@ -312,7 +320,7 @@ class ParameterServer:
                 worker=action.worker,
                 instance=action.instance,
                 session=action.session,
-                origin=engine.origins[action.worker],
+                origin=action.origin,
                 next_batch=action.next_batch,
                 fingerprint=self._fingerprint,
                 incarnation=action.incarnation,

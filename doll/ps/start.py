@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from doll.config import JobConfig
+from doll.errors import CheckpointError
 from doll.ps.checkpointing import decode_snapshot
 from doll.ps.engine import Engine, EngineSettings
 from doll.ps.policies import make_policy
@@ -41,7 +42,7 @@ def make_engine(config: JobConfig, start: Start, model: HoldsTensors) -> Engine:
     """The engine at its start; `model` takes over the checkpoint's tensors.
 
     Raises:
-        CheckpointError: the checkpoint is torn, or does not fit the model.
+        CheckpointError: the checkpoint is torn, or does not fit the model, the policy or the number of workers.
     """
     settings, policy = engine_settings(config), make_policy(config.training.policy)
     if not start.checkpoint:
@@ -53,7 +54,10 @@ def make_engine(config: JobConfig, start: Start, model: HoldsTensors) -> Engine:
     model.load(checkpoint.tensors)
     snapshot = decode_snapshot(checkpoint)
     snapshot = msgspec.structs.replace(snapshot, samples_id=snapshot.samples_id or start.samples_id)
-    return Engine(settings, policy, term=start.term, now=start.now, snapshot=snapshot)
+    try:
+        return Engine(settings, policy, term=start.term, now=start.now, snapshot=snapshot)
+    except ValueError as exc:
+        raise CheckpointError(f"version {checkpoint.version} of job {checkpoint.job!r}: {exc}") from exc
 
 
 def engine_settings(config: JobConfig) -> EngineSettings:

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import pytest
 import yaml
 from doll.config import JobConfig, dump, parse
+from doll.config.policy import POLICIES
 from doll.consumers.decoding import decode_records
 from doll.consumers.worker import Batch, Compute, Exit, GradientDone, Send, WorkerCore
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
@@ -78,7 +79,7 @@ UP: list[AnyRecord] = [
 G: dict[str, Any] = {"term": 1, "worker": 1}
 DOWN: list[AnyRecord] = [
     Welcome(**G, instance="a", session=1 << 20, origin=0, next_batch=0, fingerprint="f"),
-    Grant(**G, session=1 << 20, batch=0, grant=1, version=0, key="doll:j:w:1:0"),
+    Grant(**G, session=1 << 20, batch=0, grant=1, version=0, min_version=0, key="doll:j:w:1:0"),
     Durable(**G, until=1),
     Hello(term=1),
     Fence(**G, instance="a"),
@@ -127,7 +128,7 @@ def engine(policy: str) -> Engine:
     return Engine(settings, make_policy(config.training.policy), term=1, now=0.0, origins=(0, 0))
 
 
-@pytest.mark.parametrize("policy", ["doll", "bsp", "asp"])
+@pytest.mark.parametrize("policy", POLICIES.names())
 def test_the_engine_takes_any_record_that_decodes(policy: str) -> None:
     """A stranger's record in `events` may be refused; it never ends the parameter server or breaks its counters."""
     seeds = [encode(record) for record in UP]
@@ -137,7 +138,7 @@ def test_the_engine_takes_any_record_that_decodes(policy: str) -> None:
             subject = engine(policy)
             for worker in (0, 1):
                 subject.handle(Join(worker=worker, instance="a"), 0.0)
-                session = subject._slots[worker].session
+                session = subject.worker(worker).session
                 subject.handle(Announce(worker=worker, session=session, first=0, until=3), 0.0)
         record = call_or_none(RecordError, data, decode, data)
         if isinstance(record, Join | Announce | Push | Nack | Alive | Leave | Evaluated):

@@ -193,7 +193,7 @@ def test_garbage_on_the_control_topics_is_counted_and_refused(points: Any) -> No
     for n in (0, 1):
         for value in forged_events[:-1]:
             job.control("commands", value, n)
-        grant = Grant(term=0, worker=n, session=1, batch=0, grant=1, version=0, key="doll:x:w:1:0")
+        grant = Grant(term=0, worker=n, session=1, batch=0, grant=1, version=0, min_version=0, key="doll:x:w:1:0")
         for record in (
             grant,
             Stop(term=0, reason="forged"),

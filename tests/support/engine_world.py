@@ -20,12 +20,12 @@ from doll.ps.policies.asp import AspPolicyConfig
 from doll.ps.policies.base import Policy
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.doll import DollPolicyConfig
-from doll.records import AnyRecord, Durable, Fence, Grant, Hello, Join, Welcome
+from doll.records import AnyRecord, Durable, Fence, Grant, Hello, Join, NewVersion, Welcome
 
 POLICIES: dict[str, PolicyConfig] = {
     "doll": DollPolicyConfig(group_size=3),
-    "bsp": BspPolicyConfig(name="bsp"),
-    "asp": AspPolicyConfig(name="asp"),
+    "bsp": BspPolicyConfig(),
+    "asp": AspPolicyConfig(),
 }
 
 
@@ -58,8 +58,10 @@ class Process:
 class World:
     engine_class: type[Engine] = Engine
 
-    def __init__(self, policy: str, workers: int = 3, records_per_batch: int = 2, max_pending: int = 6) -> None:
-        self.policy = POLICIES[policy]
+    def __init__(
+        self, policy: str | PolicyConfig, workers: int = 3, records_per_batch: int = 2, max_pending: int = 6
+    ) -> None:
+        self.policy = POLICIES[policy] if isinstance(policy, str) else policy
         self.settings = EngineSettings(
             num_workers=workers, records_per_batch=records_per_batch, max_pending_batches=max_pending, lease_s=4.0,
             grant_timeout_s=5.0, checkpoint_every_updates=3, checkpoint_every_s=5.0, stop=StopConfig(),
@@ -121,7 +123,7 @@ class World:
 
     def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
         match action:
-            case ev.SendWelcome(worker, instance, session, next_batch, incarnation):
+            case ev.SendWelcome(worker, instance, session, origin, next_batch, incarnation):
                 (process,) = [p for p in self.processes if p.instance == instance]
                 assert process.incarnation in (0, self.heard[worker]), "an older machine gets its slot back"
                 self.commands[worker].append(
@@ -130,7 +132,7 @@ class World:
                         worker=worker,
                         instance=instance,
                         session=session,
-                        origin=self.origins[worker],
+                        origin=origin,
                         next_batch=next_batch,
                         fingerprint="",
                         incarnation=incarnation,
@@ -140,7 +142,7 @@ class World:
                 self.commands[worker].append(Fence(term=self.term, worker=worker, instance=instance))
             case ev.SendHello(worker):
                 self.commands[worker].append(Hello(term=self.term))
-            case ev.SendGrant(worker, session, batch, grant, version):
+            case ev.SendGrant(worker, session, batch, grant, version, min_version):
                 key = f"w:{self.term}:{version}"
                 self.blobs.add(key)
                 self.commands[worker].append(
@@ -151,9 +153,15 @@ class World:
                         batch=batch,
                         grant=grant,
                         version=version,
+                        min_version=min_version,
                         key=key,
                     )
                 )
+            case ev.PublishWeights(version, workers):
+                key = f"w:{self.term}:{version}"
+                self.blobs.add(key)
+                for worker in workers:
+                    self.commands[worker].append(NewVersion(term=self.term, worker=worker, version=version, key=key))
             case ev.RepublishWeights(version):
                 self.blobs.add(f"w:{self.term}:{version}")
             case ev.FetchGradient(grant, key, _):
@@ -360,8 +368,7 @@ class World:
                 if self.engine.policy.exact_version:
                     assert base == update.version - 1
                 assert base < update.version
-            if isinstance(self.policy, DollPolicyConfig):
-                assert len(update.members) == self.policy.group_size
-            if isinstance(self.policy, AspPolicyConfig):
-                assert len(update.members) == 1
+            size = self.policy.batches_per_update(self.settings.num_workers)
+            assert 1 <= len(update.members) <= size
+            assert len(update.members) == size or isinstance(self.policy, BspPolicyConfig), "others cannot shrink"
         assert tuple(applied) == self.engine.snapshot(self.now).applied

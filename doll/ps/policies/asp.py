@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar, Literal
 
 from doll.config.policy import PolicyConfig
-from doll.ps.policies.base import BatchId, PolicySpec, PolicyView
+from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView
 
 
 class AspPolicyConfig(PolicyConfig):
@@ -26,17 +26,25 @@ class AspPolicyConfig(PolicyConfig):
         return sum(rates_per_s) / batch_size
 
 
-class Asp:
-    """No waiting at all: one batch per worker under way, each gradient an update of its own."""
+class Asp(Policy):
+    """No waiting: one batch per worker under way, each gradient an update of its own."""
 
     name: ClassVar[str] = "asp"
     exact_version: ClassVar[bool] = False
 
+    def __init__(self) -> None:
+        self._idle: set[int] = set()  # workers with a waiting batch that compute nothing
+
+    def changed(self, view: PolicyView, workers: Collection[int]) -> None:
+        for number in workers:
+            worker = view.worker(number)
+            (self._idle.add if worker.waiting and not worker.computing else self._idle.discard)(number)
+
     def start(self, view: PolicyView) -> Sequence[int]:
-        return [worker for worker, state in view.workers() if state.waiting and not state.computing]
+        return sorted(self._idle)
 
     def collect(self, view: PolicyView) -> Sequence[BatchId]:
         return view.held_batches()[:1]
 
 
-SPEC = PolicySpec("asp", AspPolicyConfig, lambda config: Asp(), exact_version=False)
+SPEC = PolicySpec("asp", AspPolicyConfig, lambda config: Asp())

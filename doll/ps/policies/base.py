@@ -1,17 +1,13 @@
-"""What a consistency policy sees and what it is asked.
+"""What a consistency policy is: what it sees of the engine, what it is asked, and how it is registered.
 
-A worker's batches are numbered 0, 1, 2, ... along its stream and are always granted, received and applied in that
-order, so four counters say where each of them stands:
-
-    [0, applied)           in the model
-    [applied, received)    gradient held
-    [received, granted)    being computed
-    [granted, announced)   waiting
+A worker's batches are granted, received and applied in the order of its stream, so three counts say where those stand
+that the model does not contain: waiting, computing and held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -19,18 +15,28 @@ from doll.config.policy import PolicyConfig
 
 
 class BatchId(NamedTuple):
-    """One batch: number `number` of worker `worker`'s stream."""
+    """One batch: number `number` of partition `partition`."""
 
-    worker: int
+    partition: int
     number: int
 
 
 class WorkerCounters(Protocol):
-    """One worker's counters, read-only for policies."""
+    """One worker as policies see it; read-only."""
 
     @property
     def is_live(self) -> bool:
-        """The worker is there: it has joined, its lease has not run out, it has not left."""
+        """It has joined, its lease has not run out, and it has not left."""
+        ...
+
+    @property
+    def session(self) -> int:
+        """Of its process: another one after a restart."""
+        ...
+
+    @property
+    def applied(self) -> int:
+        """Batches of this worker in the model."""
         ...
 
     @property
@@ -45,16 +51,26 @@ class WorkerCounters(Protocol):
 
     @property
     def waiting(self) -> int:
-        """Batches announced that may be granted now (0 while the worker is down)."""
+        """Batches announced that may be granted now: 0 while the worker is not live, or is stalled."""
+        ...
+
+    @property
+    def first_waiting(self) -> int:
+        """Place of its first waiting batch in the order of announcements; only while `waiting` is not 0."""
         ...
 
 
 class PolicyView(Protocol):
-    """The engine's state as policies see it."""
+    """The engine's state as policies see it. Every access takes constant time, but for `held_batches`."""
 
     @property
     def version(self) -> int:
         """Number of updates applied."""
+        ...
+
+    @property
+    def num_live(self) -> int:
+        """Live workers."""
         ...
 
     @property
@@ -69,16 +85,11 @@ class PolicyView(Protocol):
 
     @property
     def num_waiting(self) -> int:
-        """Batches of live workers that may be granted, over all workers."""
+        """Batches that may be granted now, over all workers."""
         ...
 
-    def workers(self) -> Iterable[tuple[int, WorkerCounters]]:
-        """Every worker slot with its counters."""
-        ...
-
-    def waiting_batches(self) -> Iterator[tuple[int, int]]:
-        """(worker, place of this batch in the worker's own queue) of every waiting batch: each worker's first batch in
-        order of announcement, then each worker's second, and so on."""
+    def worker(self, number: int) -> WorkerCounters:
+        """One worker."""
         ...
 
     def held_batches(self) -> Sequence[BatchId]:
@@ -86,19 +97,78 @@ class PolicyView(Protocol):
         ...
 
 
-class Policy(Protocol):
-    """A consistency model. Stateless: everything it decides follows from the view."""
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a live worker gives to the next update, and what it can still give. Counts of batches, as `WorkerCounters`.
+
+    Attributes:
+        stalled: it let a grant time out and gets no other.
+        lag: records in its stream that it has not read.
+        room: how many more it may announce.
+    """
+
+    held: int
+    computing: int
+    waiting: int
+    stalled: bool
+    lag: int
+    room: int
+
+
+class Policy(ABC):
+    """A consistency model: decides which batches start and which gradients are applied together.
+
+    The engine calls `changed`, then `collect` and `start`, until neither has an answer; so after every event. Answers
+    must depend on the view, on what `changed` was given and on `state` only: a replay of the same events gives the same
+    updates. Work per call must be proportional to what has changed, never to the number of workers.
+    """
 
     name: ClassVar[str]
     exact_version: ClassVar[bool]  # gradients applied together were all computed at the version they are applied to
 
-    def start(self, view: PolicyView) -> Sequence[int]:
-        """Workers whose next waiting batch is granted now, at the current version; a worker may stand there twice."""
-        ...
+    def changed(self, view: PolicyView, workers: Collection[int]) -> None:  # noqa: B027
+        """The counters of these workers have changed since the last call; in the first call, of all workers."""
 
+    @abstractmethod
+    def start(self, view: PolicyView) -> Sequence[int]:
+        """Workers whose first waiting batch is granted now. Asked again after these are granted."""
+
+    @abstractmethod
     def collect(self, view: PolicyView) -> Sequence[BatchId]:
-        """Held gradients that make the next update, or nothing. Called again after every event and every update."""
-        ...
+        """Held gradients that make the next update, or nothing. Asked again after every update."""
+
+    def min_version(self, view: PolicyView, worker: int) -> int:
+        """The oldest version that the next grant of `worker` may be computed on; default: the current one."""
+        return view.version
+
+    def recipients(self, view: PolicyView) -> Collection[int]:
+        """Live workers that are sent the version just made; default: none, it is published with its first grant."""
+        return ()
+
+    def state(self) -> dict[str, Any] | None:
+        """What a checkpoint must keep of the policy beyond the engine's counters; None: nothing.
+
+        Returns:
+            Plain values under text keys: numbers, text, lists and mappings.
+        """
+        return None
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` returned in an earlier server; called before anything else.
+
+        Raises:
+            ValueError: it is not a state of this policy.
+        """
+        raise ValueError(f"policy {self.name} keeps no state, got {sorted(state)}")
+
+    def batches_needed(self, view: PolicyView) -> int:
+        """Batches of the next update; default: one."""
+        return 1
+
+    def shortfall(self, view: PolicyView, offers: Sequence[Offer]) -> int:
+        """How many batches the next update needs beyond all that the live workers can offer; 0: it can be made."""
+        needed = self.batches_needed(view) - view.num_held - view.num_computing
+        return max(0, needed - sum(offer.waiting + max(0, offer.room) for offer in offers if not offer.stalled))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,10 +179,8 @@ class PolicySpec:
         name: in the job file, `training.policy.name`; also the entry point's name.
         config: its section of the job file, which also predicts the update rate and the batches per update.
         factory: makes the policy of a server from its section, an object of `config`.
-        exact_version: gradients applied together were all computed at the version they are applied to.
     """
 
     name: str
     config: type[PolicyConfig]
     factory: Callable[[Any], Policy]
-    exact_version: bool

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar, Literal
 
 from doll.config.policy import PolicyConfig
-from doll.ps.policies.base import BatchId, PolicySpec, PolicyView
+from doll.ps.policies.base import BatchId, Offer, Policy, PolicySpec, PolicyView
 
 
 class BspPolicyConfig(PolicyConfig):
@@ -25,25 +25,53 @@ class BspPolicyConfig(PolicyConfig):
         """
         return min(rates_per_s, default=0.0) / batch_size
 
+    def shortfall_text(self, missing: int, *, live: int, workers: int, max_pending_batches: int) -> str:
+        if not live:
+            return super().shortfall_text(missing, live=live, workers=workers, max_pending_batches=max_pending_batches)
+        return (
+            f"no update can be made: policy bsp needs a batch of every live worker, and {missing} of {live} give none "
+            "(no gradient within worker.grant_timeout_s, or a stream without records while the others are full); restart "
+            "these workers, check that their streams get records, or choose another policy"
+        )
 
-class Bsp:
+
+class Bsp(Policy):
     """One batch of every live worker per round.
 
-    A worker that goes down leaves the round; the gradient that it pushed before stays in it (digest 5.4, pitfall 6).
+    A worker that goes down leaves the round; the gradient that it pushed before stays in it.
     """
 
     name: ClassVar[str] = "bsp"
     exact_version: ClassVar[bool] = True
 
+    def __init__(self) -> None:
+        self._absent: set[int] = set()  # live workers of which no gradient is held
+        self._idle: set[int] = set()  # workers with a waiting batch and none in the round
+
+    def changed(self, view: PolicyView, workers: Collection[int]) -> None:
+        for number in workers:
+            worker = view.worker(number)
+            (self._absent.add if worker.is_live and not worker.held else self._absent.discard)(number)
+            idle = worker.waiting and not worker.held and not worker.computing
+            (self._idle.add if idle else self._idle.discard)(number)
+
     def start(self, view: PolicyView) -> Sequence[int]:
-        return [worker for worker, state in view.workers() if state.waiting and not state.held and not state.computing]
+        return sorted(self._idle)
 
     def collect(self, view: PolicyView) -> Sequence[BatchId]:
-        if view.num_held == 0 or view.num_computing:
-            return ()
-        if all(state.held for _, state in view.workers() if state.is_live):
-            return view.held_batches()
-        return ()
+        return view.held_batches() if view.num_held and not view.num_computing and not self._absent else ()
+
+    def shortfall(self, view: PolicyView, offers: Sequence[Offer]) -> int:
+        """Workers that keep the round open and give no batch: they let a grant time out, or their streams have nothing
+        to read while every other worker is full."""
+        if not offers:
+            return super().shortfall(view, offers)
+        absent = [offer for offer in offers if not offer.held and not offer.computing]
+        stalled = sum(offer.stalled for offer in absent)
+        empty = sum(not offer.stalled and not offer.waiting and not offer.lag for offer in absent)
+        present = [offer for offer in offers if offer.held or offer.computing]
+        full = bool(present) and all(offer.room <= 0 for offer in present)
+        return stalled + (empty if full else 0)
 
 
-SPEC = PolicySpec("bsp", BspPolicyConfig, lambda config: Bsp(), exact_version=True)
+SPEC = PolicySpec("bsp", BspPolicyConfig, lambda config: Bsp())

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Collection, Sequence
+from heapq import heapify, heappop, heappush
 from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
 from doll.config.policy import PolicyConfig
-from doll.ps.policies.base import BatchId, PolicySpec, PolicyView
+from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView
 
 
 class DollPolicyConfig(PolicyConfig):
@@ -32,12 +32,12 @@ class DollPolicyConfig(PolicyConfig):
         return sum(rates_per_s) / (self.group_size * batch_size)
 
 
-class Doll:
+class Doll(Policy):
     """Groups of K batches.
 
     The group is whatever is held or being computed. When a batch drops out (its owner went down, its gradient was
-    lost) the group has a free place, which the next waiting batch takes at the same version: the replacement of
-    digest D3. Places go to distinct workers first, so that gradients are computed in parallel.
+    lost) the group has a free place, which the next waiting batch takes at the same version. Places go to workers with
+    the fewest batches in the group, so that gradients are computed in parallel; then in order of announcement.
     """
 
     name: ClassVar[str] = "doll"
@@ -48,23 +48,52 @@ class Doll:
         if group_size < 1:
             raise ValueError(f"expected a group size K >= 1, got {group_size}")
         self.group_size = group_size
+        self._candidates = _Candidates()
+
+    def changed(self, view: PolicyView, workers: Collection[int]) -> None:
+        for number in workers:
+            worker = view.worker(number)
+            order = (worker.held + worker.computing, worker.first_waiting) if worker.waiting else None
+            self._candidates.set(number, order)
 
     def start(self, view: PolicyView) -> Sequence[int]:
         in_group = view.num_held + view.num_computing
         if in_group == 0 and view.num_waiting < self.group_size:
             return ()  # a group is opened only when it can be filled at once
-        free = self.group_size - in_group
-        if free <= 0 or not view.num_waiting:
+        if in_group >= self.group_size or not view.num_waiting:
             return ()
-        places = {worker: state.held + state.computing for worker, state in view.workers()} if in_group else {}
-        if not places:
-            return [worker for worker, _ in islice(view.waiting_batches(), free)]
-        # Fewest batches of the same worker in the group first, then order of announcement (sorted is stable).
-        order = sorted(view.waiting_batches(), key=lambda item: places[item[0]] + item[1])
-        return [worker for worker, _ in order[:free]]
+        return (self._candidates.first(),)
 
     def collect(self, view: PolicyView) -> Sequence[BatchId]:
         return view.held_batches() if view.num_held == self.group_size else ()
 
+    def batches_needed(self, view: PolicyView) -> int:
+        return self.group_size
 
-SPEC = PolicySpec("doll", DollPolicyConfig, lambda config: Doll(config.group_size), exact_version=True)
+
+class _Candidates:
+    """Workers with a waiting batch, ordered by (batches in the group, order of announcement)."""
+
+    def __init__(self) -> None:
+        self._order: dict[int, tuple[int, int]] = {}
+        self._heap: list[tuple[tuple[int, int], int]] = []  # also entries that are out of date
+
+    def set(self, worker: int, order: tuple[int, int] | None) -> None:
+        """The worker's place; None: it has no waiting batch."""
+        if order is None:
+            self._order.pop(worker, None)
+        elif self._order.get(worker) != order:
+            self._order[worker] = order
+            heappush(self._heap, (order, worker))
+        if len(self._heap) > 2 * len(self._order) + 64:
+            self._heap = [(order, worker) for worker, order in self._order.items()]
+            heapify(self._heap)
+
+    def first(self) -> int:
+        """The worker that is first; there must be one."""
+        while self._order.get(self._heap[0][1]) != self._heap[0][0]:
+            heappop(self._heap)
+        return self._heap[0][1]
+
+
+SPEC = PolicySpec("doll", DollPolicyConfig, lambda config: Doll(config.group_size))

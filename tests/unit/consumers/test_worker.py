@@ -34,7 +34,8 @@ def welcome(**changes: Any) -> Welcome:
 
 def grant(of_batch: int, number: int = 1, **changes: Any) -> Grant:
     values: dict[str, Any] = {
-        "term": 3, "worker": 1, "session": 7, "batch": of_batch, "grant": number, "version": 9, "key": "doll:j:w:3:9",
+        "term": 3, "worker": 1, "session": 7, "batch": of_batch, "grant": number, "version": 9, "min_version": 9,
+        "key": "doll:j:w:3:9",
     }  # fmt: skip
     return Grant(**{**values, **changes})
 

@@ -234,7 +234,7 @@ def test_restarts_and_since_when_a_worker_is_live() -> None:
     bench.join(0)
     bench.now = 6.0
     bench.join(0)  # the same process, asked by a Hello
-    worker = dict(bench.engine.workers())[0]
+    worker = bench.engine.worker(0)
     assert (worker.restarts, worker.live_since_s) == (0, 5.0)
     bench.now = 7.0
     bench.tell(Join(worker=0, instance="second"))
@@ -399,7 +399,7 @@ def test_a_policy_that_applies_what_is_not_held_is_a_bug_and_says_so() -> None:
             return [BatchId(0, 0)]
 
     engine = Engine(settings(1), Wrong(), term=1, now=0.0, origins=[0])
-    with pytest.raises(IllegalEventError, match="policy asp applies batch 0 of worker 0 out of order"):
+    with pytest.raises(IllegalEventError, match="policy asp applies batch 0 of partition 0 out of order"):
         engine.handle(ev.Tick(), 0.0)
 
 

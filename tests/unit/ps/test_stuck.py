@@ -9,8 +9,8 @@ from doll.ps import events as ev
 from doll.ps.engine import Engine, EngineSettings
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import Policy
-from doll.ps.policies.bsp import Bsp
-from doll.ps.policies.doll import Doll
+from doll.ps.policies.bsp import Bsp, BspPolicyConfig
+from doll.ps.policies.doll import Doll, DollPolicyConfig
 from doll.ps.stuck import STALL_REPORT_S, StallDetector, shortfall
 from doll.records import Alive, Announce, Join, Leave, Push
 
@@ -92,13 +92,13 @@ def test_what_is_in_the_model_makes_room() -> None:
 
 def test_it_is_told_once_when_it_lasts_and_again_when_it_comes_back() -> None:
     bench = Bench()
-    stuck = StallDetector(now=0.0)
+    stuck = StallDetector(DollPolicyConfig(), now=0.0)
     bench.tell(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
     assert stuck.check(bench.engine, STALL_REPORT_S / 2) is None
     told = stuck.check(bench.engine, STALL_REPORT_S)
     assert told is not None
     assert "2 batches more" in told
-    assert "1 of 2 workers" in told
+    assert "1 live workers of 2" in told
     assert stuck.check(bench.engine, 2 * STALL_REPORT_S) is None
     bench.join(1, "b")
     assert stuck.check(bench.engine, 3 * STALL_REPORT_S) is None
@@ -114,7 +114,7 @@ def let_its_grant_time_out(bench: Bench, worker: int) -> None:
         alive = Alive(worker=other, session=bench.sessions[other])
         bench.tell(alive, now=32.0)
     bench.tell(ev.Tick(), now=32.0)
-    assert dict(bench.engine.workers())[worker].stalled
+    assert bench.engine.worker(worker).stalled
 
 
 def test_bsp_is_stuck_when_a_worker_that_is_up_owes_a_gradient_and_does_not_give_it() -> None:
@@ -125,10 +125,10 @@ def test_bsp_is_stuck_when_a_worker_that_is_up_owes_a_gradient_and_does_not_give
     let_its_grant_time_out(bench, 1)
     assert bench.engine.num_held == 1
     assert shortfall(bench.engine) == 1
-    stuck = StallDetector(now=0.0)
+    stuck = StallDetector(BspPolicyConfig(), now=0.0)
     told = stuck.check(bench.engine, STALL_REPORT_S)
     assert told is not None
-    assert "policy bsp needs a batch of every worker that is up, and 1 of 2 give none" in told
+    assert "policy bsp needs a batch of every live worker, and 1 of 2 give none" in told
     bench.push(second)  # late: refused, but it is well again, and gets its batch once more
     assert shortfall(bench.engine) == 0
     assert stuck.check(bench.engine, 2 * STALL_REPORT_S) is None
@@ -163,6 +163,6 @@ def test_without_any_worker_every_policy_is_stuck() -> None:
         for worker in (0, 1):
             bench.tell(Leave(worker=worker, session=bench.sessions[worker], cause="sigterm"))
         assert shortfall(bench.engine) == 1
-        told = StallDetector(now=0.0).check(bench.engine, STALL_REPORT_S)
+        told = StallDetector(DollPolicyConfig(), now=0.0).check(bench.engine, STALL_REPORT_S)
         assert told is not None
-        assert "the 0 of 2 workers that are up" in told
+        assert "the 0 live workers of 2" in told

@@ -1,0 +1,195 @@
+"""Which process embodies each worker: sessions, leases and fencing. Pure.
+
+A session is one process's membership. A process that joins fences the one before it; a machine's incarnation, which
+the provisioner numbers, fences every lower one whatever session it holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
+from typing import Final
+
+from doll.ps.events import EngineAction, SendFence, SendHello
+from doll.ps.partitions import Partition
+from doll.records import Join
+
+# Sessions handed out by one parameter server lie in [term << 20, (term + 1) << 20): a later server's are always
+# higher, so it need not remember what its predecessor handed out after the last checkpoint.
+_SESSION_BITS: Final = 20
+_FENCED_REMEMBERED: Final = 16
+
+
+class Worker:
+    """One worker: the process that embodies it, and its counters over the partition that it serves.
+
+    Attributes:
+        incarnation: the highest that has joined: machines of lower ones are fenced.
+        restarts: processes that have taken over from an earlier one.
+        market: of its machine, from its last gradient.
+        joined: this server has seen its Join.
+        present: heard of within its lease.
+        left: it has sent Leave: only a new Join brings it back.
+        stalled: it let a grant time out: it gets no other until it has finished something.
+        waiting: batches that may be granted now; kept by the engine.
+        retained, lag: as its last Alive says.
+    """
+
+    __slots__ = (
+        "fenced",
+        "incarnation",
+        "instance",
+        "joined",
+        "lag",
+        "last_heard_s",
+        "left",
+        "live_since_s",
+        "market",
+        "number",
+        "partition",
+        "present",
+        "restarts",
+        "retained",
+        "session",
+        "stalled",
+        "waiting",
+    )
+
+    def __init__(
+        self, number: int, partition: Partition, *, session: int, instance: str, incarnation: int, restarts: int
+    ) -> None:
+        self.number = number
+        self.partition = partition
+        self.session = session
+        self.instance = instance
+        self.incarnation = incarnation
+        self.restarts = restarts
+        self.market = ""
+        self.fenced: deque[str] = deque(maxlen=_FENCED_REMEMBERED)
+        self.joined = self.present = self.left = self.stalled = False
+        self.last_heard_s = 0.0
+        self.live_since_s = 0.0
+        self.waiting = 0
+        self.retained = 0
+        self.lag = 0
+
+    @property
+    def is_live(self) -> bool:
+        return self.present and not self.left
+
+    @property
+    def held(self) -> int:
+        return self.partition.held
+
+    @property
+    def computing(self) -> int:
+        return self.partition.computing
+
+    @property
+    def applied(self) -> int:
+        return self.partition.applied
+
+    @property
+    def first_waiting(self) -> int:
+        return self.partition.waiting[0]
+
+
+class Membership:
+    """All workers of a job. Refused messages change nothing but a counter."""
+
+    def __init__(self, workers: Sequence[Worker], *, term: int, lease_s: float, counters: Counter[str]) -> None:
+        self._workers = workers
+        self._term = term
+        self._lease_s = lease_s
+        self._counters = counters
+        self._sessions = 0
+        self._last_heard: OrderedDict[int, float] = OrderedDict()  # of live workers, in this order
+
+    @property
+    def num_live(self) -> int:
+        return len(self._last_heard)
+
+    def admit(self, event: Join, now: float, actions: list[EngineAction]) -> Worker | None:
+        """Let a process join; None: it is fenced, or no such worker exists."""
+        if not 0 <= event.worker < len(self._workers):
+            self._counters["refused_unknown_worker"] += 1
+            return None
+        worker = self._workers[event.worker]
+        # A later machine wins whatever session it holds: a server that has no record of it may have given a higher one
+        # to an older machine since.
+        later = event.incarnation > worker.incarnation
+        # The current process may hold a session of an earlier server, whose Welcome came before ours.
+        replaced = event.instance != worker.instance and (
+            0 < event.incarnation < worker.incarnation or (0 < event.session < worker.session and not later)
+        )
+        if event.instance in worker.fenced or replaced:
+            self._counters["refused_fenced"] += 1
+            actions.append(SendFence(event.worker, event.instance))
+            return None
+        worker.incarnation = max(worker.incarnation, event.incarnation)
+        if event.instance != worker.instance:
+            if worker.instance:
+                worker.fenced.append(worker.instance)
+                worker.restarts += 1
+                actions.append(SendFence(event.worker, worker.instance))
+            worker.instance = event.instance
+            worker.live_since_s = now
+            # A process that already holds a session (its server died before a checkpoint kept it) keeps that session.
+            worker.session = event.session if event.session >= max(worker.session, 1) else self._new_session()
+            self._counters["joined"] += 1
+        elif not worker.session:
+            worker.session = self._new_session()
+        if not worker.is_live:
+            worker.live_since_s = now
+        worker.joined = worker.present = True
+        worker.left = worker.stalled = False
+        self._heard(worker, now)
+        return worker
+
+    def accept(self, number: int, session: int, now: float, actions: list[EngineAction]) -> Worker | None:
+        """The sender of a message, which is live now; None: it is not of the worker's current session."""
+        if not 0 <= number < len(self._workers):
+            self._counters["refused_unknown_worker"] += 1
+            return None
+        worker = self._workers[number]
+        if session != worker.session or worker.left:
+            self._counters["refused_fenced"] += 1
+            return None
+        if not worker.joined:
+            # This server has restarted and the worker has not joined it yet: its Hello is on the way or was missed.
+            self._counters["refused_not_joined"] += 1
+            actions.append(SendHello(number))
+            return None
+        if not worker.present:
+            worker.present = True
+            worker.live_since_s = now
+        self._heard(worker, now)
+        return worker
+
+    def remove(self, worker: Worker) -> None:
+        """The worker is live no longer."""
+        self._counters["workers_lost"] += 1
+        worker.present = False
+        self._last_heard.pop(worker.number, None)
+
+    def expired(self, now: float) -> list[Worker]:
+        """Live workers whose lease has run out."""
+        workers = []
+        for number, heard_s in self._last_heard.items():  # the least recently heard first
+            if now - heard_s <= self._lease_s:
+                break
+            workers.append(self._workers[number])
+        return workers
+
+    def check_invariants(self) -> None:
+        """Assert what must hold after every event; for tests."""
+        assert set(self._last_heard) == {worker.number for worker in self._workers if worker.is_live}
+
+    def _heard(self, worker: Worker, now: float) -> None:
+        worker.last_heard_s = now
+        self._last_heard[worker.number] = now
+        self._last_heard.move_to_end(worker.number)
+
+    def _new_session(self) -> int:
+        self._sessions += 1
+        return (self._term << _SESSION_BITS) + self._sessions

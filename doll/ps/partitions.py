@@ -1,0 +1,179 @@
+"""Where the batches of one partition stand, and which worker serves which partition. Pure.
+
+Batch j of a partition covers offsets [origin + j r, origin + (j + 1) r) for r records per batch. Batches are granted,
+received and applied in order, so four counters say where each of them stands:
+
+    [0, applied)           in the model
+    [applied, received)    gradient held
+    [received, granted)    being computed
+    [granted, announced)   waiting
+
+What is applied is a prefix; with `durable <= applied` for the newest checkpoint, that is the whole ledger.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from doll.records import Push
+
+
+@dataclass(slots=True)
+class ActiveGrant:
+    """A grant whose batch is neither applied nor taken back.
+
+    Attributes:
+        number: unique within one term.
+        version: weights that were current when it was granted.
+        min_version: the oldest weights that the policy allows for it.
+        queue_position: place in the order of announcements, kept when the batch goes back to the queue.
+        push: set once the push is accepted; the gradient is then being fetched.
+        held: the gradient is at the server.
+    """
+
+    number: int
+    partition: int
+    batch: int
+    version: int
+    min_version: int
+    queue_position: int
+    granted_at_s: float
+    push: Push | None = None
+    held: bool = False
+    received_at_s: float = 0.0
+
+
+class Partition:
+    """Counters and queues of one partition."""
+
+    __slots__ = ("announced", "applied", "computing_grants", "durable", "held_grants", "number", "origin", "waiting")
+
+    def __init__(self, number: int, origin: int, applied: int) -> None:
+        """`origin`: offset at which the job began; `applied`: batches in the model, all of them durable."""
+        self.number = number
+        self.origin = origin
+        self.applied = applied
+        self.durable = applied
+        self.announced = applied
+        self.held_grants: deque[ActiveGrant] = deque()
+        self.computing_grants: deque[ActiveGrant] = deque()
+        self.waiting: deque[int] = deque()  # of each waiting batch: its place in the order of announcements
+
+    @property
+    def held(self) -> int:
+        return len(self.held_grants)
+
+    @property
+    def computing(self) -> int:
+        return len(self.computing_grants)
+
+    @property
+    def received(self) -> int:
+        return self.applied + len(self.held_grants)
+
+    @property
+    def granted(self) -> int:
+        return self.received + len(self.computing_grants)
+
+    @property
+    def unsaved(self) -> int:
+        """Batches in the model that no checkpoint holds yet."""
+        return self.applied - self.durable
+
+    def offsets(self, batch: int, records_per_batch: int) -> tuple[int, int]:
+        """[lo, hi) of a batch."""
+        lo = self.origin + batch * records_per_batch
+        return lo, lo + records_per_batch
+
+    def announce(self, positions: Iterable[int]) -> None:
+        """The next batches are complete; one for each place in the order of announcements."""
+        before = len(self.waiting)
+        self.waiting.extend(positions)
+        self.announced += len(self.waiting) - before
+
+    def forget_waiting(self) -> None:
+        """What was announced and not granted has to be announced again."""
+        self.waiting.clear()
+        self.announced = self.granted
+
+    def grant(self, number: int, version: int, min_version: int, now: float) -> ActiveGrant:
+        """Grant the first waiting batch.
+
+        Raises:
+            IndexError: no batch is waiting.
+        """
+        position = self.waiting.popleft()
+        # The batch is `granted` of the time before: it is computing now, and waits no longer.
+        grant = ActiveGrant(number, self.number, self.granted, version, min_version, position, now)
+        self.computing_grants.append(grant)
+        return grant
+
+    def hold(self) -> None:
+        """The gradient of the first computing batch is at the server."""
+        grant = self.computing_grants.popleft()
+        grant.held = True
+        self.held_grants.append(grant)
+
+    def take_back(self, batch: int) -> list[ActiveGrant]:
+        """Return `batch` and every later one without a gradient to the front of the queue: the latest first.
+
+        A later batch must not be applied before an earlier one of the same partition.
+        """
+        grants = []
+        while self.computing_grants and self.computing_grants[-1].batch >= batch:
+            grant = self.computing_grants.pop()
+            self.waiting.appendleft(grant.queue_position)
+            grants.append(grant)
+        return grants
+
+    def apply(self, batch: int) -> ActiveGrant | None:
+        """Count `batch` as applied; None if it is not the first held one."""
+        if not self.held_grants or self.held_grants[0].batch != batch or batch != self.applied:
+            return None
+        self.applied += 1
+        return self.held_grants.popleft()
+
+    def check_invariants(self) -> None:
+        """Assert what must hold after every event; for tests."""
+        assert self.durable <= self.applied <= self.announced
+        assert self.granted + len(self.waiting) == self.announced
+        grants = [*self.held_grants, *self.computing_grants]
+        batches = [grant.batch for grant in grants]
+        assert batches == list(range(self.applied, self.granted)), "batches are in flight in order, without a hole"
+        assert all(grant.partition == self.number for grant in grants)
+        assert all(grant.push is not None and grant.held for grant in self.held_grants)
+        assert not any(grant.held for grant in self.computing_grants)
+
+
+class Assignment:
+    """Which worker serves which partition. Records name the worker only, so today each worker serves one partition.
+
+    Attributes:
+        worker_of: the worker of each partition; what a checkpoint keeps.
+    """
+
+    __slots__ = ("_partition_of", "worker_of")
+
+    def __init__(self, worker_of: Sequence[int]) -> None:
+        """
+        Raises:
+            ValueError: the workers are not 0 to N - 1, each with one partition.
+        """
+        if sorted(worker_of) != list(range(len(worker_of))):
+            raise ValueError(f"expected each of {len(worker_of)} workers once, got {list(worker_of)}")
+        self.worker_of = tuple(worker_of)
+        self._partition_of = [0] * len(worker_of)
+        for partition, worker in enumerate(worker_of):
+            self._partition_of[worker] = partition
+
+    @classmethod
+    def identity(cls, num_workers: int) -> Self:
+        """Worker n serves partition n."""
+        return cls(range(num_workers))
+
+    def partition_of(self, worker: int) -> int:
+        """The partition that `worker` serves."""
+        return self._partition_of[worker]
