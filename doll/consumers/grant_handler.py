@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from doll.config import JobConfig
 from doll.consumers.compressor import Compressor
 from doll.consumers.dead_letters import DeadLetters, UsableSamples
-from doll.consumers.guard import Guard
 from doll.consumers.local_model import LocalModel
 from doll.consumers.worker import Batch, GradientDone
 from doll.process.fault_points import fault_point
 from doll.records import Grant
 from doll.storage.blobs import Blobs, gradient_key
+
+if TYPE_CHECKING:
+    from doll.consumers.guard import Guard
 
 
 class GrantHandler:
@@ -44,7 +47,7 @@ class GrantHandler:
             ServiceUnavailableError: Kafka does not take a dead letter, or waiting for the blob store was given up.
         """
         if batch.num_samples == 0:
-            return GradientDone("", 0.0, {}, 0.0, 0.0, 0.0, 0, batch.dead, batch.dead_samples)
+            return GradientDone("", grant.version, 0.0, {}, 0.0, 0.0, 0.0, 0, batch.dead, batch.dead_samples)
         started_s = time.perf_counter()
         version = self._local_model.load(grant)
         if version is None:
@@ -58,12 +61,12 @@ class GrantHandler:
         )
         computed_s = time.perf_counter()
         if gradient is None:
-            return GradientDone("", 0.0, {}, computed_s - fetched_s, fetched_s - started_s, 0.0, *usable)
+            return GradientDone("", version, 0.0, {}, computed_s - fetched_s, fetched_s - started_s, 0.0, *usable)
         key = gradient_key(self._job, grant.term, grant.grant)
         self._blobs.put(key, self._compressor.compress(gradient.values, version=version), self._ttl_s)
         stored_s = time.perf_counter()
         fault_point("worker.after_blob")
         return GradientDone(
-            key, gradient.loss_sum, gradient.metric_sums, computed_s - fetched_s, fetched_s - started_s,
+            key, version, gradient.loss_sum, gradient.metric_sums, computed_s - fetched_s, fetched_s - started_s,
             stored_s - computed_s, *usable,
         )  # fmt: skip

@@ -7,13 +7,15 @@ top of the published weights (docs/decisions/0020).
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from doll.consumers.gradient import GradientComputer
 from doll.errors import BlobError
 from doll.records import Grant
 from doll.storage.blobs import Blobs, decode_blob
 from doll.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from doll.consumers.gradient import GradientComputer
 
 log = get_logger(__name__)
 

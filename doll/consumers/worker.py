@@ -58,6 +58,7 @@ class GradientDone:
     """
 
     key: str
+    version: int  # of the weights that it was computed at
     loss_sum: float
     metric_sums: dict[str, float]
     compute_s: float
@@ -256,7 +257,7 @@ class WorkerCore:
         del self._grants[grant.batch]
         push = Push(
             worker=self.worker, session=self.session, batch=grant.batch, term=grant.term, grant=grant.grant,
-            version=grant.version, key=done.key, n_samples=done.num_samples, loss_sum=done.loss_sum,
+            version=done.version, key=done.key, n_samples=done.num_samples, loss_sum=done.loss_sum,
             metric_sums=done.metric_sums, dead=done.dead, gaps=batch.gaps, lost=batch.lost,
             dead_samples=done.dead_samples, compute_s=done.compute_s, fetch_s=done.fetch_s, store_s=done.store_s,
             wait_s=max(0.0, granted_at_s - batch.complete_at_s), market=self.market,

@@ -164,8 +164,9 @@ def test_a_worker_takes_any_record_that_decodes() -> None:
         for action in call_or_none(RecordError, data, core.on_record, record, 1.0):
             if isinstance(action, Compute):
                 assert 0 <= action.batch.number < 3
-                done = core.gradient_done(action.grant, action.batch, GradientDone("k", 0.0, {}, 0, 0, 0, 8), 1.0)
-                assert all(isinstance(item, Send) for item in done)
+                done = GradientDone("k", action.grant.version, 0.0, {}, 0, 0, 0, 8)
+                answer = core.gradient_done(action.grant, action.batch, done, 1.0)
+                assert all(isinstance(item, Send) for item in answer)
             assert not isinstance(action, Exit) or action.reason
         assert core.retained <= 3
 

@@ -271,7 +271,7 @@ class World:
         key = f"g:{item.grant.term}:{item.grant.grant}"
         if not blob_lost:
             self.blobs.add(key)
-        done = GradientDone(key, 1.0, {}, 0.1, 0.0, 0.0, item.batch.num_samples)
+        done = GradientDone(key, item.grant.version, 1.0, {}, 0.1, 0.0, 0.0, item.batch.num_samples)
         self._do(process, core.gradient_done(item.grant, item.batch, done, self.now))
 
     def tick(self, seconds: float) -> None:

@@ -22,7 +22,7 @@ from doll.records import (
     Welcome,
 )
 
-DONE = GradientDone("doll:j:g:3:1", 12.0, {"accuracy": 4.0}, 0.1, 0.2, 0.3, 4, (101,), 2)
+DONE = GradientDone("doll:j:g:3:1", 9, 12.0, {"accuracy": 4.0}, 0.1, 0.2, 0.3, 4, (101,), 2)
 
 
 def welcome(**changes: Any) -> Welcome:

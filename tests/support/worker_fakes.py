@@ -1,0 +1,140 @@
+"""A worker's surroundings in memory: its channel to Kafka, its stream of samples and its gradient engine."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from doll.consumers.decoding import Decoded
+from doll.consumers.gradient_engine import Records
+from doll.consumers.worker import Batch, GradientDone
+from doll.records import AnyRecord, DeadLetter, Grant, Welcome, encode
+
+
+def welcome(**changes: Any) -> Welcome:
+    """Worker 1 of session 7, from offset 100 on, with 5 batches in the durable model."""
+    values: dict[str, Any] = {
+        "term": 3, "worker": 1, "instance": "me", "session": 7, "origin": 100, "next_batch": 5, "fingerprint": "f",
+    }  # fmt: skip
+    return Welcome(**{**values, **changes})
+
+
+def grant(batch: int, number: int = 1, **changes: Any) -> Grant:
+    """A grant for the worker of `welcome`, at version 9."""
+    values: dict[str, Any] = {
+        "term": 3, "worker": 1, "session": 7, "batch": batch, "grant": number, "version": 9, "key": "doll:unit:w:3:9",
+    }  # fmt: skip
+    return Grant(**{**values, **changes})
+
+
+@dataclass
+class FakeChannel:
+    """What was sent; the log's bounds and values as the test sets them."""
+
+    sent: list[AnyRecord] = field(default_factory=list)
+    letters: list[DeadLetter] = field(default_factory=list)
+    lost: list[tuple[int, int]] = field(default_factory=list)
+    bounds: tuple[int, int] | Exception = (0, 0)
+    values: dict[int, bytes] = field(default_factory=dict)
+    records_left: bool = True
+    flushed: int = 0
+    on_send: Callable[[AnyRecord], None] = lambda record: None
+    _deliver: Callable[[list[tuple[int, bytes | None]]], object] | None = None
+    _next_command: int = 50
+
+    def send(self, record: AnyRecord) -> None:
+        self.sent.append(record)
+        self.on_send(record)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        """What was sent of this type."""
+        return [record for record in self.sent if isinstance(record, kind)]
+
+    def send_dead_letters(self, letters: list[DeadLetter]) -> None:
+        self.letters += letters
+
+    def report_lost(self, lo: int, hi: int) -> None:
+        self.lost.append((lo, hi))
+
+    def read_values(self, topic: str, partition: int, offsets: Collection[int]) -> dict[int, bytes]:
+        return {offset: self.values[offset] for offset in offsets if offset in self.values}
+
+    def watermarks(self, topic: str, partition: int) -> tuple[int, int]:
+        if isinstance(self.bounds, Exception):
+            raise self.bounds
+        return self.bounds
+
+    def holds_record(self, topic: str, partition: int, lo: int, hi: int) -> bool:
+        return self.records_left
+
+    def poll(self) -> None:
+        pass
+
+    def flush(self, timeout_s: float) -> None:
+        self.flushed += 1
+
+    def read_commands(self, deliver: Callable[[list[tuple[int, bytes | None]]], object]) -> None:
+        self._deliver = deliver
+
+    def command(self, record: AnyRecord | bytes) -> None:
+        """The parameter server sends a command."""
+        assert self._deliver is not None, "nobody reads commands"
+        self._deliver([(self._next_command, record if isinstance(record, bytes) else encode(record))])
+        self._next_command += 1
+
+
+@dataclass
+class FakeStream:
+    """What the runtime asked of its stream."""
+
+    paused: bool = False
+    acknowledged: list[Any] = field(default_factory=list)
+    progress: tuple[int, int] = (0, 0)
+    left: int = 0
+    stopped: int = 0
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        self.paused = False
+
+    def acknowledge(self, messages: Sequence[Any]) -> None:
+        self.acknowledged += messages
+
+    def fetch_progress(self) -> tuple[int, int]:
+        return self.progress
+
+    def leave(self) -> None:
+        self.left += 1
+
+    def shut_down(self) -> None:
+        self.stopped += 1
+
+
+@dataclass
+class FakeEngine:
+    """Decodes at once; a gradient is done when the test says so."""
+
+    decode_records: Callable[[Records], Decoded]
+    depth: int = 1
+    submitted: deque[tuple[Grant, Batch, Future[GradientDone | None]]] = field(default_factory=deque)
+
+    def decode(self, records: Records) -> Future[Decoded]:
+        future: Future[Decoded] = Future()
+        try:
+            future.set_result(self.decode_records(records))
+        except Exception as exc:
+            future.set_exception(exc)
+        return future
+
+    def submit(self, grant: Grant, batch: Batch) -> Future[GradientDone | None]:
+        future: Future[GradientDone | None] = Future()
+        self.submitted.append((grant, batch, future))
+        return future
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,290 @@
+"""A worker's tasks without Faust and without Kafka: what they decode, compute, send, acknowledge, and when they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from doll.config import parse
+from doll.consumers import exits, runtime
+from doll.consumers.decoding import Decoded, Refused
+from doll.consumers.departure import Departure
+from doll.consumers.gradient_engine import Records
+from doll.consumers.runtime import WorkerRuntime
+from doll.consumers.worker import GradientDone, WorkerCore
+from doll.errors import ServiceUnavailableError, TaskError
+from doll.process.health import Heartbeat
+from doll.records import Announce, Durable, Leave, Nack, Push, Stop
+from worker_fakes import FakeChannel, FakeEngine, FakeStream, grant, welcome
+
+JOB = 'job: unit\ntask: {class: "doll.tasks.synthetic:Gaussian"}\ndata: {workers: 2, batch_size: 2}\n'
+
+
+@dataclass
+class Message:
+    """A record as Faust delivers it."""
+
+    value: bytes | None
+
+
+def decode_records(records: Records) -> Decoded:
+    """One sample per record; a record without value is refused."""
+    if any(value == b"away" for _, value in records):
+        raise ServiceUnavailableError("Kafka does not take a dead letter")
+    usable = [offset for offset, value in records if value]
+    refused = [Refused(offset, "empty", 1, True) for offset, value in records if not value]
+    zeros = np.zeros((len(usable), 1), np.float32)
+    return Decoded(zeros, np.zeros(len(usable), np.int64), np.array(usable, np.int64), refused)
+
+
+class Rig:
+    """Worker 1 from batch 5 on (offset 110): two records a batch, at most four batches that are not durable."""
+
+    def __init__(self, *overrides: str, depth: int = 1) -> None:
+        self.config = parse(JOB, ["worker.max_pending_batches=4", *overrides])
+        self.channel, self.stream = FakeChannel(), FakeStream()
+        self.engine = FakeEngine(decode_records, depth)
+        self.core = WorkerCore(welcome(), max_pending=4, now=0.0)
+        self.departure = Departure(end_within=lambda seconds, code: None)
+        self.heartbeat = Heartbeat("worker-1")
+        self.runtime = WorkerRuntime(
+            self.config, core=self.core, channel=self.channel, engine=self.engine, commands_offset=50,
+            departure=self.departure, heartbeat=self.heartbeat,
+        )  # fmt: skip
+        self.runtime.stream = self.stream
+        self.messages: list[Message] = []
+
+    def feed(self, *values: bytes | None) -> None:
+        """The next records of the stream."""
+        for value in values:
+            message = Message(value)
+            self.messages.append(message)
+            if self.runtime.buffer.feed(self.runtime.buffer.batcher.next_offset, message):
+                self.stream.pause()
+
+    async def announce(self, count: int) -> None:
+        """So many good batches, announced."""
+        for _ in range(count):
+            self.feed(b"x", b"x")
+        await self.until(lambda: self.core.retained == count)
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        """Let the tasks run."""
+        async with asyncio.timeout(60):
+            while not condition():
+                await asyncio.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Periods are over at once, and no process ends."""
+    monkeypatch.setattr(runtime, "TICK_S", 0.0)
+    monkeypatch.setattr(runtime, "WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr(exits.ProcessExit.__init__, "__kwdefaults__", {"end_within": lambda seconds, code: None})
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Callable[..., Rig]]:
+    """Make a rig and run its tasks, except those named, until the test's end."""
+    tasks: list[asyncio.Task[None]] = []
+
+    def make(*overrides: str, depth: int = 1, without: tuple[str, ...] = ("tick", "watch")) -> Rig:
+        rig = Rig(*overrides, depth=depth)
+        tasks.extend(asyncio.ensure_future(task()) for task in rig.runtime.tasks() if task.__name__ not in without)
+        return rig
+
+    yield make
+    for task in tasks:
+        task.cancel()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        assert result is None or isinstance(result, asyncio.CancelledError), result
+
+
+def done(key: str, version: int = 9) -> GradientDone:
+    return GradientDone(key, version, 1.0, {}, 0.1, 0.1, 0.1, 2)
+
+
+async def test_a_batch_is_decoded_announced_and_frees_its_bytes(start: Callable[..., Rig]) -> None:
+    rig = start()
+    rig.feed(b"a", None, b"b")
+    await rig.until(lambda: rig.channel.sent)
+    assert rig.channel.sent == [Announce(worker=1, session=7, first=5, until=6)]
+    assert [message.value for message in rig.messages] == [None, None, b"b"]
+    assert rig.core.next_offset == 112
+    assert rig.core.next_batch == 6
+    assert rig.core._batches[0].dead == (111,)
+
+
+async def test_no_more_is_decoded_than_the_core_has_room_for(start: Callable[..., Rig]) -> None:
+    rig = start()
+    for _ in range(6):
+        rig.feed(b"x", b"x")
+    await rig.until(lambda: rig.core.retained == 4)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (rig.core.retained, len(rig.runtime.buffer)) == (4, 2)
+    rig.channel.command(Durable(term=3, worker=1, until=6))
+    await rig.until(lambda: len(rig.runtime.buffer) == 1)
+    assert [message.value for message in rig.stream.acknowledged] == [None, None]
+    assert rig.stream.acknowledged == rig.messages[:2]
+
+
+async def test_the_stream_pauses_when_the_buffer_is_full_and_resumes_when_it_is_half_empty(
+    start: Callable[..., Rig],
+) -> None:
+    rig = start("worker.stream_buffer_records=8")  # four batches
+    for _ in range(8):
+        rig.feed(b"x", b"x")
+    assert rig.stream.paused
+    await rig.until(lambda: rig.core.retained == 4)
+    assert rig.stream.paused  # four are left
+    rig.channel.command(Durable(term=3, worker=1, until=6))
+    await rig.until(lambda: rig.core.retained == 4 and len(rig.runtime.buffer) == 3)
+    assert rig.stream.paused
+    rig.channel.command(Durable(term=3, worker=1, until=7))
+    await rig.until(lambda: len(rig.runtime.buffer) == 2)
+    assert not rig.stream.paused
+
+
+async def test_a_grant_is_answered_with_a_push_that_names_the_version_used(start: Callable[..., Rig]) -> None:
+    rig = start()
+    await rig.announce(1)
+    rig.channel.command(grant(5))
+    await rig.until(lambda: rig.engine.submitted)
+    order, batch, future = rig.engine.submitted.popleft()
+    assert (order, batch.number) == (grant(5), 5)
+    future.set_result(done("k", version=8))
+    await rig.until(lambda: rig.channel.of(Push))
+    (push,) = rig.channel.of(Push)
+    assert (push.batch, push.version, push.key, push.n_samples) == (5, 8, "k", 2)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_the_engine_gets_as_many_grants_at_once_as_it_takes(start: Callable[..., Rig], depth: int) -> None:
+    rig = start(depth=depth)
+    await rig.announce(3)
+    for number, batch in enumerate((5, 6, 7), start=1):
+        rig.channel.command(grant(batch, number))
+    await rig.until(lambda: len(rig.engine.submitted) == depth)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(rig.engine.submitted) == depth
+    for key in "abc":
+        await rig.until(lambda: rig.engine.submitted)
+        rig.engine.submitted.popleft()[2].set_result(done(key))
+    await rig.until(lambda: len(rig.channel.of(Push)) == 3)
+    assert [(push.batch, push.key) for push in rig.channel.of(Push)] == [(5, "a"), (6, "b"), (7, "c")]
+
+
+async def test_a_grant_that_was_replaced_is_not_computed(start: Callable[..., Rig]) -> None:
+    rig = start()
+    await rig.announce(2)
+    rig.channel.command(grant(5, 1))
+    await rig.until(lambda: rig.engine.submitted)
+    rig.channel.command(grant(6, 2))
+    rig.channel.command(grant(6, 3))
+    rig.engine.submitted.popleft()[2].set_result(done("a"))
+    await rig.until(lambda: rig.engine.submitted)
+    assert [order.grant for order, _, _ in rig.engine.submitted] == [3]
+
+
+async def test_missing_weights_are_reported(start: Callable[..., Rig]) -> None:
+    rig = start()
+    await rig.announce(1)
+    rig.channel.command(grant(5))
+    await rig.until(lambda: rig.engine.submitted)
+    rig.engine.submitted.popleft()[2].set_result(None)
+    await rig.until(lambda: rig.channel.of(Nack))
+    assert rig.channel.of(Nack)[0].reason == "weights"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ServiceUnavailableError("no blobs"), 1), (TaskError("diverged"), TaskError.exit_code), (MemoryError("full"), 1)],
+)
+async def test_a_gradient_that_fails_ends_the_process(start: Callable[..., Rig], error: Exception, code: int) -> None:
+    rig = start()
+    await rig.announce(1)
+    rig.channel.command(grant(5))
+    await rig.until(lambda: rig.engine.submitted)
+    rig.engine.submitted.popleft()[2].set_exception(error)
+    await rig.until(lambda: rig.runtime.exit.is_requested)
+    assert (rig.runtime.exit.code, rig.stream.stopped, rig.channel.of(Push)) == (code, 1, [])
+
+
+async def test_a_dead_letter_that_kafka_does_not_take_ends_the_process(start: Callable[..., Rig]) -> None:
+    rig = start()
+    rig.feed(b"away", b"x")
+    await rig.until(lambda: rig.runtime.exit.is_requested)
+    assert (rig.runtime.exit.code, rig.channel.sent) == (1, [])
+
+
+async def test_commands_that_are_none_are_skipped_and_stop_ends_the_process(start: Callable[..., Rig]) -> None:
+    rig = start()
+    await rig.until(lambda: rig.channel._deliver is not None)
+    rig.channel.command(b"garbage")
+    rig.channel.command(Stop(term=3, reason="updates: 10 reached"))
+    await rig.until(lambda: rig.runtime.exit.is_requested)
+    assert (rig.runtime.exit.code, rig.stream.stopped) == (0, 1)
+
+
+async def test_each_tick_beats_skips_offsets_without_records_and_leaves_in_time(start: Callable[..., Rig]) -> None:
+    rig = start(without=("watch",))
+    rig.stream.progress = (110, 113)  # three offsets without a record
+    await rig.until(lambda: rig.core.next_batch == 6)
+    assert rig.runtime.buffer.batcher.next_offset == 113
+    assert rig.heartbeat.report()["ready"]
+    assert rig.stream.left == 0
+    rig.departure.leave_within(100.0, "notice")
+    await rig.until(lambda: rig.stream.left)
+
+
+async def test_draining_finishes_what_is_owed_and_says_leave(start: Callable[..., Rig]) -> None:
+    rig = start()
+    await rig.announce(1)
+    rig.channel.command(grant(5))
+    await rig.until(lambda: rig.engine.submitted)
+    rig.departure.leave_within(100.0, "notice")
+    drained = asyncio.ensure_future(rig.runtime.drain())
+    await asyncio.sleep(0)
+    rig.feed(b"x", b"x")
+    assert not drained.done()
+    rig.engine.submitted.popleft()[2].set_result(done("k"))
+    await drained
+    assert [type(record) for record in rig.channel.sent] == [Announce, Push, Leave]
+    assert rig.channel.of(Leave)[0].cause == "notice"
+    assert len(rig.runtime.buffer) == 1, "nothing more is decoded"
+
+
+async def test_draining_without_time_gives_up_the_gradient(start: Callable[..., Rig]) -> None:
+    rig = start()
+    await rig.announce(1)
+    rig.channel.command(grant(5))
+    await rig.until(lambda: rig.engine.submitted)
+    rig.departure.leave_within(1.0, "notice")
+    await rig.runtime.drain()
+    assert [type(record) for record in rig.channel.sent] == [Announce, Leave]
+
+
+async def test_the_lag_is_what_the_log_holds_and_this_worker_has_not_decoded(start: Callable[..., Rig]) -> None:
+    rig = start(without=("tick", "prepare"))
+    rig.channel.bounds = (0, 120)
+    rig.feed(b"x", b"x", b"x")
+    await rig.until(lambda: rig.core.lag)
+    assert rig.core.lag == 7 + 2
+    assert not rig.runtime.exit.is_requested
+
+
+@pytest.mark.parametrize("records_left", [True, False])
+async def test_records_that_do_not_come_end_the_process(start: Callable[..., Rig], records_left: bool) -> None:
+    rig = start(without=("tick", "watch"))
+    rig.runtime.stall_watch._timeout_s = 0.0
+    rig.channel.bounds, rig.channel.records_left = (0, 120), records_left
+    task = asyncio.ensure_future(rig.runtime.watch())
+    await rig.until(lambda: rig.runtime.exit.is_requested or (rig.core.lag == 0 and not records_left))
+    assert rig.runtime.exit.is_requested is records_left
+    task.cancel()
