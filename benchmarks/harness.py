@@ -22,8 +22,7 @@ from doll import packing
 from doll.config import JobConfig
 from doll.kafka import topics
 from doll.kafka.tail import Tail
-from doll.ledger.admission import AFTER_TERM_ENV
-from doll.ledger.admission import read as earlier_runs
+from doll.ledger.admission import AFTER_TERM_ENV, read_lineage
 from doll.local import processes
 from doll.local.forks import ForkServer, Role
 from doll.local.stack import Stack, local_stack
@@ -205,7 +204,7 @@ class Bench:
         run.mkdir()
         args = self._write_job(config, run)
         roles = []
-        fresh = {AFTER_TERM_ENV: str(earlier_runs(config, self.stack.services).newest_term)}
+        fresh = {AFTER_TERM_ENV: str(read_lineage(config, self.stack.services).newest_term)}
         with Tail(config, self.stack.services, (config.topic("updates"),)) as tail:
             roles.append(self.start("ps", "doll.run.roles:ps_role", args, fresh))
             roles += [

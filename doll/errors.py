@@ -26,6 +26,10 @@ class RecordError(DollError):
     """Bytes from a topic are not a control record that this build reads: counted and refused."""
 
 
+class SchemaVersionError(RecordError):
+    """A control record of another schema version: another release of DOLL wrote it."""
+
+
 class BlobError(DollError):
     """A parameter or gradient blob is missing, torn, or belongs to another job or version: refused."""
 

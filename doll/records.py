@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from doll.errors import RecordError
+from doll.errors import RecordError, SchemaVersionError
 
 MAGIC: Final = 0xD0
 SCHEMA_VERSION: Final = 2
@@ -358,14 +358,17 @@ def decode(data: bytes | memoryview | None) -> AnyRecord:
     """The control record in `data`.
 
     Raises:
-        RecordError: empty, another magic or schema version, an unknown type, or fields that do not fit the type.
+        SchemaVersionError: another schema version.
+        RecordError: empty, another magic, an unknown type, or fields that do not fit the type.
     """
     if not data or len(data) < 3:
         raise RecordError(f"expected a control record, got {0 if data is None else len(data)} bytes")
     if data[0] != MAGIC:
         raise RecordError(f"expected a control record (first byte 0x{MAGIC:02x}), got first byte 0x{data[0]:02x}")
     if data[1] != SCHEMA_VERSION:
-        raise RecordError(f"expected control record schema {SCHEMA_VERSION}, got {data[1]}: upgrade the older side")
+        raise SchemaVersionError(
+            f"expected control record schema {SCHEMA_VERSION}, got {data[1]}: upgrade the older side"
+        )
     try:
         return _decoder.decode(memoryview(data)[2:])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:

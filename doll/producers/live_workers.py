@@ -1,15 +1,15 @@
-"""Which workers are up, as the parameter server says once a second: for streams that pause with their worker."""
+"""Which workers are live, as the parameter server reports once a second: for streams that pause with their worker."""
 
 from __future__ import annotations
 
 from doll.config import JobConfig
 from doll.kafka.tail import Tail
-from doll.records import Metric
+from doll.records import ServerStatus
 from doll.services import Services
 
 
 class LiveWorkers:
-    """Follows the `metrics` topic. A worker of which nothing is known is down.
+    """Follows the `metrics` topic. A worker that was never reported is not live.
 
     Raises:
         ServiceUnavailableError: the topic is not there, or the broker does not answer.
@@ -18,21 +18,19 @@ class LiveWorkers:
     def __init__(self, config: JobConfig, services: Services) -> None:
         self._tail = Tail(config, services, (config.topic("metrics"),))
         self._live: frozenset[int] = frozenset()
-        self._count = config.data.workers
 
     def poll(self) -> None:
-        """Take in what has been said; does not wait."""
+        """Take in what was reported since the last call; does not wait."""
         for timed in self._tail.poll(0.0):
-            if isinstance(timed.record, Metric) and timed.record.source == "ps":
-                values = timed.record.values
-                self._live = frozenset(n for n in range(self._count) if values.get(f"worker_{n}_live", 0.0) > 0)
+            if isinstance(timed.record, ServerStatus):
+                self._live = frozenset(status.worker for status in timed.record.workers if status.is_live)
 
-    def is_down(self, stream: int) -> bool:
-        """Whether the worker of this stream is down."""
-        return stream not in self._live
+    def is_live(self, stream: int) -> bool:
+        """Whether the worker of this stream is live."""
+        return stream in self._live
 
     def __enter__(self) -> LiveWorkers:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._tail.__exit__()
+        self._tail.close()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +15,15 @@ from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.job_end import on_finish
+from doll.process.files import write_json
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.heartbeats import LEFT
 from doll.process.signals import stop_requested
 from doll.producers.live_workers import LiveWorkers
 from doll.producers.pacing import Pacer
-from doll.producers.position import find_positions, headers, source_name
-from doll.producers.schedule import Event, scheduled_samples
-from doll.producers.sender import Counts, SampleSender
+from doll.producers.position import find_positions, position_headers, source_name
+from doll.producers.schedule import ScheduledSample, scheduled_samples
+from doll.producers.sender import SampleSender
 from doll.services import Services
 from doll.telemetry import get_logger
 
@@ -50,17 +49,17 @@ def run_producer(
 
     Args:
         run_folder: where `producer.json`, the final counts of samples, is written.
-        say: told in words what a person would want to know; default: the log.
-        until_finished: end also when the parameter server says that the job has finished.
+        say: called with sentences for people; default: the log.
+        until_finished: end also when the parameter server reports that the job has finished.
 
     Returns:
         The exit code of the process: 0 if every sample taken from the source was delivered, else 1.
 
     Raises:
         ConfigError: the source is not what was expected. What was sent until then is flushed first.
-        ServiceUnavailableError: Kafka is not there at the start, or refused the producer for good.
+        ServiceUnavailableError: Kafka does not answer at the start, or refused the producer for good.
     """
-    say = say or (lambda text: get_logger(__name__).info("producer", said=text))
+    say = say or (lambda text: get_logger(__name__).info("producer", text=text))
     topics.ensure(config, services)
     sender = SampleSender(config, services, say)
     with (
@@ -70,8 +69,12 @@ def run_producer(
         on_finish(config, services, stopped.set) if until_finished else contextlib.nullcontext(),
     ):
         positions = find_positions(config, services)
-        there = _samples_in_topic(config, services)
-        feed = scheduled_samples(config, there, positions=positions, paused=workers.is_down if workers else _never)
+        feed = scheduled_samples(
+            config,
+            starts=_samples_in_topic(config, services),
+            positions=positions,
+            paused=(lambda stream: not workers.is_live(stream)) if workers else (lambda stream: False),
+        )
         run = _Run(config, sender, stopped, heartbeat, workers, positions)
         ended = False
         try:
@@ -85,7 +88,7 @@ def run_producer(
             unsent = f", {run.unsent} read from the source and not sent" if run.unsent else ""
             say(f"{counts.delivered} samples delivered, {counts.failed} failed{unsent}")
             if run_folder is not None:
-                _write_counts(run_folder / "producer.json", counts, run.unsent)
+                write_json(run_folder / "producer.json", {**dataclasses.asdict(counts), "unsent": run.unsent})
     return 1 if counts.failed or run.unsent else 0
 
 
@@ -93,7 +96,7 @@ class _Run:
     """The paced loop and its report.
 
     Attributes:
-        unsent: samples taken from the source that found no room before the end was asked for.
+        unsent: samples taken from the source for which the queue had no room before the end was requested.
     """
 
     def __init__(
@@ -113,19 +116,19 @@ class _Run:
         self._per_record = config.data.samples_per_record
         self._limit = config.source.limit_samples if config.source else None
         self._source = source_name(config.source)
-        self._positions = list(positions)  # of a file: samples that each stream has been given
+        self._positions = list(positions)  # of a file: samples sent to each stream, or packed for it
         self._packs: list[list[bytes]] = [[] for _ in range(config.data.workers)]
         self._behind_s = 0.0
         self._reported_s = time.monotonic()
         self._reported_sent = 0
 
     def stop_requested(self) -> bool:
-        """Asked by all that waits, so it is a sign of life too."""
+        """All waits call it, so it is also where the heartbeat beats."""
         self._heartbeat.beat("loop")
-        self._heartbeat.set_waiting_for("Kafka" if self._sender.away else "")
+        self._heartbeat.set_waiting_for("Kafka" if self._sender.unreachable else "")
         return self._stop.is_set()
 
-    def send_all(self, feed: Iterator[Event]) -> None:
+    def send_all(self, feed: Iterator[ScheduledSample]) -> None:
         self._heartbeat.expect("loop", within_s=_READ_S)
         self._heartbeat.set_waiting_for("")
         pacer = Pacer(time.monotonic())
@@ -157,7 +160,7 @@ class _Run:
                     self._send_pack(stream, pack)
 
     def report(self, now_s: float, *, last: bool = False) -> None:
-        """Put the counts on the `metrics` topic; `last`: this process ends by itself, and nobody needs to miss it."""
+        """Put the counts on the `metrics` topic; `last`: this process ends by itself."""
         counts = self._sender.counts
         elapsed_s = now_s - self._reported_s
         rate_per_s = (counts.sent - self._reported_sent) / elapsed_s if elapsed_s > 0 else 0.0
@@ -199,13 +202,9 @@ class _Run:
         pack.clear()
 
     def _send(self, stream: int, record: bytes, samples: int) -> None:
-        marks = headers(self._source, self._positions[stream])
-        if not self._sender.send(stream, record, samples, self.stop_requested, marks):
+        headers = position_headers(self._source, self._positions[stream])
+        if not self._sender.send(stream, record, samples, self.stop_requested, headers):
             self.unsent += samples
-
-
-def _never(stream: int) -> bool:
-    return False
 
 
 def _samples_in_topic(config: JobConfig, services: Services) -> list[int]:
@@ -218,18 +217,11 @@ def _samples_in_topic(config: JobConfig, services: Services) -> list[int]:
     deadline_s = time.monotonic() + _NEW_TOPIC_S
     while True:
         try:
-            (found,) = (topic for topic in topics.describe(config, services) if topic.name == name)
+            (info,) = (topic for topic in topics.describe(config, services) if topic.name == name)
         except ServiceUnavailableError:
-            # A topic created a moment ago has a leader that may not know of it yet.
+            # The leader of a topic that was just created may not know it yet.
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(0.1)
             continue
-        return [records * config.data.samples_per_record for records in found.high]
-
-
-def _write_counts(path: Path, counts: Counts, unsent: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps({**dataclasses.asdict(counts), "unsent": unsent}) + "\n", encoding="utf-8")
-    os.replace(temporary, path)
+        return [records * config.data.samples_per_record for records in info.high]

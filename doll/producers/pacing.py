@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-# Shortest sleep. Samples that fall due in it go out together, at most this much late; it is what keeps the CPU idle.
+# Shortest sleep: samples that fall due within it are sent together, at most this much late, which keeps the CPU idle.
 BURST_S: Final = 0.01
 
 
@@ -24,5 +24,5 @@ class Pacer:
         return max(0.0, now_s - self._start_s - time_s) if time_s else 0.0
 
     def idle(self, time_s: float, now_s: float) -> None:
-        """The source had nothing for arrival time `time_s`: shift the schedule, or a debt of samples would build up."""
+        """The source had nothing for arrival time `time_s`: shift the schedule, so that no backlog builds up."""
         self._start_s = max(self._start_s, now_s - time_s)

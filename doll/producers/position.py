@@ -1,10 +1,10 @@
 """Where a file source goes on when its producer starts again: each record says how far its stream has read the file.
 
-Offsets do not say it: other producers, replayed dead letters and markers of transactions take offsets too, and
+Offsets do not tell: other producers, replayed dead letters and markers of transactions take offsets too, and
 retention deletes. So a record of a file carries a header, `doll-position: <source> <next>`: the source's name, and the
 position in the stream's part of the file behind the record's last sample. Kafka keeps a producer's records of one
-partition in order and without a hole, so the last header in a partition tells what of its stream has arrived. It
-counts only from the origin of the newest generation on: a new one has not seen what was sent before.
+partition in order and without a gap, so the last header in a partition tells what of its stream has arrived. It
+counts only from the origin of the newest generation on: a new generation has not seen what was sent before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 from doll.config import CsvSource, IdxSource, JsonlSource
 from doll.errors import ConfigError
 from doll.kafka.range_reader import RangeReader
-from doll.ledger.admission import read
+from doll.ledger.admission import read_lineage
 from doll.services import Services
 from doll.telemetry import get_logger
 
@@ -29,11 +29,11 @@ log = get_logger(__name__)
 
 HEADER: Final = "doll-position"
 _VALUE: Final = re.compile(rb"([0-9a-f]{16}) ([0-9]{1,18})")
-_FIRST_WINDOW: Final = 64  # records from the end of a partition; each further look is eight times as far
+_FIRST_WINDOW: Final = 64  # records from the end of a partition; each further window is eight times as wide
 
 
 def source_name(source: SourceConfig | None) -> str:
-    """A name for what is read in order, from a file; "" for sources that draw at random, and for a pipe."""
+    """A name for a source that is read in order from a file; "" for sources that draw at random, and for a pipe."""
     match source:
         case CsvSource():
             identity: list[Any] = ["csv", str(source.path), source.header]
@@ -46,14 +46,14 @@ def source_name(source: SourceConfig | None) -> str:
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
-def headers(name: str, position: int) -> list[tuple[str, bytes]]:
+def position_headers(name: str, position: int) -> list[tuple[str, bytes]]:
     """The headers of a record after which its stream goes on at `position`; none without a name."""
     return [(HEADER, f"{name} {position}".encode())] if name else []
 
 
-def position_in(name: str, found: Sequence[tuple[str, bytes | None]] | None) -> int | None:
-    """The position that a record's headers tell of this source; None where they tell none."""
-    for key, value in found or ():
+def position_in(name: str, headers: Sequence[tuple[str, bytes | None]] | None) -> int | None:
+    """The position of this source in a record's headers; None where there is none."""
+    for key, value in headers or ():
         match = _VALUE.fullmatch(value or b"") if key == HEADER else None
         if match is not None and match[1].decode() == name:
             return int(match[2])
@@ -61,45 +61,45 @@ def position_in(name: str, found: Sequence[tuple[str, bytes | None]] | None) -> 
 
 
 def find_positions(config: JobConfig, services: Services) -> list[int]:
-    """Per stream, how many samples of the job's file are in its partition; all 0 for a source that is no file.
+    """Per stream, how many samples of the job's file are in its partition; all 0 for a source that is not a file.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
-        ConfigError: records of the stream are gone, and with them the last position.
+        ConfigError: records of the stream were deleted, and with them the last position.
     """
     name, repeats = source_name(config.source), bool(getattr(config.source, "repeat", False))
     streams = range(config.data.workers)
     if not name:
         return [0 for _ in streams]
-    origins = read(config, services).origins
+    origins = read_lineage(config, services).origins
     if len(origins) != config.data.workers:  # nobody serves the job yet
         origins = tuple(0 for _ in streams)
     topic = config.topic("samples")
     with RangeReader(config, services) as reader:
-        positions = [_last(reader, topic, stream, origins[stream], name, repeats) for stream in streams]
+        positions = [_newest_position(reader, topic, stream, origins[stream], name, repeats) for stream in streams]
     if any(positions):
         log.info("file_resumed", positions=positions)
     return positions
 
 
-def _last(reader: RangeReader, topic: str, stream: int, origin: int, name: str, repeats: bool) -> int:
+def _newest_position(reader: RangeReader, topic: str, stream: int, origin: int, name: str, repeats: bool) -> int:
     """The newest position in one partition, looked for from its end."""
     low, high = reader.bounds(topic, stream)
     first = max(low, origin)
     until, width = high, _FIRST_WINDOW
     while until > first:
         since = max(first, until - width)
-        found = None
+        newest = None
         for message in reader.messages(topic, stream, since, until):
             position = position_in(name, message.headers())
-            found = found if position is None else position
-        if found is not None:
-            return found
+            newest = newest if position is None else position
+        if newest is not None:
+            return newest
         until, width = since, 8 * width
     if low > origin and not repeats:
         raise ConfigError(
             f"{topic}/{stream}: the records {origin} to {low - 1} are deleted (retention), and no later one says how "
             "far the file was sent: expected a record of it; send the rest of the file as another source (a file that "
-            "begins where it is to go on), or take another job name"
+            "begins where it should continue), or choose another job name"
         )
     return 0

@@ -11,7 +11,7 @@ from doll.config import JobConfig, StdinSource
 from doll.errors import ConfigError
 from doll.producers import arrivals, sources
 
-Event = tuple[float, int, bytes | None]  # arrival time in seconds, stream, sample; None: nothing comes at this time
+ScheduledSample = tuple[float, int, bytes | None]  # arrival time in seconds, stream, sample; None: nothing arrives then
 
 _STDIN = 0
 _MAX_TRACE_BYTES = 256_000_000
@@ -24,15 +24,15 @@ def scheduled_samples(
     positions: Sequence[int] = (),
     pipe: int = _STDIN,
     paused: Callable[[int], bool] = lambda stream: False,
-) -> Iterator[Event]:
+) -> Iterator[ScheduledSample]:
     """All samples of the job's source in the order of their arrival; ends when the source does.
 
     `source.limit_samples` is not applied here.
 
     Args:
         starts: samples that each stream holds already (see `sources.open_streams`).
-        positions: samples of the job's file that each stream was given before; empty: none.
-        pipe: file descriptor that stands for standard input.
+        positions: samples of the job's file that were sent to each stream before; empty: none.
+        pipe: file descriptor of standard input.
         paused: whether nothing arrives at a stream now; its next sample comes when it does again. Of a Poisson stream
             that is the same as stopping its clock. Standard input cannot be paused.
 
@@ -81,7 +81,7 @@ def arrival_times(config: JobConfig, starts: Sequence[int]) -> list[Iterator[flo
 
 def _from_streams(
     times: Iterator[tuple[float, int]], values: Sequence[Iterator[bytes]], paused: Callable[[int], bool]
-) -> Iterator[Event]:
+) -> Iterator[ScheduledSample]:
     ended: set[int] = set()
     for time_s, stream in times:
         if paused(stream):
@@ -96,7 +96,7 @@ def _from_streams(
             return
 
 
-def _from_pipe(config: JobConfig, times: Iterator[tuple[float, int]], pipe: int) -> Iterator[Event]:
+def _from_pipe(config: JobConfig, times: Iterator[tuple[float, int]], pipe: int) -> Iterator[ScheduledSample]:
     from doll.producers.sources import lines
 
     waiting = lines.read_pipe(pipe, max_bytes=config.data.max_record_bytes)

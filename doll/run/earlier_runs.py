@@ -8,7 +8,7 @@ from typing import Final
 from doll.config import JobConfig, load
 from doll.errors import ConfigError, FencedError
 from doll.kafka.clients import kafka_problem
-from doll.ledger.admission import admit, read, refuse_earlier_run
+from doll.ledger.admission import admit, read_lineage, refuse_earlier_run
 from doll.process.files import read_json
 from doll.ps.standby import LeaderCheck
 from doll.run.folder import STACK
@@ -41,7 +41,7 @@ def check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:
             f"--fresh: {place} holds {len(held)} checkpoints of job {config.job}: expected none; give another "
             "checkpoint.folder, move them away, or go on from them without --fresh"
         )
-    seen = read(config, services)
+    seen = read_lineage(config, services)
     if not fresh:
         resume = _newest_run(runs_folder, config.job, address)
         refuse_earlier_run(

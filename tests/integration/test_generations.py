@@ -10,7 +10,7 @@ from confluent_kafka.admin import AdminClient, NewTopic
 from doll.errors import ConfigError
 from doll.kafka import topics
 from doll.kafka.clients import kafka_settings
-from doll.ledger.admission import AFTER_TERM_ENV, read
+from doll.ledger.admission import AFTER_TERM_ENV, read_lineage
 from doll.ledger.audit import audit
 from doll.storage.file_store import FileStore
 from waiting import WAIT_TIMEOUT_S, until
@@ -55,9 +55,9 @@ def test_lost_checkpoints_a_new_generation_and_its_restart(make_pipeline: Any) -
     assert [(started.term, started.generation, started.origins) for started in job.term_starts] == [
         (1, 0, (0, 0)), (2, 2, (0, 0)), (3, 2, (0, 0)),
     ]  # fmt: skip
-    seen = read(job.config, job.services)
+    seen = read_lineage(job.config, job.services)
     assert (seen.newest_term, seen.generation, seen.version) == (3, 2, 8)
-    assert read(job.config, job.services, tail_only=True) == seen
+    assert read_lineage(job.config, job.services, tail_only=True) == seen
 
     # The run before can still be audited, but not gone on with.
     old = audit(job.config, job.services, FileStore(before, job.config.job))

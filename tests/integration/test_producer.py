@@ -23,7 +23,7 @@ from doll.kafka import topics
 from doll.kafka.clients import kafka_settings
 from doll.local.kafka_broker import LocalKafka
 from doll.producers.main import run_producer
-from doll.producers.position import headers, source_name
+from doll.producers.position import position_headers, source_name
 from doll.services import Services
 from doll.task import load_task
 from paths import ROOT
@@ -216,7 +216,7 @@ import sys
 from pathlib import Path
 from doll import config
 from doll.producers.main import run_producer
-from doll.producers.position import headers, source_name
+from doll.producers.position import position_headers, source_name
 from doll.services import Services
 loaded = config.load(Path(sys.argv[1]))
 say = lambda text: (sys.stdout.write(text + "\\n"), sys.stdout.flush())
@@ -274,7 +274,7 @@ def test_a_broker_that_dies_under_way_loses_and_doubles_nothing(
         assert process.stdout is not None
         process.stdout.close()
     assert _read(config, services) == [[line.rstrip() for line in lines[n::2]] for n in (0, 1)]
-    assert [text.split(" is ")[1].split(":")[0] for text in said[:-1]] == ["away", "back"]
+    assert [text.split(" is ")[1].split(":")[0] for text in said[:-1]] == ["unreachable", "reachable again"]
     assert said[-1] == "1600 samples delivered, 0 failed"
 
 
@@ -331,10 +331,14 @@ def test_a_stream_pauses_while_its_worker_is_down(services: Services, job_name: 
     topics.ensure(config, services)
     producer = Producer(kafka_settings(config, services))
 
-    def say_up(*up: int) -> None:
-        values = {f"worker_{n}_live": float(n in up) for n in range(3)}
-        metric = records.Metric(source="ps", values=values, time_s=time.time())
-        producer.produce(config.topic("metrics"), records.encode(metric))
+    def report_live(*live: int) -> None:
+        workers = tuple(records.WorkerStatus(worker=n, is_live=n in live) for n in range(3))
+        status = records.ServerStatus(
+            term=1, time_s=time.time(), leader_since_s=0.0, pid=1, version=0, durable_version=0, samples_total=0,
+            batches_total=0, waiting_batches=0, computing_batches=0, shortfall_batches=0, stalled_s=0.0,
+            workers=workers,
+        )  # fmt: skip
+        producer.produce(config.topic("metrics"), records.encode(status))
         assert producer.flush(WAIT_TIMEOUT_S) == 0
 
     def grown(stream: int, count: int) -> list[int]:
@@ -354,16 +358,16 @@ def test_a_stream_pauses_while_its_worker_is_down(services: Services, job_name: 
                 return ends
 
     with _running(lambda stop: run_producer(config, services, stop=stop)):
-        say_up(0)
+        report_live(0)
         before = grown(0, 100)
-        assert before[1:] == [0, 0]  # of a worker that nobody has heard of, nothing is known
-        say_up(1, 2)
+        assert before[1:] == [0, 0]  # a worker that was never reported is not live
+        report_live(1, 2)
         grown(1, 100)
-        # The word needs its time, in which the stream goes on.
+        # The report takes a while to arrive, in which the stream goes on.
         until(lambda: grown(1, 20)[0] == grown(1, 20)[0], "the stream to pause")
         stopped = grown(2, 1)[0]
         assert grown(1, 200)[0] == stopped
-        say_up(0, 1, 2)
+        report_live(0, 1, 2)
         grown(0, 100)
 
 
@@ -384,7 +388,9 @@ def test_a_file_goes_on_where_a_killed_producer_was(tmp_path: Path, services: Se
     stray = Producer(kafka_settings(config, services))
     samples = config.topic("samples")
     for stream in range(3):
-        stray.produce(samples, b"of the run before", partition=stream, headers=headers(source_name(config.source), 900))
+        stray.produce(
+            samples, b"of the run before", partition=stream, headers=position_headers(source_name(config.source), 900)
+        )
     started = records.TermStarted(
         term=2, resumed_version=0, origins=(1, 1, 1), records_per_batch=1, time_s=0.0, generation=2
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from doll.config import parse
 from doll.errors import ConfigError
-from doll.ledger.admission import ANY_TERM, refuse_earlier_run, refuse_later_run
+from doll.ledger.admission import ANY_TERM, fold_lineage, refuse_earlier_run, refuse_later_run
 from doll.ledger.generations import GenerationFilter, Lineage, newest
 from doll.records import DeadLetter, Finished, TermStarted, Update, decode, encode
 from doll.services import Services
@@ -70,14 +70,23 @@ def test_the_lineage_is_that_of_the_newest_server() -> None:
     assert lineage == Lineage(5, 3, (8,), 2, "")
 
 
-def test_a_term_started_record_of_an_older_build_is_of_the_first_generation_and_the_first_is_read_by_older_builds() -> (
-    None
-):
+def test_a_term_started_record_without_a_generation_is_of_the_first_one() -> None:
     data = encode(term_started(1))
     assert b"generation" not in data
     record = decode(data)
     assert isinstance(record, TermStarted)
     assert record.generation == 0
+
+
+def test_records_of_another_schema_version_are_refused_and_bytes_that_are_no_record_are_skipped() -> None:
+    values = [(at, encode(record)) for at, record in enumerate(LOG)]
+    assert fold_lineage([*values, (10, b"rubbish"), (11, None)], "topic t", "digits") == Lineage(5, 3, (8,), 2, "")
+    older = bytearray(values[0][1])
+    older[1] = 1
+    with pytest.raises(ConfigError, match=r"topic t holds records of another release of DOLL \(offset 7: expected .*"):
+        fold_lineage([*values[:3], (7, bytes(older)), *values[3:]], "topic t", "digits")
+    with pytest.raises(ConfigError, match="--set job=digits-2"):
+        fold_lineage([(0, bytes(older))], "topic t", "digits")
 
 
 def test_an_earlier_run_without_its_checkpoints_is_refused_with_three_ways_to_go() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from doll.config import JobConfig, parse
 from doll.producers import sources
-from doll.producers.position import HEADER, headers, position_in, source_name
+from doll.producers.position import HEADER, position_headers, position_in, source_name
 
 
 def config(source: str, folder: Path = Path()) -> JobConfig:
@@ -33,9 +33,9 @@ def test_only_what_is_read_in_order_has_positions() -> None:
 
 def test_a_position_is_read_back_and_another_source_s_is_not() -> None:
     name, other = (source_name(config(f"{{kind: csv, path: {path}}}").source) for path in ("a", "b"))
-    assert position_in(name, [("trace", b"x"), *headers(name, 17)]) == 17
-    assert position_in(other, headers(name, 17)) is None
-    assert headers("", 17) == []
+    assert position_in(name, [("trace", b"x"), *position_headers(name, 17)]) == 17
+    assert position_in(other, position_headers(name, 17)) is None
+    assert position_headers("", 17) == []
     for found in (None, [], [(HEADER, None)], [(HEADER, b"17")], [(HEADER, name.encode() + b" -1")]):
         assert position_in(name, found) is None
 

@@ -32,7 +32,7 @@ def test_nothing_connects_before_the_first_sample(nowhere: Services) -> None:
     sender = SampleSender(CONFIG, nowhere, said.append)
     sender.poll()
     sender.drain(_always, 10.0)
-    assert sender._producer is None
+    assert sender._publisher is None
     assert threading.active_count() == threads
     assert not said
 
@@ -46,7 +46,7 @@ def test_what_is_not_delivered_in_the_end_counts_as_failed_and_is_told_once(nowh
     sender.drain(_always, 0.3)
     assert (sender.counts.sent, sender.counts.delivered, sender.counts.failed) == (10, 0, 10)
     assert len([text for text in said if "a record of 2 samples was not delivered" in text]) == 1
-    assert len([text for text in said if "is away: samples wait" in text]) <= 1
+    assert len([text for text in said if "is unreachable: samples wait" in text]) <= 1
 
 
 def test_a_full_queue_makes_the_sender_wait_until_it_is_told_to_give_up(nowhere: Services) -> None:
