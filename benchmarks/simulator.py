@@ -99,8 +99,8 @@ def plan() -> list[dict[str, object]]:
 
 def backtest() -> list[dict[str, object]]:
     """On two cores: half of the processor time of both, which is the time that it takes when the machine is idle."""
-    from doll.cli.backtest import policies
     from doll.provisioner.traces.recordings import load
+    from doll.simulation.adaptive import backtest_policies
     from doll.simulation.backtest import BacktestSettings
     from doll.simulation.backtest_report import verdict
     from doll.simulation.parallel import backtest_on
@@ -109,7 +109,7 @@ def backtest() -> list[dict[str, object]]:
     begin = time.process_time()
     sets = load(SHARED)
     loading = time.process_time() - begin
-    rows = backtest_on(2, sets, BacktestSettings(), policies)
+    rows = backtest_on(2, sets, BacktestSettings(), backtest_policies)
     cpu, wall = _all_cpu_s() - before, time.perf_counter() - wall
     found, idle = verdict(rows), loading + (cpu - loading) / 2
     return [{"case": "backtest on two cores", "cpu_s": cpu, "wall_s": wall, "idle_machine_s": idle, "limit_s": 60.0,

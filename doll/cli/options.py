@@ -55,12 +55,18 @@ DeadlineOption = Annotated[
 ]
 CycleOption = Annotated[
     float | None,
-    typer.Option("--cycle", parser=seconds, metavar=METAVAR, help="Mean up + down time of spot.", show_default=False),
+    typer.Option(
+        "--cycle",
+        parser=seconds,
+        metavar=METAVAR,
+        help="Mean up + down time of spot: the mean time between two interruptions.",
+        show_default=False,
+    ),
 ]
 BootOption = Annotated[
     float | None,
     typer.Option(
-        "--boot", parser=seconds, metavar=METAVAR, help="From a machine's start to a working worker.",
+        "--boot", parser=seconds, metavar=METAVAR, help="From the launch of a machine to a working worker.",
         show_default=False,
     ),
 ]  # fmt: skip
@@ -72,13 +78,14 @@ ServiceOption = Annotated[
     ),
 ]  # fmt: skip
 AlphaOption = Annotated[
-    float | None, typer.Option("--alpha", help="Fraction of time for which spot is up.", show_default=False)
+    float | None,
+    typer.Option("--alpha", help="Availability of spot: fraction of time that it runs.", show_default=False),
 ]
 SpotPriceOption = Annotated[
-    float | None, typer.Option("--spot-price", help="USD per hour of a worker that is up.", show_default=False)
+    float | None, typer.Option("--spot-price", help="USD per hour of a spot worker while it runs.", show_default=False)
 ]
 OnDemandPriceOption = Annotated[
-    float | None, typer.Option("--on-demand-price", help="USD per hour of a worker.", show_default=False)
+    float | None, typer.Option("--on-demand-price", help="USD per hour of an on-demand worker.", show_default=False)
 ]
 TraceOption = Annotated[
     Path | None,
@@ -87,7 +94,7 @@ TraceOption = Annotated[
 PoolOption = Annotated[
     str | None, typer.Option("--pool", help="Pool of the trace [default: its first].", show_default=False)
 ]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="The same seed gives the same run.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of all random numbers.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, all else on standard error.")]
 RunFolderOption = Annotated[
     Path | None,
@@ -116,18 +123,3 @@ def target(
     if path is None:
         raise usage("expected a job file, or an example that ships with DOLL, as in: doll up digits")
     return open_target(path, overrides or [], run_folder)
-
-
-def rates(given: list[str] | None) -> list[float] | None:
-    """The numbers of `--rate 125`, `--rate 10,20` or `--rate 10 --rate 20`; None where it is not given.
-
-    Raises:
-        BadParameter: something else.
-    """
-    if not given:
-        return None
-    text = ",".join(given)
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise usage(f"--rate: expected numbers with commas between them, got {text[:60]!r}") from error

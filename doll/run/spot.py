@@ -21,7 +21,7 @@ from doll.provisioner.reconcile import LaunchLimits
 from doll.provisioner.traces.job_market import make_market
 from doll.provisioner.traces.market import SpotMarket
 from doll.simulation.adaptive import ADAPTIVE
-from doll.simulation.spot_prediction import baselines, predict
+from doll.simulation.spot_prediction import predict, reference_policies
 
 _UNBOUNDED: Final = 1_000_000
 
@@ -126,7 +126,7 @@ def _unbounded(settings: ControllerSettings) -> LaunchLimits:
 
 def _predictions(market: SpotMarket, settings: ControllerSettings, *, leave_s: float) -> dict[str, Prediction]:
     """Of the planner and of the policies that need no plan, by policy."""
-    policies = (None, *baselines())
+    policies = (None, *reference_policies())
     rates = np.asarray(settings.rates_per_s)
     results = [predict(market, settings.planner, rates, leave_s=leave_s, policy=policy) for policy in policies]
     return {prediction.policy: prediction for prediction in results}

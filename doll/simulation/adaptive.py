@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from doll.provisioner.planning.baselines import ON_DEMAND, SPOT, BacktestJob, Choices, Observation
+from doll.provisioner.planning.baselines import (
+    ON_DEMAND,
+    SPOT,
+    BacktestJob,
+    Choices,
+    MarketPolicy,
+    Observation,
+    baselines,
+)
 from doll.provisioner.planning.planner import plan, start
 from doll.provisioner.planning.slot_history import SlotHistory
 from doll.provisioner.planning.state import Alpha, PlannerSettings
@@ -85,3 +93,8 @@ def planners() -> list[Adaptive]:
         Adaptive("adaptive-no-guard", replace(LIVE, guard=False)),
         Adaptive("adaptive-theorem", replace(LIVE, rule="theorem")),
     ]
+
+
+def backtest_policies() -> list[MarketPolicy]:
+    """The planner in its three forms, and the baselines that it is compared with."""
+    return [*baselines(), *planners()]

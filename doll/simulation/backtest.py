@@ -5,11 +5,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 
 from doll.provisioner.planning.baselines import OFF, ON_DEMAND, SPOT, BacktestJob, MarketPolicy, Observation
 from doll.provisioner.traces.model import Floats, TraceSet
+from doll.provisioner.traces.recordings import LeftOut, Survey, no_recordings_error
 from doll.provisioner.traces.windows import Windows, clairvoyant_usd, sample
 
 # A job must fit into its recording with room to begin at different times.
@@ -139,6 +141,24 @@ def backtest(
     return [
         row for index, ratio in cells(sets, settings) for row in backtest_one(sets[index], ratio, settings, policies())
     ]
+
+
+def usable(folder: Path, selected: Survey, settings: BacktestSettings) -> tuple[list[TraceSet], list[LeftOut]]:
+    """The trace sets that are long enough for a job, and everything that is skipped.
+
+    Args:
+        folder: what was surveyed, for messages.
+
+    Raises:
+        ConfigError: no set is long enough.
+    """
+    reasons = {recorded.name: too_short(recorded, settings) for recorded in selected.sets}
+    sets = [recorded for recorded in selected.sets if not reasons[recorded.name]]
+    short = [LeftOut(f"trace set {name}", reason) for name, reason in reasons.items() if reason]
+    skipped = [*selected.skipped, *short]
+    if not sets:
+        raise no_recordings_error(folder, skipped)
+    return sets, skipped
 
 
 def too_short(trace_set: TraceSet, settings: BacktestSettings) -> str:

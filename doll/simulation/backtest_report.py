@@ -1,10 +1,11 @@
-"""What a backtest says: a table, a verdict on the planner, JSON, CSV and a picture."""
+"""The results of a backtest: a table, a verdict on the planner, JSON, CSV and a plot."""
 
 from __future__ import annotations
 
 import csv
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -25,8 +26,8 @@ class Verdict:
 
     Attributes:
         all_met: every deadline of every trace set.
-        worst_points: most percent points of on-demand cost above the best rival that met every deadline there.
-        mean_points: the same over all sets and deadlines on average; negative: cheaper than the best rival.
+        worst_points: most percent points of on-demand cost above the best baseline that met every deadline there.
+        mean_points: the same over all sets and deadlines on average; negative: cheaper than the best baseline.
         points_by_set: the same over the deadlines of each trace set on average.
         moves_share: its moves over those of Uniform Progress, summed over all sets and deadlines.
         moves_share_by_set: the same per trace set; NaN where Uniform Progress never moves.
@@ -42,7 +43,7 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """All deadlines met, near the best rival's cost on every trace set, with few moves."""
+        """All deadlines met, near the best baseline's cost on every trace set, with few moves."""
         near = max(self.points_by_set.values()) <= _POINTS_OVER_BEST
         return self.all_met and near and self.moves_share < _SHARE_OF_MOVES
 
@@ -51,7 +52,7 @@ class Verdict:
         over = [name for name, share in self.moves_share_by_set.items() if share >= _SHARE_OF_MOVES]
         lines = [
             f"adaptive: {'met every deadline' if self.all_met else 'MISSED deadlines'}; cost {self.mean_points:+.1f} "
-            f"points against the best rival that met all, at worst {self.worst_points:+.1f} ({self.worst_at}); "
+            f"points against the best baseline that met all, at worst {self.worst_points:+.1f} ({self.worst_at}); "
             f"{100 * self.moves_share:.0f} % of Uniform Progress's moves",
         ]
         if over:
@@ -102,18 +103,35 @@ def table(rows: Sequence[Row]) -> str:
         if at != (row.trace_set, row.deadline_ratio):
             at = (row.trace_set, row.deadline_ratio)
             lines += ["", f"{row.trace_set}, deadline {row.deadline_ratio:g} x, {row.jobs} jobs"]
-            lines.append(f"  {'policy':{width}}  met %  cost %  moves/job  x clairvoyant")
+            lines.append(f"  {'policy':{width}}  met %  cost %  moves/job  x oracle")
         lines.append(
             f"  {row.policy:{width}}  {row.met_percent:5.0f}  {row.cost_percent:6.1f}  {row.moves_per_job:9.1f}  "
-            f"{row.over_bound:13.3f}"
+            f"{row.over_bound:8.3f}"
         )
-    lines += ["", "all trace sets and deadlines", f"  {'policy':{width}}  met %  cost %  moves/job  x clairvoyant"]
+    lines += ["", "all trace sets and deadlines", f"  {'policy':{width}}  met %  cost %  moves/job  x oracle"]
     for mean in overall(rows):
         lines.append(
             f"  {mean.policy:{width}}  {mean.met_percent:5.0f}  {mean.cost_percent:6.1f}  {mean.moves_per_job:9.1f}  "
-            f"{mean.over_bound:13.3f}"
+            f"{mean.over_bound:8.3f}"
         )
     return "\n".join(lines).lstrip("\n")
+
+
+def text(rows: Sequence[Row]) -> str:
+    """Table and verdict."""
+    return f"{table(rows)}\n\n{verdict(rows).text}"
+
+
+def write_report(rows: Sequence[Row], report: Mapping[str, object], folder: Path) -> None:
+    """Write backtest.json (`report`), backtest.csv and backtest.png into `folder`, which is made.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "backtest.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    write_csv(rows, folder / "backtest.csv")
+    draw(rows, folder / "backtest.png")
 
 
 def overall(rows: Sequence[Row]) -> list[Row]:
@@ -186,7 +204,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             ):
                 axes.scatter(values, heights, s=26, facecolors=faces, edgecolors=f"C{index}", label=policy)
         grid[0][column].set_title(f"deadline {ratio:g} x", fontsize=10)
-        grid[0][column].set_xlabel("cost, % of all on demand", fontsize=9)
+        grid[0][column].set_xlabel("cost, % of all on-demand", fontsize=9)
         grid[1][column].set_xlabel("moves per job", fontsize=9)
         grid[1][column].set_xscale("symlog", linthresh=1)
         for axes in grid[:, column]:

@@ -1,8 +1,9 @@
-"""What a simulation gives: a summary with formulas beside measurements, a CSV of the updates, and a picture."""
+"""The results of a simulation: a summary with formulas and measurements, a CSV of the updates, and a plot."""
 
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from doll.monitor.history import json_safe
 from doll.monitor.rates import (
     Margin,
     stability_margin,
@@ -63,12 +65,31 @@ class Summary:
 
     @property
     def cost_ratio(self) -> float:
-        """Cost over that of the same updates all on demand at the formula's rate; NaN without updates."""
+        """Cost over that of the same updates all on-demand at the formula's rate; NaN without updates."""
         return self.usd / self.all_on_demand_usd if self.all_on_demand_usd > 0 else math.nan
 
     def to_dict(self) -> dict[str, float | int]:
         """Plain numbers, for JSON."""
         return {**asdict(self), "cost_ratio": self.cost_ratio}
+
+    def text(self, deadline_s: float | None = None, target_updates: int | None = None) -> str:
+        """The summary for people; with a deadline, whether the target was reached by then."""
+        ratio = self.rate_measured / self.rate_at_observed_uptime
+        lines = [
+            f"{self.updates} updates in {self.seconds:.1f} simulated s; {self.workers} workers, "
+            f"{self.mean_up:.2f} up on average, {self.preemptions} preemptions",
+            f"update rate: {self.rate_measured:.5g} /s; formula {self.rate_formula:.5g} /s; at the simulated up-time "
+            f"{self.rate_at_observed_uptime:.5g} /s (measured {100 * (ratio - 1):+.2f} %)",
+            f"queue: {self.mean_waiting_batches:.2f} batches on average, {self.max_waiting_batches} at most; a group "
+            f"takes {self.mean_group_s:.4g} s",
+            f"Proposition 1: margin {self.margin_sufficient:.3g} in the sufficient form, "
+            f"{self.margin_necessary:.3g} in the necessary one (above 1 is stable)",
+            f"cost: {self.usd:.2f} USD, {100 * self.cost_ratio:.2f} % of all on-demand; {self.moves} moves",
+        ]
+        if deadline_s is not None:
+            met = target_updates is not None and self.updates >= target_updates and self.seconds <= deadline_s
+            lines.append(f"deadline {deadline_s:.1f} s: {'met' if met else 'MISSED'}")
+        return "\n".join(lines)
 
 
 def group_size(settings: SimulationSettings) -> int:
@@ -79,13 +100,14 @@ def group_size(settings: SimulationSettings) -> int:
 def formula_rate(settings: SimulationSettings, spot: Sequence[bool], alpha: float) -> float:
     """λ_U in updates per second when spot slots are up a share `alpha` of the time.
 
-    Source: the DOLL paper, Eq. (1) and (20).
+        Source: the DOLL paper, Eq. (1) and (20).
 
-    >>> from doll.ps.policies.doll import DollPolicyConfig
-    >>> settings = SimulationSettings(rates_per_s=[125.0] * 64, batch_size=256, updates=1,
-    ...                               policy=DollPolicyConfig(group_size=20))
-    >>> formula_rate(settings, [False] * 64, alpha=0.9)
-    1.5625
+        >>> from doll.monitor.history import json_safe
+    from doll.ps.policies.doll import DollPolicyConfig
+        >>> settings = SimulationSettings(rates_per_s=[125.0] * 64, batch_size=256, updates=1,
+        ...                               policy=DollPolicyConfig(group_size=20))
+        >>> formula_rate(settings, [False] * 64, alpha=0.9)
+        1.5625
     """
     rates = [rate * (alpha if is_spot else 1.0) for rate, is_spot in zip(settings.rates_per_s, spot, strict=True)]
     return settings.policy.update_rate_per_s(rates, settings.batch_size)
@@ -137,6 +159,18 @@ def _growth(waiting: npt.NDArray[np.float64]) -> float:
         return math.nan
     middle = waiting[int(0.4 * n) : int(0.5 * n)].mean()
     return float((waiting[int(0.9 * n) :].mean() + 1.0) / (middle + 1.0))
+
+
+def write_report(system: System, summary: Summary, folder: Path) -> None:
+    """Write summary.json, updates.csv and simulation.png into `folder`, which is made.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_csv(system.trajectory, folder / "updates.csv")
+    (folder / "summary.json").write_text(json.dumps(json_safe(summary.to_dict()), indent=2) + "\n", encoding="utf-8")
+    draw(system.trajectory, summary, folder / "simulation.png")
 
 
 def write_csv(kept: Trajectory, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a backtest says of one job on one spot market, before it is run there: the same market, planner and money."""
+"""What a backtest predicts for one job on one spot market: with the same market, planner and prices as the run."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class _PreemptionRecorder:
         return choice
 
 
-def baselines() -> list[MarketPolicy]:
+def reference_policies() -> list[MarketPolicy]:
     """The two that need no plan."""
     return [AllOnDemand(), AllSpot()]
 

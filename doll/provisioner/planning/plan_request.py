@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
+from pydantic import ValidationError
 
 from doll.config import JobConfig, PlanConfig, ProcessesFleetConfig
 from doll.errors import ConfigError
@@ -78,6 +79,28 @@ def plan_request(
     except ValueError as error:
         raise ConfigError(f"plan: {error}") from error
     return request, notes
+
+
+def changed_plan(section: PlanConfig, **changes: Any) -> PlanConfig:
+    """The plan section with other values, validated like the job file; None leaves a value as it is.
+
+    J and an error target exclude each other: the one that is given replaces the other.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+    given = {name: value for name, value in changes.items() if value is not None}
+    values = section.model_dump()
+    if "updates" in given:
+        values["target_error"] = None
+    elif "target_error" in given:
+        values["updates"] = None
+    try:
+        return PlanConfig.model_validate({**values, **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"plan{'.' if key else ''}{key}: {first['msg']}, got {first['input']!r}") from error
 
 
 def apply_speed_up(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> PlanConfig:

@@ -68,6 +68,29 @@ def survey(folder: Path) -> Survey:
     return found
 
 
+def select(folder: Path, surveyed: Survey, parts: Sequence[str] | None) -> Survey:
+    """The trace sets whose name contains one of `parts`; all without parts. What was left out stays in it.
+
+    Args:
+        folder: what was surveyed, for messages.
+
+    Raises:
+        ConfigError: nothing in the folder can be used, or no set has such a name.
+    """
+    if not surveyed.sets:
+        raise no_recordings_error(folder, surveyed.skipped)
+    if not parts:
+        return surveyed
+    sets = [recorded for recorded in surveyed.sets if any(part in recorded.name for part in parts)]
+    if not sets:
+        names = ", ".join(recorded.name for recorded in surveyed.sets)
+        raise ConfigError(
+            f"--trace-set: no trace set of {folder} has {' or '.join(parts)} in its name; there are {names}"
+            + "".join(f"\n{line}" for line in left_out_text(surveyed.skipped).splitlines())
+        )
+    return Survey(sets, surveyed.skipped)
+
+
 def load(folder: Path) -> list[TraceSet]:
     """The trace sets that `survey` finds, at least one.
 
@@ -116,9 +139,9 @@ def no_recordings_error(folder: Path, skipped: Sequence[LeftOut]) -> ConfigError
 
 def left_out_text(skipped: Sequence[LeftOut], at_most: int = 20) -> str:
     """One line for each, for people."""
-    lines = [f"left out: {one}" for one in skipped[:at_most]]
+    lines = [f"skipped: {one}" for one in skipped[:at_most]]
     more = len(skipped) - at_most
-    return "\n".join([*lines, f"left out: {more} more; --json names them all"] if more > 0 else lines)
+    return "\n".join([*lines, f"skipped: {more} more; --json lists them all"] if more > 0 else lines)
 
 
 def _folders(folder: Path, found: Survey) -> list[Path]:
@@ -175,7 +198,7 @@ def _loader_of(path: Path, plain: str, found: Survey) -> datasets.Loader | None:
 
 
 def _of_different_names(folder: Path, named: Sequence[tuple[TraceSet, Path]]) -> list[TraceSet]:
-    """Sets that share a name are told apart by their file, as is needed to choose one with --only."""
+    """Sets that share a name are told apart by their file, as is needed to choose one with --trace-set."""
     count = Counter(one.name for one, _ in named)
     used: Counter[str] = Counter()
     found = []

@@ -5,24 +5,21 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from doll.cli.app import app
-from doll.cli.backtest import policies
 from doll.errors import ConfigError
 from doll.provisioner.planning import baselines
 from doll.provisioner.planning.baselines import ON_DEMAND, SPOT, BacktestJob, MarketPolicy, Observation
-from doll.provisioner.traces.model import Pool, Series, TraceSet, constant, write_folder
+from doll.provisioner.traces.model import Pool, Series, TraceSet, constant
 from doll.provisioner.traces.recordings import load
 from doll.provisioner.traces.windows import Windows, clairvoyant_usd, sample, slots_up
-from doll.simulation.adaptive import Adaptive, planners
+from doll.simulation.adaptive import Adaptive, backtest_policies, planners
 from doll.simulation.backtest import BacktestSettings, Outcome, backtest, replay
 from doll.simulation.backtest_report import to_json, verdict
 from doll.simulation.parallel import backtest_on
+from flicker import flicker
 from paths import SHARED_DATA
-from typer.testing import CliRunner
 
 pytestmark = pytest.mark.slow  # simulations of whole jobs
 
@@ -51,19 +48,6 @@ def job(market: Windows, *, hours: float, deadline_hours: float, boot_s: float =
 
 def run(policy: MarketPolicy, market: Windows, **shape: float) -> Outcome:
     return replay(policy, job(market, **shape), market)
-
-
-def flicker(seed: int, hours: float = 400.0, alpha: float = 0.8, cycle_s: float = 5 * HOUR_S) -> TraceSet:
-    """Two pools of one machine each, up and down at random."""
-    rng = np.random.default_rng(seed)
-    pools = []
-    for name in ("a", "b"):
-        lengths = rng.exponential(cycle_s / 2, 2000) * np.tile([2 * alpha, 2 * (1 - alpha)], 1000)
-        times = np.concatenate([[0.0], np.cumsum(lengths)])
-        times = times[times < hours * HOUR_S]
-        up = Series(np.append(times, hours * HOUR_S), np.append(np.arange(len(times)) % 2 == 0, False).astype(float))
-        pools.append(Pool(name, 1, 0.286, constant(0.158, 0.0, hours * HOUR_S), up))
-    return TraceSet("flicker", tuple(pools))
 
 
 # --- windows --------------------------------------------------------------------------------------------------------
@@ -211,7 +195,7 @@ def test_a_slot_with_its_share_done_is_given_back() -> None:
 @pytest.mark.parametrize("ratio", [1.05, 1.3])
 def test_the_planner_meets_every_deadline_and_beats_on_demand(ratio: float) -> None:
     settings = BacktestSettings(rates_per_s=(125.0,) * 8, job_hours=12.0, deadline_ratios=(ratio,), windows=12)
-    rows = {row.policy: row for row in backtest([flicker(3)], settings, policies)}
+    rows = {row.policy: row for row in backtest([flicker(3)], settings, backtest_policies)}
     assert rows["adaptive"].met_percent == 100.0
     assert rows["adaptive"].cost_percent < 90.0
     assert rows["all-spot"].met_percent < 100.0
@@ -252,7 +236,7 @@ def test_a_set_meets_the_same_windows_whatever_is_replayed_beside_it() -> None:
 
 def test_a_market_that_gives_machines_away_has_finite_figures() -> None:
     flat = Pool("free", 4, 0.2, constant(0.0, 0.0, 4e5), constant(4.0, 0.0, 4e5))
-    rows = backtest([TraceSet("free", (flat,))], BacktestSettings(rates_per_s=(1.0,) * 4, windows=1), policies)
+    rows = backtest([TraceSet("free", (flat,))], BacktestSettings(rates_per_s=(1.0,) * 4, windows=1), backtest_policies)
     over = {row.policy: row.over_bound for row in rows}
     assert over["all-spot"] == 1.0
     assert 1 < over["on-demand"] < float("inf")
@@ -268,15 +252,15 @@ def test_two_processes_give_the_same_rows_and_say_how_far_they_are() -> None:
     settings = BacktestSettings(rates_per_s=(125.0,) * 4, job_hours=6.0, deadline_ratios=(1.1, 1.3), windows=3)
     heard: list[str] = []
     sets = [flicker(3), TraceSet("another", flicker(4).pools)]
-    rows = backtest_on(2, sets, settings, policies, heard.append)
-    assert rows == backtest(sets, settings, policies)
+    rows = backtest_on(2, sets, settings, backtest_policies, heard.append)
+    assert rows == backtest(sets, settings, backtest_policies)
     assert heard == ["flicker x 1.1", "flicker x 1.3", "another x 1.1", "another x 1.3"]
 
 
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data sets are not beside this checkout")
 def test_the_planner_holds_its_bars_on_the_shared_recordings() -> None:
     sets = load(SHARED_DATA / "spot_traces_skypilot") + load(SHARED_DATA / "preempt_bamboo")
-    rows = backtest_on(2, sets, BacktestSettings(windows=4), policies)
+    rows = backtest_on(2, sets, BacktestSettings(windows=4), backtest_policies)
     found = verdict(rows)
     assert found.all_met
     # Of four jobs a set; one deadline of one set may be unlucky.
@@ -285,82 +269,3 @@ def test_the_planner_holds_its_bars_on_the_shared_recordings() -> None:
     assert found.moves_share < 1 / 3
     assert found.ok
     assert json.loads(json.dumps(to_json(rows, BacktestSettings(windows=4))))["verdict"]["ok"] is True
-
-
-# --- the commands -----------------------------------------------------------------------------------------------------
-
-
-def test_doll_backtest_takes_any_folder_in_the_documented_form(tmp_path: Path) -> None:
-    write_folder([flicker(5, hours=60.0)], tmp_path / "mine")
-    arguments = ["backtest", str(tmp_path / "mine"), "--workers", "4", "--windows", "3", "--deadline-ratio", "1.2",
-                 "--processes", "1", "--out", str(tmp_path / "out")]  # fmt: skip
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert "flicker, deadline 1.2 x, 3 jobs" in result.stdout
-    assert "adaptive: met every deadline" in result.stdout
-    content = json.loads((tmp_path / "out" / "backtest.json").read_text())
-    assert {row["policy"] for row in content["rows"]} == {made.name for made in policies()}
-    assert (tmp_path / "out" / "backtest.png").stat().st_size > 5000
-    assert len((tmp_path / "out" / "backtest.csv").read_text().splitlines()) == 1 + len(policies())
-    as_json = CliRunner().invoke(app, [*arguments, "--json"])
-    assert json.loads(as_json.stdout)["rows"] == content["rows"]
-
-
-def test_doll_backtest_exports_what_it_reads(tmp_path: Path) -> None:
-    write_folder([flicker(5, hours=60.0)], tmp_path / "mine")
-    result = CliRunner().invoke(app, ["backtest", str(tmp_path / "mine"), "--export", str(tmp_path / "copy")])
-    assert result.exit_code == 0
-    for name in ("pools.csv", "prices.csv", "availability.csv"):
-        assert (tmp_path / "copy" / name).read_text() == (tmp_path / "mine" / name).read_text()
-
-
-def test_a_recording_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> None:
-    """One unusable folder stopped the whole backtest, also with --only another one."""
-    write_folder([flicker(5, hours=60.0)], tmp_path / "mine")
-    write_folder([flicker(5, hours=0.2)], tmp_path / "short")
-    (tmp_path / "damaged").mkdir()
-    (tmp_path / "damaged" / "traces.jsonl").write_text("no json\n")
-    arguments = [
-        "backtest",
-        str(tmp_path),
-        "--workers",
-        "4",
-        "--windows",
-        "2",
-        "--deadline-ratio",
-        "1.2",
-        "--processes",
-        "1",
-    ]
-    for only in ([], ["--only", "mine"]):
-        result = CliRunner().invoke(app, [*arguments, *only])
-        assert result.exit_code == 0, result.output
-        assert "flicker (mine), deadline 1.2 x, 2 jobs" in result.stdout
-        assert f"left out: {tmp_path}/damaged/traces.jsonl: line 1: expected a trace" in result.stderr
-        assert ("left out: trace set flicker (short): expected a recording" in result.stderr) == (not only)
-    content = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
-    assert [one["what"] for one in content["skipped"]] == [
-        f"{tmp_path}/damaged/traces.jsonl", "trace set flicker (short)",
-    ]  # fmt: skip
-    nothing = CliRunner().invoke(app, [*arguments, "--only", "damaged"])
-    assert nothing.exit_code == 2
-    assert "there are flicker (mine), flicker (short)" in nothing.stderr
-    assert "damaged/traces.jsonl: line 1: expected a trace" in nothing.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "expected"),
-    [
-        (["nowhere"], 2, "expected a folder of traces"),
-        (["{mine}", "--only", "nothing"], 2, "no trace set"),
-        (["{mine}", "--deadline-ratio", "0.9"], 2, "deadlines of at least 1"),
-    ],
-)
-def test_a_wrong_backtest_says_what_was_expected(
-    tmp_path: Path, arguments: list[str], code: int, expected: str
-) -> None:
-    write_folder([flicker(5, hours=60.0)], tmp_path / "mine")
-    filled = [argument.replace("{mine}", str(tmp_path / "mine")) for argument in arguments]
-    result = CliRunner().invoke(app, ["backtest", *filled])
-    assert result.exit_code == code
-    assert expected in result.stderr

@@ -1,0 +1,113 @@
+"""A simulated job from a job file and options; where both say nothing, the setting of the DOLL paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from doll.config import JobConfig
+from doll.config.policy import PolicyConfig
+from doll.errors import ConfigError
+from doll.provisioner.planning.state import PlannerSettings
+from doll.provisioner.traces.availability import Markov, Preemption, Recorded
+from doll.provisioner.traces.recordings import pool_of
+from doll.ps.policies.doll import DollPolicyConfig
+from doll.simulation.provisioning import PlannerProvisioner
+from doll.simulation.report import group_size
+from doll.simulation.settings import SimulationSettings
+from doll.simulation.system import System
+
+PAPER_RATE_PER_S: Final = 125.0
+PAPER_WORKERS: Final = 64
+PAPER_ALPHA: Final = 0.9
+PAPER_CYCLE_S: Final = 1000.0
+PAPER_SERVICE_S: Final = 0.02
+PAPER_SPOT_USD_PER_H: Final = 0.158
+PAPER_ON_DEMAND_USD_PER_H: Final = 0.286
+_PAPER_BATCH_SIZE: Final = 256
+_PAPER_GROUP_SIZE: Final = 20
+_PAPER_UPDATES: Final = 10_000
+
+
+def simulation_settings(
+    config: JobConfig | None,
+    rates_per_s: Sequence[float],
+    *,
+    batch_size: int | None,
+    group_size: int | None,
+    updates: int | None,
+    seconds: float | None,
+    **more: Any,
+) -> SimulationSettings:
+    """Settings of the simulation: options first, then the job file, then the paper.
+
+    Args:
+        rates_per_s: λ_n, shape (N,).
+        group_size: replaces the job's policy by groups of this size.
+        more: other settings, as `SimulationSettings` names them.
+
+    Raises:
+        ConfigError: a number out of its range.
+    """
+    policy: PolicyConfig | None = None if group_size is None else DollPolicyConfig(group_size=group_size)
+    if config is not None:
+        batch_size = batch_size or config.data.batch_size
+        policy = policy or config.training.policy
+        if updates is None and seconds is None:
+            updates, seconds = config.stop.updates, config.stop.seconds
+    if updates is None and seconds is None:
+        updates = _PAPER_UPDATES
+    return SimulationSettings(
+        rates_per_s=rates_per_s,
+        batch_size=batch_size or _PAPER_BATCH_SIZE,
+        policy=policy or DollPolicyConfig(group_size=_PAPER_GROUP_SIZE),
+        updates=updates,
+        seconds=seconds,
+        **more,
+    )
+
+
+def preemptions(
+    settings: SimulationSettings, alpha: float, cycle_s: float, trace: Path | None, pool: str | None
+) -> tuple[Preemption, float]:
+    """When spot is available to each slot, and its availability: a Markov chain, or a recorded pool.
+
+    Raises:
+        ConfigError: a number out of its range, or the trace or the pool does not exist.
+    """
+    if trace is None:
+        # Its own random stream: arrivals do not depend on preemptions.
+        return Markov(alpha, cycle_s, np.random.default_rng((settings.seed, 1))), alpha
+    recorded = pool_of(trace, pool, "--pool")
+    return Recorded.of(recorded, settings.num_workers), recorded.alpha
+
+
+def fixed_mix(settings: SimulationSettings, num_spot: int, preemption: Preemption, *, boot_s: float) -> System:
+    """The job with its `num_spot` slowest streams on spot, from the beginning to the end."""
+    n = settings.num_workers
+    slowest = sorted(range(n), key=lambda slot: settings.rates_per_s[slot])[:num_spot]
+    return System(settings, spot=[slot in set(slowest) for slot in range(n)], preemption=preemption, boot_s=boot_s)
+
+
+def planned(
+    settings: SimulationSettings, preemption: Preemption, *, deadline_s: float, replan_s: float, boot_s: float
+) -> System:
+    """The job with the planner choosing the market of every slot, all on spot at first.
+
+    Raises:
+        ConfigError: the settings have no number of updates, which is the work to do by the deadline.
+    """
+    if settings.updates is None:
+        raise ConfigError("--deadline: expected --updates too, the work that is to be done by then")
+    size = group_size(settings)
+    planner = PlannerSettings(
+        samples=settings.updates * size * settings.batch_size, group_size=size, batch_size=settings.batch_size,
+        deadline_s=deadline_s, replan_s=replan_s, boot_s=boot_s,
+    )  # fmt: skip
+    return System(
+        settings, spot=[True] * settings.num_workers, preemption=preemption,
+        provisioner=PlannerProvisioner(planner), boot_s=boot_s,
+    )  # fmt: skip
