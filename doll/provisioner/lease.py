@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from doll.errors import FencedError
-from doll.storage.file_store import FileStore
+from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.storage.stores import checkpoint_location
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def claims_of(config: JobConfig, run_folder: Path) -> Claims:
     """
     place = checkpoint_location(config, run_folder)
     if isinstance(place, Path):
-        return FileStore(place / "provision", config.job)
-    from doll.storage.s3_store import S3Store
+        return FileCheckpointStore(place / "provision", config.job)
+    from doll.storage.s3_checkpoints import S3CheckpointStore
 
-    return S3Store(f"{place.rstrip('/')}/provision", config.job)
+    return S3CheckpointStore(f"{place.rstrip('/')}/provision", config.job)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from doll.errors import ConfigError
-from doll.storage.file_store import FileStore
+from doll.storage.file_checkpoints import FileCheckpointStore
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -38,10 +38,10 @@ def open_store(config: JobConfig, run_folder: Path) -> CheckpointStore:
     """
     place, keep = checkpoint_location(config, run_folder), config.checkpoint.keep
     if isinstance(place, Path):
-        return FileStore(place, config.job, keep=keep)
-    from doll.storage.s3_store import S3Store
+        return FileCheckpointStore(place, config.job, keep=keep)
+    from doll.storage.s3_checkpoints import S3CheckpointStore
 
-    return S3Store(place, config.job, keep=keep)
+    return S3CheckpointStore(place, config.job, keep=keep)
 
 
 def open_blobs(

@@ -14,8 +14,8 @@ import pytest
 import structlog
 from doll.errors import CheckpointError, FencedError
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
-from doll.storage.file_store import FileStore
-from doll.storage.s3_store import S3Store
+from doll.storage.file_checkpoints import FileCheckpointStore
+from doll.storage.s3_checkpoints import S3CheckpointStore
 from doll.testing import MemoryCheckpointStore
 
 
@@ -60,8 +60,8 @@ def kit(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
                 data[len(data) // 2] ^= 1
                 client.put_object(**where, Body=bytes(data))
 
-            def handle(job: str) -> S3Store:
-                return S3Store("s3://models/team/digits/", job, keep=3)
+            def handle(job: str) -> S3CheckpointStore:
+                return S3CheckpointStore("s3://models/team/digits/", job, keep=3)
 
             yield Kit(handle("digits"), handle, flip_object)
         return
@@ -74,7 +74,9 @@ def kit(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
             data[len(data) // 2] ^= 1
             path.write_bytes(data)
 
-        yield Kit(FileStore(folder, "digits", keep=3), lambda job: FileStore(folder, job, keep=3), flip)
+        yield Kit(
+            FileCheckpointStore(folder, "digits", keep=3), lambda job: FileCheckpointStore(folder, job, keep=3), flip
+        )
         return
     store = MemoryCheckpointStore("digits", keep=3)
     yield Kit(store, store.handle, store.damage)

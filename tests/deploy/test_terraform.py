@@ -76,7 +76,7 @@ def test_the_provisioner_may_do_what_it_calls_and_little_else() -> None:
 
 def test_the_parameter_server_may_do_what_its_store_calls() -> None:
     model = {"put_object": "PutObject", "get_object": "GetObject", "delete_object": "DeleteObject"}
-    text = (ROOT / "doll" / "storage" / "s3_store.py").read_text()
+    text = (ROOT / "doll" / "storage" / "s3_checkpoints.py").read_text()
     assert {f"s3:{action}" for call, action in model.items() if call in text} | {"s3:ListBucket"} <= granted("control")
 
 

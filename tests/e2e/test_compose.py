@@ -31,7 +31,7 @@ from doll.local.kafka_broker import LocalKafka
 from doll.local.processes import describe_exit, free_port, spawn, tail
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
-from doll.storage.file_store import FileStore
+from doll.storage.file_checkpoints import FileCheckpointStore
 from fake_engine import fake_docker_engine
 from paths import ROOT
 from waiting import until
@@ -579,7 +579,7 @@ def test_a_job_trains_loses_a_worker_to_sigkill_and_ends_with_its_books_balanced
     assert (proof.exit_codes, proof.restarts) == ([0], 0)
     assert re.search(r"\b0 missing, 0 twice", proof.log.read_text()), tail(proof.log)
     config = load(Path(metrics.environment["DOLL_JOB"]))
-    store = FileStore(stack.folder / "runs" / job_name / "checkpoints", job_name, keep=config.checkpoint.keep)
+    store = FileCheckpointStore(stack.folder / "runs" / job_name / "checkpoints", job_name, keep=config.checkpoint.keep)
     report = audit(config, Services(broker.address, redis_server.address), store)
     assert report.ok
     assert report.applied > 0

@@ -24,7 +24,7 @@ from doll.ps.checkpointing import decode_snapshot
 from doll.records import AnyRecord, Finished, Metric, TermStarted, Update, decode, encode
 from doll.services import BLOBS_ENV, Services
 from doll.storage.checkpoints import Checkpoint
-from doll.storage.file_store import FileStore
+from doll.storage.file_checkpoints import FileCheckpointStore
 from waiting import WAIT_TIMEOUT_S
 
 FEATURES = 4
@@ -199,8 +199,8 @@ class Pipeline:
     # --- the truth
 
     @property
-    def store(self) -> FileStore:
-        return FileStore(self.run / "checkpoints", self.config.job, keep=self.config.checkpoint.keep)
+    def store(self) -> FileCheckpointStore:
+        return FileCheckpointStore(self.run / "checkpoints", self.config.job, keep=self.config.checkpoint.keep)
 
     def checkpoint(self) -> Checkpoint:
         found = self.store.load_newest(None)

@@ -23,7 +23,7 @@ from doll.records import AnyRecord, Evaluated, Finished, Member, Metric, TermSta
 from doll.services import Services
 from doll.storage.blobs import Latest, encode_blob, encode_latest, latest_key, weights_key
 from doll.storage.checkpoints import Checkpoint
-from doll.storage.file_store import FileStore
+from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.storage.redis_blobs import RedisBlobs
 from doll.storage.redis_client import connect_redis
 from waiting import WAIT_TIMEOUT_S, until
@@ -212,7 +212,7 @@ def test_it_waits_for_redis_and_takes_a_lost_last_version_from_the_checkpoint(
 
     redis_server.restart()
     model = build(rig.config, load_task(rig.config))
-    store = FileStore(rig.run / "checkpoints", rig.config.job)
+    store = FileCheckpointStore(rig.run / "checkpoints", rig.config.job)
     weights = np.array([2.5, 0.0], dtype=np.float32)
     store.save(
         Checkpoint(

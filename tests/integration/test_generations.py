@@ -12,7 +12,7 @@ from doll.kafka import topics
 from doll.kafka.clients import kafka_settings
 from doll.ledger.admission import AFTER_TERM_ENV, read_lineage
 from doll.ledger.audit import audit
-from doll.storage.file_store import FileStore
+from doll.storage.file_checkpoints import FileCheckpointStore
 from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
@@ -60,7 +60,7 @@ def test_lost_checkpoints_a_new_generation_and_its_restart(make_pipeline: Any) -
     assert read_lineage(job.config, job.services, tail_only=True) == seen
 
     # The run before can still be audited, but not gone on with.
-    old = audit(job.config, job.services, FileStore(before, job.config.job))
+    old = audit(job.config, job.services, FileCheckpointStore(before, job.config.job))
     assert (old.violations(), old.version, old.applied) == ([], 4, 64)
     checkpoints.rename(job.run / "after")
     before.rename(checkpoints)

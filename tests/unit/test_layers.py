@@ -93,8 +93,8 @@ IMPURE = (
 # Each vendor's package is imported by its adapters alone.
 ADAPTERS = {
     "aiokafka": ("doll.consumers.transport",),
-    "boto3": ("doll.provisioner.fleets.ec2.*", "doll.provisioner.prices.ec2", "doll.storage.s3_store"),
-    "botocore": ("doll.provisioner.fleets.ec2.*", "doll.provisioner.prices.ec2", "doll.storage.s3_store"),
+    "boto3": ("doll.provisioner.fleets.ec2.*", "doll.provisioner.prices.ec2", "doll.storage.s3_checkpoints"),
+    "botocore": ("doll.provisioner.fleets.ec2.*", "doll.provisioner.prices.ec2", "doll.storage.s3_checkpoints"),
     "confluent_kafka": ("doll.kafka.*",),
     "faust": ("doll.consumers.faust_app", "doll.consumers.transport"),
     "mode": ("doll.consumers.faust_app", "doll.consumers.transport"),
@@ -121,7 +121,6 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
         "doll.evaluation.main -> confluent_kafka",
         "doll.local.kafka_broker -> confluent_kafka",
         "doll.local.mock_kafka -> confluent_kafka",
-        "doll.producers.sender -> confluent_kafka",
     ),
     "module_cycles": (),
     "too_long": (

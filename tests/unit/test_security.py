@@ -21,7 +21,7 @@ from doll.records import decode
 from doll.services import Services, redis_address, resolve
 from doll.storage.blobs import decode_blob, decode_latest
 from doll.storage.checkpoints import decode_checkpoint
-from doll.storage.file_store import FileStore
+from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.storage.redis_client import connect_redis
 from doll.tasks.digits import Digits
 from paths import ROOT
@@ -108,7 +108,7 @@ def test_a_pickle_is_refused_wherever_it_comes_from(tmp_path: Path) -> None:
         folder.mkdir()
         (folder / "checkpoint-00000001-0000000001.doll").write_bytes(data)
         with pytest.raises(CheckpointError, match="none of the 1 checkpoints"):
-            FileStore(folder, "j").load_newest(None)
+            FileCheckpointStore(folder, "j").load_newest(None)
     assert not sprung.exists()
     pickle.loads(data)  # the trap works
     assert sprung.exists()

@@ -22,7 +22,7 @@ from doll.provisioner.prices.stated import StatedPrices
 from doll.provisioner.reconcile import Launch, LaunchLimits
 from doll.provisioner.state_store import FileStateStore, MemoryStateStore
 from doll.records import Evaluated, TermStarted, decode, encode
-from doll.storage.file_store import FileStore
+from doll.storage.file_checkpoints import FileCheckpointStore
 from doll.theory.cost import Prices
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
@@ -461,7 +461,7 @@ def test_a_drain_ends_everything_and_starts_nothing() -> None:
 
 
 def test_a_fenced_controller_does_nothing(tmp_path: Path) -> None:
-    claims = FileStore(tmp_path, "job")
+    claims = FileCheckpointStore(tmp_path, "job")
     first = Lease(claims)
     scene = Scene(check_lease=first.check)
     scene.turn()

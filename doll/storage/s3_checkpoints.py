@@ -65,7 +65,7 @@ class _Listing(NamedTuple):
         return [key for key in self.checkpoints if self.counts(key)]
 
 
-class S3Store:
+class S3CheckpointStore:
     """`CheckpointStore` under `s3://bucket/prefix`. Credentials, region and endpoint are found as boto3 finds them.
 
     The user needs s3:ListBucket on the bucket and s3:GetObject, s3:PutObject and s3:DeleteObject under the prefix. No
@@ -234,4 +234,4 @@ def _code(exc: ClientError) -> str:
     return str(exc.response.get("Error", {}).get("Code", ""))
 
 
-_: type[CheckpointStore] = S3Store
+_: type[CheckpointStore] = S3CheckpointStore

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from doll.errors import CheckpointError
 from doll.storage.checkpoints import Checkpoint, DamagedError, decode_checkpoint, encode_checkpoint
-from doll.storage.file_store import FileStore
+from doll.storage.file_checkpoints import FileCheckpointStore
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,7 +44,7 @@ LENGTHS = {
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("tail", [b"", bytes(4096)], ids=["cut", "zeros"])
 def test_a_torn_file_is_passed_over(tmp_path: Path, length: int, tail: bytes) -> None:
-    store = FileStore(tmp_path, "digits")
+    store = FileCheckpointStore(tmp_path, "digits")
     store.save(checkpoint(10))
     store.save(checkpoint(20))
     (tmp_path / "checkpoint-00000001-0000000020.doll").write_bytes(BYTES[:length] + tail)
@@ -72,7 +72,7 @@ def test_a_whole_file_of_another_schema_is_not_passed_over(tmp_path: Path) -> No
     import hashlib
 
     body = b"DLCK\x03" + BYTES[5:-32]
-    store = FileStore(tmp_path, "digits")
+    store = FileCheckpointStore(tmp_path, "digits")
     store.save(checkpoint(10))
     (tmp_path / "checkpoint-00000001-0000000020.doll").write_bytes(body + hashlib.sha256(body).digest())
     with pytest.raises(CheckpointError, match="expected a checkpoint of schema 2, got b'DLCK', schema 3"):
@@ -80,7 +80,7 @@ def test_a_whole_file_of_another_schema_is_not_passed_over(tmp_path: Path) -> No
 
 
 def test_a_renamed_file_is_passed_over(tmp_path: Path) -> None:
-    store = FileStore(tmp_path, "digits")
+    store = FileCheckpointStore(tmp_path, "digits")
     store.save(checkpoint(10))
     (tmp_path / "checkpoint-00000009-0000000099.doll").write_bytes(BYTES)
     loaded = store.load_newest("f1")
@@ -91,7 +91,7 @@ def test_a_renamed_file_is_passed_over(tmp_path: Path) -> None:
 def test_foreign_files_are_let_be(tmp_path: Path) -> None:
     for name in ("notes.txt", "checkpoint-1-2.doll", "checkpoint-00000001-0000000002.doll.bak", "term-x.claim"):
         (tmp_path / name).write_text("mine")
-    store = FileStore(tmp_path, "digits")
+    store = FileCheckpointStore(tmp_path, "digits")
     assert store.load_newest("f1") is None
     assert store.newest_term() == 0
     for version in range(5):
@@ -104,7 +104,7 @@ SAVE_AND_DIE = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from doll.storage import file_store
+from doll.storage import file_checkpoints
 from doll.storage.checkpoints import Checkpoint
 
 def die(*_):
@@ -113,8 +113,8 @@ def die(*_):
 if sys.argv[2] == "before rename":
     Path.replace = die
 else:
-    file_store._fsync_folder = die
-store = file_store.FileStore(Path(sys.argv[1]), "digits")
+    file_checkpoints._fsync_folder = die
+store = file_checkpoints.FileCheckpointStore(Path(sys.argv[1]), "digits")
 tensors = {"weights": np.ones(64, np.float32)}
 store.save(Checkpoint(job="digits", fingerprint="f1", term=1, version=30, state=b"s", tensors=tensors))
 """
@@ -122,7 +122,7 @@ store.save(Checkpoint(job="digits", fingerprint="f1", term=1, version=30, state=
 
 @pytest.mark.parametrize(("moment", "version"), [("before rename", 20), ("after rename", 30)])
 def test_killed_while_saving(tmp_path: Path, moment: str, version: int) -> None:
-    store = FileStore(tmp_path, "digits")
+    store = FileCheckpointStore(tmp_path, "digits")
     store.save(checkpoint(20))
     done = subprocess.run([sys.executable, "-c", SAVE_AND_DIE, str(tmp_path), moment], check=False, timeout=300)
     assert done.returncode == -signal.SIGKILL
@@ -136,7 +136,7 @@ def test_killed_while_saving(tmp_path: Path, moment: str, version: int) -> None:
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = FileStore(tmp_path, "digits")
+    store = FileCheckpointStore(tmp_path, "digits")
     store.save(checkpoint(10))
 
     def no_space(_: int) -> None:
@@ -153,8 +153,8 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
 CLAIM = """
 import sys
 from pathlib import Path
-from doll.storage.file_store import FileStore
-store = FileStore(Path(sys.argv[1]), "digits")
+from doll.storage.file_checkpoints import FileCheckpointStore
+store = FileCheckpointStore(Path(sys.argv[1]), "digits")
 sys.stdin.readline()
 print(*[store.claim_term() for _ in range(40)])
 """
@@ -179,7 +179,7 @@ def test_two_processes_never_claim_the_same(tmp_path: Path) -> None:
 def test_a_suspended_holder_of_the_lock_is_named_not_waited_for(tmp_path: Path) -> None:
     holder = os.open(tmp_path / ".lock", os.O_CREAT | os.O_RDWR)
     fcntl.flock(holder, fcntl.LOCK_EX)
-    store = FileStore(tmp_path, "digits", lock_timeout_s=0.05)
+    store = FileCheckpointStore(tmp_path, "digits", lock_timeout_s=0.05)
     with pytest.raises(CheckpointError, match=r"held .*\.lock for 0\.05 s: is a parameter server suspended"):
         store.claim_term()
     with pytest.raises(CheckpointError, match=r"is a parameter server suspended"):
@@ -189,7 +189,7 @@ def test_a_suspended_holder_of_the_lock_is_named_not_waited_for(tmp_path: Path) 
 
 
 def test_reading_makes_no_folder(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "none", "digits")
+    store = FileCheckpointStore(tmp_path / "none", "digits")
     assert store.load_newest(None) is None
     assert store.newest_term() == 0
     assert not (tmp_path / "none").exists()
@@ -198,8 +198,9 @@ def test_reading_makes_no_folder(tmp_path: Path) -> None:
 def test_a_reader_beside_a_busy_writer_always_finds_a_whole_checkpoint(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; import numpy as np\n"
-        "from doll.storage.file_store import FileStore; from doll.storage.checkpoints import Checkpoint\n"
-        "store = FileStore(Path(sys.argv[1]), 'digits', keep=2)\n"
+        "from doll.storage.file_checkpoints import FileCheckpointStore\n"
+        "from doll.storage.checkpoints import Checkpoint\n"
+        "store = FileCheckpointStore(Path(sys.argv[1]), 'digits', keep=2)\n"
         "v = 0\n"
         "while os.getppid() == int(sys.argv[2]):\n"
         "    v += 1\n"
@@ -208,7 +209,7 @@ def test_a_reader_beside_a_busy_writer_always_finds_a_whole_checkpoint(tmp_path:
     )
     writer = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(os.getpid())])
     try:
-        store = FileStore(tmp_path, "digits", keep=2)
+        store = FileCheckpointStore(tmp_path, "digits", keep=2)
         seen = [-1]
         deadline_s = time.monotonic() + 60
         while len(set(seen)) < 30:
@@ -226,6 +227,6 @@ def test_a_reader_beside_a_busy_writer_always_finds_a_whole_checkpoint(tmp_path:
 def test_a_folder_that_cannot_be_written_is_an_error_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"cannot claim a term in .*file"):
-        FileStore(tmp_path / "file", "digits").claim_term()
+        FileCheckpointStore(tmp_path / "file", "digits").claim_term()
     with pytest.raises(ValueError, match="expected keep >= 2"):
-        FileStore(tmp_path, "digits", keep=1)
+        FileCheckpointStore(tmp_path, "digits", keep=1)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from doll.errors import CheckpointError, FencedError
 from doll.storage.checkpoints import Checkpoint
-from doll.storage.s3_store import S3Store
+from doll.storage.s3_checkpoints import S3CheckpointStore
 
 URL = "s3://models/team/digits"
 
@@ -35,8 +35,8 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield client
 
 
-def store() -> S3Store:
-    return S3Store(URL, "digits")
+def store() -> S3CheckpointStore:
+    return S3CheckpointStore(URL, "digits")
 
 
 def checkpoint(term: int, version: int) -> Checkpoint:
@@ -51,7 +51,7 @@ def names(s3: Any) -> list[str]:
     return [item["Key"].removeprefix("team/digits/") for item in listed]
 
 
-def newest(of: S3Store) -> tuple[int, int]:
+def newest(of: S3CheckpointStore) -> tuple[int, int]:
     found = of.load_newest("f")
     assert found is not None
     return found.term, found.version
@@ -220,11 +220,11 @@ def test_checkpoints_that_vanish_while_they_are_read_are_looked_up_again(
 
 
 def test_neighbours_under_a_longer_prefix_are_not_ours(s3: Any) -> None:
-    S3Store(f"{URL}-2", "digits").save(checkpoint(9, 90))
+    S3CheckpointStore(f"{URL}-2", "digits").save(checkpoint(9, 90))
     assert store().load_newest(None) is None
     assert store().newest_term() == 0
-    S3Store("s3://models", "digits").save(checkpoint(3, 30))
-    assert S3Store("s3://models/", "digits").versions() == [(3, 30)]
+    S3CheckpointStore("s3://models", "digits").save(checkpoint(3, 30))
+    assert S3CheckpointStore("s3://models/", "digits").versions() == [(3, 30)]
     assert store().versions() == []
 
 
@@ -242,9 +242,9 @@ def test_a_list_of_many_pages_is_read_whole(s3: Any, monkeypatch: pytest.MonkeyP
 
 def test_trouble_names_the_place_and_s3_s_reason_and_no_secret(s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(CheckpointError, match=r"cannot claim a term in s3://nowhere/x: .*NoSuchBucket"):
-        S3Store("s3://nowhere/x", "digits").claim_term()
+        S3CheckpointStore("s3://nowhere/x", "digits").claim_term()
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
-    monkeypatch.setattr("doll.storage.s3_store._ATTEMPTS", 1)
+    monkeypatch.setattr("doll.storage.s3_checkpoints._ATTEMPTS", 1)
     away = store()  # outside moto's reach
     for call in (away.newest_term, away.claim_term, lambda: away.load_newest(None)):
         with pytest.raises(CheckpointError, match=r"s3://models/team/digits: Could not connect") as caught:
@@ -257,9 +257,9 @@ def test_trouble_names_the_place_and_s3_s_reason_and_no_secret(s3: Any, monkeypa
 def test_a_place_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong in ("s3://", "s3://a", "/folder", "s3://Upper/x"):
         with pytest.raises(CheckpointError, match=r"expected s3://bucket/prefix, got"):
-            S3Store(wrong, "digits")
+            S3CheckpointStore(wrong, "digits")
     with pytest.raises(ValueError, match="keep >= 2"):
-        S3Store(URL, "digits", keep=1)
+        S3CheckpointStore(URL, "digits", keep=1)
     monkeypatch.setenv("AWS_PROFILE", "none-such")
     with pytest.raises(CheckpointError, match=r"cannot reach s3://models/team/digits: .*none-such"):
         store()

@@ -41,7 +41,7 @@ _CLAIM: Final = re.compile(r"term-(\d+)\.claim")
 _TEMPORARY: Final = re.compile(r"checkpoint-(\d{8,})-\d{10,}\.doll\.\d+\.tmp")
 
 
-class FileStore:
+class FileCheckpointStore:
     """`CheckpointStore` in `folder`, which is made when it is first written to.
 
     Args:
@@ -192,4 +192,4 @@ def _fsync_folder(folder: Path) -> None:
         os.close(file)
 
 
-_: type[CheckpointStore] = FileStore
+_: type[CheckpointStore] = FileCheckpointStore
