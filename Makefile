@@ -15,7 +15,9 @@ STAMP := $(VENV)/.doll-setup$(if $(TORCH),-$(TORCH))
 JOB   ?= examples/digits.yaml
 SEED  ?= 0
 # Tests mostly wait, for processes that start, die and are missed. Each tester has a Kafka broker and a Redis of its own.
-TESTERS ?= 2
+TESTERS ?= 3
+# Whole modules, in the order of their folders: those of whole jobs begin, and the small ones fill what is left.
+SHARED_OUT := -n $(TESTERS) --dist loadscope --no-loadscope-reorder
 SECONDS ?= 3600
 PYTEST  ?=
 
@@ -25,7 +27,7 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  JOB=file.yaml   the job that \`make demo\` runs (default $(JOB))"
-	@echo "  TESTERS=2       processes that \`make test\` shares the tests out to; PYTEST=\"-k word\": more arguments for pytest"
+	@echo "  TESTERS=3       processes that \`make test\` shares the tests out to; PYTEST=\"-k word\": more arguments for pytest"
 	@echo "  TORCH=cpu       take torch's CPU build, where the network has it (2 GB less to download)"
 	@echo "  DOLL_CACHE_DIR=dir  where Kafka's jars are kept (default ~/.cache/doll)"
 
@@ -69,10 +71,10 @@ demo-spot: setup ## a spot market on this machine: workers bought, taken and kil
 	@$(BIN)/doll spot examples/spot.yaml --seed $(SEED)
 
 test: setup ## set up, then run the whole test suite
-	@$(BIN)/python -m pytest -n $(TESTERS) --dist loadscope $(PYTEST)
+	@$(BIN)/python -m pytest $(SHARED_OUT) $(PYTEST)
 
 test-fast: setup ## set up, then run what needs no server, no torch and no long random run: about a minute
-	@$(BIN)/python -m pytest -n $(TESTERS) --dist loadscope -m "not slow" $(PYTEST)
+	@$(BIN)/python -m pytest $(SHARED_OUT) -m "not slow" $(PYTEST)
 
 lint: setup ## look for mistakes and for code that is not formatted
 	@$(BIN)/ruff check .

@@ -28,7 +28,7 @@ from waiting import WAIT_TIMEOUT_S, until
 pytestmark = pytest.mark.integration
 
 HOLDER = """
-import json, pathlib, sys, time
+import json, pathlib, signal, sys
 from doll.config import parse
 from doll.local.forks import ForkServer
 from doll.local.stack import local_stack
@@ -39,7 +39,7 @@ with local_stack(config, run, say=lambda text: None) as stack, ForkServer(run / 
     role = server.start_role("time:sleep", [600], log_path=run / "role.log", name="sleeper")
     pids = {"kafka": stack.kafka.pid, "redis": stack.redis.pid, "server": server.pid, "role": role.pid}
     print(json.dumps({"pids": pids, "kafka": stack.services.kafka, "redis": stack.services.redis}), flush=True)
-    time.sleep(600)
+    signal.pause()
 """
 
 

@@ -54,7 +54,7 @@ def is_ready(log: Path) -> bool:
 
 
 def test_end_is_gentle_first_then_firm(tmp_path: Path) -> None:
-    ready = "import time; print('ready', flush=True); time.sleep(600)"
+    ready = "import signal; print('ready', flush=True); signal.pause()"
     gentle = python(ready, tmp_path / "gentle")
     stubborn = python(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {ready}", tmp_path / "stubborn")
     for log in ("gentle", "stubborn"):

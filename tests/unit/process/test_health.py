@@ -160,11 +160,11 @@ def test_a_port_that_is_taken_does_not_stop_the_work(
 
 def test_a_stuck_process_ends_with_an_error() -> None:
     program = (
-        "import sys, time\nfrom doll.config import parse\nfrom doll.process.health import heartbeat_of\n"
+        "import signal, sys\nfrom doll.config import parse\nfrom doll.process.health import heartbeat_of\n"
         "config = parse(\"job: j\\ntask: {class: 'a:B'}\\nhealth: {liveness_timeout_s: 0.5}\")\n"
         "with heartbeat_of('ps', config) as heartbeat:\n"
         "    heartbeat.expect('loop', within_s=0.2)\n"
-        "    time.sleep(3600)\n"
+        "    signal.pause()\n"
         "sys.exit(0)\n"
     )
     done = subprocess.run(

@@ -8,8 +8,10 @@ import pytest
 from doll.config import load
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.run import folder as runfolder
+from doll.run import status
 from doll.run.status import audit_target, status_of
 from doll.run.target import open_target
+from doll.service_checks import require_services
 from doll.services import Services
 
 NOW = datetime(2026, 1, 2, 3, 4, 5)
@@ -74,8 +76,11 @@ def test_a_torn_note_of_the_services_is_an_error(run: runfolder.RunFolder) -> No
 
 
 @pytest.fixture
-def ended(run: runfolder.RunFolder) -> runfolder.RunFolder:
-    """A run whose broker is gone."""
+def ended(run: runfolder.RunFolder, monkeypatch: pytest.MonkeyPatch) -> runfolder.RunFolder:
+    """A run whose broker is gone; one that refuses every connection is not asked for five seconds."""
+    monkeypatch.setattr(
+        status, "require_services", lambda config, services, timeout_s: require_services(config, services, 0.5)
+    )
     run.write_stack(Services("127.0.0.1:1", "redis://127.0.0.1:1/0"))
     return run
 

@@ -1,0 +1,26 @@
+"""Every example in a docstring of doll is true."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+
+import pytest
+from import_graph import ImportGraph
+from paths import ROOT
+
+PROMPT = ">>> "
+MODULES = [
+    name for name, module in ImportGraph({"doll": ROOT / "doll"}).modules.items() if PROMPT in module.path.read_text()
+]
+
+
+def test_there_are_examples_to_run() -> None:
+    assert {"doll.theory.planning", "doll.provisioner.planning.estimators"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str) -> None:
+    outcome = doctest.testmod(importlib.import_module(name))
+    assert outcome.failed == 0
+    assert outcome.attempted > 0
