@@ -102,8 +102,7 @@ def formula_rate(settings: SimulationSettings, spot: Sequence[bool], alpha: floa
 
         Source: the DOLL paper, Eq. (1) and (20).
 
-        >>> from doll.monitor.history import json_safe
-    from doll.ps.policies.doll import DollPolicyConfig
+        >>> from doll.ps.policies.doll import DollPolicyConfig
         >>> settings = SimulationSettings(rates_per_s=[125.0] * 64, batch_size=256, updates=1,
         ...                               policy=DollPolicyConfig(group_size=20))
         >>> formula_rate(settings, [False] * 64, alpha=0.9)
