@@ -25,7 +25,8 @@ def welcome(**changes: Any) -> Welcome:
 def grant(batch: int, number: int = 1, **changes: Any) -> Grant:
     """A grant for the worker of `welcome`, at version 9."""
     values: dict[str, Any] = {
-        "term": 3, "worker": 1, "session": 7, "batch": batch, "grant": number, "version": 9, "key": "doll:unit:w:3:9",
+        "term": 3, "worker": 1, "session": 7, "batch": batch, "grant": number, "min_version": 9,
+        "version": 9, "key": "doll:unit:w:3:9",
     }  # fmt: skip
     return Grant(**{**values, **changes})
 

@@ -1,0 +1,181 @@
+"""The contract of `Updater`, for every adapter: what an engine's update makes of a model, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from doll.config import AdamConfig, SgdConfig
+from doll.errors import CheckpointError
+from doll.model import FlatModel
+from doll.ps.events import AppliedBatch, ApplyUpdate
+from doll.ps.optimizer import DivergedError, Optimizer
+from doll.ps.updater import Contribution, ContributionBuffer, Updater
+from doll.records import Push
+
+
+class AddSteps:
+    """An updater whose contributions are steps that workers have made: it adds them. Here to show that one is a class.
+
+    A job whose workers send steps (MLLess, ESSP) would have such an adapter.
+    """
+
+    def __init__(self, model: FlatModel) -> None:
+        self._model = model
+
+    @property
+    def weights(self) -> npt.NDArray[np.float32]:
+        array: npt.NDArray[np.float32] = self._model.flat.detach().numpy()
+        return array
+
+    def apply(self, contributions: Sequence[Contribution], scale: float, num_samples: int) -> None:
+        for step in contributions:
+            self.weights[:] += np.float32(scale) * step
+        if not np.isfinite(self.weights).all():
+            raise DivergedError("not finite")
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        return {"weights": self.weights.copy()}
+
+    def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+        try:
+            self._model.load_weights(tensors["weights"])
+        except (KeyError, ValueError) as exc:
+            raise CheckpointError(str(exc)) from exc
+
+
+ADAPTERS: dict[str, Callable[[FlatModel], Updater]] = {
+    "sgd": lambda model: Optimizer(model, SgdConfig(lr=0.1)),
+    "momentum, clipped": lambda model: Optimizer(model, SgdConfig(lr=0.1, momentum=0.9), clip_norm=1.0),
+    "adam": lambda model: Optimizer(model, AdamConfig(name="adam", lr=0.01)),
+    "added steps": AddSteps,
+}
+
+
+@pytest.fixture(params=ADAPTERS)
+def make(request: pytest.FixtureRequest) -> Callable[[], Updater]:
+    """A fresh updater, always on the same weights."""
+
+    def fresh() -> Updater:
+        torch.manual_seed(7)
+        return ADAPTERS[request.param](FlatModel(torch.nn.Linear(4, 3)))
+
+    return fresh
+
+
+def contributions(count: int, seed: int = 0) -> list[Contribution]:
+    return list(np.random.default_rng(seed).normal(size=(count, 15)).astype(np.float32))
+
+
+def test_equal_arguments_make_equal_models(make: Callable[[], Updater]) -> None:
+    one, other = make(), make()
+    for seed in range(5):
+        one.apply(contributions(3, seed), 1 / 12, 12)
+        other.apply(contributions(3, seed), 1 / 12, 12)
+    assert one.weights.tobytes() == other.weights.tobytes()
+    assert one.weights.tobytes() != make().weights.tobytes()
+
+
+def test_contributions_are_only_read(make: Callable[[], Updater]) -> None:
+    given = contributions(2)
+    before = [item.copy() for item in given]
+    for item in given:
+        item.flags.writeable = False  # as a blob's are
+    make().apply(given, 0.5, 2)
+    assert all((now == then).all() for now, then in zip(given, before, strict=True))
+
+
+def test_without_contributions_the_weights_stay(make: Callable[[], Updater]) -> None:
+    updater = make()
+    before = updater.weights.tobytes()
+    updater.apply([], 1.0, 0)
+    assert updater.weights.tobytes() == before
+
+
+def test_weights_are_the_live_array_and_tensors_are_copies(make: Callable[[], Updater]) -> None:
+    updater = make()
+    weights, tensors = updater.weights, updater.tensors()
+    before = weights.copy()
+    updater.apply(contributions(1), 1.0, 1)
+    assert weights.tobytes() == updater.weights.tobytes() != before.tobytes()
+    assert tensors["weights"].tobytes() == before.tobytes()
+
+
+def test_a_successor_goes_on_from_the_tensors(make: Callable[[], Updater]) -> None:
+    first = make()
+    first.apply(contributions(2, 1), 0.25, 4)
+    successor = make()
+    successor.load(first.tensors())
+    for updater in (first, successor):
+        updater.apply(contributions(2, 2), 0.25, 4)
+    assert successor.weights.tobytes() == first.weights.tobytes()
+    assert {name: array.tobytes() for name, array in successor.tensors().items()} == {
+        name: array.tobytes() for name, array in first.tensors().items()
+    }
+
+
+@pytest.mark.parametrize("tensors", [{}, {"weights": np.zeros(3, np.float32)}])
+def test_tensors_of_another_model_are_refused(
+    make: Callable[[], Updater], tensors: Mapping[str, npt.NDArray[Any]]
+) -> None:
+    with pytest.raises(CheckpointError):
+        make().load(tensors)
+
+
+def test_a_number_that_is_not_finite_is_an_error(make: Callable[[], Updater]) -> None:
+    bad = contributions(1)
+    bad[0][2] = np.nan
+    with pytest.raises(DivergedError):
+        make().apply(bad, 1.0, 1)
+
+
+# --- the apply step -------------------------------------------------------------------------------------------------
+
+
+def update(*pushes: tuple[int, str, int], scale: float = 0.125) -> ApplyUpdate:
+    """An update of these (grant, key, samples)."""
+    batches = tuple(
+        AppliedBatch(
+            number, 0, 4, 0.0, 0.0,
+            Push(
+                worker=0, session=1, batch=number, term=1, grant=number, version=0, key=key, n_samples=samples,
+                loss_sum=0.0,
+            ),
+        )
+        for number, key, samples in pushes
+    )  # fmt: skip
+    return ApplyUpdate(1, batches, scale, 0, 0)
+
+
+def test_the_apply_step_takes_contributions_in_the_updates_order(make: Callable[[], Updater]) -> None:
+    a, b, c = contributions(3)
+    by_hand, updater = make(), make()
+    buffer = ContributionBuffer(updater)
+    for number, item in ((3, c), (1, a), (2, b)):
+        buffer.put(number, item)
+    assert buffer.apply(update((2, "k2", 4), (4, "", 0), (1, "k1", 3))) == 7
+    by_hand.apply([b, a], 0.125, 7)
+    assert updater.weights.tobytes() == by_hand.weights.tobytes()
+    assert len(buffer) == 1
+
+
+def test_a_contribution_that_never_came_is_an_error(make: Callable[[], Updater]) -> None:
+    updater = make()
+    before = updater.weights.tobytes()
+    buffer = ContributionBuffer(updater)
+    with pytest.raises(KeyError, match="expected the gradient of grant 1"):
+        buffer.apply(update((1, "k1", 4)))
+    assert updater.weights.tobytes() == before
+
+
+def test_a_dropped_contribution_is_applied_by_no_update(make: Callable[[], Updater]) -> None:
+    buffer = ContributionBuffer(make())
+    buffer.put(1, contributions(1)[0])
+    buffer.drop(1)
+    assert len(buffer) == 0
+    with pytest.raises(KeyError):
+        buffer.drop(1)

@@ -1,0 +1,227 @@
+"""The contracts of a worker's ports, for every adapter: `GradientEngine`, `LocalModel` and `Compressor`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+from doll.consumers.compressor import Compressor, DenseCompressor
+from doll.consumers.decoding import Decoded
+from doll.consumers.gradient import GradientComputer
+from doll.consumers.gradient_engine import GradientEngine, Records, ThreadGradientEngine
+from doll.consumers.local_model import GrantedVersion, LocalModel
+from doll.consumers.worker import Batch, GradientDone
+from doll.errors import TaskError
+from doll.model import FlatModel
+from doll.records import Grant
+from doll.storage.blobs import decode_blob, encode_blob
+from doll.task import Task
+from doll.testing import MemoryBlobs
+from worker_fakes import grant
+
+# --- GradientEngine -------------------------------------------------------------------------------------------------
+
+Decode = Callable[[Records], Decoded]
+Handle = Callable[[Grant, Batch], GradientDone | None]
+ENGINES: dict[str, Callable[[Decode, Handle], GradientEngine]] = {
+    "thread": lambda decode, handle: ThreadGradientEngine(decode=decode, handle=handle),
+}
+NOTHING = Decoded(np.zeros((0,), np.float32), np.zeros((0,), np.float32), np.zeros((0,), np.int64))
+
+
+@pytest.fixture(params=ENGINES)
+def make_engine(request: pytest.FixtureRequest) -> Callable[[Decode, Handle], GradientEngine]:
+    return ENGINES[request.param]
+
+
+def batch(number: int) -> Batch:
+    return Batch(number, NOTHING, 0, 0.0)
+
+
+def done(number: int) -> GradientDone:
+    return GradientDone(f"k{number}", 9, 0.0, {}, 0.0, 0.0, 0.0, 0)
+
+
+def test_every_grant_is_answered_in_order_and_not_in_the_callers_thread(
+    make_engine: Callable[[Decode, Handle], GradientEngine],
+) -> None:
+    threads: set[int] = set()
+
+    def handle(order: Grant, of: Batch) -> GradientDone | None:
+        threads.add(threading.get_ident())
+        return done(of.number) if order.grant != 2 else None
+
+    engine = make_engine(lambda records: NOTHING, handle)
+    assert engine.depth >= 1
+    finished: list[int] = []
+    futures = [engine.submit(grant(number, number), batch(number)) for number in range(1, 6)]
+    for number, future in enumerate(futures, start=1):
+        future.add_done_callback(lambda _, number=number: finished.append(number))  # type: ignore[misc]
+    assert [future.result(60) for future in futures] == [done(1), None, done(3), done(4), done(5)]
+    engine.close()
+    assert finished == [1, 2, 3, 4, 5]
+    assert threading.get_ident() not in threads
+
+
+def test_records_are_decoded(make_engine: Callable[[Decode, Handle], GradientEngine]) -> None:
+    seen: list[Records] = []
+
+    def decode(records: Records) -> Decoded:
+        seen.append(records)
+        return NOTHING
+
+    engine = make_engine(decode, lambda order, of: None)
+    assert engine.decode([(7, b"x")]).result(60).num_samples == 0
+    assert seen == [[(7, b"x")]]
+    engine.close()
+
+
+def test_what_fails_fails_alone(make_engine: Callable[[Decode, Handle], GradientEngine]) -> None:
+    def handle(order: Grant, of: Batch) -> GradientDone | None:
+        if of.number == 1:
+            raise TaskError("diverged")
+        return done(of.number)
+
+    engine = make_engine(lambda records: NOTHING, handle)
+    first, second = (engine.submit(grant(number), batch(number)) for number in (1, 2))
+    with pytest.raises(TaskError, match="diverged"):
+        first.result(60)
+    assert second.result(60) == done(2)
+    engine.close()
+
+
+def test_closing_waits_for_what_is_under_way(make_engine: Callable[[Decode, Handle], GradientEngine]) -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def handle(order: Grant, of: Batch) -> GradientDone | None:
+        entered.set()
+        assert release.wait(60)
+        return done(of.number)
+
+    engine = make_engine(lambda records: NOTHING, handle)
+    future = engine.submit(grant(1), batch(1))
+    assert entered.wait(60)
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    assert not future.done()
+    release.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert future.result(0) == done(1)
+
+
+def test_the_thread_decodes_and_computes_one_at_a_time() -> None:
+    """Two of torch's or numpy's at once would take each other's cores."""
+    running, most = 0, 0
+
+    def work() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        running -= 1
+
+    def decode(records: Records) -> Decoded:
+        work()
+        return NOTHING
+
+    def handle(order: Grant, of: Batch) -> GradientDone | None:
+        work()
+        return None
+
+    engine = ThreadGradientEngine(decode=decode, handle=handle)
+    futures: list[Future[Decoded] | Future[GradientDone | None]] = []
+    for number in range(50):
+        futures += [engine.decode([]), engine.submit(grant(number), batch(number))]
+    for future in futures:
+        future.result(60)
+    engine.close()
+    assert most == 1
+
+
+# --- LocalModel -----------------------------------------------------------------------------------------------------
+
+LOCAL_MODELS: dict[str, Callable[[MemoryBlobs, GradientComputer], LocalModel]] = {
+    "granted version": lambda blobs, computer: GrantedVersion("unit", blobs, computer),
+}
+
+
+class Replica:
+    def __init__(self, make: Callable[[MemoryBlobs, GradientComputer], LocalModel]) -> None:
+        torch.manual_seed(0)
+        self.blobs = MemoryBlobs()
+        self.computer = GradientComputer(Task(), FlatModel(torch.nn.Linear(4, 3)))
+        self.local_model = make(self.blobs, self.computer)
+
+    def publish(self, version: int) -> Grant:
+        """A grant of `version`, whose weights are all equal to it."""
+        weights = np.full(self.computer.weights.size, version, np.float32)
+        key = f"doll:unit:w:3:{version}"
+        self.blobs.put(key, encode_blob(weights, job="unit", kind="w", version=version), 60.0)
+        return grant(5, version, version=version, min_version=version, key=key)
+
+
+@pytest.fixture(params=LOCAL_MODELS)
+def replica(request: pytest.FixtureRequest) -> Replica:
+    return Replica(LOCAL_MODELS[request.param])
+
+
+def test_the_replica_holds_the_weights_of_the_version_that_is_returned(replica: Replica) -> None:
+    for version in (4, 9, 5):
+        assert replica.local_model.load(replica.publish(version)) == version
+        assert (replica.computer.weights == version).all()
+
+
+def test_weights_that_are_there_are_not_fetched_again(replica: Replica) -> None:
+    order = replica.publish(4)
+    replica.local_model.load(order)
+    replica.blobs.wipe()
+    assert replica.local_model.load(order) == 4
+    assert (replica.computer.weights == 4).all()
+
+
+@pytest.mark.parametrize("damage", ["missing", "torn", "another version"])
+def test_weights_that_are_not_whole_are_never_used(replica: Replica, damage: str) -> None:
+    assert replica.local_model.load(replica.publish(4)) == 4
+    order = replica.publish(9)
+    blob = replica.blobs.get(order.key)
+    assert blob is not None
+    replica.blobs.delete(order.key)
+    if damage == "torn":
+        replica.blobs.put(order.key, [blob[:-1]], 60.0)
+    elif damage == "another version":
+        other = replica.blobs.get("doll:unit:w:3:4")
+        assert other is not None
+        replica.blobs.put(order.key, [other], 60.0)
+    assert replica.local_model.load(order) is None
+    assert (replica.computer.weights == 4).all()
+    assert replica.local_model.load(replica.publish(9)) == 9
+
+
+# --- Compressor -----------------------------------------------------------------------------------------------------
+
+COMPRESSORS: dict[str, Callable[[], Compressor]] = {"dense": lambda: DenseCompressor("unit")}
+
+
+@pytest.fixture(params=COMPRESSORS)
+def compressor(request: pytest.FixtureRequest) -> Compressor:
+    return COMPRESSORS[request.param]()
+
+
+def test_compressing_does_not_change_the_gradient(compressor: Compressor) -> None:
+    gradient = np.random.default_rng(0).normal(size=100).astype(np.float32)
+    before = gradient.tobytes()
+    for version in (1, 2):
+        assert compressor.compress(gradient, version=version)
+    assert gradient.tobytes() == before
+
+
+def test_the_dense_form_is_the_gradient_to_the_bit_and_names_its_version() -> None:
+    gradient = np.random.default_rng(0).normal(size=100).astype(np.float32)
+    parts = DenseCompressor("unit").compress(gradient, version=9)
+    assert np.shares_memory(np.frombuffer(parts[-1], np.float32), gradient), "the hot path copies nothing"
+    stored = decode_blob(b"".join(parts), job="unit", kind="g", version=9, numel=100)
+    assert stored.tobytes() == gradient.tobytes()
