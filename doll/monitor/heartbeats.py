@@ -1,18 +1,16 @@
-"""Signs of life: when each role of a job was last heard, and which of them is silent. Pure: time is an argument.
+"""When each role of a job was last heard, and which roles are silent. Pure: time is an argument.
 
-Every measurement on the topic `metrics` is a sign of life of its source; one without values is nothing else. A process
-that ends by itself says so in its last one (`LEFT`): from then on nobody waits for it. Of the workers the parameter
-server tells, which hears them each second.
+Every metric on the topic `metrics` is a heartbeat of its source, also one without values. A process that ends normally
+says so in its last one (`LEFT`), and is no longer expected. The parameter server reports when it last heard its workers.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Final
 
 from doll.process.heartbeats import LEFT
-from doll.records import AnyRecord, Metric, TermStarted
+from doll.records import AnyRecord, Metric, ServerStatus, TermStarted
 
 HEARTBEAT_TIMEOUTS_S: Final[Mapping[str, float]] = {
     "ps": 30.0,
@@ -20,40 +18,46 @@ HEARTBEAT_TIMEOUTS_S: Final[Mapping[str, float]] = {
     "evaluator": 120.0,
     "provisioner": 120.0,
 }
-"""So long a role may be silent; the evaluator is while it evaluates, the provisioner while its fleet answers."""
+"""How long a role may be silent: the evaluator is while it evaluates, the provisioner while its fleet answers."""
 _WORKER_HEARTBEAT_TIMEOUT_S: Final = 30.0
-_WORKER_METRIC: Final = re.compile(r"worker_(\d{1,6})_silent_s")
 
 
 class RoleHeartbeats:
-    """Feed it records of `metrics` and `updates`; ask it who is silent."""
+    """The last heartbeats of a job's roles, by its records of `metrics` and `updates`."""
 
     def __init__(self) -> None:
         self._last_seen_s: dict[str, float] = {}
         self._generation = 0
 
     def feed(self, record: AnyRecord) -> None:
-        """Take in one record; others than measurements and starts of terms are passed over."""
-        if isinstance(record, TermStarted) and record.generation > self._generation:
-            self._generation, self._last_seen_s = record.generation, {}
-        if not isinstance(record, Metric) or record.source not in HEARTBEAT_TIMEOUTS_S:
-            return
-        if record.values.get("term", self._generation) < self._generation:
-            return  # of an earlier run
-        if record.values.get(LEFT):
-            self._last_seen_s.pop(record.source, None)
-            return
-        self._last_seen_s[record.source] = max(record.time_s, self._last_seen_s.get(record.source, record.time_s))
-        for name, silent_s in record.values.items():
-            if record.source == "ps" and (match := _WORKER_METRIC.fullmatch(name)) is not None:
-                self._last_seen_s[f"worker-{match[1]}"] = record.time_s - silent_s
+        """Process a record; other types than metrics, the server's status and starts of terms are ignored."""
+        match record:
+            case TermStarted() if record.generation > self._generation:
+                self._generation, self._last_seen_s = record.generation, {}
+            case ServerStatus() if record.term >= self._generation:
+                self._seen("ps", record.time_s)
+                for worker in record.workers:
+                    if worker.is_live:
+                        self._last_seen_s[f"worker-{worker.worker}"] = record.time_s - worker.silent_s
+            case Metric() if record.source in HEARTBEAT_TIMEOUTS_S:
+                if record.values.get("term", self._generation) < self._generation:
+                    return  # of an earlier run
+                if record.values.get(LEFT):
+                    self._last_seen_s.pop(record.source, None)
+                else:
+                    self._seen(record.source, record.time_s)
+            case _:
+                pass
+
+    def _seen(self, role: str, time_s: float) -> None:
+        self._last_seen_s[role] = max(time_s, self._last_seen_s.get(role, time_s))
 
     def ages_s(self, now_s: float) -> dict[str, float]:
-        """Seconds since the last sign of life of each role that was heard and has not left; `now_s` is Unix time."""
+        """Seconds since the last heartbeat of each role that was heard and has not left; `now_s` is Unix time."""
         return {role: max(0.0, now_s - at_s) for role, at_s in sorted(self._last_seen_s.items())}
 
     def silent(self, now_s: float) -> dict[str, float]:
-        """Those of `ages_s` that are above what their role is allowed."""
+        """The `ages_s` that exceed the timeout of their role."""
         ages_s = self.ages_s(now_s)
         return {
             role: age_s

@@ -1,4 +1,4 @@
-"""The state of a running job, folded from its records. Pure: no clock, no I/O; `doll.monitor.display` shows it."""
+"""The state of a running job, folded from its records. Pure; `doll.monitor.text` and `doll.monitor.display` show it."""
 
 from __future__ import annotations
 
@@ -16,27 +16,36 @@ from doll.monitor.prequential import Means
 from doll.monitor.rates import (
     ArrivalRateEstimator,
     Margin,
+    WorkerRates,
     stability_margin,
     steady_update_rate,
 )
-from doll.ps.stuck import STALL_REPORT_S
-from doll.records import AnyRecord, Metric, TermStarted, Update
+from doll.records import AnyRecord, Metric, ServerStatus, TermStarted, Update
 
 EVENTS_KEPT = 6
+STALL_REPORT_S = 10.0  # a worker that is replaced leaves the others short for a while
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStatus:
-    """One worker as the parameter server last described it; None where it has said nothing.
+class WorkerLine:
+    """The state of one worker; None, NaN or "" where nothing is known.
 
     Attributes:
-        machine: what it runs on, and what its market does; "" where nobody provisions machines.
-        usd: what its machines have cost; NaN where nobody counts.
+        is_live: None before the first process of this worker has joined.
+        state_s: seconds for which it has been live, or gone.
+        market: of its machine, as the worker reports it: "spot", "on_demand" or "".
+        restarts: processes that have replaced an earlier one of this worker.
+        rate_per_s: samples applied per second, over the last `RATE_WINDOW_S`.
+        machine: its machine in words, "" if none is provisioned.
+        usd: cost of its machines.
     """
 
     worker: int
     is_live: bool | None
-    session: int | None
+    state_s: float
+    market: str
+    restarts: int | None
+    rate_per_s: float
     retained_batches: int | None
     lag_records: int | None
     machine: str = ""
@@ -45,7 +54,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class JobSnapshot:
-    """Everything that a display shows at one moment. Unknown numbers are NaN or None."""
+    """The state of a job at one moment. Unknown numbers are NaN or None."""
 
     job: str
     seconds: float
@@ -62,7 +71,7 @@ class JobSnapshot:
     service_s: float
     durable_version: int | None
     waiting_batches: int | None
-    workers: tuple[WorkerStatus, ...]
+    workers: tuple[WorkerLine, ...]
     sent: int | None
     send_rate_per_s: float
     eta_s: float
@@ -70,16 +79,16 @@ class JobSnapshot:
     events: tuple[tuple[float, str], ...]
     finished: str | None
     lost: tuple[Range, ...] = ()  # offsets that were deleted before they were learned
-    costs: str = ""  # machines and money, where somebody provisions them
+    costs: str = ""  # machines and their cost, if they are provisioned
 
 
 class ProgressModel:
-    """Feed it records of the topics `updates` and `metrics`; ask for a `JobSnapshot`.
+    """The state of a job by the records of its topics `updates` and `metrics`.
 
     Args:
         config: the job.
         started_s: monotonic seconds at the start, zero point of the times that are shown.
-        after_term: terms up to this one are of earlier runs on the same topics.
+        after_term: terms up to this one belong to earlier runs on the same topics.
     """
 
     def __init__(self, config: JobConfig, started_s: float, *, after_term: int = 0) -> None:
@@ -88,42 +97,68 @@ class ProgressModel:
         self._started_s = started_s
         self._metrics: dict[str, Mapping[str, float]] = {}
         self._arrivals = ArrivalRateEstimator(config.data.samples_per_record)
-        self._stuck = False
+        self._status: ServerStatus | None = None
+        self._gone_since_s: dict[int, float] = {}  # Unix seconds of the first status without a worker, while it is gone
+        self._worker_rates = WorkerRates()
         self._lost: dict[int, list[Span]] = {}
         self.next_offsets: dict[int, int] = {}  # per partition: one above the last offset in an update
         self._events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
         self.all_events: list[tuple[float, str]] = []
 
     def feed(self, record: AnyRecord) -> None:
-        """Take in one record of `updates` or `metrics`; other types are ignored."""
+        """Process a record of `updates` or `metrics`; other types are ignored."""
         restarts, generation = self.history.restarts, self.history.generation
-        if isinstance(record, Metric):
-            of = record.values.get("term")
-            if of is not None and not self.history.is_current(int(of)):
-                return
-            if not record.values:
-                return  # a sign of life
-            self._metrics[record.source] = record.values
-            if record.source == "evaluator":
-                self._evaluated(record)
-            elif record.source == "ps":
-                self._check_stuck(record.values)
-            elif (lost := _lost(record)) is not None:
-                self.add_lost(*lost)
-        else:
-            self.history.feed(record)
+        match record:
+            case ServerStatus():
+                if self.history.is_current(record.term):
+                    self._set_status(record)
+            case Metric():
+                term = record.values.get("term")
+                if record.values and (term is None or self.history.is_current(int(term))):
+                    self._measured(record)
+            case _:
+                self.history.feed(record)
         if self.history.generation > generation:
             self._metrics.clear()
             self._lost.clear()
+            self._status = None
+            self._gone_since_s.clear()
+            self._worker_rates = WorkerRates()
         if isinstance(record, TermStarted) and record.resumed_version == 0:
             self.next_offsets = dict(enumerate(record.origins))
         elif isinstance(record, Update):
             for member in record.members:
                 self.next_offsets[member.worker] = member.hi
+                self._worker_rates.add(member.worker, record.time_s, member.n_samples)
                 for lo, hi in member.lost:
                     self.add_lost(member.worker, lo, hi)
         if self.history.restarts > restarts:
             self.add_event(f"parameter server resumed from version {self.history.version}", None)
+
+    def _measured(self, record: Metric) -> None:
+        self._metrics[record.source] = record.values
+        if record.source == "evaluator":
+            self._evaluated(record)
+        elif (lost := _lost(record)) is not None:
+            self.add_lost(*lost)
+
+    def _set_status(self, status: ServerStatus) -> None:
+        for worker in status.workers:
+            if worker.is_live:
+                self._gone_since_s.pop(worker.worker, None)
+            elif worker.session:
+                self._gone_since_s.setdefault(worker.worker, status.time_s)
+        was_stalled = self._status is not None and self._status.stalled_s >= STALL_REPORT_S
+        if status.stalled_s >= STALL_REPORT_S and not was_stalled:
+            live = sum(worker.is_live for worker in status.workers)
+            text = self.config.training.policy.shortfall_text(
+                status.shortfall_batches,
+                live=live,
+                workers=self.config.data.workers,
+                max_pending_batches=self.config.worker.max_pending_batches,
+            )
+            self.add_event(text, None)
+        self._status = status
 
     def add_lost(self, partition: int, lo: int, hi: int) -> None:
         """Offsets [lo, hi) of a partition were deleted before they were learned."""
@@ -135,17 +170,6 @@ class ProgressModel:
                 f"(data.on_data_loss: {self.config.data.on_data_loss})",
                 None,
             )
-
-    def _check_stuck(self, values: Mapping[str, float]) -> None:
-        stuck = values.get("stuck_s", 0.0) >= STALL_REPORT_S
-        if stuck and not self._stuck:
-            config, up = self.config, sum(line.is_live is True for line in self.worker_statuses())
-            text = config.training.policy.shortfall_text(
-                int(values.get("shortfall_batches", 0)), live=up, workers=config.data.workers,
-                max_pending_batches=config.worker.max_pending_batches,
-            )  # fmt: skip
-            self.add_event(text, None)
-        self._stuck = stuck
 
     def _evaluated(self, record: Metric) -> None:
         values = record.values
@@ -159,18 +183,18 @@ class ProgressModel:
             )
 
     def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
-        """The ends of the sample partitions, seen at monotonic `now_s`: the arrival rates come from them."""
+        """The end offsets of the sample partitions at monotonic `now_s`, from which arrival rates are measured."""
         self._arrivals.observe(now_s, ends)
 
     def add_event(self, text: str, now_s: float | None) -> None:
-        """Something happened that people should see (a death, a restart)."""
+        """Add an event for the display and the report, such as a restart."""
         at_s = math.nan if now_s is None else now_s - self._started_s
         self._events.append((at_s, text))
         self.all_events.append((at_s, text))
 
     @property
     def rate_is_stated(self) -> bool:
-        """Whether the job file says how fast samples arrive; otherwise their rate is measured."""
+        """Whether the job file states how fast samples arrive; otherwise their rate is measured."""
         source, process = self.config.source, self.config.arrivals.process
         stated = process in ("poisson", "deterministic")
         return source is not None and not isinstance(source, StdinSource) and stated
@@ -180,7 +204,7 @@ class ProgressModel:
         return self.config.rates_per_s() if self.rate_is_stated else self._arrivals.rates_per_s()
 
     def rate_predicted(self) -> float:
-        """λ_U in theory, updates per second; NaN while no arrival is known."""
+        """λ_U in theory, updates per second; NaN while no arrival rate is known."""
         rates, data = self.arrival_rates_per_s(), self.config.data
         if not sum(rates) > 0:
             return math.nan
@@ -195,24 +219,29 @@ class ProgressModel:
         rates = self.arrival_rates_per_s()
         return stability_margin(rates, self.config.data.batch_size, self.config.group_size, self.history.service_s())
 
-    def worker_statuses(self) -> tuple[WorkerStatus, ...]:
-        """One line per worker slot, from the parameter server's last metrics."""
-        values = self._metrics.get("ps", {})
-
-        def number(worker: int, name: str) -> int | None:
-            value = values.get(f"worker_{worker}_{name}")
-            return None if value is None else int(value)
-
+    def worker_lines(self) -> tuple[WorkerLine, ...]:
+        """One line per worker slot, by the newest status of the parameter server."""
+        status = self._status
+        now_s = 0.0 if status is None else status.time_s
+        workers = {} if status is None else {worker.worker: worker for worker in status.workers}
         lines = []
-        for worker in range(self.config.data.workers):
-            is_live = number(worker, "live")
+        for slot in range(self.config.data.workers):
+            worker = workers.get(slot)
+            joined = worker is not None and worker.session > 0
+            if worker is None or not joined:
+                lines.append(WorkerLine(slot, None, math.nan, "", None, math.nan, None, None))
+                continue
+            since_s = worker.live_since_s if worker.is_live else self._gone_since_s.get(slot, math.nan)
             lines.append(
-                WorkerStatus(
-                    worker=worker,
-                    is_live=None if is_live is None else bool(is_live),
-                    session=number(worker, "session"),
-                    retained_batches=number(worker, "retained_batches"),
-                    lag_records=number(worker, "lag_records"),
+                WorkerLine(
+                    worker=slot,
+                    is_live=worker.is_live,
+                    state_s=max(0.0, now_s - since_s),
+                    market=worker.market,
+                    restarts=worker.restarts,
+                    rate_per_s=self._worker_rates.rate_per_s(slot),
+                    retained_batches=worker.retained_batches,
+                    lag_records=worker.lag_records,
                 )
             )
         return tuple(lines)
@@ -222,7 +251,7 @@ class ProgressModel:
         return self._metrics.get(source, {}).get(name)
 
     def snapshot(self, now_s: float) -> JobSnapshot:
-        """What is known at monotonic `now_s`."""
+        """The state at monotonic `now_s`."""
         history = self.history
         evaluation = history.evaluations.last()
         measured = self.rate_measured()
@@ -240,9 +269,9 @@ class ProgressModel:
             rate_stated=self.rate_is_stated,
             margin=self.margin(),
             service_s=history.service_s(),
-            durable_version=_int_or_none(self.metric("ps", "durable_version")),
-            waiting_batches=_int_or_none(self.metric("ps", "waiting_batches")),
-            workers=self.worker_statuses(),
+            durable_version=None if self._status is None else self._status.durable_version,
+            waiting_batches=None if self._status is None else self._status.waiting_batches,
+            workers=self.worker_lines(),
             sent=_int_or_none(self.metric("producer", "delivered_total")),
             send_rate_per_s=_or_nan(self.metric("producer", "rate_per_s")),
             eta_s=self._eta_s(measured),
@@ -260,7 +289,7 @@ class ProgressModel:
 
 
 def _lost(record: Metric) -> Range | None:
-    """What a worker that stops for it says (`WorkerChannel.lost`)."""
+    """The records that a worker reports as lost when it stops because of them."""
     lo, hi = (record.values.get(name, math.nan) for name in ("lost_from", "lost_until"))
     worker = record.source.removeprefix("worker-")
     if not (worker.isdecimal() and math.isfinite(lo) and math.isfinite(hi)):

@@ -7,17 +7,19 @@ group size, C time to turn one granted batch into a stored gradient (s).
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from doll.theory.queueing import harmonic as harmonic
+from doll.theory.queueing import harmonic
 
 # Start-up that says nothing about the steady state: connections, first weights, cold caches.
 DROP_FRACTION = 0.1
 DROP_S = 3.0
+RATE_WINDOW_S: Final = 30.0
 
 
 def steady_update_rate(
@@ -107,6 +109,32 @@ class ArrivalRateEstimator:
             t1, n1 = self._last.get(partition, (t0, n0))
             rates.append((n1 - n0) * self._samples_per_record / (t1 - t0) if t1 > t0 else 0.0)
         return rates
+
+
+class WorkerRates:
+    """Samples per second that were applied of each worker, over the last `RATE_WINDOW_S` of the job's updates."""
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[float, int, int]] = deque()  # time of the update, worker, samples
+        self._samples: dict[int, int] = {}
+        self._first_s = math.nan
+
+    def add(self, worker: int, time_s: float, num_samples: int) -> None:
+        """A batch of `worker` was applied at Unix `time_s`. Times do not decrease."""
+        if math.isnan(self._first_s):
+            self._first_s = time_s
+        self._entries.append((time_s, worker, num_samples))
+        self._samples[worker] = self._samples.get(worker, 0) + num_samples
+        while self._entries[0][0] <= time_s - RATE_WINDOW_S:
+            _, oldest, count = self._entries.popleft()
+            self._samples[oldest] -= count
+
+    def rate_per_s(self, worker: int) -> float:
+        """Samples per second of a worker; NaN before updates span any time."""
+        if not self._entries:
+            return math.nan
+        span_s = min(RATE_WINDOW_S, self._entries[-1][0] - self._first_s)
+        return self._samples.get(worker, 0) / span_s if span_s > 0 else math.nan
 
 
 def _check(batch_size: int, group_size: int) -> None:

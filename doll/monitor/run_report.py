@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import doll
-from doll.monitor.display import clock, number, of
+from doll.monitor.formats import clock, number, of
 from doll.monitor.history import json_safe
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from doll.monitor.display import clock
+from doll.monitor.formats import clock
 
 if TYPE_CHECKING:
     from doll.provisioner.controller import Decision

@@ -126,7 +126,7 @@ class Learning:
             return
         if self._after_term and not self._model.history.term:
             return  # a source that is a file resumes from the new generation's first record
-        waited = waited_s > PRODUCER_START_TIMEOUT_S or all(line.is_live for line in self._model.worker_statuses())
+        waited = waited_s > PRODUCER_START_TIMEOUT_S or all(line.is_live for line in self._model.worker_lines())
         if self._worker_pool.workers_ready if self._worker_pool is not None else waited:
             self._producer_started = True
             self._display.say("starting the producer")
@@ -142,7 +142,7 @@ class Learning:
 
     def _all_read(self) -> bool:
         """Whether the workers are live and have read all records, as the parameter server reports."""
-        return all(line.is_live and line.lag_records == 0 for line in self._model.worker_statuses())
+        return all(line.is_live and line.lag_records == 0 for line in self._model.worker_lines())
 
     def _idle(self, waited_s: float) -> bool:
         """Whether no more updates will come: none has for longer than a group takes, even computed one by one."""

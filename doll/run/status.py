@@ -15,10 +15,11 @@ from doll.ledger.audit import audit
 from doll.ledger.generations import GenerationFilter
 from doll.ledger.report import LedgerReport, named
 from doll.ledger.snapshot_counts import read_counts
-from doll.monitor.display import clock, one_line, worker_table
+from doll.monitor.formats import clock
 from doll.monitor.heartbeats import RoleHeartbeats
 from doll.monitor.progress import JobSnapshot, ProgressModel
 from doll.monitor.run_report import summary
+from doll.monitor.text import one_line, worker_table
 from doll.process.files import read_json
 from doll.records import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update
 from doll.run.target import Target

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from botocore.session import Session
 from botocore.validate import ParamValidator
-from doll.monitor.prometheus import samples_of
+from doll.monitor.job_metrics import samples_of
 from doll.provisioner.controller import Controller, ControllerSettings
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.planning.state import PlannerSettings

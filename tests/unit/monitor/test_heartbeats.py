@@ -5,6 +5,7 @@ from __future__ import annotations
 from doll.monitor.heartbeats import RoleHeartbeats
 from doll.process.heartbeats import LEFT
 from doll.records import Metric, TermStarted
+from statuses import gone_worker, live_worker, server_status
 
 T0 = 1_700_000_000.0
 
@@ -15,7 +16,7 @@ def heard(source: str, at_s: float = T0, **values: float) -> Metric:
 
 def test_a_role_is_silent_when_it_was_heard_and_is_not_any_more() -> None:
     beats = RoleHeartbeats()
-    for record in (heard("ps"), heard("provisioner"), heard("stranger"), heard("provisioner", T0 - 5)):
+    for record in (server_status(time_s=T0), heard("provisioner"), heard("stranger"), heard("provisioner", T0 - 5)):
         beats.feed(record)
     assert beats.silent(T0 + 20) == {}
     assert beats.silent(T0 + 100) == {"ps": 100.0}
@@ -36,9 +37,10 @@ def test_who_has_left_is_not_missed_until_it_is_heard_again() -> None:
 
 def test_workers_are_as_silent_as_the_parameter_server_says() -> None:
     beats = RoleHeartbeats()
-    beats.feed(heard("ps", worker_0_silent_s=1.0, worker_12_silent_s=45.0, worker_x_silent_s=99.0, worker_1_live=1.0))
+    workers = [live_worker(0, silent_s=1.0), live_worker(12, silent_s=45.0), gone_worker(1)]
+    beats.feed(server_status(workers, time_s=T0))
     assert beats.silent(T0) == {"worker-12": 45.0}
-    beats.feed(heard("ps", T0 + 1, worker_0_silent_s=1.0, worker_12_silent_s=0.5))
+    beats.feed(server_status([live_worker(0, silent_s=1.0), live_worker(12, silent_s=0.5)], time_s=T0 + 1))
     assert beats.silent(T0 + 1) == {}
 
 
@@ -46,5 +48,5 @@ def test_a_new_generation_misses_nobody_of_the_one_before() -> None:
     beats = RoleHeartbeats()
     beats.feed(heard("evaluator"))
     beats.feed(TermStarted(term=3, resumed_version=0, origins=(0,), records_per_batch=1, time_s=T0 + 500, generation=3))
-    beats.feed(heard("ps", T0 + 600, term=1.0))
+    beats.feed(server_status(term=1, time_s=T0 + 600))
     assert beats.ages_s(T0 + 1000) == {}

@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 from doll.config import JobConfig, StopConfig, load, parse
-from doll.monitor import display
-from doll.monitor.display import LineDisplay, one_line, panel, worker_table
+from doll.monitor import formats
+from doll.monitor.display import LineDisplay
+from doll.monitor.live_display import panel
 from doll.monitor.progress import ProgressModel
+from doll.monitor.text import one_line, worker_table
 from doll.records import Finished, Member, Metric, TermStarted, Update
 from paths import EXAMPLES
 from rich.console import Console
+from statuses import gone_worker, live_worker, server_status
 
 JOB = """
 job: digits
@@ -58,12 +61,18 @@ def running() -> ProgressModel:
     model = ProgressModel(job(), started_s=10.0)
     model.feed(term_started(1))
     feed_updates(model, 50)
-    ps = {
-        "version": 50, "durable_version": 40, "samples_total": 800, "waiting_batches": 3,
-        "worker_0_live": 1, "worker_0_retained_batches": 4, "worker_0_lag_records": 17, "worker_0_session": 1,
-        "worker_1_live": 0, "worker_1_retained_batches": 0, "worker_1_lag_records": 0, "worker_1_session": 2,
-    }  # fmt: skip
-    model.feed(Metric(source="ps", values=ps, time_s=0.0))
+    for time_s, workers in (
+        (4990.0, [live_worker(0), live_worker(1)]),
+        (5000.0, [live_worker(0), gone_worker(1)]),
+        (
+            5010.0,
+            [
+                live_worker(0, live_since_s=4825.0, market="on_demand", restarts=2, retained_batches=4, lag_records=17),
+                gone_worker(1, session=1048579),
+            ],
+        ),
+    ):
+        model.feed(server_status(workers, version=50, durable_version=40, waiting_batches=3, time_s=time_s))
     model.feed(Metric(source="producer", values={"delivered_total": 900, "rate_per_s": 79.5}, time_s=0.0))
     values = {"version": 48, "term": 1, "loss": 0.7, "accuracy": 0.88}
     model.feed(Metric(source="evaluator", values=values, time_s=5009.0))
@@ -94,7 +103,7 @@ def test_nothing_is_known_at_the_start() -> None:
     assert math.isnan(snapshot.rate_measured)
     assert snapshot.durable_version is None
     assert [line.is_live for line in snapshot.workers] == [None, None]
-    assert one_line(snapshot, StopConfig()) == "waiting for the first update (0 of 2 workers up)"
+    assert one_line(snapshot, StopConfig()) == "waiting for the first update (0 of 2 workers live)"
 
 
 def test_a_parameter_server_restart_takes_updates_back_and_is_told() -> None:
@@ -130,7 +139,7 @@ def test_the_panel_shows_the_numbers_that_matter(running: ProgressModel) -> None
     text = console.export_text()
     for expected in (
         "50 of 100", "0.88 of 0.95", "λ_U measured", "Nλ/(Kb)", "5 /s", "stable", "durable version", "40",
-        "down", "17", "SIGKILL", "900",
+        "gone 10 s", "live 3:05", "on-demand", "17", "SIGKILL", "900",
     ):  # fmt: skip
         assert expected in text, expected
     lines = text.splitlines()
@@ -173,30 +182,35 @@ def test_plain_lines_come_every_five_seconds(running: ProgressModel, capsys: pyt
 def test_the_worker_table_has_a_line_for_each(running: ProgressModel) -> None:
     lines = worker_table(running.snapshot(20.0)).splitlines()
     assert len(lines) == 3
-    assert lines[1].split() == ["0", "up", "1", "4", "17"]
+    assert lines[0].split("  ")[0] == "worker"
+    assert lines[1].split() == ["0", "live", "3:05", "on-demand", "2", "40.8", "17", "4"]
+    assert lines[2].split() == ["1", "gone", "10", "s", "0", "40.8", "0", "0"]
+    assert "1048579" not in "\n".join(lines), "a session number is of no use to people"
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(7.2, "7 s"), (65, "1:05"), (7385, "2:03:05"), (math.nan, "")])
 def test_clock(seconds: float, shown: str) -> None:
-    assert display.clock(seconds) == shown
+    assert formats.clock(seconds) == shown
 
 
 @pytest.mark.parametrize(
     ("value", "shown"), [(math.nan, "?"), (math.inf, "unlimited"), (0.12345, "0.123"), (12345.6, "12346")]
 )
 def test_number(value: float, shown: str) -> None:
-    assert display.number(value) == shown
+    assert formats.number(value) == shown
 
 
 def test_a_job_that_cannot_make_an_update_says_so_once() -> None:
     config = parse("job: j\ntask: {class: 'doll.tasks.digits:Digits'}\n")
     model = ProgressModel(config, started_s=0.0)
-    for stuck_s in (0.0, 5.0, 11.0, 12.0):
-        model.feed(Metric(source="ps", values={"stuck_s": stuck_s, "shortfall_batches": 2.0}, time_s=0.0))
-    (told,) = [text for _, text in model.all_events]
-    assert "2 batches more" in told
-    for stuck_s in (0.0, 11.0):
-        model.feed(Metric(source="ps", values={"stuck_s": stuck_s, "shortfall_batches": 3.0}, time_s=0.0))
+    model.feed(term_started(1))
+    workers = [live_worker(0), gone_worker(1)]
+    for stalled_s in (0.0, 5.0, 11.0, 12.0):
+        model.feed(server_status(workers, stalled_s=stalled_s, shortfall_batches=2))
+    (text,) = [text for _, text in model.all_events]
+    assert "2 batches more" in text or "2 more batches" in text
+    for stalled_s in (0.0, 11.0):
+        model.feed(server_status(workers, stalled_s=stalled_s, shortfall_batches=3))
     assert len(model.all_events) == 2
 
 

@@ -9,14 +9,14 @@ from doll.theory import queueing
 
 
 def test_margin_at_the_papers_setting() -> None:
-    """Sufficient form needs μ_C < 32 ms, the necessary one about 178 ms (digest 1.3)."""
+    """Sufficient form needs μ_C < 32 ms, the necessary one about 178 ms."""
     assert rates.stability_margin([125.0] * 64, 256, 20, 0.032).sufficient == pytest.approx(1.0)
     assert rates.stability_margin([125.0] * 64, 256, 20, 0.1779).necessary == pytest.approx(1.0, abs=1e-3)
 
 
 def test_harmonic_numbers() -> None:
-    assert rates.harmonic(2) == 1.5
-    assert rates.harmonic(20) == pytest.approx(3.5977, abs=1e-4)
+    assert queueing.harmonic(2) == 1.5
+    assert queueing.harmonic(20) == pytest.approx(3.5977, abs=1e-4)
 
 
 def test_margin_without_measurement_is_unknown_and_with_endless_arrivals_zero() -> None:
@@ -67,3 +67,20 @@ def test_arrival_meter_finds_the_rate_of_each_stream() -> None:
 
 def test_arrival_meter_without_a_look() -> None:
     assert rates.ArrivalRateEstimator().rates_per_s() == []
+
+
+def test_a_workers_rate_counts_its_samples_in_the_last_window() -> None:
+    worker_rates = rates.WorkerRates()
+    assert math.isnan(worker_rates.rate_per_s(0))
+    worker_rates.add(0, 100.0, 8)
+    assert math.isnan(worker_rates.rate_per_s(0)), "one update spans no time"
+    for second in range(101, 111):
+        worker_rates.add(0, float(second), 8)
+        worker_rates.add(1, float(second), 4)
+    assert worker_rates.rate_per_s(0) == pytest.approx(88 / 10)
+    assert worker_rates.rate_per_s(1) == pytest.approx(40 / 10)
+    assert worker_rates.rate_per_s(2) == 0.0
+    for second in range(111, 200):
+        worker_rates.add(1, float(second), 4)
+    assert worker_rates.rate_per_s(0) == 0.0, "its last sample has left the window"
+    assert worker_rates.rate_per_s(1) == pytest.approx(4.0)

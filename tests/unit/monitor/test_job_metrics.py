@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from doll.monitor.prometheus import Measurements, Sample, samples_of
-from doll.records import Finished, Member, Metric, TermStarted, Update
+from doll.monitor.job_metrics import JobMetrics, Sample, samples_of
+from doll.monitor.prometheus import JobCollector
+from doll.records import Finished, Member, Metric, ServerStatus, TermStarted, Update
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from statuses import gone_worker, live_worker, server_status
 
 
-def exposed(measurements: Measurements) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+def exposed(metrics: JobMetrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     """By name and labels, read back from the text that a scrape gets."""
     registry = CollectorRegistry()
-    registry.register(measurements)
+    registry.register(JobCollector("j", metrics))
     text = generate_latest(registry).decode()
     return {
         (sample.name, frozenset(sample.labels.items()) - {("job_name", "j")}): sample.value
@@ -29,10 +31,9 @@ def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
     ("source", "name", "expected"),
     [
         ("ps", "version", Sample("doll_ps_version", (), 1.0)),
-        ("ps", "worker_3_lag_records", Sample("doll_worker_lag_records", (("worker", "3"),), 1.0)),
         ("worker-3", "read_total", Sample("doll_worker_read_total", (("worker", "3"),), 1.0)),
         ("producer", "rate_per_s", Sample("doll_producer_rate_per_second", (), 1.0)),
-        ("ps", "stuck_s", Sample("doll_ps_stuck_seconds", (), 1.0)),
+        ("ps", "stalled_s", Sample("doll_ps_stalled_seconds", (), 1.0)),
         ("evaluator", "top-5 accuracy", Sample("doll_evaluator_top_5_accuracy", (), 1.0)),
     ],
 )
@@ -41,15 +42,16 @@ def test_a_measurement_is_named_for_who_makes_it_and_what_it_is_of(source: str, 
 
 
 def test_the_newest_measurements_of_each_are_exposed_with_the_times_they_were_made() -> None:
-    job = Measurements("j", 2)
-    job.feed(
-        Metric(source="ps", values={"version": 4, "joined_total": 2, "worker_0_live": 1, "worker_1_live": 0}, time_s=1)
-    )
+    job = JobMetrics(2)
+    job.feed(server_status([live_worker(0), gone_worker(1)], version=4, counters={"joined": 2}, time_s=1))
     job.feed(Metric(source="evaluator", values={"loss": 0.5}, time_s=2))
-    job.feed(
-        Metric(source="ps", values={"version": 5, "joined_total": 3, "worker_0_live": 1, "worker_1_live": 1}, time_s=3)
-    )
+    workers = [live_worker(0, silent_s=0.5), live_worker(1, restarts=2, lag_records=7)]
+    job.feed(server_status(workers, version=5, counters={"joined": 3}, stalled_s=12.0, time_s=3))
     found = exposed(job)
+    assert found[key("doll_ps_stalled_seconds")] == 12.0
+    assert found[key("doll_worker_lag_records", worker="1")] == 7
+    assert found[key("doll_worker_restarts_total", worker="1")] == 2
+    assert found[key("doll_worker_silent_seconds", worker="0")] == 0.5
     assert found[key("doll_job_workers")] == 2
     assert found[key("doll_ps_version")] == 5
     assert found[key("doll_ps_joined_total")] == 3
@@ -63,7 +65,7 @@ def test_an_update_tells_its_loss_and_what_each_worker_took_for_it() -> None:
     members = tuple(
         Member(worker=n, batch=0, lo=0, hi=8, n_samples=8, base_version=0, compute_s=0.25 * (n + 1)) for n in (0, 1)
     )
-    job = Measurements("j", 2)
+    job = JobMetrics(2)
     job.feed(
         Update(term=1, version=1, members=members, n_samples=16, loss=0.7, metrics={"accuracy": 0.5}, apply_s=0.01)
     )
@@ -74,7 +76,7 @@ def test_an_update_tells_its_loss_and_what_each_worker_took_for_it() -> None:
 
 
 def test_a_job_that_goes_on_has_not_finished_any_more() -> None:
-    job = Measurements("j", 1)
+    job = JobMetrics(1)
     assert exposed(job)[key("doll_job_finished")] == 0
     job.feed(Finished(term=1, version=9, reason="updates: 9 reached", time_s=1))
     assert exposed(job)[key("doll_job_finished")] == 1
@@ -88,11 +90,11 @@ def test_a_new_generation_shows_nothing_of_the_run_before() -> None:
             term=number, resumed_version=0, origins=(0,), records_per_batch=1, time_s=0.0, generation=generation
         )
 
-    def ps(number: int) -> Metric:
-        return Metric(source="ps", values={"term": number, "version": 10 * number}, time_s=1)
+    def ps(number: int) -> ServerStatus:
+        return server_status(term=number, version=10 * number, time_s=1)
 
     finished = Finished(term=1, version=10, reason="r", time_s=0.0)
-    job = Measurements("j", 2)
+    job = JobMetrics(2)
     for record in (term_started(1), ps(1), Metric(source="producer", values={"sent_total": 7}, time_s=1), finished):
         job.feed(record)
     assert exposed(job)[key("doll_job_finished")] == 1
@@ -107,7 +109,7 @@ def test_a_new_generation_shows_nothing_of_the_run_before() -> None:
 
 
 def test_a_loss_far_above_its_best_is_a_number_to_be_alarmed_by() -> None:
-    job = Measurements("j", 1)
+    job = JobMetrics(1)
     for version in range(1, 41):
         job.feed(Update(term=1, version=version, members=(), n_samples=8, loss=0.5 if version < 30 else 1e9))
         assert exposed(job)[key("doll_job_loss_worsened")] == float(version >= 30)
@@ -118,10 +120,10 @@ def test_a_loss_far_above_its_best_is_a_number_to_be_alarmed_by() -> None:
 
 def test_the_age_of_each_roles_last_sign_of_life_is_exposed() -> None:
     now_s = 1000.0
-    job = Measurements("j", 1, clock=lambda: now_s)
+    job = JobMetrics(1, clock=lambda: now_s)
     job.feed(Metric(source="provisioner", values={"spent_usd": 2.0}, time_s=400.0))
     job.feed(Metric(source="provisioner", values={}, time_s=700.0))
-    job.feed(Metric(source="ps", values={"worker_0_silent_s": 4.0}, time_s=999.0))
+    job.feed(server_status([live_worker(0, silent_s=4.0)], time_s=999.0))
     found = exposed(job)
     assert found[key("doll_heartbeat_age_seconds", role="provisioner")] == 300.0
     assert found[key("doll_heartbeat_age_seconds", role="ps")] == 1.0

@@ -1,0 +1,34 @@
+"""Numbers and times as text for people."""
+
+from __future__ import annotations
+
+import math
+
+
+def known(value: float) -> bool:
+    """Whether there is a number to show."""
+    return math.isfinite(value)
+
+
+def number(value: float) -> str:
+    """Three significant digits; `?` if it is not known, `unlimited` if it is infinite."""
+    if math.isnan(value):
+        return "?"
+    return "unlimited" if math.isinf(value) else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def of(count: int, total: int | None) -> str:
+    """`45 of 300`, with thin groups of thousands."""
+    text = f"{count:,}".replace(",", " ")
+    return text if total is None else f"{text} of {total:,}".replace(",", " ")
+
+
+def clock(seconds: float) -> str:
+    """`12 s`, `3:05` or `2:03:05`."""
+    if not known(seconds):
+        return ""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
