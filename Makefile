@@ -1,4 +1,4 @@
-# DOLL: everything is run from here. `make` alone shows what there is.
+# DOLL's development commands. `make` lists them.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -9,31 +9,31 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 UV     := $(BIN)/uv
 UV_PIN := 0.13.8
-# Empty: torch as the package index has it (on Linux with CUDA). cpu: torch's own CPU build, 2 GB smaller.
+# Empty: torch from the package index (on Linux with CUDA). cpu: torch's CPU build, 2 GB smaller.
 TORCH ?=
 STAMP := $(VENV)/.doll-setup$(if $(TORCH),-$(TORCH))
 JOB   ?= examples/digits.yaml
 SEED  ?= 0
-# Tests mostly wait, for processes that start, die and are missed. Each tester has a Kafka broker and a Redis of its own.
+# Tests mostly wait for processes and timeouts. Each test process has its own Kafka broker and Redis.
 TESTERS ?= 3
-# Whole modules, in the order of their folders: those of whole jobs begin, and the small ones fill what is left.
-SHARED_OUT := -n $(TESTERS) --dist loadscope --no-loadscope-reorder
+# Whole modules in the order of their folders: the long end-to-end tests begin, and short modules fill the rest.
+DISTRIBUTE := -n $(TESTERS) --dist loadscope --no-loadscope-reorder
 SECONDS ?= 3600
 PYTEST  ?=
 
 .PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-overhead bench-soak bench-cluster paper build lock wheels clean tf-check tf-apply-local
 
-help: ## show this list
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@echo "  JOB=file.yaml   the job that \`make demo\` runs (default $(JOB))"
-	@echo "  TESTERS=3       processes that \`make test\` shares the tests out to; PYTEST=\"-k word\": more arguments for pytest"
-	@echo "  TORCH=cpu       take torch's CPU build, where the network has it (2 GB less to download)"
-	@echo "  DOLL_CACHE_DIR=dir  where Kafka's jars are kept (default ~/.cache/doll)"
+	@echo "  TESTERS=3       number of test processes of \`make test\`; PYTEST=\"-k word\": more arguments for pytest"
+	@echo "  TORCH=cpu       install torch's CPU build from torch's own index (2 GB less to download)"
+	@echo "  DOLL_CACHE_DIR=dir  cache of Kafka's jars (default ~/.cache/doll)"
 
-setup: $(STAMP) ## install everything into .venv (Python >= 3.11; Java >= 17 and Maven for a real local Kafka)
+setup: $(STAMP) ## install everything into .venv (Python >= 3.11; Java >= 17 and Maven for a local Kafka broker)
 
-# The stamp is newer than what it was made from, so a second run does nothing.
+# The stamp is newer than its prerequisites, so a second run does nothing.
 $(STAMP): requirements.lock pyproject.toml deploy/kafka/pom.xml
 	@echo "[1/4] Python environment in $(VENV)"
 	@if ! $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null; then \
@@ -52,7 +52,7 @@ $(STAMP): requirements.lock pyproject.toml deploy/kafka/pom.xml
 ifeq ($(TORCH),)
 	@$(UV) pip sync --compile-bytecode --python $(BIN)/python --require-hashes requirements.lock
 else
-	@# The lock has the hashes of the index's torch; its other build comes from elsewhere and needs no CUDA packages.
+	@# The lock has the hashes of the index's torch; the other build comes from another index and needs no CUDA packages.
 	@awk '/^[a-z]/ {skip = /^(torch|triton|nvidia-|cuda-)/} !skip' requirements.lock > $(VENV)/requirements.$(TORCH).txt
 	@$(UV) pip sync --compile-bytecode --python $(BIN)/python --require-hashes $(VENV)/requirements.$(TORCH).txt
 	@$(UV) pip install --python $(BIN)/python --torch-backend $(TORCH) "$$(awk '/^torch==/ {print $$1}' requirements.lock)"
@@ -64,47 +64,47 @@ endif
 	@touch $@
 	@echo "done: \`make demo\` runs a job, \`make test\` the tests, $(BIN)/doll --help shows the commands"
 
-demo: setup ## set up, then run JOB on this machine, with live progress
+demo: setup ## run JOB on this machine, with live progress
 	@$(BIN)/doll up $(JOB)
 
-demo-spot: setup ## a spot market on this machine: workers bought, taken and killed; SEED=n draws another one
+demo-spot: setup ## run a job on a replayed spot market on this machine (SEED=n: another market)
 	@$(BIN)/doll spot examples/spot.yaml --seed $(SEED)
 
-test: setup ## set up, then run the whole test suite
-	@$(BIN)/python -m pytest $(SHARED_OUT) $(PYTEST)
+test: setup ## run the whole test suite
+	@$(BIN)/python -m pytest $(DISTRIBUTE) $(PYTEST)
 
-test-fast: setup ## set up, then run what needs no server, no torch and no long random run: about a minute
-	@$(BIN)/python -m pytest $(SHARED_OUT) -m "not slow" $(PYTEST)
+test-fast: setup ## run the tests without servers, torch and long random runs: about a minute
+	@$(BIN)/python -m pytest $(DISTRIBUTE) -m "not slow" $(PYTEST)
 
-lint: setup ## look for mistakes and for code that is not formatted
+lint: setup ## check style and formatting
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
 type: setup ## check types
 	@$(BIN)/mypy
 
-tf-check: setup ## check deploy/terraform: fmt, validate, terraform test; says so where there is no terraform
+tf-check: setup ## check deploy/terraform: fmt, validate, terraform test; skipped without terraform
 	@$(BIN)/python deploy/terraform/local.py check
 
-tf-apply-local: setup ## apply and destroy deploy/terraform against an AWS that is none (moto, on loopback)
+tf-apply-local: setup ## apply and destroy deploy/terraform against a mock of AWS (moto, on loopback)
 	@$(BIN)/python deploy/terraform/local.py apply
 
-check: lint type test tf-check ## all that must pass before a commit
+check: lint type test tf-check ## everything that CI checks
 
-fmt: setup ## format the code and mend what can be mended by itself
+fmt: setup ## format the code and apply automatic fixes
 	@$(BIN)/ruff check --fix --quiet . || true
 	@$(BIN)/ruff format .
 
-bench: setup ## measure DOLL against yardsticks (BENCH=--quick: 5 minutes); results in benchmarks/results
+bench: setup ## compare DOLL with reference programs (BENCH=--quick: 8 minutes); results in benchmarks/results
 	@$(BIN)/python -m benchmarks.pipeline $(BENCH)
 
-bench-overhead: setup ## measure what checkpoints cost an undisturbed run (10 minutes)
+bench-overhead: setup ## measure the cost of durability without faults (10 minutes)
 	@$(BIN)/python -m benchmarks.overhead $(BENCH)
 
-bench-soak: setup ## an hour at full speed with preemptions: does anything grow? (SECONDS=300: a trial)
+bench-soak: setup ## measure memory growth: an hour at full speed with preemptions (SECONDS=300: a trial)
 	@$(BIN)/python -m benchmarks.soak --seconds $(SECONDS)
 
-bench-cluster: setup ## three brokers, one killed every 20 s: does the job stand still? (6 minutes)
+bench-cluster: setup ## measure pauses with three brokers, one killed every 20 s (6 minutes)
 	@$(BIN)/python -m benchmarks.cluster $(BENCH)
 
 paper: setup ## reproduce the DOLL paper's figures and tables, write docs/results.md (PAPER=--quick: a minute, no docs)
@@ -113,16 +113,16 @@ paper: setup ## reproduce the DOLL paper's figures and tables, write docs/result
 build: setup ## build the wheel and the source archive into dist/
 	@$(BIN)/python -m build --no-isolation
 
-lock: setup ## choose the versions of all packages anew and write them to requirements.lock
+lock: setup ## resolve the versions of all packages and write requirements.lock
 	@$(UV) pip compile --quiet --upgrade --generate-hashes --no-emit-index-url --no-emit-find-links --universal \
 	  --python-version 3.11 --extra dev --custom-compile-command "make lock" --output-file requirements.lock pyproject.toml
 	@if grep -nE 'https?:|--(find-links|index-url|extra-index-url)' requirements.lock; then \
-	  echo "requirements.lock names an address: it must work on every network" >&2; exit 1; fi
+	  echo "requirements.lock contains an address: expected names and hashes only" >&2; exit 1; fi
 	@$(BIN)/python deploy/wheels.py
 
-wheels: setup ## ask the registry which packages of requirements.lock have wheels for arm64; writes deploy/wheels.txt
+wheels: setup ## query the registry for arm64 wheels of requirements.lock; writes deploy/wheels.txt
 	@$(BIN)/python deploy/wheels.py
 
-clean: ## remove what was built and cached in the checkout, but not .venv and runs/
+clean: ## remove build results and caches, except .venv and runs/
 	@rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""A task of one's own in thirty lines: will the customer leave? Events are JSON lines.
+"""An example task in thirty lines: predict whether a customer leaves. Events are JSON lines.
 
 Run as a program it prints random events: python churn.py 20000 > events.jsonl
 """
