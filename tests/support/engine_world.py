@@ -10,22 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from doll.config import StopConfig
-from doll.config.policy import PolicyConfig
+from doll.config.policy import POLICIES as registered
+from doll.config.policy import PolicyConfig, policy_section
 from doll.consumers.batching import Batcher
 from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, GradientDone, Send, WorkerCore
 from doll.ps import events as ev
 from doll.ps.engine import Engine, EngineSettings
 from doll.ps.policies import make_policy
-from doll.ps.policies.asp import AspPolicyConfig
 from doll.ps.policies.base import Policy
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.records import AnyRecord, Durable, Fence, Grant, Hello, Join, NewVersion, Welcome
 
-POLICIES: dict[str, PolicyConfig] = {
-    "doll": DollPolicyConfig(group_size=3),
-    "bsp": BspPolicyConfig(),
-    "asp": AspPolicyConfig(),
+# Every policy that ships with DOLL.
+POLICIES: dict[str, PolicyConfig] = {name: policy_section(name)(name=name) for name in registered.built_in} | {
+    "doll": DollPolicyConfig(group_size=3)
 }
 
 

@@ -30,8 +30,8 @@ class BspPolicyConfig(PolicyConfig):
             return super().shortfall_text(missing, live=live, workers=workers, max_pending_batches=max_pending_batches)
         return (
             f"no update can be made: policy bsp needs a batch of every live worker, and {missing} of {live} give none "
-            "(no gradient within worker.grant_timeout_s, or a stream without records while the others are full); restart "
-            "these workers, check that their streams get records, or choose another policy"
+            "(no gradient within worker.grant_timeout_s, or a stream without records while the others are full); "
+            "restart these workers, check that their streams get records, or choose another policy"
         )
 
 
@@ -56,7 +56,11 @@ class Bsp(Policy):
             (self._idle.add if idle else self._idle.discard)(number)
 
     def start(self, view: PolicyView) -> Sequence[int]:
-        return sorted(self._idle)
+        if not self._idle:
+            return ()
+        # A new set: one that was large keeps its size, and to look through it costs as much as before.
+        idle, self._idle = self._idle, set()
+        return sorted(idle)
 
     def collect(self, view: PolicyView) -> Sequence[BatchId]:
         return view.held_batches() if view.num_held and not view.num_computing and not self._absent else ()

@@ -1,0 +1,175 @@
+"""A policy in somebody else's wheel: found by entry point, validated, played by the engine's suite, simulated."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from distributions import install_wheel, write_distribution
+from doll.config import dump, parse
+from doll.config.policy import POLICIES, PolicyConfig
+from doll.errors import ConfigError
+from doll.ps.policies import make_policy, policy_spec
+from doll.records import NewVersion
+from doll.simulation.report import summarise
+from doll.simulation.settings import SimulationSettings
+from doll.simulation.system import System
+from engine_runs import check_random_run
+from engine_world import World
+from paths import SUPPORT
+
+JOB = "job: j\ntask: {class: 'm:C'}\ntraining: {policy: %s}"
+
+
+@pytest.fixture(scope="module")
+def site_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the third party's wheel installed."""
+    folder = tmp_path_factory.mktemp("wheel") / "site-packages"
+    folder.mkdir()
+    install_wheel(SUPPORT / "third_party_policy", folder)
+    return folder
+
+
+@pytest.fixture
+def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The registry forgets what it has found, before the test's distributions are on the path and after."""
+    before = set(sys.modules)
+    POLICIES.refresh()
+    yield monkeypatch
+    monkeypatch.undo()
+    POLICIES.refresh()
+    for name in set(sys.modules) - before:
+        if name.startswith(("bounded_lead", "broken_policy")):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def installed(site_packages: Path, fresh_registry: pytest.MonkeyPatch) -> None:
+    fresh_registry.syspath_prepend(str(site_packages))
+
+
+def section(**values: object) -> PolicyConfig:
+    return parse(JOB % ({"name": "bounded_lead"} | values)).training.policy
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_is_found_and_its_section_is_checked() -> None:
+    assert POLICIES.names() == ("doll", "bsp", "asp", "bounded_lead")
+    config = parse(JOB % "{name: bounded_lead, lead: 3}")
+    assert config.training.policy.model_dump() == {"name": "bounded_lead", "lead": 3, "eager": False}
+    assert config.group_size == 1
+    assert parse(dump(config)) == config
+    for wrong, expected in (
+        ("{name: bounded_lead, lead: -1}", "training.policy.lead: .* greater than or equal to 0, got -1"),
+        ("{name: bounded_lead, leed: 1}", "training.policy.leed: unknown key"),
+        ("{name: unbounded}", "training.policy.name: expected one of doll, bsp, asp, bounded_lead, got 'unbounded'"),
+    ):
+        with pytest.raises(ConfigError, match=expected):
+            parse(JOB % wrong)
+    assert make_policy(config.training.policy).name == policy_spec("bounded_lead").name == "bounded_lead"
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("lead", [0, 2])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_runs(lead: int, seed: int) -> None:
+    check_random_run(section(lead=lead, eager=bool(seed % 2)), seed, 3000)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("lead", [0, 2])
+def test_nobody_gets_further_ahead_than_the_lead_and_grants_name_the_version_that_this_needs(lead: int) -> None:
+    world = World(section(lead=lead), max_pending=12)
+    world.high = [origin + 16 for origin in world.origins]  # eight batches for each worker
+    for _ in range(100):
+        for process in world.processes:
+            for _ in range(3 if process.worker else 1):  # worker 0 is the slow one
+                world.receive(process)
+                world.read(process)
+                if process.worker or len(world.updates) < 4:
+                    world.compute(process)
+                world.send(process)
+        world.store_checkpoint()
+    assert world.engine is not None
+    applied = world.engine.snapshot(world.now).applied
+    assert applied[1] == applied[2] == applied[0] + lead + 1, "the last of them was computed at the bound"
+    for update in world.updates:
+        for worker, batch, base in update.members:
+            counted = [0, 0, 0]
+            for earlier in world.updates[:base]:
+                for other, _, _ in earlier.members:
+                    counted[other] += 1
+            assert min(counted) >= batch - lead, (worker, batch, base)
+
+
+@pytest.mark.usefixtures("installed")
+def test_its_state_survives_a_restart_of_the_server() -> None:
+    world = World(section(lead=1))
+    world.high = [origin + 8 for origin in world.origins]
+    world.settle()
+    assert world.stored is not None
+    before = world.stored.policy_state
+    assert before is not None
+    assert before["slowest"] == 4
+    assert world.stored.policy == "bounded_lead"
+    world.kill_ps()
+    world.start_ps()
+    assert world.engine is not None
+    assert world.engine.snapshot(world.now).policy_state == before
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_sends_versions_to_workers_that_have_not_asked() -> None:
+    world = World(section(lead=1, eager=True))
+    world.high = [origin + 8 for origin in world.origins]
+    world.settle()
+    sent = [record for record in world.commands[0] if isinstance(record, NewVersion)]
+    assert [record.version for record in sent] == sorted({record.version for record in sent})
+    assert len(sent) >= 3, "one each time that the slowest advances"
+    world = World(section(lead=1))
+    world.high = [origin + 8 for origin in world.origins]
+    world.settle()
+    assert not any(isinstance(record, NewVersion) for record in world.commands[0])
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_simulated_job() -> None:
+    settings = SimulationSettings(rates_per_s=[50.0] * 6, batch_size=20, policy=section(lead=3), updates=3000)
+    system = System(settings)
+    system.run()
+    summary = summarise(system, alpha=1.0)
+    assert summary.rate_formula == 15.0
+    assert summary.rate_measured == pytest.approx(15.0, rel=0.05)
+    applied = system.engine.snapshot(0.0).applied
+    assert max(applied) - min(applied) <= 4
+
+
+@pytest.mark.usefixtures("fresh_registry")
+def test_a_broken_plugin_is_named_only_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_distribution(tmp_path, "sad", {"gone": "no_such_module:SPEC", "odd": "broken_policy:SPEC"}, version="2.1")
+    (tmp_path / "broken_policy.py").write_text("SPEC = 'not a spec'\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    POLICIES.refresh()
+    assert parse(JOB % "{name: asp}").group_size == 1
+    with pytest.raises(
+        ConfigError, match=r"training.policy: cannot load .* gone = no_such_module:SPEC of sad 2.1: .*No"
+    ):
+        parse(JOB % "{name: gone}")
+    with pytest.raises(
+        ConfigError, match=r"of sad 2.1: expected a doll.ps.policies.PolicySpec named 'odd', got 'not a"
+    ):
+        parse(JOB % "{name: odd}")
+
+
+@pytest.mark.usefixtures("fresh_registry")
+def test_two_owners_of_a_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_distribution(tmp_path, "rival", {"doll": "rival:SPEC"})
+    monkeypatch.syspath_prepend(str(tmp_path))
+    POLICIES.refresh()
+    with pytest.raises(
+        ConfigError, match=r"training.policy: doll.policies: 'doll' is registered by doll and rival 1.0"
+    ):
+        parse(JOB % "{name: doll}")
+    assert parse(JOB % "{name: bsp}").group_size == 4
