@@ -14,7 +14,7 @@ from doll.cli.output import emit
 
 if TYPE_CHECKING:
     from doll.process.signals import Interrupts
-    from doll.provisioner.controller import Decision
+    from doll.provisioner.decision import Decision
     from doll.provisioner.main import Provisioner
     from doll.run.target import Target
 
@@ -66,7 +66,7 @@ def run(
         decision = provisioner.run(lambda: interrupts.stop_requested)
         if decision is not None:
             _print(decision, as_json=False)
-    raise typer.Exit(0 if decision is None or decision.over else 1)
+    raise typer.Exit(0 if decision is None or decision.finished else 1)
 
 
 @provision_app.command(short_help="Run one iteration.")

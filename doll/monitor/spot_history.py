@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from doll.monitor.formats import clock
 
 if TYPE_CHECKING:
-    from doll.provisioner.controller import Decision
+    from doll.provisioner.decision import Decision
     from doll.provisioner.fleets.processes import Machine
 
 _REASONS_SHOWN = 8

@@ -58,7 +58,7 @@ class BillingRule:
 
     def is_free(self, instance: Instance) -> bool:
         """Its owner took it back so soon that it costs nothing."""
-        if instance.end is not EndReason.INTERRUPTED or instance.market != "spot" or instance.ended_s is None:
+        if instance.end_reason is not EndReason.INTERRUPTED or instance.market != "spot" or instance.ended_s is None:
             return False
         return instance.ended_s - instance.launched_s < self.free_if_interrupted_s
 
@@ -101,7 +101,7 @@ class BillLine:
     pool: str
     launched_s: float
     ended_s: float | None
-    end: str
+    end_reason: str
     billed_s: float
     usd: float
     usd_without_boots: float
@@ -243,7 +243,7 @@ def _line(
         pool=one.pool,
         launched_s=one.launched_s,
         ended_s=one.ended_s,
-        end=one.end.value,
+        end_reason=one.end_reason.value,
         billed_s=billed_s,
         usd=usd_per_s * billed_s,
         usd_without_boots=usd_per_s * served_s,

@@ -9,10 +9,10 @@ import numpy as np
 from doll.config import JobConfig, ProcessesFleetConfig
 from doll.errors import ConfigError
 from doll.provisioner.billing import EC2_LINUX, LOCAL
-from doll.provisioner.controller import ControllerSettings
+from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.planning.plan_request import apply_speed_up, updates_to_target
 from doll.provisioner.planning.state import PlannerSettings
-from doll.provisioner.reconcile import LaunchLimits
+from doll.provisioner.settings import ControllerSettings
 
 
 def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str]]:

@@ -13,11 +13,10 @@ from pathlib import Path
 from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.provisioner.billing import EC2_LINUX, LOCAL, BillingRule
-from doll.provisioner.controller import Probe
 from doll.provisioner.fleets import compose
 from doll.provisioner.fleets.ec2 import fleet as ec2_fleet
 from doll.provisioner.fleets.ec2 import placement as ec2_placement
-from doll.provisioner.fleets.port import Fleet
+from doll.provisioner.fleets.port import Fleet, SpotProbe
 from doll.provisioner.prices import ec2 as ec2_prices
 from doll.provisioner.prices.port import PriceFeed
 from doll.provisioner.prices.stated import StatedPrices
@@ -36,7 +35,7 @@ class Machines:
     fleet: Fleet
     prices: PriceFeed
     billing: BillingRule
-    probe: Probe | None = None
+    probe: SpotProbe | None = None
     placement: ec2_placement.Ec2Placement | None = None
 
 

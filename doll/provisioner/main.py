@@ -15,10 +15,12 @@ from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.job_records import JobRecords
 from doll.process.health import Heartbeat, heartbeat_of
-from doll.provisioner.controller import Controller, ControllerSettings, Decision
+from doll.provisioner.controller import Controller
+from doll.provisioner.decision import Decision
 from doll.provisioner.lease import Lease, claims_of
 from doll.provisioner.machines import Machines
 from doll.provisioner.publisher import DecisionPublisher
+from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import FileStateStore
 from doll.records import Finished, Leave, Welcome
 from doll.service_checks import require_services
@@ -119,7 +121,7 @@ class Provisioner:
             if (changed := job_file.changed()) is not None:
                 self._retarget(changed)
             decision = self._turn()
-            if decision.over or decision.phase == "stopped":
+            if decision.finished or decision.phase == "stopped":
                 return decision
             self._follow(self._settings.planner.replan_s, stop_requested)
             if stop_requested():
@@ -139,7 +141,7 @@ class Provisioner:
         end_s = time.monotonic() + DRAIN_TIMEOUT_S
         while not stop_requested():
             decision = self._turn(draining=True)
-            if decision.over:
+            if decision.finished:
                 return decision
             if time.monotonic() > end_s:
                 left = ", ".join(instance.id for instance in decision.instances if instance.ended_s is None)
@@ -178,7 +180,7 @@ class Provisioner:
         self._controller.positions = self._job_records.positions
         decision = self._controller.turn(now_s, draining=draining)
         if self._publisher is not None:
-            self._publisher.publish(decision, last=last or decision.over)
+            self._publisher.publish(decision, last=last or decision.finished)
         self._log_changes(decision)
         if self._placement is not None and not draining and (scores := self._placement.poll_scores(now_s)) is not None:
             log.info("placement_scores", **scores)

@@ -41,36 +41,36 @@ _MAX_INCARNATION: Final = 10**9
 class _Slot:
     """The process that the parameter server has welcomed last for one slot."""
 
-    process: str = ""  # its random id
+    process_id: str = ""  # its random id
     session: int = 0  # the parameter server's number for it
     incarnation: int = 0  # the fleet's number for its instance
-    highest: int = 0  # of all incarnations that have asked for the slot
+    highest_incarnation: int = 0  # of all incarnations that have asked for the slot
     since_s: float = 0.0
-    heard_s: float = 0.0
+    last_seen_s: float = 0.0
     left: bool = False
     read_to: int = -1  # offset in its partition
     read_at_s: float = 0.0
 
-    def used(self, incarnation: int) -> None:
+    def note_incarnation(self, incarnation: int) -> None:
         """An instance of this incarnation exists or did. Implausible numbers are ignored: topics are no proof."""
         if incarnation <= _MAX_INCARNATION:
-            self.highest = max(self.highest, incarnation)
+            self.highest_incarnation = max(self.highest_incarnation, incarnation)
 
 
 @dataclass(frozen=True)
-class Holder:
+class SlotHolder:
     """Who holds a slot.
 
     Attributes:
         incarnation: of the fleet's instance (`Order.incarnation`); 0: a worker that no fleet has started.
         since_s: when it was welcomed.
-        heard_s: its last sign of life.
+        last_seen_s: its last sign of life.
         works: it has not left, and has been heard while others were.
     """
 
     incarnation: int
     since_s: float
-    heard_s: float
+    last_seen_s: float
     works: bool
 
 
@@ -101,9 +101,9 @@ class Observed:
         self.spot = AvailabilityEstimator(prior_alpha=min(max(prior_alpha, 0.01), 0.99), prior_cycle_s=prior_cycle_s)
         self.boots = BootTimeEstimator()
         self._ends: tuple[float, list[int]] | None = None
-        self.heard_s = -math.inf
+        self.last_seen_s = -math.inf
         """The last sign of life of anybody."""
-        self._ps_heard_s = self._ps_since_s = -math.inf
+        self._ps_last_seen_s = self._ps_since_s = -math.inf
         self.version = 0
         """Updates that are applied and have not been rolled back."""
         self.batches_done = 0
@@ -130,24 +130,24 @@ class Observed:
 
     def feed(self, record: AnyRecord, at_s: float) -> None:
         """One record, written at about `at_s`. What it does not know, and slots that are none, it passes over."""
-        self.heard_s = max(self.heard_s, at_s)
+        self.last_seen_s = max(self.last_seen_s, at_s)
         if isinstance(record, Welcome | TermStarted | Update) or (isinstance(record, Metric) and record.source == "ps"):
-            if at_s - self._ps_heard_s > self.heartbeat_timeout_s:
+            if at_s - self._ps_last_seen_s > self.heartbeat_timeout_s:
                 self._ps_since_s = at_s
-            self._ps_heard_s = max(self._ps_heard_s, at_s)
+            self._ps_last_seen_s = max(self._ps_last_seen_s, at_s)
         match record:
-            case Join() if self._has(record.worker):
+            case Join() if self._is_slot(record.worker):
                 slot = self._slots[record.worker]
-                slot.used(record.incarnation)
-            case Welcome() if self._has(record.worker):
+                slot.note_incarnation(record.incarnation)
+            case Welcome() if self._is_slot(record.worker):
                 self._welcomed(self._slots[record.worker], record, at_s)
-            case Alive() | Announce() | Push() if self._has(record.worker):
+            case Alive() | Announce() | Push() if self._is_slot(record.worker):
                 slot = self._slots[record.worker]
                 if record.session == slot.session:
                     if isinstance(record, Alive):
                         self._read_on(record, slot, at_s)
-                    slot.heard_s = max(slot.heard_s, at_s)
-            case Leave() if self._has(record.worker):
+                    slot.last_seen_s = max(slot.last_seen_s, at_s)
+            case Leave() if self._is_slot(record.worker):
                 slot = self._slots[record.worker]
                 slot.left = slot.left or record.session == slot.session
             case Evaluated():
@@ -175,17 +175,17 @@ class Observed:
             case _:
                 pass
 
-    def _has(self, worker: int) -> bool:
+    def _is_slot(self, worker: int) -> bool:
         return 0 <= worker < len(self._slots)
 
     def _welcomed(self, slot: _Slot, record: Welcome, at_s: float) -> None:
         if record.session < slot.session:
             return
-        if record.instance != slot.process:
-            slot.process, slot.since_s, slot.read_to = record.instance, at_s, -1
+        if record.instance != slot.process_id:
+            slot.process_id, slot.since_s, slot.read_to = record.instance, at_s, -1
         slot.session, slot.incarnation, slot.left = record.session, record.incarnation, False
-        slot.used(record.incarnation)
-        slot.heard_s = max(slot.heard_s, at_s)
+        slot.note_incarnation(record.incarnation)
+        slot.last_seen_s = max(slot.last_seen_s, at_s)
 
     def _read_on(self, record: Alive, slot: _Slot, at_s: float) -> None:
         """The reading of a worker that is behind its stream says how fast it can be."""
@@ -198,7 +198,7 @@ class Observed:
 
     def _decision_recorded(self, record: ProvisionDecision) -> None:
         for slot, incarnation in zip(self._slots, record.incarnations, strict=False):
-            slot.used(incarnation)  # in whichever generation
+            slot.note_incarnation(incarnation)  # in whichever generation
         newest = -math.inf if self.last_decision is None else self.last_decision.time_s
         if record.time_s >= max(newest, self.generation_s):
             self.last_decision = record
@@ -261,21 +261,21 @@ class Observed:
                 errors_by_version[version] = error
         return sorted(errors_by_version), [errors_by_version[version] for version in sorted(errors_by_version)]
 
-    def holder(self, slot: int) -> Holder | None:
+    def holder(self, slot: int) -> SlotHolder | None:
         """Who holds the slot; None while nobody has been welcomed."""
         one = self._slots[slot]
-        if not one.process:
+        if not one.process_id:
             return None
-        works = not one.left and self.heard_s - one.heard_s <= self.heartbeat_timeout_s
-        return Holder(one.incarnation, one.since_s, one.heard_s, works)
+        works = not one.left and self.last_seen_s - one.last_seen_s <= self.heartbeat_timeout_s
+        return SlotHolder(one.incarnation, one.since_s, one.last_seen_s, works)
 
     def ps_since_s(self, now_s: float) -> float | None:
         """Since when a parameter server has been there without a pause; None where none is: nobody can join then."""
-        return self._ps_since_s if now_s - self._ps_heard_s <= self.heartbeat_timeout_s else None
+        return self._ps_since_s if now_s - self._ps_last_seen_s <= self.heartbeat_timeout_s else None
 
     def highest_incarnation(self, slot: int) -> int:
         """The highest incarnation that has ever asked for the slot, as far as is known."""
-        return self._slots[slot].highest
+        return self._slots[slot].highest_incarnation
 
     # --- kept over restarts -----------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class Observed:
         """Plain values for JSON; `restore` takes them back."""
         return {
             "slots": msgspec.to_builtins(self._slots),
-            "heard_s": self.heard_s if math.isfinite(self.heard_s) else None,
+            "last_seen_s": self.last_seen_s if math.isfinite(self.last_seen_s) else None,
             "version": self.version, "batches_done": self.batches_done, "term": self.term, "finished": self.finished,
             "generation": self.generation,
             "generation_s": self.generation_s if math.isfinite(self.generation_s) else None,
@@ -301,7 +301,7 @@ class Observed:
         if len(kept["slots"]) != len(self._slots):
             raise ValueError(f"expected {len(self._slots)} slots, got {len(kept['slots'])}")
         self._slots = [_Slot(**one) for one in kept["slots"]]
-        self.heard_s = -math.inf if kept["heard_s"] is None else float(kept["heard_s"])
+        self.last_seen_s = -math.inf if kept["last_seen_s"] is None else float(kept["last_seen_s"])
         self.version, self.batches_done = int(kept["version"]), int(kept["batches_done"])
         self.term, self.finished = int(kept["term"]), kept["finished"]
         self.generation = int(kept.get("generation", 0))  # earlier releases had none

@@ -12,7 +12,7 @@ from doll.services import Services
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
-    from doll.provisioner.controller import Decision
+    from doll.provisioner.decision import Decision
 
 SOURCE = "provisioner"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -12,6 +11,7 @@ from typing import Any, Final, Protocol
 from doll import telemetry
 from doll.bounded import json_value, read_text
 from doll.errors import ConfigError
+from doll.process.files import write_atomically
 
 log = telemetry.get_logger(__name__)
 
@@ -42,38 +42,19 @@ class StateStore(Protocol):
 class FileStateStore:
     """`StateStore` as `provision-<job>.json` and `provision-<job>.jsonl` in a folder, made when it is first written to.
 
-    A folder may outlive a job, as that of a host does, so each job has files of its own. Files of earlier releases have
-    no job in their names; such a state is read where the topics in it are the job's.
+    A folder may outlive a job, as that of a host does, so each job has its own files.
     """
 
     def __init__(self, folder: Path, job: str) -> None:
         self.state = folder / f"provision-{job}.json"
         self.journal = folder / f"provision-{job}.jsonl"
-        self._job = job
 
     def load(self) -> dict[str, Any] | None:
-        saved = _read(self.state)
-        if saved is not None or self.state.exists():
-            return saved
-        earlier = self.state.with_name("provision.json")
-        saved = _read(earlier)
-        if saved is None:
-            return None
-        positions = saved.get("positions")
-        named = isinstance(positions, dict) and f"doll.{self._job}.updates/0" in positions
-        if not named:
-            log.info("provision_state_of_another_job", file=str(earlier), job=self._job, action="it is left as it is")
-        return saved if named else None
+        return _read(self.state)
 
     def save(self, kept: Mapping[str, Any]) -> None:
-        temporary = self.state.with_name(f"{self.state.name}.{os.getpid()}.tmp")
         try:
-            self.state.parent.mkdir(parents=True, exist_ok=True)
-            with temporary.open("w", encoding="utf-8") as file:
-                json.dump(kept, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(self.state)
+            write_atomically(self.state, json.dumps(kept), durable=True)
         except OSError as exc:
             raise ConfigError(f"cannot write {self.state}: {exc.strerror or exc}; see --run-folder") from exc
 

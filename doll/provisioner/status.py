@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from doll.bounded import json_object
 from doll.errors import ConfigError
-from doll.provisioner.controller import Decision
+from doll.provisioner.decision import Decision
 from doll.provisioner.state_store import FileStateStore
 
 _TAIL_BYTES: Final = 4_000_000  # lines are long; the newest decision is near the end

@@ -12,12 +12,12 @@ from doll.local.forks import ForkServer
 from doll.local.supervisor import RoleSpec
 from doll.monitor.pilot_run import with_pilot
 from doll.provisioner.billing import LOCAL
-from doll.provisioner.controller import ControllerSettings
 from doll.provisioner.fleets.port import Instance
 from doll.provisioner.fleets.processes import ProcessFleet
 from doll.provisioner.job_settings import controller_settings
 from doll.provisioner.machines import Machines, open_machines
 from doll.provisioner.prices.trace import TracePrices
+from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.traces.job_market import MarketProbe, make_market
 from doll.provisioner.traces.market import MarketClock
 from doll.run.folder import RunFolder

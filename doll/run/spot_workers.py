@@ -24,7 +24,8 @@ from doll.monitor.display import Display
 from doll.monitor.progress import JobSnapshot
 from doll.monitor.spot_history import MarketTimeline, SpotResult, report_section
 from doll.provisioner.billing import LOCAL, all_on_demand_usd, bill
-from doll.provisioner.controller import Controller, Decision
+from doll.provisioner.controller import Controller
+from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import Instance
 from doll.provisioner.fleets.processes import ProcessFleet
 from doll.provisioner.prices.trace import TracePrices

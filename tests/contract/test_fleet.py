@@ -54,7 +54,7 @@ def test_what_was_launched_is_listed_at_once_with_its_identity(rig: Rig) -> None
         for each in (one, seen):
             assert (each.slot, each.incarnation, each.market) == (order.slot, order.incarnation, order.market)
             assert each.is_alive
-            assert (each.ended_s, each.end, each.notice_s) == (None, EndReason.NOT, None)
+            assert (each.ended_s, each.end_reason, each.notice_s) == (None, EndReason.NONE, None)
             assert each.pool == one.pool != ""
         assert abs(seen.launched_s - one.launched_s) < 60
 
@@ -113,7 +113,7 @@ def test_terminated_ones_end_and_are_listed_for_a_while(rig: Rig) -> None:
     rig.fleet.terminate([])
     rig.advance(90)
     found = listed(rig)
-    assert (found[gone.id].state, found[gone.id].end) == (InstanceState.ENDED, EndReason.TERMINATED)
+    assert (found[gone.id].state, found[gone.id].end_reason) == (InstanceState.ENDED, EndReason.TERMINATED)
     ended_s = found[gone.id].ended_s
     assert ended_s is not None
     assert before_s < ended_s <= before_s + 200
@@ -138,7 +138,7 @@ def test_a_machine_that_ends_by_itself_has_failed(rig: Rig) -> None:
     rig.fail_instance(one.id)
     rig.advance(60)
     found = listed(rig)[one.id]
-    assert (found.state, found.end) == (InstanceState.ENDED, EndReason.FAILED)
+    assert (found.state, found.end_reason) == (InstanceState.ENDED, EndReason.FAILED)
     assert found.ended_s is not None
 
 
@@ -227,7 +227,7 @@ def test_an_interruption_has_a_notice_and_an_end(rig: Rig) -> None:
     assert 600 < notice_s - found[taken.id].launched_s < 800
     rig.advance(150)
     found = listed(rig)
-    assert (found[taken.id].state, found[taken.id].end) == (InstanceState.ENDED, EndReason.INTERRUPTED)
+    assert (found[taken.id].state, found[taken.id].end_reason) == (InstanceState.ENDED, EndReason.INTERRUPTED)
     assert found[taken.id].ended_s == pytest.approx(notice_s, abs=60)
     assert alive(rig) == {stays.id}
 
@@ -241,4 +241,4 @@ def test_an_interruption_without_a_notice_shows_all_the_same(rig: Rig) -> None:
     assert listed(rig)[one.id].notice_s is None
     rig.advance(120)
     found = listed(rig)[one.id]
-    assert (found.state, found.end) == (InstanceState.ENDED, EndReason.INTERRUPTED)
+    assert (found.state, found.end_reason) == (InstanceState.ENDED, EndReason.INTERRUPTED)

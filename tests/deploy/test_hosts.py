@@ -17,10 +17,11 @@ import pytest
 from botocore.session import Session
 from botocore.validate import ParamValidator
 from doll.monitor.job_metrics import samples_of
-from doll.provisioner.controller import Controller, ControllerSettings
+from doll.provisioner.controller import Controller
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.prices.stated import StatedPrices
+from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import FileStateStore
 
 from .conftest import FILES, IMAGE, PROGRAMS, SECRETS, SETTINGS, Host, push_job

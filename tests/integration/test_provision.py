@@ -91,10 +91,10 @@ def test_a_job_from_its_first_machine_to_its_last(provision: Provisioner) -> Non
     assert "done" in out.decode()
     journal = provision.journal()
     last = [one for one in journal if one["kind"] == "decision"][-1]
-    assert (last["phase"], last["over"], last["updates_done"]) == ("done", True, 40)
+    assert (last["phase"], last["finished"], last["updates_done"]) == ("done", True, 40)
     orders = [one for one in journal if one["kind"] == "order"]
     assert {one["slot"] for one in orders} == {0, 1}
-    made = {one["id"] for one in journal if one["kind"] == "instance"}
+    made = {one["id"] for one in journal if one["kind"] == "launched"}
     bills = {one["id"]: one["usd"] for one in journal if one["kind"] == "ended"}
     assert bills.keys() == made, "every machine has its bill"
     assert last["spent_usd"] == pytest.approx(sum(bills.values()))
@@ -125,7 +125,7 @@ def test_sigterm_leaves_and_a_dry_run_changes_nothing(provision: Provisioner) ->
     assert second.wait(WAIT_TIMEOUT_S) == 0, job.log("provision-2")
     journal = provision.journal()
     assert journal[-1]["spent_usd"] >= spent, "what was spent is not forgotten"
-    incarnations = [(one["slot"], one["incarnation"]) for one in journal if one["kind"] == "instance"]
+    incarnations = [(one["slot"], one["incarnation"]) for one in journal if one["kind"] == "launched"]
     assert len(set(incarnations)) == len(incarnations), "no incarnation twice"
     job.assert_audit_ok()
 
@@ -137,7 +137,7 @@ def test_drain_hands_everything_back_and_stops_the_other(provision: Provisioner)
     job.send(job.samples(200))
     job.until_version(3)
     said = provision.ask("drain")
-    assert (said["phase"], said["over"]) == ("drain", True)
+    assert (said["phase"], said["finished"]) == ("drain", True)
     assert first.wait(WAIT_TIMEOUT_S) == 1
     assert "has taken its place" in job.log("provision-0")
     assert [one for one in said["markets"] if one] == []

@@ -15,13 +15,14 @@ from typing import Any, Protocol
 
 import pytest
 from doll.provisioner.billing import EC2_LINUX
-from doll.provisioner.controller import Controller, Decision
+from doll.provisioner.controller import Controller
+from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState
+from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.prices.ec2 import Ec2Prices, OnDemandPrice, OnDemandPrices
 from doll.provisioner.prices.port import PriceFeed
 from doll.provisioner.prices.stated import StatedPrices
-from doll.provisioner.reconcile import LaunchLimits
 from doll.provisioner.state_store import MemoryStateStore
 from job_world import ON_DEMAND, SPOT, JobWorld, run, settings
 
@@ -177,7 +178,7 @@ def play(stage: Stage, clock: VirtualClock, hours: float, *, step_s: float = STE
 def check(day: Day, stage: Stage) -> None:
     """The deadline holds, nothing is left, every launch is in the journal, and the bill is that of all machines."""
     last, journal = day.decisions[-1], day.state_store.journal
-    assert (last.phase, last.over) == ("done", True)
+    assert (last.phase, last.finished) == ("done", True)
     assert day.world.finished_s is not None
     assert day.world.finished_s - last.started_s <= HOURS * 3600
     assert day.world.most_per_slot <= 2
@@ -193,8 +194,10 @@ def check(day: Day, stage: Stage) -> None:
     if HOURS >= 8:  # the guard of a short job, asked every few minutes, leaves little to spot
         assert last.bill.usd < 0.9 * last.all_on_demand_usd
     for one in machines:
-        assert one.end in (EndReason.INTERRUPTED, EndReason.TERMINATED)
-        assert one.notice_s is None or one.end is EndReason.INTERRUPTED, "what has its notice is left to its owner"
+        assert one.end_reason in (EndReason.INTERRUPTED, EndReason.TERMINATED)
+        assert one.notice_s is None or one.end_reason is EndReason.INTERRUPTED, (
+            "what has its notice is left to its owner"
+        )
 
 
 def test_on_the_fake_fleet() -> None:
@@ -212,7 +215,7 @@ def test_on_the_fake_fleet() -> None:
 
 def _costs(one: Instance) -> bool:
     """EC2's first hour is free where it was interrupted."""
-    return one.end is not EndReason.INTERRUPTED or (one.ended_s or 0) - one.launched_s >= 3600
+    return one.end_reason is not EndReason.INTERRUPTED or (one.ended_s or 0) - one.launched_s >= 3600
 
 
 def test_on_ec2() -> None:

@@ -142,7 +142,7 @@ def test_once_status_and_drain(cloud: Cloud) -> None:
     assert {(one["slot"], one["incarnation"], one["market"]) for one in cloud.journal("order")} == {
         (0, 1, "spot"), (1, 1, "spot")
     }  # fmt: skip
-    assert {one["id"] for one in cloud.journal("instance")} == bought.keys()
+    assert {one["id"] for one in cloud.journal("launched")} == bought.keys()
     (decision,) = cloud.journal("decision")
     assert len(decision["actions"]) == 2
     assert decision["reasons"]
@@ -160,7 +160,7 @@ def test_once_status_and_drain(cloud: Cloud) -> None:
     assert said["spent_usd"] > 0
 
     said = cloud.ask("drain")
-    assert (said["phase"], said["over"]) == ("drain", True)
+    assert (said["phase"], said["finished"]) == ("drain", True)
     assert cloud.alive() == {}
     assert sorted(cloud.market.terminated) == sorted(bought)
     assert {one["id"] for one in cloud.journal("ended")} == bought.keys(), "every machine has its bill"

@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
-from doll.provisioner.controller import Controller, ControllerSettings, Decision
+from doll.provisioner.controller import Controller
+from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.port import Instance, InstanceState
+from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.planning.state import Market, PlannerSettings
-from doll.provisioner.reconcile import LaunchLimits
+from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.traces.model import Series, constant
 from doll.records import Alive, Finished, Join, Metric, TermStarted, Update, Welcome
 from doll.theory.cost import Prices
@@ -200,7 +202,7 @@ def run(
     while now() < end_s:
         world.tell(controller)
         decisions.append(controller.turn(now()))
-        if decisions[-1].over:
+        if decisions[-1].finished:
             break
         advance(step_s)
         each()

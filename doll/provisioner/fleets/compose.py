@@ -258,7 +258,7 @@ class ComposeFleet:
                 instance = replace(
                     instance,
                     ended_s=ended_s if ended_s > 0 else now_s,
-                    end=EndReason.TERMINATED if by_us else EndReason.FAILED,
+                    end_reason=EndReason.TERMINATED if by_us else EndReason.FAILED,
                 )
             elif name in self._sigterm_s:
                 instance = replace(instance, state=InstanceState.ENDING)

@@ -187,7 +187,7 @@ class FakeFleet:
     def fail_instance(self, id_: str) -> None:
         """The machine ends by itself."""
         if self._now(id_).is_alive:
-            self._put(id_, state=InstanceState.ENDED, ended_s=self._clock(), end=EndReason.FAILED)
+            self._put(id_, state=InstanceState.ENDED, ended_s=self._clock(), end_reason=EndReason.FAILED)
 
     # --- the machines -----------------------------------------------------------------------------------------------
 
@@ -217,11 +217,11 @@ class FakeFleet:
         now_s = self._clock()
         taken_at_s = self._taken_at_s.get(id_, math.inf)
         if machine.is_alive and now_s >= taken_at_s:
-            self._put(id_, state=InstanceState.ENDED, ended_s=taken_at_s, end=EndReason.INTERRUPTED)
+            self._put(id_, state=InstanceState.ENDED, ended_s=taken_at_s, end_reason=EndReason.INTERRUPTED)
         elif machine.state is InstanceState.PENDING and now_s >= machine.launched_s + self._boot_s:
             self._put(id_, state=InstanceState.RUNNING)
         elif machine.state is InstanceState.ENDING and now_s >= self._ending_at_s[id_]:
-            self._put(id_, state=InstanceState.ENDED, ended_s=self._ending_at_s[id_], end=EndReason.TERMINATED)
+            self._put(id_, state=InstanceState.ENDED, ended_s=self._ending_at_s[id_], end_reason=EndReason.TERMINATED)
         return self._machines[id_]
 
     def _put(self, id_: str, **changes: Any) -> None:

@@ -29,7 +29,7 @@ class InstanceState(enum.StrEnum):
 class EndReason(enum.StrEnum):
     """Why a machine has ended; billing differs."""
 
-    NOT = ""
+    NONE = ""
     TERMINATED = "terminated"  # by us
     INTERRUPTED = "interrupted"  # by the owner of the spot market
     FAILED = "failed"  # by itself, or nobody knows
@@ -78,7 +78,7 @@ class Instance:
     state: InstanceState
     launched_s: float
     ended_s: float | None = None
-    end: EndReason = EndReason.NOT
+    end_reason: EndReason = EndReason.NONE
     notice_s: float | None = None
     job: str = ""
 
@@ -145,3 +145,10 @@ class Fleet(Protocol):
     def close(self) -> None:
         """Release what this object holds; instances live on."""
         ...
+
+
+class SpotProbe(Protocol):
+    """Reports whether spot has machines, without buying one."""
+
+    def spot_available(self, slot: int) -> bool | None:
+        """Whether a spot launch for this slot would succeed now; None: not known. May be repeated."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from doll.bounded import json_value, read_text, short
 from doll.errors import ConfigError
 from doll.local.forks import ForkServer, Role
 from doll.local.supervisor import RoleSpec
+from doll.process.files import write_atomically
 from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.traces.market import MarketClock, SpotMarket
 
@@ -263,7 +263,7 @@ class ProcessFleet:
     def _end(self, machine: Machine, now_s: float) -> None:
         terminated = machine.instance.state is InstanceState.ENDING and not (machine.preempted and machine.killed)
         end = EndReason.TERMINATED if terminated else EndReason.INTERRUPTED if machine.preempted else EndReason.FAILED
-        self._put(machine, state=InstanceState.ENDED, ended_s=now_s, end=end)
+        self._put(machine, state=InstanceState.ENDED, ended_s=now_s, end_reason=end)
 
     def _put(self, machine: Machine, **changes: Any) -> None:
         machine.instance = dataclasses.replace(machine.instance, **changes)
@@ -295,18 +295,15 @@ class ProcessFleet:
     def _save(self) -> None:
         if not self._changed:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
         content = [dataclasses.asdict(machine) for machine in self._machines.values()]
-        temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        os.replace(temporary, self._path)
+        write_atomically(self._path, json.dumps(content) + "\n")
         self._changed = False
 
 
 def _machine(kept: dict[str, Any]) -> Machine:
     plain = dict(kept)
     one = dict(plain.pop("instance"))
-    one["state"], one["end"] = InstanceState(one["state"]), EndReason(one["end"])
+    one["state"], one["end_reason"] = InstanceState(one["state"]), EndReason(one["end_reason"])
     return Machine(Instance(**one), **plain)
 
 

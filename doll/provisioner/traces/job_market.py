@@ -42,7 +42,7 @@ def make_market(config: JobConfig, fleet: ProcessesFleetConfig, seed: int) -> tu
 
 
 class MarketProbe:
-    """The controller's `Probe` of a replayed market.
+    """`SpotProbe` of a replayed market.
 
     Args:
         since: seconds since the market's opening, now.

@@ -32,7 +32,7 @@ def machine(
     id_: str = "i", *, seconds: float | None = None, end: EndReason = EndReason.TERMINATED, **more: Any
 ) -> Instance:
     """An instance that began at T0 and ran for `seconds`, or still runs."""
-    ended = {} if seconds is None else {"ended_s": T0 + seconds, "end": end}
+    ended = {} if seconds is None else {"ended_s": T0 + seconds, "end_reason": end}
     given: dict[str, Any] = (
         {"slot": 0, "incarnation": 1, "market": "spot", "pool": "a", "launched_s": T0} | ended | more
     )
@@ -74,7 +74,7 @@ def test_the_local_market_bills_time_as_it_is() -> None:
 def test_only_what_ec2_takes_back_in_its_first_hour_is_free(
     seconds: float, end: EndReason, market: Any, free: bool
 ) -> None:
-    found = bill([machine(seconds=seconds, end=end, market=market)], flat, EC2_LINUX, T0 + 1e6)
+    found = bill([machine(seconds=seconds, end_reason=end, market=market)], flat, EC2_LINUX, T0 + 1e6)
     assert (found.usd == 0, found.free) == (free, int(free))
 
 

@@ -12,14 +12,17 @@ import pytest
 from any_record import ANY  # any record of any type, with any content
 from doll.errors import ConfigError, FencedError, ServiceUnavailableError
 from doll.provisioner.billing import EC2_LINUX
-from doll.provisioner.controller import Controller, ControllerSettings, Decision
+from doll.provisioner.controller import Controller
+from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchFailure, Order
+from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.lease import Lease
 from doll.provisioner.planning import planner
 from doll.provisioner.planning.planner import slot_ranges
 from doll.provisioner.prices.stated import StatedPrices
-from doll.provisioner.reconcile import Launch, LaunchLimits
+from doll.provisioner.reconcile import Launch
+from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import FileStateStore, MemoryStateStore
 from doll.records import Evaluated, TermStarted, decode, encode
 from doll.storage.file_checkpoints import FileCheckpointStore
@@ -84,7 +87,7 @@ class Scene:
 def launches(decision: Decision) -> list[tuple[int, int, str]]:
     return [
         (one.action.order.slot, one.action.order.incarnation, one.action.order.market)
-        for one in decision.done
+        for one in decision.results
         if isinstance(one.action, Launch)
     ]
 
@@ -97,7 +100,7 @@ def test_a_calm_job_runs_on_spot_and_hands_everything_back() -> None:
     decisions = scene.to_the_end()
     last = decisions[-1]
     assert launches(decisions[0]) == [(slot, 1, "spot") for slot in range(4)]
-    assert (last.phase, last.over, last.updates_done >= 100) == ("done", True, True)
+    assert (last.phase, last.finished, last.updates_done >= 100) == ("done", True, True)
     assert [one for one in scene.fleet.all_instances() if one.state is not InstanceState.ENDED] == []
     hours = sum((one.ended_s or 0) - one.launched_s for one in scene.fleet.all_instances()) / 3600
     assert last.bill.usd == pytest.approx(hours * SPOT)
@@ -336,7 +339,7 @@ def test_a_machine_whose_worker_hangs_is_replaced() -> None:
     scene.world.mute.add("i-00000000000000000")
     scene.steps(20)
     assert (0, 2) in {(one.slot, one.incarnation) for one in scene.fleet.alive()}
-    assert scene.fleet.all_instances()[0].end is EndReason.TERMINATED
+    assert scene.fleet.all_instances()[0].end_reason is EndReason.TERMINATED
 
 
 def test_no_machine_is_blamed_while_there_is_no_parameter_server() -> None:
@@ -399,8 +402,8 @@ def test_the_budget_is_never_passed_and_its_end_is_told() -> None:
     assert not decisions[0].feasible
     assert any("raise" in alarm for alarm in decisions[0].alarms), "it is told at the start"
     (said,) = [alarm for alarm in last.alarms if "is spent" in alarm]
-    assert last.over, "its process ends, so the advice must be of use without it"
-    assert "raise plan.budget_usd in the job file, then start it again: doll provision run" in said
+    assert last.finished, "its process ends, so the advice must be of use without it"
+    assert "raise plan.budget_usd in the job file, then start the provisioner again: doll provision run" in said
     assert scene.fleet.alive() == []
 
 
@@ -449,10 +452,10 @@ def test_a_drain_ends_everything_and_starts_nothing() -> None:
     scene = Scene()
     scene.steps(4)
     first = scene.turn(draining=True)
-    assert not first.over
+    assert not first.finished
     assert len(first.actions) == 4
     scene.clock.advance(10.0)
-    assert scene.turn(draining=True).over
+    assert scene.turn(draining=True).finished
     scene.clock.advance(10.0)
     again = scene.successor()
     scene.controller = again
@@ -543,7 +546,7 @@ def test_a_successor_goes_on_where_the_other_was(tmp_path: Path) -> None:
     assert after.ready == before.ready
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "provision-digits.jsonl").read_text().splitlines()]
     assert kinds.count("decision") == 7
-    assert kinds[:9] == ["order"] * 4 + ["instance"] * 4 + ["decision"]
+    assert kinds[:9] == ["order"] * 4 + ["launched"] * 4 + ["decision"]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"state": 99}', '{"state": 1}', '{"state": 1, "memory": {}}'])
@@ -569,7 +572,7 @@ def test_the_state_of_deleted_topics_says_nothing_about_new_ones_of_the_same_nam
     scene.more = {"job": "digits", "topics_id": "first"}
     scene.controller = scene.successor()
     scene.to_the_end()
-    assert scene.decisions[-1].over
+    assert scene.decisions[-1].finished
     bought = {one.id for one in scene.fleet.all_instances()}
     scene.more["topics_id"] = "second"
     scene.world = JobWorld(scene.clock, scene.fleet, scene.job)
@@ -626,12 +629,8 @@ def test_machines_that_another_job_has_left_are_ended_and_are_not_taken_for_ones
     assert not scene.steps(2).alarms
 
 
-@pytest.mark.parametrize(("topic", "known"), [("doll.digits.updates/0", True), ("doll.letters.updates/0", False)])
-def test_a_state_file_of_an_earlier_release_is_read_where_it_is_of_this_job(
-    tmp_path: Path, topic: str, known: bool
-) -> None:
-    (tmp_path / "provision.json").write_text(json.dumps({"positions": {topic: 3}}))
-    assert (FileStateStore(tmp_path, "digits").load() is not None) == known
+def test_each_job_has_a_state_file_of_its_own(tmp_path: Path) -> None:
+    assert FileStateStore(tmp_path, "digits").load() is None
     FileStateStore(tmp_path, "digits").save({"turn": 1})
     assert FileStateStore(tmp_path, "digits").load() == {"turn": 1}
     assert FileStateStore(tmp_path, "other").load() is None

@@ -7,10 +7,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
-from doll.provisioner.controller import Controller, ControllerSettings, Decision
+from doll.provisioner.controller import Controller
+from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import Instance, InstanceState, LaunchFailure, Order
-from doll.provisioner.reconcile import LaunchLimits
+from doll.provisioner.launch_state import LaunchLimits
+from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.state_store import MemoryStateStore
 from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
@@ -169,7 +171,7 @@ class CrashScenario:
         """To the end of the job."""
         self.world.pass_time(0.0)
         for _ in range(turns):
-            if self.turn().over:
+            if self.turn().finished:
                 return
             self.clock.advance(STEP_S)
             if self._wild:
@@ -178,7 +180,7 @@ class CrashScenario:
 
     def drain(self, turns: int = 40) -> None:
         for _ in range(turns):
-            if self.turn(draining=True).over:
+            if self.turn(draining=True).finished:
                 return
             self.clock.advance(STEP_S)
             self.world.pass_time(STEP_S)

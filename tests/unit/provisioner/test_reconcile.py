@@ -9,17 +9,9 @@ from typing import Any
 
 import pytest
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
+from doll.provisioner.launch_state import LaunchLimits, LaunchState
 from doll.provisioner.planning.state import Market
-from doll.provisioner.reconcile import (
-    FleetAction,
-    FleetStatus,
-    Launch,
-    LaunchLimits,
-    LaunchState,
-    Terminate,
-    Wait,
-    reconcile,
-)
+from doll.provisioner.reconcile import FleetAction, FleetStatus, Launch, Terminate, Wait, reconcile
 
 T0 = 1_700_000_000.0
 
@@ -120,7 +112,7 @@ def test_never_a_third_machine() -> None:
     doomed = machine(1, notice_s=T0 + 60)
     found = decide(status(["on_demand"], [doomed, machine(2)], "i0.1"))
     assert (orders(found), ends(found)) == ([], [])
-    assert waits(found) == ["on_demand is wanted, but two machines are there"]
+    assert waits(found) == ["on_demand is wanted, but the slot has two machines"]
 
 
 def test_a_useless_second_one_makes_room() -> None:
@@ -130,7 +122,7 @@ def test_a_useless_second_one_makes_room() -> None:
 
 
 def test_a_machine_that_was_fenced_by_one_that_is_gone_is_ended() -> None:
-    found = decide(status(["spot"], [machine(1)], held={0: 2}))
+    found = decide(status(["spot"], [machine(1)], incarnation_held={0: 2}))
     assert ends(found) == ["i0.1"]
 
 
@@ -168,7 +160,7 @@ def test_a_drain_ends_all_but_what_has_its_notice() -> None:
 
 
 def test_ended_ones_are_not_there() -> None:
-    gone = machine(state=InstanceState.ENDED, ended_s=T0, end=EndReason.FAILED)
+    gone = machine(state=InstanceState.ENDED, ended_s=T0, end_reason=EndReason.FAILED)
     assert orders(decide(status(["spot"], [gone]))) == [(0, 2, "spot")]
     leaving = machine(state=InstanceState.ENDING)
     assert orders(decide(status(["spot"], [leaving]))) == [(0, 2, "spot")]
@@ -178,11 +170,11 @@ def test_ended_ones_are_not_there() -> None:
 
 
 def test_a_machine_whose_worker_never_joins_is_replaced() -> None:
-    found = decide(status(["spot"], [machine()], waited_s={"i0.1": 899.0}))
+    found = decide(status(["spot"], [machine()], not_ready_s={"i0.1": 899.0}))
     assert orders(found) == []
-    found = decide(status(["spot"], [machine()], waited_s={"i0.1": 901.0}))
+    found = decide(status(["spot"], [machine()], not_ready_s={"i0.1": 901.0}))
     assert (orders(found), ends(found)) == ([(0, 2, "spot")], []), "it is ended when the next is there"
-    found = decide(status(["spot"], [machine(), machine(2)], "i0.2", waited_s={"i0.1": 901.0}))
+    found = decide(status(["spot"], [machine(), machine(2)], "i0.2", not_ready_s={"i0.1": 901.0}))
     assert ends(found) == ["i0.1"]
 
 
@@ -196,7 +188,7 @@ def test_a_machine_whose_worker_is_silent_is_replaced_and_may_come_back() -> Non
 
 
 def test_a_second_one_that_never_gets_ready_makes_room() -> None:
-    found = decide(status(["spot"], [machine(1, "on_demand"), machine(2)], "i0.1", waited_s={"i0.2": 901.0}))
+    found = decide(status(["spot"], [machine(1, "on_demand"), machine(2)], "i0.1", not_ready_s={"i0.2": 901.0}))
     assert (orders(found), ends(found)) == ([], ["i0.2"])
 
 
@@ -208,7 +200,7 @@ def test_those_that_cannot_work_come_first_when_not_all_can_be_launched() -> Non
     serving, doomed = machine(1, "on_demand", slot=0), machine(1, slot=1, notice_s=T0 + 9)
     found = decide(status(["spot", "spot", "spot"], [serving, doomed], "i0.1 i1.1"), limits=limits)
     assert orders(found) == [(2, 1, "spot"), (1, 2, "spot")]
-    assert ["enough launches for this minute" in why for why in waits(found)] == [True]
+    assert ["the limit of launches per minute is reached" in why for why in waits(found)] == [True]
 
 
 def test_launches_are_counted_by_the_minute() -> None:
@@ -239,7 +231,7 @@ def test_the_budget_holds_launches_back() -> None:
     given = status(["spot"] * 3, [], spare_usd=0.25, commit_usd={"spot": 0.1, "on_demand": 0.2})
     found = decide(given)
     assert len(orders(found)) == 2
-    assert "the budget has 0.0500 USD to spare" in waits(found)[0]
+    assert "the budget has 0.0500 USD left" in waits(found)[0]
 
 
 # --- launch_state ---------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from doll.provisioner.controller import Controller, Decision
+from doll.provisioner.controller import Controller
+from doll.provisioner.decision import Decision
 from doll.provisioner.state_store import MemoryStateStore
 from fleet_rigs import Ec2Rig, ec2
 from job_world import FlatPrices, settings
@@ -54,14 +55,14 @@ def test_one_code_of_all_pools_of_both_markets_stops_and_says_what_to_do(stack: 
     assert first.phase == "run", "one turn says little: what was made a moment ago may not be known everywhere yet"
     assert any(BLOCK_DEVICES in alarm and "launch template" in alarm for alarm in first.alarms), first.alarms
     (code,) = {
-        one["code"] for one in stack.state_store.journal if one["kind"] == "no_instance" and one["code"] != "KnownDry"
+        one["code"] for one in stack.state_store.journal if one["kind"] == "launch_failed" and one["code"] != "KnownDry"
     }
     assert code == BLOCK_DEVICES
     while stack.turn().phase == "run":
         assert len(stack.decisions) < 60, "after a bounded number of turns"
     last = stack.decisions[-1]
     assert last.phase == "stopped"
-    (said,) = [alarm for alarm in last.alarms if "nothing is launched any more" in alarm]
+    (said,) = [alarm for alarm in last.alarms if "no machine is launched any more" in alarm]
     assert BLOCK_DEVICES in said
     assert "doll provision run" in said
     requests = len(stack.rig.market.requests)

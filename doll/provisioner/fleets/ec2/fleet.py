@@ -219,7 +219,7 @@ class Ec2Fleet:
                 and now_s - known.seen_s > LISTING_LAG_S
             ):
                 # Nobody tells of it any more: it ended while we did not look.
-                gone = replace(known.instance, state=InstanceState.ENDED, ended_s=now_s, end=EndReason.FAILED)
+                gone = replace(known.instance, state=InstanceState.ENDED, ended_s=now_s, end_reason=EndReason.FAILED)
                 self._known[id_] = replace(known, instance=gone)
             ended_s = self._known[id_].instance.ended_s
             if ended_s is not None and id_ not in listed and now_s - ended_s > ENDED_KEPT_S:
@@ -538,7 +538,7 @@ class Ec2Fleet:
                 log.warning("invalid_worker_tags", id=one["InstanceId"], tags=tags)
                 continue
             state = _STATES.get(one["State"]["Name"], InstanceState.ENDING)
-            end, ended_s = EndReason.NOT, None
+            end, ended_s = EndReason.NONE, None
             if state is InstanceState.ENDED:
                 end = _ENDS.get(one.get("StateReason", {}).get("Code", ""), EndReason.FAILED)
                 at = _ENDED_AT.search(one.get("StateTransitionReason", ""))
@@ -546,7 +546,7 @@ class Ec2Fleet:
             yield Instance(
                 id=one["InstanceId"], slot=int(worker), incarnation=int(incarnation), market=cast("Market", market),
                 pool=Ec2Pool(one["InstanceType"], one["Placement"]["AvailabilityZone"]).name, state=state,
-                launched_s=one["LaunchTime"].timestamp(), ended_s=ended_s, end=end, job=tags.get(JOB_TAG, ""),
+                launched_s=one["LaunchTime"].timestamp(), ended_s=ended_s, end_reason=end, job=tags.get(JOB_TAG, ""),
             )  # fmt: skip
 
     def _learn(self, id_: str, instance: Instance, now_s: float) -> None:
@@ -561,16 +561,16 @@ class Ec2Fleet:
             old.ended_s is not None and now_s - old.ended_s <= LISTING_LAG_S
         )
         if instance.is_alive and lags and not old.is_alive:
-            instance = replace(instance, state=old.state, ended_s=old.ended_s, end=old.end)
+            instance = replace(instance, state=old.state, ended_s=old.ended_s, end_reason=old.end_reason)
         elif instance.state is InstanceState.ENDED and old.ended_s is not None:
             instance = replace(instance, ended_s=old.ended_s)
-        elif instance.end is EndReason.INTERRUPTED:
+        elif instance.end_reason is EndReason.INTERRUPTED:
             if instance.notice_s is not None and instance.ended_s is not None:
                 instance = replace(instance, ended_s=min(instance.ended_s, max(instance.notice_s, instance.launched_s)))
             self.cache.mark(Ec2Pool.of(instance.pool), instance.market, now_s)
             log.info("interrupted", id=id_, worker=instance.slot, pool=instance.pool)
-        elif instance.end is EndReason.FAILED and before.terminate_sent_s > float("-inf"):
-            instance = replace(instance, end=EndReason.TERMINATED)
+        elif instance.end_reason is EndReason.FAILED and before.terminate_sent_s > float("-inf"):
+            instance = replace(instance, end_reason=EndReason.TERMINATED)
         self._known[id_] = replace(before, instance=instance, seen_s=now_s)
 
     def _take_notices(self, now_s: float) -> None:

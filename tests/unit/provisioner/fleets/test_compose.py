@@ -81,7 +81,7 @@ def test_an_end_is_asked_for_and_then_forced(rig: ComposeRig) -> None:
     rig.fleet.instances()
     assert ["kill", NAME] in rig.calls()
     (ended,) = rig.fleet.instances()
-    assert (ended.state, ended.end) == (InstanceState.ENDED, EndReason.TERMINATED)
+    assert (ended.state, ended.end_reason) == (InstanceState.ENDED, EndReason.TERMINATED)
     rig.crash()
     assert list(rig.fleet.instances()) == [ended], "who ended it shows after a crash too: by the exit code"
 
@@ -92,7 +92,7 @@ def test_a_container_that_the_kernel_killed_for_its_memory_has_failed(rig: Compo
     containers = rig.state()["containers"]
     containers[NAME]["State"] |= {"ExitCode": 137, "OOMKilled": True}
     rig.change(containers=containers)
-    assert [one.end for one in rig.fleet.instances()] == [EndReason.FAILED]
+    assert [one.end_reason for one in rig.fleet.instances()] == [EndReason.FAILED]
 
 
 def test_what_ended_an_hour_ago_is_removed(rig: ComposeRig) -> None:

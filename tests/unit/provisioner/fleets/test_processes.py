@@ -182,7 +182,7 @@ def test_a_worker_that_is_told_leaves_within_its_notice(make: Callable[..., Box]
     box.clock.advance(0.2)
     assert box.fleet.instances()[0].notice_s == pytest.approx(one.launched_s + 15.0)
     ended = box.ended(one.id)
-    assert (ended.instance.end, ended.instance.ended_s) == (EndReason.INTERRUPTED, box.clock())
+    assert (ended.instance.end_reason, ended.instance.ended_s) == (EndReason.INTERRUPTED, box.clock())
     assert (ended.exit_code, ended.killed, ended.preempted) == (0, False, True)
     with pytest.raises(LaunchError):
         box.launch(incarnation=2)
@@ -198,7 +198,7 @@ def test_a_worker_that_stays_is_killed_when_the_notice_is_over(make: Callable[..
     assert noticed.notice_s is not None
     box.clock.advance(0.2)
     ended = box.ended(one.id)
-    assert (ended.instance.end, ended.exit_code, ended.killed) == (EndReason.INTERRUPTED, -signal.SIGKILL, True)
+    assert (ended.instance.end_reason, ended.exit_code, ended.killed) == (EndReason.INTERRUPTED, -signal.SIGKILL, True)
 
 
 def test_a_surprise_is_sigkill_without_a_word(make: Callable[..., Box]) -> None:
@@ -208,7 +208,11 @@ def test_a_surprise_is_sigkill_without_a_word(make: Callable[..., Box]) -> None:
     box.clock.advance(10.0)
     ended = box.ended(one.id)
     assert ended.instance.notice_s is None
-    assert (ended.instance.end, ended.exit_code, ended.without_notice) == (EndReason.INTERRUPTED, -signal.SIGKILL, True)
+    assert (ended.instance.end_reason, ended.exit_code, ended.without_notice) == (
+        EndReason.INTERRUPTED,
+        -signal.SIGKILL,
+        True,
+    )
 
 
 def test_a_machine_that_is_taken_while_it_boots_is_told_too(make: Callable[..., Box]) -> None:
@@ -218,7 +222,7 @@ def test_a_machine_that_is_taken_while_it_boots_is_told_too(make: Callable[..., 
     box.clock.advance(10.0)
     assert box.fleet.instances()[0].notice_s is not None
     ended = box.ended(one.id)
-    assert (ended.instance.end, ended.exit_code) == (EndReason.INTERRUPTED, 0)
+    assert (ended.instance.end_reason, ended.exit_code) == (EndReason.INTERRUPTED, 0)
 
 
 @pytest.mark.parametrize(("heeds", "code"), [(True, 0), (False, -signal.SIGKILL)])
@@ -231,9 +235,9 @@ def test_to_terminate_is_to_tell_and_then_to_kill(make: Callable[..., Box], heed
     if not heeds:
         box.clock.advance(5.0)  # the time to drain, and one second
     ended = box.ended(one.id)
-    assert (ended.instance.end, ended.exit_code, ended.preempted) == (EndReason.TERMINATED, code, False)
+    assert (ended.instance.end_reason, ended.exit_code, ended.preempted) == (EndReason.TERMINATED, code, False)
     box.fleet.terminate([one.id])
-    assert box.fleet.instances()[0].end is EndReason.TERMINATED
+    assert box.fleet.instances()[0].end_reason is EndReason.TERMINATED
 
 
 def test_a_worker_that_ends_by_itself_has_failed_and_nobody_starts_it_again(make: Callable[..., Box]) -> None:
@@ -242,7 +246,7 @@ def test_a_worker_that_ends_by_itself_has_failed_and_nobody_starts_it_again(make
     box.works(one.id)
     psutil.Process(box.machine(one.id).pid).kill()
     ended = box.ended(one.id)
-    assert (ended.instance.end, ended.exit_code) == (EndReason.FAILED, -signal.SIGKILL)
+    assert (ended.instance.end_reason, ended.exit_code) == (EndReason.FAILED, -signal.SIGKILL)
     box.clock.advance(3600.0)
     assert len(box.fleet.instances()) == 1
     box.clock.advance(1.0)
@@ -269,7 +273,7 @@ def test_after_a_crash_of_the_controller_its_instances_are_there(make: Callable[
     box.fleet.terminate([boots.id])
     assert box.ended(boots.id).exit_code == 0
     box.clock.advance(94.0)
-    assert box.ended(runs.id).instance.end is EndReason.INTERRUPTED
+    assert box.ended(runs.id).instance.end_reason is EndReason.INTERRUPTED
 
 
 def test_instances_of_a_parent_that_was_killed_have_ended(make: Callable[..., Box], tmp_path: Path) -> None:
@@ -278,7 +282,7 @@ def test_instances_of_a_parent_that_was_killed_have_ended(make: Callable[..., Bo
     box.works(one.id)
     with ForkServer(tmp_path / "other.log", preload=["json"]) as other:
         fleet = ProcessFleet(other, lambda _: RoleSpec("", "", tmp_path / "log"), tmp_path, clock=box.clock)
-        assert [(found.id, found.end) for found in fleet.instances()] == [(one.id, EndReason.FAILED)]
+        assert [(found.id, found.end_reason) for found in fleet.instances()] == [(one.id, EndReason.FAILED)]
 
 
 def test_a_file_that_cannot_be_read_is_told(make: Callable[..., Box], tmp_path: Path) -> None:

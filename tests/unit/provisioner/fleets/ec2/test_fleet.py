@@ -312,7 +312,7 @@ def test_the_state_of_the_machine_says_who_ended_it_and_when(rig: Ec2Rig) -> Non
     rig.crash()  # what was seen before does not matter
     rig.advance(300)
     found = {one.id: one for one in rig.fleet.instances()}
-    assert [found[ended[how]].end for how in ("terminate", "interrupt", "fail")] == [
+    assert [found[ended[how]].end_reason for how in ("terminate", "interrupt", "fail")] == [
         EndReason.TERMINATED,
         EndReason.INTERRUPTED,
         EndReason.FAILED,
@@ -327,7 +327,7 @@ def test_one_that_nobody_tells_of_any_more_has_ended(rig: Ec2Rig) -> None:
     assert [one.is_alive for one in rig.fleet.instances()] == [True], "listings lag"
     rig.advance(20)
     (gone,) = rig.fleet.instances()
-    assert (gone.id, gone.state, gone.end) == (made.id, InstanceState.ENDED, EndReason.FAILED)
+    assert (gone.id, gone.state, gone.end_reason) == (made.id, InstanceState.ENDED, EndReason.FAILED)
     rig.advance(4000)
     assert list(rig.fleet.instances()) == []
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import structlog
 from doll.errors import ServiceUnavailableError
-from doll.provisioner.controller import Controller, Decision
+from doll.provisioner.controller import Controller
+from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
 from doll.provisioner.prices.stated import StatedPrices
 from doll.provisioner.state_store import MemoryStateStore

@@ -1,0 +1,110 @@
+"""The apply step of a turn: end and launch instances, and write each action to the journal before it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from doll.errors import ServiceUnavailableError
+from doll.provisioner.decision import ActionResult, order_fields
+from doll.provisioner.fleets.port import Fleet, Instance, InstanceState, LaunchError
+from doll.provisioner.instances import InstanceTracker
+from doll.provisioner.launch_state import LaunchState
+from doll.provisioner.reconcile import FleetAction, Launch, Terminate, Wait
+
+
+class Journal(Protocol):
+    """Appends an entry to the provisioner's journal."""
+
+    def __call__(self, kind: str, now_s: float, **fields: Any) -> None: ...
+
+
+class ActionExecutor:
+    """Carries actions out on a fleet.
+
+    Args:
+        save: persists the provisioner's state: pending orders must be durable before they are made.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        launch_state: LaunchState,
+        tracker: InstanceTracker,
+        *,
+        journal: Journal,
+        save: Callable[[], None],
+    ) -> None:
+        self._fleet = fleet
+        self._launch_state = launch_state
+        self._tracker = tracker
+        self._journal = journal
+        self._save = save
+
+    def apply(self, actions: Sequence[FleetAction], instances: list[Instance], now_s: float) -> list[ActionResult]:
+        """Carry out the ends, then the launches; `instances` is brought up to date."""
+        results: list[ActionResult] = [ActionResult(action) for action in actions if isinstance(action, Wait)]
+        ends = [action for action in actions if isinstance(action, Terminate)]
+        if ends:
+            results += self._terminate(ends, instances, now_s)
+        launches = [action for action in actions if isinstance(action, Launch)]
+        if launches:
+            on_spot = {instance.slot for instance in instances if instance.is_alive and instance.market == "spot"}
+            for launch in launches:
+                order = launch.order
+                self._launch_state.ordered(order, now_s, fallback=order.market == "on_demand" and order.slot in on_spot)
+                self._journal("order", now_s, **order_fields(launch))
+            self._save()
+            results += [self._launch(launch, instances, now_s) for launch in launches]
+        return results
+
+    def end_others(self, others: Sequence[Instance], now_s: float, alarms: list[str], *, dry_run: bool) -> None:
+        """End instances that another job has left in this job's fleet."""
+        if not others:
+            return
+        jobs = ", ".join(sorted({instance.job for instance in others}))
+        alarms.append(f"{len(others)} machines of another job ({jobs}) are in this job's fleet: they are ended")
+        endable = [instance for instance in others if instance.is_alive and instance.notice_s is None]
+        if not endable or dry_run:
+            return
+        for instance in endable:
+            why = f"it is of another job: {instance.job}"
+            self._journal("end", now_s, id=instance.id, slot=instance.slot, why=why)
+        try:
+            self._fleet.terminate([instance.id for instance in endable])
+        except ServiceUnavailableError as exc:
+            alarms.append(f"machines of another job could not be ended: {exc}")
+
+    def _terminate(self, ends: Sequence[Terminate], instances: list[Instance], now_s: float) -> list[ActionResult]:
+        for end in ends:
+            self._journal("end", now_s, id=end.id, slot=end.slot, why=end.why)
+        ids = [end.id for end in ends]
+        try:
+            self._fleet.terminate(ids)
+        except ServiceUnavailableError as exc:
+            return [ActionResult(end, str(exc)) for end in ends]
+        instances[:] = [
+            replace(instance, state=InstanceState.ENDING) if instance.id in ids else instance for instance in instances
+        ]
+        return [ActionResult(end) for end in ends]
+
+    def _launch(self, launch: Launch, instances: list[Instance], now_s: float) -> ActionResult:
+        order, launch_state = launch.order, self._launch_state
+        if launch_state.stopped:
+            launch_state.cancelled(order)
+            return ActionResult(launch, f"not tried: {launch_state.stopped}")
+        try:
+            instance = self._fleet.launch(order)
+        except LaunchError as exc:
+            launch_state.failed(order, exc, now_s)
+            fields = order_fields(launch)
+            self._journal("launch_failed", now_s, **fields, failure=exc.failure.value, code=exc.code, error=str(exc))
+            return ActionResult(launch, f"{exc.failure.value}: {exc}")
+        self._tracker.launched(instance)
+        if instance.id not in {known.id for known in instances}:
+            instances.append(instance)
+        launch_state.launched(order)
+        launch_state.seen(order.slot, order.incarnation)
+        self._journal("launched", now_s, **order_fields(launch), id=instance.id, pool=instance.pool)
+        return ActionResult(launch, id=instance.id)

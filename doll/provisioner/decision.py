@@ -1,0 +1,196 @@
+"""The record of one turn: what was observed, what is wanted and why, what was done, what it costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from doll import records
+from doll.provisioner.billing import Bill, usd_per_1000_updates
+from doll.provisioner.fleets.port import Instance
+from doll.provisioner.planning.planner import slot_ranges
+from doll.provisioner.planning.state import Alpha, Market
+from doll.provisioner.reconcile import FleetAction, Launch, Terminate, Wait
+from doll.theory.checks import Floats
+from doll.theory.cost import Prices
+
+Phase = Literal["run", "done", "drain", "budget", "stopped", "unavailable"]
+
+
+@dataclass(frozen=True)
+class ActionResult:
+    """An action and its outcome.
+
+    Attributes:
+        failure: why it failed; "" where it did not.
+        id: of the instance that was launched.
+    """
+
+    action: FleetAction
+    failure: str = ""
+    id: str = ""
+
+    def text(self) -> str:
+        """One line for people."""
+        match self.action:
+            case Launch(order=order, why=why):
+                outcome = self.failure or self.id or "as planned"
+                return f"slot {order.slot}: launch incarnation {order.incarnation} {order.market} ({why}): {outcome}"
+            case Terminate(id=id_, slot=slot, why=why):
+                return f"slot {slot}: end {id_} ({why}){': ' + self.failure if self.failure else ''}"
+            case Wait(slot=slot, why=why):
+                return f"slot {slot}: wait: {why}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One turn.
+
+    Attributes:
+        now_s, started_s: Unix seconds.
+        phase: "run"; "done" (the job has ended), "drain", "budget" (it is spent): everything is ended; "stopped" (a
+            person must act); "unavailable" (the fleet or the prices do not answer: nothing is done).
+        markets, reasons: per slot; None: no machine.
+        binding: what decides, as `Plan.binding`, or "budget".
+        results: actions with their outcomes, waits included.
+        instances: as of now, ended ones included while the fleet lists them.
+        ready: ids of instances whose worker has its slot.
+        incarnations: the highest used, per slot.
+        bill: until now.
+        samples_done, target_samples: work that is in the model, and work that is wanted.
+        updates_done, target_updates: the same in updates; `target_updates` is None where the policy does not fix the
+            batches of an update.
+        rates_per_s: λ_n as estimated, shape (N,).
+        finished: nothing runs and nothing is left to do.
+    """
+
+    turn: int
+    now_s: float
+    started_s: float
+    phase: Phase
+    markets: tuple[Market | None, ...]
+    reasons: tuple[str, ...]
+    binding: str
+    feasible: bool
+    results: tuple[ActionResult, ...]
+    instances: tuple[Instance, ...]
+    ready: frozenset[str]
+    incarnations: tuple[int, ...]
+    bill: Bill
+    samples_done: float
+    target_samples: float
+    updates_done: int
+    target_updates: float | None
+    all_on_demand_usd: float
+    expected_cost_usd: float
+    expected_finish_s: float
+    slack_s: float
+    alpha: Alpha
+    cycle_s: float
+    prices: Prices | None
+    rates_per_s: Floats
+    usd_per_error_point: float
+    moves: int
+    interruptions: int
+    alarms: tuple[str, ...]
+    dry_run: bool
+    finished: bool
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds on the job's clock."""
+        return self.now_s - self.started_s
+
+    @property
+    def alive(self) -> tuple[Instance, ...]:
+        """Instances that run or boot."""
+        return tuple(instance for instance in self.instances if instance.is_alive)
+
+    @property
+    def actions(self) -> tuple[ActionResult, ...]:
+        """The results without the waits."""
+        return tuple(result for result in self.results if not isinstance(result.action, Wait))
+
+    def record(self) -> records.ProvisionDecision:
+        """As published on the job's topic `metrics`."""
+        distinct = tuple(dict.fromkeys(self.reasons))
+        return records.ProvisionDecision(
+            turn=self.turn, time_s=self.now_s, started_s=self.started_s, phase=self.phase, binding=self.binding,
+            feasible=self.feasible, markets=tuple(market or "" for market in self.markets), reasons=distinct,
+            reason_of=tuple(distinct.index(reason) for reason in self.reasons), incarnations=self.incarnations,
+            actions=tuple(result.text() for result in self.actions), alarms=self.alarms, instances=len(self.alive),
+            num_spot=sum(instance.market == "spot" for instance in self.alive), samples_done=self.samples_done,
+            target_samples=self.target_samples, updates_done=self.updates_done, spent_usd=self.bill.usd,
+            expected_cost_usd=self.expected_cost_usd, expected_finish_s=self.expected_finish_s,
+        )  # fmt: skip
+
+    def measurements(self) -> dict[str, float]:
+        """Numbers for the topic `metrics`, finite ones only."""
+        alive = self.alive
+        values = {
+            "elapsed_s": self.elapsed_s,
+            "samples_done": self.samples_done,
+            "target_samples": self.target_samples,
+            "spent_usd": self.bill.usd,
+            "spent_spot_usd": self.bill.usd_by_market["spot"],
+            "spent_on_demand_usd": self.bill.usd_by_market["on_demand"],
+            "all_on_demand_usd": self.all_on_demand_usd,
+            "expected_cost_usd": self.expected_cost_usd,
+            "expected_finish_s": self.expected_finish_s,
+            "slack_s": self.slack_s,
+            "usd_per_1000_updates": usd_per_1000_updates(self.bill.usd, self.updates_done),
+            "usd_per_error_point": self.usd_per_error_point,
+            "instances_spot": sum(instance.market == "spot" for instance in alive),
+            "instances_on_demand": sum(instance.market == "on_demand" for instance in alive),
+            "instances_ready": len(self.ready),
+            "desired_slots_spot": self.markets.count("spot"),
+            "desired_slots_on_demand": self.markets.count("on_demand"),
+            "availability": self.alpha.point,
+            "spot_usd_per_h": self.prices.spot_usd_per_h if self.prices else math.nan,
+            "on_demand_usd_per_h": self.prices.on_demand_usd_per_h if self.prices else math.nan,
+            "moves_total": self.moves,
+            "interruptions_total": self.interruptions,
+            "alarms": len(self.alarms),
+        }
+        return {name: float(value) for name, value in values.items() if math.isfinite(value)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: a line of the journal, and of `doll provision status --json`."""
+        waits = [result.action for result in self.results if isinstance(result.action, Wait)]
+        return {
+            **self.measurements(),
+            "turn": self.turn,
+            "time_s": self.now_s,
+            "started_s": self.started_s,
+            "phase": self.phase,
+            "binding": self.binding,
+            "feasible": self.feasible,
+            "updates_done": self.updates_done,
+            "target_updates": self.target_updates,
+            "markets": [market or "" for market in self.markets],
+            "reasons": _by_text(dict(enumerate(self.reasons))),
+            "actions": [result.text() for result in self.actions],
+            "waits": _by_text({wait.slot: wait.why for wait in waits}),
+            "alarms": list(self.alarms),
+            "dry_run": self.dry_run,
+            "finished": self.finished,
+        }
+
+
+def order_fields(launch: Launch) -> dict[str, Any]:
+    """An order for the journal."""
+    order = launch.order
+    return {
+        "slot": order.slot, "incarnation": order.incarnation, "market": order.market, "attempt": order.attempt,
+        "avoid": sorted(order.avoid), "why": launch.why,
+    }  # fmt: skip
+
+
+def _by_text(texts: Mapping[int, str]) -> dict[str, str]:
+    """The slots of each text, as ranges."""
+    slots: dict[str, list[int]] = {}
+    for slot in sorted(texts):
+        slots.setdefault(texts[slot], []).append(slot)
+    return {text: slot_ranges(which) for text, which in slots.items()}

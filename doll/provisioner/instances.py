@@ -1,0 +1,169 @@
+"""The job's instances: the fleet's listing merged with what was known before, and which of them are ready."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from doll.provisioner.fleets.port import EndReason, Instance, InstanceState
+from doll.provisioner.launch_state import LaunchState
+from doll.provisioner.observation import Observed
+
+
+@dataclass
+class Readiness:
+    """Which instances work; attributes as of `FleetStatus`."""
+
+    ready_s: dict[str, float] = field(default_factory=dict)
+    silent_s: dict[str, float] = field(default_factory=dict)
+    not_ready_s: dict[str, float] = field(default_factory=dict)
+    incarnation_held: dict[int, int] = field(default_factory=dict)
+
+
+class InstanceTracker:
+    """What must be remembered of instances from one turn to the next.
+
+    Attributes:
+        known: instances that had not ended when last observed, or have no final bill yet, by id.
+        unlisted: ids of those of them that the newest listing lacks.
+        pools: the newest spot pool of each slot; "" before the first.
+        ready_s: since when an instance's worker has, or had, its slot, by id.
+        fenced_s: when the next incarnation took the slot over, by id.
+        interruptions: spot instances that were interrupted.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.known: dict[str, Instance] = {}
+        self.unlisted: Collection[str] = frozenset()
+        self.pools = [""] * num_slots
+        self.ready_s: dict[str, float] = {}
+        self.fenced_s: dict[str, float] = {}
+        self.interruptions = 0
+        self._ends_recorded: set[str] = set()  # instances whose notice or end was counted
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.pools)
+
+    def merge(self, listed: Sequence[Instance], now_s: float, listing_lag_s: float) -> list[Instance]:
+        """The listed instances, and known ones that are not listed.
+
+        Args:
+            listing_lag_s: for so long after its launch an instance may be missing from the listing; later it is gone.
+        """
+        merged = {instance.id: instance for instance in listed}
+        self.unlisted = self.known.keys() - merged.keys()
+        for id_, known in self.known.items():
+            if id_ in merged and merged[id_].notice_s is None and known.notice_s is not None:
+                # A notice is final, but a fleet object of a new process may not have read it yet.
+                merged[id_] = replace(merged[id_], notice_s=known.notice_s)
+            elif id_ not in merged:
+                merged[id_] = known if now_s - known.launched_s <= listing_lag_s else _vanished(known, now_s)
+        return list(merged.values())
+
+    def record(self, instance: Instance, launch_state: LaunchState, now_s: float) -> bool:
+        """Report an instance of one of the job's slots to `launch_state`; True where an interruption is new."""
+        launch_state.seen(instance.slot, instance.incarnation)
+        pending = launch_state.pending.get(instance.slot)
+        if pending is not None and (pending[0].incarnation, pending[0].market) == (
+            instance.incarnation,
+            instance.market,
+        ):
+            launch_state.launched(pending[0])
+        if instance.market == "spot" and instance.is_alive:
+            self.pools[instance.slot] = instance.pool
+        if instance.id in self._ends_recorded:
+            return False
+        if instance.notice_s is not None or instance.end_reason is EndReason.INTERRUPTED:
+            self._ends_recorded.add(instance.id)
+            self.interruptions += 1
+            launch_state.interrupted(instance, now_s if instance.ended_s is None else instance.ended_s)
+            return True
+        if instance.end_reason is EndReason.FAILED:
+            self._ends_recorded.add(instance.id)
+            launch_state.instance_failed(instance, now_s)
+        return False
+
+    def launched(self, instance: Instance) -> None:
+        """A launch returned this instance."""
+        self.known[instance.id] = instance
+        if instance.market == "spot":
+            self.pools[instance.slot] = instance.pool
+
+    def readiness(
+        self, instances: Sequence[Instance], observed: Observed, now_s: float, *, boot_timeout_s: float
+    ) -> Readiness:
+        """Which instances work, by the job's records. Boot times are reported to `observed`."""
+        readiness = Readiness()
+        ps_since_s = observed.ps_since_s(now_s)
+        for slot in range(self.num_slots):
+            holder = observed.holder(slot)
+            if holder is not None and holder.incarnation > 0:
+                readiness.incarnation_held[slot] = holder.incarnation
+        for instance in instances:
+            if not (0 <= instance.slot < self.num_slots) or instance.state is InstanceState.ENDED:
+                continue
+            holder = observed.holder(instance.slot)
+            held = readiness.incarnation_held.get(instance.slot, 0)
+            if holder is not None and held == instance.incarnation:
+                if instance.id not in self.ready_s:
+                    self.ready_s[instance.id] = max(holder.since_s, instance.launched_s)
+                    boot_s = self.ready_s[instance.id] - instance.launched_s
+                    # Without a parameter server no worker can join: such a time says nothing about boots.
+                    if ps_since_s is not None and ps_since_s <= instance.launched_s and boot_s <= boot_timeout_s:
+                        observed.boots.observe(boot_s)
+                if not instance.is_alive:
+                    continue
+                if holder.works:
+                    readiness.ready_s[instance.id] = self.ready_s[instance.id]
+                else:
+                    readiness.silent_s[instance.id] = max(0.0, observed.last_seen_s - holder.last_seen_s)
+            elif holder is not None and held > instance.incarnation and instance.id in self.ready_s:
+                self.fenced_s.setdefault(instance.id, holder.since_s)
+            elif instance.is_alive and ps_since_s is not None:
+                readiness.not_ready_s[instance.id] = now_s - max(instance.launched_s, ps_since_s)
+        return readiness
+
+    def forget_all_but(self, ids: Collection[str]) -> None:
+        """Drop the times of instances that are neither known nor in `ids`."""
+        kept = self.known.keys() | ids
+        self._ends_recorded &= kept
+        self.ready_s = {id_: at_s for id_, at_s in self.ready_s.items() if id_ in kept}
+        self.fenced_s = {id_: at_s for id_, at_s in self.fenced_s.items() if id_ in kept}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "known": [msgspec.to_builtins(instance) for instance in self.known.values()],
+            "pools": self.pools,
+            "ends_recorded": sorted(self._ends_recorded),
+            "ready_s": self.ready_s,
+            "fenced_s": self.fenced_s,
+            "interruptions": self.interruptions,
+        }
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Continue from what `to_dict` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError: `kept` is something else.
+        """
+        self.known = {fields["id"]: msgspec.convert(fields, Instance) for fields in kept["known"]}
+        self.pools = [str(pool) for pool in kept["pools"]]
+        self._ends_recorded = set(kept["ends_recorded"])
+        self.ready_s = {id_: float(at_s) for id_, at_s in kept["ready_s"].items()}
+        self.fenced_s = {id_: float(at_s) for id_, at_s in kept["fenced_s"].items()}
+        self.interruptions = int(kept["interruptions"])
+
+
+def _vanished(instance: Instance, now_s: float) -> Instance:
+    """An instance that is not listed any more, with the likeliest end."""
+    if instance.state is InstanceState.ENDED:
+        return instance
+    if instance.notice_s is not None and instance.notice_s <= now_s:
+        return replace(instance, state=InstanceState.ENDED, ended_s=instance.notice_s, end_reason=EndReason.INTERRUPTED)
+    reason = EndReason.TERMINATED if instance.state is InstanceState.ENDING else EndReason.FAILED
+    return replace(instance, state=InstanceState.ENDED, ended_s=now_s, end_reason=reason)

@@ -1,0 +1,313 @@
+"""What is remembered of launches from one turn to the next: incarnations, attempts, pending orders, pauses. Pure.
+
+Pauses follow from outcomes: a slot without a machine waits before its next try, a pool without capacity is avoided, a
+market whose quota is used up or that refuses is left alone for a while.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from doll.provisioner.fleets.port import Instance, LaunchError, LaunchFailure, Order
+from doll.provisioner.plain_values import plain, time_of
+from doll.provisioner.planning.state import Market
+
+
+@dataclass(frozen=True)
+class LaunchLimits:
+    """Rates and timeouts of launches.
+
+    Attributes:
+        launches_per_min: launches of the whole fleet per minute. Failed attempts count too, for spot launches only.
+        fallbacks_per_min: of those, moves from spot to on-demand while the deadline is not in danger: more would use
+            up the remaining pools.
+        retry_s: from an attempt without a machine to the next one.
+        pool_backoff_s: how long a pool is avoided after it had no capacity or interrupted a machine; 0: never.
+        quota_s: how long a market is left alone after its quota was used up.
+        early_s: an interruption within this time after the launch counts as early.
+        max_early_ends: early interruptions in a row before a slot's spot launches pause.
+        backoff_s, max_backoff_s: first and longest pause; each one doubles.
+        boot_timeout_s: an instance whose worker is not ready by then is replaced.
+        silence_timeout_s: an instance whose worker sent nothing for this long is replaced.
+        min_refusals: turns in which a market refused machines, not for lack of capacity, before it counts as closed.
+        listing_lag_s: how long a launch that the fleet acknowledged, or may have made, may take to be listed.
+    """
+
+    launches_per_min: float = 120.0
+    fallbacks_per_min: float = 60.0
+    retry_s: float = 30.0
+    pool_backoff_s: float = 180.0
+    quota_s: float = 900.0
+    early_s: float = 3600.0
+    max_early_ends: int = 1
+    backoff_s: float = 60.0
+    max_backoff_s: float = 3600.0
+    boot_timeout_s: float = 900.0
+    silence_timeout_s: float = 300.0
+    min_refusals: int = 3
+    listing_lag_s: float = 60.0
+
+
+@dataclass
+class _SlotAttempts:
+    """The launches of one slot."""
+
+    incarnation: int = 0  # the highest that was ever ordered or observed
+    attempt: int = 0  # of the next order with that incarnation
+    failed: bool = False  # the order of `incarnation` made no machine, so the incarnation may be used again
+    retry_at_s: dict[Market, float] = field(default_factory=dict)  # no attempt before
+    early: int = 0  # early interruptions in a row
+    no_spot_s: float = -math.inf  # when spot last had no machine for this slot
+    no_capacity: bool = False  # its last spot launch got no machine
+
+
+@dataclass
+class _Refusal:
+    """Refusals of one market for other reasons than capacity."""
+
+    message: str
+    last_s: float
+    turns: int = 1
+
+
+class LaunchState:
+    """Launches and their outcomes. The caller reports every outcome; `to_dict` and `restore` persist the object.
+
+    Attributes:
+        limits: may be replaced at any time; pauses that have begun stay as they are.
+        pending: orders whose outcome is not known yet, by slot, and since when. They are repeated exactly as they were.
+        launches_from_s: nothing is launched before: a predecessor whose state is lost may have made machines that are
+            not listed yet.
+        run: `Order.run` of new orders.
+        stopped: why nothing is launched until a person has acted; "": launches go on.
+    """
+
+    def __init__(self, num_slots: int, limits: LaunchLimits) -> None:
+        self.limits = limits
+        self._slots = [_SlotAttempts() for _ in range(num_slots)]
+        self.pending: dict[int, tuple[Order, float]] = {}
+        self._avoided_pools: dict[Market, dict[str, float]] = {"spot": {}, "on_demand": {}}  # until
+        self._quota: dict[Market, float] = {}  # until
+        self._refused: dict[Market, _Refusal] = {}  # since the last launch; a successor begins with none
+        self._launched_s: list[float] = []  # within the last minute
+        self._failed_launches_s: list[float] = []  # attempts without a machine, within the last minute
+        self._fallbacks_s: list[float] = []
+        self._no_capacity_s = -math.inf  # when spot last had no machine for any slot; cleared by the next launch
+        self.launches_from_s = -math.inf
+        self.run = ""
+        self.stopped = ""
+
+    # --- outcomes
+
+    def seen(self, slot: int, incarnation: int) -> None:
+        """An instance or a worker of this incarnation exists, or did."""
+        attempts = self._slots[slot]
+        if incarnation >= attempts.incarnation:
+            attempts.incarnation, attempts.attempt, attempts.failed = incarnation, 0, False
+
+    def ordered(self, order: Order, now_s: float, *, fallback: bool) -> None:
+        """The order is about to be made."""
+        attempts = self._slots[order.slot]
+        attempts.incarnation, attempts.attempt, attempts.failed = order.incarnation, order.attempt, False
+        if order.slot not in self.pending or self.pending[order.slot][0] != order:
+            self.pending[order.slot] = (order, now_s)
+        self._launched_s.append(now_s)
+        if fallback:
+            self._fallbacks_s.append(now_s)
+
+    def launched(self, order: Order) -> None:
+        """The order has its instance."""
+        self.pending.pop(order.slot, None)
+        attempts = self._slots[order.slot]
+        attempts.retry_at_s.pop(order.market, None)
+        self._refused.pop(order.market, None)
+        if order.market == "spot":
+            attempts.no_capacity, self._no_capacity_s = False, -math.inf
+
+    def cancelled(self, order: Order) -> None:
+        """The order was not made."""
+        self.pending.pop(order.slot, None)
+        self._slots[order.slot].failed = True
+
+    def failed(self, order: Order, error: LaunchError, now_s: float) -> None:
+        """The order got no instance."""
+        limits, attempts = self.limits, self._slots[order.slot]
+        retry_s = now_s + limits.retry_s
+        if error.failure is LaunchFailure.THROTTLED:
+            # It may have been carried out: repeating the same order shows.
+            attempts.retry_at_s[order.market] = now_s + min(limits.retry_s, 5.0)
+            return
+        if error.failure is LaunchFailure.TAKEN:
+            # An instance has this order's name: wait until it is listed.
+            attempts.retry_at_s[order.market] = retry_s
+            return
+        self.pending.pop(order.slot, None)
+        # A failed attempt is no launch: slots that wait for spot must not hold back those that go on-demand.
+        if self._launched_s:
+            self._launched_s.pop()
+        self._failed_launches_s.append(now_s)
+        attempts.attempt, attempts.failed = order.attempt + 1, True
+        attempts.retry_at_s[order.market] = retry_s
+        match error.failure:
+            case LaunchFailure.REFUSED:
+                self._refusal(order.market, str(error), now_s)
+            case LaunchFailure.CAPACITY:
+                if error.pools:  # the market does sell machines: these pools have none now
+                    self._refused.pop(order.market, None)
+                for pool in error.pools if limits.pool_backoff_s > 0 else ():
+                    self._avoided_pools[order.market][pool] = now_s + limits.pool_backoff_s
+            case LaunchFailure.SPOT_QUOTA:
+                self._quota["spot"] = now_s + limits.quota_s
+            case LaunchFailure.ON_DEMAND_QUOTA:
+                self._quota["on_demand"] = now_s + limits.quota_s
+            case LaunchFailure.CONFIG:
+                self.stopped = str(error)
+        if order.market == "spot" and error.failure is not LaunchFailure.CONFIG:
+            attempts.no_capacity, attempts.no_spot_s, self._no_capacity_s = True, now_s, now_s
+
+    def _refusal(self, market: Market, message: str, now_s: float) -> None:
+        refusal = self._refused.setdefault(market, _Refusal(message, now_s))
+        if now_s > refusal.last_s:
+            refusal.turns += 1
+        refusal.message, refusal.last_s = message, now_s
+
+    def interrupted(self, instance: Instance, at_s: float) -> None:
+        """A spot machine has its interruption notice, or was interrupted without attempts."""
+        limits, attempts = self.limits, self._slots[instance.slot]
+        attempts.no_spot_s = max(attempts.no_spot_s, at_s)
+        if limits.pool_backoff_s > 0:
+            self._avoided_pools["spot"][instance.pool] = at_s + limits.pool_backoff_s
+        if at_s - instance.launched_s >= limits.early_s:
+            attempts.early = 0
+            return
+        attempts.early += 1
+        if attempts.early > limits.max_early_ends:
+            pause_s = limits.backoff_s * 2.0 ** (attempts.early - limits.max_early_ends - 1)
+            self._not_before(attempts, "spot", at_s + min(pause_s, limits.max_backoff_s))
+
+    def instance_failed(self, instance: Instance, now_s: float) -> None:
+        """A machine ended by itself, never became ready or went silent: the slot's next launch waits `retry_s`."""
+        self._not_before(self._slots[instance.slot], instance.market, now_s + self.limits.retry_s)
+
+    @staticmethod
+    def _not_before(slot: _SlotAttempts, market: Market, at_s: float) -> None:
+        slot.retry_at_s[market] = max(slot.retry_at_s.get(market, -math.inf), at_s)
+
+    # --- questions
+
+    def avoided_pools(self, market: Market, now_s: float) -> frozenset[str]:
+        """Pools to avoid in this market; a pool without spot capacity may have on-demand capacity."""
+        return frozenset(pool for pool, until_s in self._avoided_pools[market].items() if now_s < until_s)
+
+    def blocked_s(self, slot: int, market: Market) -> float:
+        """Until when nothing of this market is launched for the slot; a time in the past where launches are allowed."""
+        return max(self._slots[slot].retry_at_s.get(market, -math.inf), self._quota.get(market, -math.inf))
+
+    def refusal(self, market: Market) -> str:
+        """The market's last refusal for another reason than capacity; "" where there was none since the last launch."""
+        return self._refused[market].message if market in self._refused else ""
+
+    def is_closed(self, market: Market, now_s: float) -> bool:
+        """The market refused in `min_refusals` turns and launched nothing since; it is asked again after `quota_s`."""
+        refusal, limits = self._refused.get(market), self.limits
+        return refusal is not None and refusal.turns >= limits.min_refusals and now_s - refusal.last_s < limits.quota_s
+
+    def quota_s(self, market: Market) -> float:
+        """Until when the market's quota counts as used up."""
+        return self._quota.get(market, -math.inf)
+
+    def no_spot_since_s(self, slot: int) -> float:
+        """When spot last had no machine for this slot."""
+        return self._slots[slot].no_spot_s
+
+    def lacks_capacity(self, slot: int) -> bool:
+        """The slot's last spot launch got no machine."""
+        return self._slots[slot].no_capacity
+
+    def no_capacity_since_s(self) -> float:
+        """When a spot launch of any slot last got no machine, unless one has succeeded since; else -inf."""
+        return self._no_capacity_s
+
+    def may_have_launched(self, now_s: float) -> bool:
+        """There may be a machine that is not listed yet: of a pending order, or of a predecessor without its state."""
+        listing_lag_s = self.limits.listing_lag_s
+        return now_s < self.launches_from_s or any(
+            now_s - since_s <= listing_lag_s for _, since_s in self.pending.values()
+        )
+
+    def incarnation(self, slot: int) -> int:
+        """The highest incarnation used for the slot."""
+        return self._slots[slot].incarnation
+
+    def next_order(self, slot: int, market: Market, now_s: float) -> Order:
+        """The next order for the slot: a pending one exactly as it was, else a new one."""
+        if slot in self.pending:
+            order, since_s = self.pending[slot]
+            # Whatever is wanted by now, it must first be known whether that order has made a machine.
+            if now_s - since_s <= self.limits.listing_lag_s:
+                return order
+        attempts = self._slots[slot]
+        if attempts.failed:
+            return Order(
+                slot, attempts.incarnation, market, attempts.attempt, self.avoided_pools(market, now_s), self.run
+            )
+        return Order(slot, attempts.incarnation + 1, market, 0, self.avoided_pools(market, now_s), self.run)
+
+    def launches_left(self, now_s: float) -> tuple[int, int, int]:
+        """Launches that this minute still allows, and of them spot launches and fallbacks.
+
+        Failed attempts count against spot only.
+        """
+        self._launched_s = [at_s for at_s in self._launched_s if now_s - at_s < 60]
+        self._failed_launches_s = [at_s for at_s in self._failed_launches_s if now_s - at_s < 60]
+        self._fallbacks_s = [at_s for at_s in self._fallbacks_s if now_s - at_s < 60]
+        left = max(0, int(self.limits.launches_per_min) - len(self._launched_s))
+        fallbacks = max(0, int(self.limits.fallbacks_per_min) - len(self._fallbacks_s))
+        return left, max(0, left - len(self._failed_launches_s)), fallbacks
+
+    # --- kept over restarts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "slots": [{**msgspec.to_builtins(slot), "no_spot_s": plain(slot.no_spot_s)} for slot in self._slots],
+            "pending": [
+                {"order": {**msgspec.to_builtins(order), "avoid": sorted(order.avoid)}, "since_s": since_s}
+                for order, since_s in self.pending.values()
+            ],
+            "no_capacity_s": plain(self._no_capacity_s),
+            "launches_from_s": plain(self.launches_from_s),
+            "avoided_pools": self._avoided_pools,
+            "quota": self._quota,
+            "launched_s": self._launched_s,
+            "failed_launches_s": self._failed_launches_s,
+            "fallbacks_s": self._fallbacks_s,
+        }
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Continue from what `to_dict` returned. `stopped` is not kept: a new start means that a person has acted.
+
+        Raises:
+            KeyError, TypeError, ValueError: `kept` is something else, or of another number of slots.
+        """
+        if len(kept["slots"]) != len(self._slots):
+            raise ValueError(f"expected {len(self._slots)} slots, got {len(kept['slots'])}")
+        self._slots = [
+            msgspec.convert({**slot, "no_spot_s": time_of(slot["no_spot_s"])}, _SlotAttempts) for slot in kept["slots"]
+        ]
+        orders = [(msgspec.convert(entry["order"], Order), float(entry["since_s"])) for entry in kept["pending"]]
+        self.pending = {order.slot: (order, since_s) for order, since_s in orders}
+        self._no_capacity_s = time_of(kept["no_capacity_s"])
+        self.launches_from_s = time_of(kept["launches_from_s"])
+        self._avoided_pools = {
+            market: {str(pool): float(until_s) for pool, until_s in kept["avoided_pools"][market].items()}
+            for market in self._avoided_pools
+        }
+        self._quota = {market: float(until_s) for market, until_s in kept["quota"].items()}
+        self._launched_s, self._fallbacks_s = list(kept["launched_s"]), list(kept["fallbacks_s"])
+        self._failed_launches_s = list(kept["failed_launches_s"])

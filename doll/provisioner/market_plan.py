@@ -1,0 +1,272 @@
+"""Which market each slot is to be in, and why: the planner's input from the job and the fleet, and its output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from doll import telemetry
+from doll.provisioner.billing import Bill
+from doll.provisioner.budget import fit_to_budget, reserve_usd
+from doll.provisioner.decision import Phase
+from doll.provisioner.fleets.port import Instance, SpotProbe
+from doll.provisioner.launch_state import LaunchState
+from doll.provisioner.observation import Observed
+from doll.provisioner.plain_values import plain_array, sized, times_of
+from doll.provisioner.planning import planner, work_estimate
+from doll.provisioner.planning.slot_history import SlotHistory
+from doll.provisioner.planning.state import Bools, Market, PlannerSettings, PlannerState
+from doll.provisioner.settings import ControllerSettings
+from doll.theory.cost import Prices
+
+log = telemetry.get_logger(__name__)
+
+_RE_ESTIMATE_EVERY = 3  # evaluations
+
+
+@dataclass(frozen=True)
+class DesiredState:
+    """What the fleet should be. Attributes as of `Decision`.
+
+    Attributes:
+        urgent: the deadline is in danger.
+        state: what the planner was asked with.
+    """
+
+    phase: Phase
+    markets: tuple[Market | None, ...]
+    reasons: tuple[str, ...]
+    binding: str
+    feasible: bool
+    expected_cost_usd: float
+    expected_finish_s: float
+    slack_s: float
+    urgent: bool
+    state: PlannerState
+
+    @classmethod
+    def of_no_machines(cls, phase: Phase, why: str, state: PlannerState) -> DesiredState:
+        """No slot has a machine."""
+        count = state.num_workers
+        return cls(
+            phase=phase, markets=(None,) * count, reasons=(why,) * count, binding=phase, feasible=phase != "budget",
+            expected_cost_usd=state.spent_usd, expected_finish_s=state.elapsed_s, slack_s=0.0, urgent=False,
+            state=state,
+        )  # fmt: skip
+
+
+class MarketPlan:
+    """The markets that were last chosen, and what the next choice needs of the past.
+
+    Args:
+        probe: reports whether spot has a machine without buying one; None: inferred from launches and their outcomes.
+        dry_run: choices are not remembered.
+
+    Attributes:
+        planner: work, deadline and behaviour; the work as re-estimated.
+        moves: slots that changed their market so far.
+    """
+
+    def __init__(self, settings: ControllerSettings, probe: SpotProbe | None, *, dry_run: bool) -> None:
+        self.planner = settings.planner
+        self.moves = 0
+        self._settings = settings
+        self._probe = probe
+        self._dry_run = dry_run
+        self._history = SlotHistory((settings.num_slots,))
+        self._on_spot: Bools | None = None  # None: nothing was planned yet
+        self._evaluations = 0
+
+    @property
+    def markets(self) -> tuple[Market | None, ...]:
+        """As last chosen; None per slot before the first choice."""
+        if self._on_spot is None:
+            return (None,) * self._settings.num_slots
+        return _markets(self._on_spot)
+
+    @property
+    def spot_available(self) -> Bools:
+        """Whether spot has a machine for each slot, shape (N,), as last observed."""
+        return self._history.spot_available
+
+    def retarget(self, settings: ControllerSettings) -> None:
+        """Other work, deadline, budget or behaviour."""
+        self._settings, self.planner, self._evaluations = settings, settings.planner, 0
+
+    def begin_generation(self) -> None:
+        """The job starts again: no market is chosen and no move is made yet."""
+        self.retarget(self._settings)
+        self._on_spot = None
+        self.moves = 0
+
+    def planned(self, observed: Observed) -> PlannerSettings:
+        """The settings that the planner is asked with: boots as planned, or as nine of ten took where that is longer."""
+        return replace(self.planner, boot_s=max(self.planner.boot_s, observed.boots.slow_s))
+
+    def samples_done(self, observed: Observed) -> float:
+        """Samples in the model."""
+        return float(observed.batches_done * self.planner.batch_size)
+
+    def re_estimate(self, observed: Observed) -> None:
+        """The work from the job's own held-out errors, where the job asks for it."""
+        settings = self._settings
+        if settings.target_error is None:
+            return
+        versions, errors = observed.errors(settings.measure)
+        if len(versions) < self._evaluations + _RE_ESTIMATE_EVERY:
+            return
+        samples_per_update = self.planner.samples_per_update
+        if samples_per_update is None:
+            samples_per_update = observed.batches_per_update * self.planner.batch_size
+        if math.isnan(samples_per_update):
+            return
+        self._evaluations = len(versions)
+        before = self.planner.samples
+        rng = np.random.default_rng(len(versions))
+        samples = np.asarray(versions) * samples_per_update
+        self.planner = work_estimate.re_estimate(self.planner, samples, errors, settings.target_error, rng)
+        if self.planner.samples != before:
+            log.info("work_re_estimated", samples_before=before, samples=self.planner.samples)
+
+    def observe_spot(
+        self,
+        observed: Observed,
+        instances: Sequence[Instance],
+        ready: Collection[str],
+        pools: Sequence[str],
+        now_s: float,
+    ) -> None:
+        """Report to the estimator which slots on spot work; boots count as down."""
+        if self._on_spot is None or self._dry_run:
+            return
+        up = np.zeros(self._settings.num_slots, dtype=np.bool_)
+        for instance in instances:
+            if instance.market == "spot" and instance.notice_s is None and instance.id in ready:
+                up[instance.slot] = True
+        observed.observe_spot(now_s, up, self._on_spot, pools)
+
+    def state(
+        self, observed: Observed, instances: Sequence[Instance], ready: Collection[str], launch_state: LaunchState,
+        *, bill: Bill, prices: Prices, now_s: float, started_s: float,
+    ) -> PlannerState:  # fmt: skip
+        """Where the job stands, for the planner."""
+        count = self._settings.num_slots
+        on_spot, up = np.ones(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
+        newest = np.zeros(count, dtype=np.int64)
+        running = np.zeros(count, dtype=np.bool_)  # a spot machine runs or boots, and has no notice
+        for instance in instances:
+            slot = instance.slot
+            if not instance.is_alive or not 0 <= slot < count:
+                continue
+            up[slot] |= instance.id in ready
+            running[slot] |= instance.market == "spot" and instance.notice_s is None
+            if instance.incarnation >= newest[slot]:
+                newest[slot], on_spot[slot] = instance.incarnation, instance.market == "spot"
+        if self._on_spot is not None:
+            on_spot = self._on_spot.copy()
+        history = self._history.copy() if self._dry_run else self._history
+        history.observe(self._spot_available(on_spot, running, launch_state, now_s), now_s)
+        return history.state(
+            now_s=now_s,
+            started_s=started_s,
+            samples_done=self.samples_done(observed),
+            rates_per_s=observed.rates_per_s(),
+            on_spot=on_spot,
+            up=up,
+            alpha=observed.alpha(),
+            prices=prices,
+            spent_usd=bill.usd,
+        )
+
+    def _spot_available(self, on_spot: Bools, running: Bools, launch_state: LaunchState, now_s: float) -> Bools:
+        """Whether spot has a machine for each slot, shape (N,)."""
+        limits = self._settings.limits
+        has_quota = now_s >= launch_state.quota_s("spot")
+        available = self._history.spot_available.copy()
+        for slot in range(self._settings.num_slots):
+            blocked = now_s < launch_state.blocked_s(slot, "spot")
+            probed = self._probe.spot_available(slot) if self._probe is not None and not running[slot] else None
+            if running[slot]:
+                available[slot] = True
+            elif probed is not None:
+                available[slot] = has_quota and probed
+            elif on_spot[slot]:
+                # After an interruption the next launch shows; one without a machine counts until another succeeds.
+                available[slot] = has_quota and not blocked and not launch_state.lacks_capacity(slot)
+            else:
+                quiet_s = max(limits.pool_backoff_s, limits.retry_s)
+                no_spot_s = max(launch_state.no_spot_since_s(slot), launch_state.no_capacity_since_s())
+                available[slot] = has_quota and not blocked and now_s - no_spot_s >= quiet_s
+        return available
+
+    def choose(self, state: PlannerState, observed: Observed, *, fleet_is_empty: bool, now_s: float) -> DesiredState:
+        """The markets of all slots, by the planner and within the budget; remembered unless this is a dry run.
+
+        Args:
+            fleet_is_empty: no instance runs or boots.
+        """
+        settings = self.planned(observed)
+        first = self._on_spot is None and fleet_is_empty
+        plan = (planner.start if first else planner.plan)(state, settings)
+        on_spot, reasons, binding, feasible = plan.on_spot, list(plan.reasons), plan.binding, plan.feasible
+        expected_usd, finish_s = plan.forecast.expected_cost_usd, plan.forecast.expected_finish_s
+        reserve = reserve_usd(state.prices, settings.replan_s, self._settings.billing)
+        fit = fit_to_budget(on_spot, state, settings, reserve_usd=reserve)
+        if fit is not None:
+            forced = fit.on_spot & ~on_spot
+            on_spot, expected_usd, finish_s = fit.on_spot, fit.expected_cost_usd, fit.expected_finish_s
+            binding = "budget"
+            feasible = feasible and not fit.short and finish_s <= settings.deadline_s
+            for slot in np.flatnonzero(forced):
+                reasons[slot] = "spot: on-demand would exceed the budget"
+        if not self._dry_run:
+            moved = np.zeros_like(on_spot) if first else on_spot != state.on_spot
+            self.moves += int(np.count_nonzero(moved))
+            self._history.move(np.ones_like(on_spot) if first else moved, now_s)
+            self._on_spot = on_spot.copy()
+        return DesiredState(
+            phase="run", markets=_markets(on_spot), reasons=tuple(reasons), binding=binding, feasible=feasible,
+            expected_cost_usd=expected_usd, expected_finish_s=finish_s, slack_s=plan.slack_s,
+            urgent=binding in ("guard", "late"), state=state,
+        )  # fmt: skip
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "on_spot": None if self._on_spot is None else self._on_spot.tolist(),
+            "moved_s": plain_array(self._history.moved_s),
+            "spot_available": self._history.spot_available.tolist(),
+            "spot_changed_s": plain_array(self._history.spot_changed_s),
+            "moves": self.moves,
+            "work": {
+                "asked": self._settings.planner.samples,
+                "samples": self.planner.samples,
+                "evaluations": self._evaluations,
+            },
+        }
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Continue from what `to_dict` returned. Re-estimated work is kept only where the job asks for the same.
+
+        Raises:
+            KeyError, TypeError, ValueError: `kept` is something else, or of another number of slots.
+        """
+        count = self._settings.num_slots
+        if kept["on_spot"] is not None:
+            self._on_spot = sized(np.asarray(kept["on_spot"], dtype=np.bool_), count)
+        self._history.moved_s = times_of(kept["moved_s"], count)
+        self._history.spot_available = sized(np.asarray(kept["spot_available"], dtype=np.bool_), count)
+        self._history.spot_changed_s = times_of(kept["spot_changed_s"], count)
+        self.moves = int(kept["moves"])
+        work = kept["work"]
+        if work["asked"] == self._settings.planner.samples:
+            self.planner = replace(self.planner, samples=float(work["samples"]))
+            self._evaluations = int(work["evaluations"])
+
+
+def _markets(on_spot: Bools) -> tuple[Market, ...]:
+    return tuple("spot" if spot else "on_demand" for spot in on_spot)
