@@ -171,7 +171,7 @@ class Controller:
         readiness = self._tracker.readiness(
             instances, self.observed, now_s, boot_timeout_s=self.settings.limits.boot_timeout_s
         )
-        self._plan.re_estimate(self.observed)
+        self._re_estimate()
         bill = self._account.bill(
             self._tracker.known.values(), now_s, ready_s=self._tracker.ready_s, fenced_s=self._tracker.fenced_s,
             announced=self.observed.last_decision, alarms=alarms,
@@ -303,6 +303,12 @@ class Controller:
             return
         del tracker.known[instance.id]
         self._append_journal("ended", now_s, **line.to_dict())
+
+    def _re_estimate(self) -> None:
+        before = self._plan.planner.samples
+        self._plan.re_estimate(self.observed)
+        if (samples := self._plan.planner.samples) != before:
+            log.info("work_re_estimated", samples_before=before, samples=samples)
 
     # --- plan -------------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from doll import telemetry
 from doll.provisioner.billing import Bill
 from doll.provisioner.budget import fit_to_budget, reserve_usd
 from doll.provisioner.decision import Phase
@@ -22,8 +21,6 @@ from doll.provisioner.planning.slot_history import SlotHistory
 from doll.provisioner.planning.state import Bools, Market, PlannerSettings, PlannerState
 from doll.provisioner.settings import ControllerSettings
 from doll.theory.cost import Prices
-
-log = telemetry.get_logger(__name__)
 
 _RE_ESTIMATE_EVERY = 3  # evaluations
 
@@ -104,7 +101,7 @@ class MarketPlan:
         self.moves = 0
 
     def planned(self, observed: Observed) -> PlannerSettings:
-        """The settings that the planner is asked with: boots as planned, or as nine of ten took where that is longer."""
+        """The planner's settings: boots as planned, or as nine of ten took where that is longer."""
         return replace(self.planner, boot_s=max(self.planner.boot_s, observed.boots.slow_s))
 
     def samples_done(self, observed: Observed) -> float:
@@ -125,12 +122,9 @@ class MarketPlan:
         if math.isnan(samples_per_update):
             return
         self._evaluations = len(versions)
-        before = self.planner.samples
         rng = np.random.default_rng(len(versions))
         samples = np.asarray(versions) * samples_per_update
         self.planner = work_estimate.re_estimate(self.planner, samples, errors, settings.target_error, rng)
-        if self.planner.samples != before:
-            log.info("work_re_estimated", samples_before=before, samples=self.planner.samples)
 
     def observe_spot(
         self,
