@@ -1,6 +1,6 @@
-"""Fakes that ship: small honest implementations of the ports, held in memory, that can be told to fail.
+"""Fakes for tests of a user's code: implementations of the storage ports in memory that fail on request.
 
-They pass the same contract tests as the real adapters, so a test of a user's code may trust them.
+They pass the same contract tests as the real adapters.
 """
 
 from __future__ import annotations
@@ -11,26 +11,17 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from doll import telemetry
-from doll.errors import BlobError, CheckpointError, FencedError
+from doll.errors import BlobError
+from doll.storage.base_checkpoint_store import BaseCheckpointStore, checkpoint_name
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer
-from doll.storage.checkpoints import (
-    Checkpoint,
-    CheckpointStore,
-    DamagedError,
-    check_owner,
-    decode_checkpoint,
-    encode_checkpoint,
-)
-
-log = telemetry.get_logger(__name__)
+from doll.storage.checkpoints import Checkpoint, CheckpointStore, encode_checkpoint
 
 
 class MemoryBlobs:
-    """`Blobs` in a dict. `fail_next(error)` makes the next call raise; `wipe()` forgets all, as a restarted Redis does.
+    """`Blobs` in a dict. `fail_next(error)` makes the next call raise; `wipe()` deletes all, as Redis's restart does.
 
     Args:
-        clock: seconds, monotonic; an argument, so that a test can let blobs expire.
+        clock: seconds, monotonic; a test can let blobs expire with it.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -60,7 +51,7 @@ class MemoryBlobs:
         return [key for key, (_, expires_s) in self._held.items() if expires_s > self._clock()]
 
     def wipe(self) -> None:
-        """Forget everything."""
+        """Delete everything."""
         self._held.clear()
 
     def fail_next(self, *errors: Exception) -> None:
@@ -72,7 +63,7 @@ class MemoryBlobs:
             raise self._failures.popleft()
 
 
-class MemoryCheckpointStore:
+class MemoryCheckpointStore(BaseCheckpointStore):
     """`CheckpointStore` in a dict, thread-safe. `damage` flips a bit, `fail_next` makes the next saves raise.
 
     Attributes:
@@ -80,8 +71,7 @@ class MemoryCheckpointStore:
     """
 
     def __init__(self, job: str, *, keep: int = 3) -> None:
-        self._job = job
-        self._keep = keep
+        super().__init__(job, "memory", keep)
         self._held: dict[tuple[int, int], bytes] = {}
         self._claims = [0]
         self._failures: deque[Exception] = deque()
@@ -98,33 +88,23 @@ class MemoryCheckpointStore:
             return self._newest()
 
     def save(self, checkpoint: Checkpoint) -> None:
-        check_owner(checkpoint, job=self._job, fingerprint=None, where="memory")
+        self._check_owner(checkpoint)
         data = b"".join(encode_checkpoint(checkpoint))
-        term, version = key = (checkpoint.term, checkpoint.version)
+        key = (checkpoint.term, checkpoint.version)
         with self._lock:
             if self._failures:
                 raise self._failures.popleft()
-            if self._newest() > term:
-                raise FencedError(f"parameter server term {term} is over: term {self._newest()} has claimed the store")
-            if any(held[0] == term and held[1] > version for held in self._held):
-                raise CheckpointError(f"expected a later version of term {term}, got {version}")
+            self._refuse_if_superseded(checkpoint, self._newest(), self._held)
             self._held[key] = data
             self.saved.append(key)
             for old in sorted(self._held)[: -self._keep]:
                 del self._held[old]
 
-    def load_newest(self, fingerprint: str | None) -> Checkpoint | None:
-        for key in reversed(self.versions()):
-            try:
-                checkpoint = decode_checkpoint(self._held[key])
-            except DamagedError as exc:
-                log.warning("checkpoint_damaged", key=key, error=str(exc))
-                continue
-            check_owner(checkpoint, job=self._job, fingerprint=fingerprint, where="memory")
-            return checkpoint
-        if self._held:
-            raise CheckpointError(f"none of the {len(self._held)} checkpoints in memory is whole")
-        return None
+    def _read(self, term: int, version: int) -> bytes:
+        try:
+            return self._held[term, version]
+        except KeyError:
+            raise FileNotFoundError(checkpoint_name(term, version)) from None
 
     def versions(self) -> list[tuple[int, int]]:
         with self._lock:

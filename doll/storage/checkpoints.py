@@ -1,4 +1,4 @@
-"""Checkpoints: the durable model, and the truth that every restart begins from.
+"""Checkpoints: the durable model, from which every restart begins; their format, and the port of their stores.
 
 A checkpoint is one file: magic `DLCK`, u8 schema version = 2, three zero bytes, u64 length of the head, the head in
 MessagePack (see `_Header`), the engine's state, the tensors as safetensors, and the sha256 of all that. A later
@@ -9,10 +9,8 @@ go back.
 from __future__ import annotations
 
 import hashlib
-import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Protocol
 
@@ -22,19 +20,13 @@ import numpy.typing as npt
 import safetensors
 import safetensors.numpy
 
-from doll import telemetry
 from doll.bounded import short
-from doll.errors import CheckpointError, FencedError
-from doll.fingerprint import difference, fits
-
-log = telemetry.get_logger(__name__)
+from doll.errors import CheckpointError
 
 MAGIC: Final = b"DLCK"
 SCHEMA_VERSION: Final = 2
 _PREFIX: Final = struct.Struct("<4sB3xQ")
 _DIGEST_BYTES: Final = 32
-_READ_ATTEMPTS: Final = 5  # a running server may delete what a tool has just seen in the list
-_NAME: Final = re.compile(r"checkpoint-(\d{8,})-(\d{10,})\.doll")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,104 +164,3 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
         state=data[start:middle],
         tensors=tensors,
     )
-
-
-def check_owner(checkpoint: Checkpoint, *, job: str, fingerprint: str | None, where: str) -> None:
-    """Refuse a checkpoint that another job, or another model of the same job, has written.
-
-    Raises:
-        CheckpointError: names both and says what to do.
-    """
-    if checkpoint.job != job:
-        raise CheckpointError(
-            f"{where}: expected a checkpoint of job {job!r}, got one of job {checkpoint.job!r}: give each job its own "
-            "checkpoint.folder"
-        )
-    if fingerprint is not None and not fits(fingerprint, checkpoint.fingerprint):
-        raise CheckpointError(
-            f"{where}: {_mismatch(fingerprint, checkpoint.fingerprint)}: the task, model or batch size has changed "
-            "since this job began; restore them, or rename the job to begin a new one"
-        )
-
-
-def refuse_if_superseded(
-    checkpoint: Checkpoint, newest_term: int, versions: Iterable[tuple[int, int]], where: str
-) -> None:
-    """Who may save: only the newest term, and no version below its own last one.
-
-    Args:
-        versions: (term, version) of the checkpoints that `where` holds.
-
-    Raises:
-        FencedError: a higher term has been claimed.
-        CheckpointError: this term has saved a higher version.
-    """
-    if newest_term > checkpoint.term:
-        raise FencedError(
-            f"parameter server term {checkpoint.term} is over: term {newest_term} has claimed {where}; this "
-            "process must stop"
-        )
-    last = max((version for term, version in versions if term == checkpoint.term), default=0)
-    if checkpoint.version < last:
-        raise CheckpointError(f"expected version {last} or later of term {checkpoint.term}, got {checkpoint.version}")
-
-
-def load_newest_whole(
-    versions: Callable[[], list[tuple[int, int]]],
-    read: Callable[[int, int], bytes],
-    *,
-    job: str,
-    fingerprint: str | None,
-    where: str,
-) -> Checkpoint | None:
-    """The newest checkpoint that is whole, past damaged ones (with a warning); None where there is none at all.
-
-    Args:
-        versions: lists (term, version) of what is held, oldest first.
-        read: bytes of one of them; FileNotFoundError where it has been deleted meanwhile: then all is looked at anew.
-
-    Raises:
-        CheckpointError: it belongs to another job or fingerprint, none of them is whole, or they cannot be read.
-    """
-    for _ in range(_READ_ATTEMPTS):
-        with suppress(FileNotFoundError):
-            return _newest_whole(versions(), read, job, fingerprint, where)
-    raise CheckpointError(f"checkpoints vanish from {where} while they are read: is something else deleting them?")
-
-
-def _newest_whole(
-    found: list[tuple[int, int]], read: Callable[[int, int], bytes], job: str, fingerprint: str | None, where: str
-) -> Checkpoint | None:
-    for term, version in reversed(found):
-        name = checkpoint_name(term, version)
-        try:
-            checkpoint = decode_checkpoint(read(term, version))
-            if (checkpoint.term, checkpoint.version) != (term, version):
-                raise DamagedError(f"it holds term {checkpoint.term}, version {checkpoint.version}: renamed")
-        except DamagedError as exc:
-            log.warning("checkpoint_damaged", file=name, error=str(exc), hint="using the one before it")
-            continue
-        check_owner(checkpoint, job=job, fingerprint=fingerprint, where=f"{where}/{name}")
-        return checkpoint
-    if found:
-        raise CheckpointError(
-            f"none of the {len(found)} checkpoints in {where} is whole: restore one from a backup, or move "
-            "them away to begin the job anew"
-        )
-    return None
-
-
-def checkpoint_name(term: int, version: int) -> str:
-    """Name of a checkpoint in any store; names sort as the checkpoints do."""
-    return f"checkpoint-{term:08d}-{version:010d}.doll"
-
-
-def checkpoints_among(names: Iterable[str]) -> list[tuple[int, int]]:
-    """(term, version) of each name that is a checkpoint's, oldest first."""
-    return sorted((int(match[1]), int(match[2])) for name in names if (match := _NAME.fullmatch(name)))
-
-
-def _mismatch(expected: str, got: str) -> str:
-    if "=" not in expected:
-        return f"expected fingerprint {expected!r}, got {got!r}"
-    return difference(expected, got)

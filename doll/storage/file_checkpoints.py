@@ -1,10 +1,10 @@
 """Checkpoints as files in one folder of a local or shared file system.
 
-`checkpoint-<term>-<version>.doll` is a checkpoint, `term-<n>.claim` says that term n is taken (claims are
-never deleted: no term is given twice), `.lock` orders claims and saves: once a claim returns, no lower term's
-checkpoint can appear any more.
+`checkpoint-<term>-<version>.doll` is a checkpoint, `term-<n>.claim` says that term n is taken (claims are never
+deleted: no term is given twice), `.lock` orders claims and saves: once a claim returns, no checkpoint of a lower term
+can appear.
 
-Order of effects of `save`: 1. write and fsync a temporary file; 2. take the lock; 3. seek a higher term; 4. rename;
+Order of effects of `save`: 1. write and fsync a temporary file; 2. take the lock; 3. look for a higher term; 4. rename;
 5. fsync the folder; 6. drop the lock; 7. delete old checkpoints. A crash before 4 leaves a temporary file that a later
 term's save removes; after 4, the checkpoint is there, whole; after 5, also through a power cut.
 """
@@ -23,26 +23,23 @@ from typing import Final
 from doll import telemetry
 from doll.errors import CheckpointError
 from doll.process.fault_points import fault_point
-from doll.storage.checkpoints import (
-    Checkpoint,
-    CheckpointStore,
-    check_owner,
+from doll.storage.base_checkpoint_store import (
+    BaseCheckpointStore,
     checkpoint_name,
     checkpoints_among,
-    encode_checkpoint,
-    load_newest_whole,
-    refuse_if_superseded,
+    claim_name,
+    claims_among,
 )
+from doll.storage.checkpoints import Checkpoint, CheckpointStore, encode_checkpoint
 
 log = telemetry.get_logger(__name__)
 
 LOCK_TIMEOUT_S: Final = 10.0
-_CLAIM: Final = re.compile(r"term-(\d+)\.claim")
 _TEMPORARY: Final = re.compile(r"checkpoint-(\d{8,})-\d{10,}\.doll\.\d+\.tmp")
 
 
-class FileCheckpointStore:
-    """`CheckpointStore` in `folder`, which is made when it is first written to.
+class FileCheckpointStore(BaseCheckpointStore):
+    """`CheckpointStore` in `folder`, which is created when it is first written to.
 
     Args:
         keep: newest checkpoints that are kept, at least 2, so that a damaged one has a predecessor.
@@ -50,11 +47,8 @@ class FileCheckpointStore:
     """
 
     def __init__(self, folder: Path, job: str, *, keep: int = 3, lock_timeout_s: float = LOCK_TIMEOUT_S) -> None:
-        if keep < 2:
-            raise ValueError(f"expected keep >= 2, got {keep}")
+        super().__init__(job, str(folder), keep)
         self.folder = folder
-        self._job = job
-        self._keep = keep
         self._lock_timeout_s = lock_timeout_s
 
     def claim_term(self, above: int = 0) -> int:
@@ -66,7 +60,7 @@ class FileCheckpointStore:
                     term = max(self.newest_term(), above) + 1
                     try:
                         # O_EXCL decides even where the file system has no locks.
-                        file = os.open(self.folder / f"term-{term}.claim", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+                        file = os.open(self.folder / claim_name(term), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
                     except FileExistsError:
                         continue
                     os.fsync(file)
@@ -77,8 +71,7 @@ class FileCheckpointStore:
     def newest_term(self) -> int:
         """The highest term claimed or saved, 0 where there is none."""
         terms = [term for term, _ in self.versions()]
-        terms += [int(match[1]) for name in self._names() if (match := _CLAIM.fullmatch(name))]
-        return max(terms, default=0)
+        return max([*terms, *claims_among(self._names())], default=0)
 
     def save(self, checkpoint: Checkpoint) -> None:
         """Store `checkpoint`, whole or not at all; durable on return.
@@ -88,13 +81,13 @@ class FileCheckpointStore:
             CheckpointError: another job's, a version below one that this term has saved, or the folder cannot be
                 written.
         """
-        check_owner(checkpoint, job=self._job, fingerprint=None, where=str(self.folder))
+        self._check_owner(checkpoint)
         path = self._path(checkpoint.term, checkpoint.version)
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         with self._translate_errors("save a checkpoint in"):
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
-                self._refuse_if_superseded(checkpoint)  # before the work, and once more when nobody can claim
+                self._check_term(checkpoint)  # before the work, and once more when nobody can claim
                 with temporary.open("wb") as file:
                     for part in encode_checkpoint(checkpoint):
                         file.write(part)
@@ -102,22 +95,12 @@ class FileCheckpointStore:
                     file.flush()
                     os.fsync(file.fileno())
                 with self._locked():
-                    self._refuse_if_superseded(checkpoint)
+                    self._check_term(checkpoint)
                     temporary.replace(path)
                     _fsync_folder(self.folder)
             finally:
                 temporary.unlink(missing_ok=True)
             self._delete_old(checkpoint.term)
-
-    def load_newest(self, fingerprint: str | None) -> Checkpoint | None:
-        """The newest checkpoint that is whole; None where there is none at all.
-
-        Raises:
-            CheckpointError: it belongs to another job or fingerprint, none of them is whole, or they cannot be read.
-        """
-        return load_newest_whole(
-            self.versions, self._read, job=self._job, fingerprint=fingerprint, where=str(self.folder)
-        )
 
     def _read(self, term: int, version: int) -> bytes:
         with self._translate_errors("read a checkpoint in", but=FileNotFoundError):
@@ -137,12 +120,12 @@ class FileCheckpointStore:
             except FileNotFoundError:
                 return []
 
-    def _refuse_if_superseded(self, checkpoint: Checkpoint) -> None:
-        refuse_if_superseded(checkpoint, self.newest_term(), self.versions(), str(self.folder))
+    def _check_term(self, checkpoint: Checkpoint) -> None:
+        self._refuse_if_superseded(checkpoint, self.newest_term(), self.versions())
 
     def _delete_old(self, term: int) -> None:
         """Delete all but the newest `keep`, the last of which was just written, and what crashed servers left."""
-        obsolete = [self._path(*found) for found in self.versions()[: -self._keep]]
+        obsolete = [self._path(*key) for key in self.versions()[: -self._keep]]
         obsolete += [
             self.folder / name
             for name in self._names()
@@ -151,7 +134,7 @@ class FileCheckpointStore:
         for path in obsolete:
             try:
                 path.unlink(missing_ok=True)
-            except OSError as exc:  # the checkpoint is safe; a full folder is tomorrow's trouble
+            except OSError as exc:  # the new checkpoint is safe
                 log.warning("checkpoint_not_deleted", file=path.name, error=str(exc))
 
     @contextmanager

@@ -1,11 +1,11 @@
 """Checkpoints as objects under one prefix of an S3 bucket, for parameter servers that share no file system.
 
-`checkpoint-<term>-<version>.doll` is a checkpoint; `term-<n>.claim` says that term n is taken (claims are
-never deleted: no term is given twice); `term-<n>.after-<term>-<version>` says what term n began from. S3 has no
-lock, so the last of these draws the line: of the terms below n only what it names, and what is older, counts.
+`checkpoint-<term>-<version>.doll` is a checkpoint; `term-<n>.claim` says that term n is taken (claims are never
+deleted: no term is given twice); `term-<n>.base-<term>-<version>` says which checkpoint term n began from. S3 has no
+lock, so the newest base decides: of the terms below n only the checkpoint that it names, and older ones, count.
 
 Order of effects of `claim_term`: 1. put the claim, on condition that it is not there; 2. list; 3. put what it begins
-from. Of `save`: 1. list, and seek a higher claim; 2. put the checkpoint, on the same condition; 3. list again; 4.
+from. Of `save`: 1. list, and look for a higher claim; 2. put the checkpoint, on the same condition; 3. list again; 4.
 delete old ones. A checkpoint is durable after 3 only: one whose server finds a higher claim there may or may not have
 been seen by that claim's 2, but its batches have not been acknowledged, so either is right. It stays where it is: the
 claim may have begun from it, or it was durable before and this was a repeated save. The next save of a later term
@@ -22,16 +22,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from doll import telemetry
 from doll.errors import CheckpointError
-from doll.storage.checkpoints import (
-    Checkpoint,
-    CheckpointStore,
-    check_owner,
+from doll.storage.base_checkpoint_store import (
+    BaseCheckpointStore,
     checkpoint_name,
     checkpoints_among,
-    encode_checkpoint,
-    load_newest_whole,
-    refuse_if_superseded,
+    claim_name,
+    claims_among,
 )
+from doll.storage.checkpoints import Checkpoint, CheckpointStore, encode_checkpoint
 
 if TYPE_CHECKING:
     from botocore.exceptions import ClientError
@@ -42,30 +40,29 @@ _CONNECT_S: Final = 5.0
 _READ_S: Final = 30.0
 _ATTEMPTS: Final = 5
 _CLAIMS: Final = 1000
-_CLAIM: Final = re.compile(r"term-(\d+)\.claim")
-_BASE: Final = re.compile(r"term-(\d+)\.after-(\d+)-(\d+)")
+_BASE: Final = re.compile(r"term-(\d+)\.base-(\d+)-(\d+)")
 _URL: Final = re.compile(r"s3://([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(.*))?")
 _EXISTS_CODES: Final = ("PreconditionFailed", "ConditionalRequestConflict")
 _MISSING_CODES: Final = ("NoSuchKey", "404")
 
 
 class _Listing(NamedTuple):
-    """What is under the prefix at one moment: all checkpoints, and the line that the newest term has drawn."""
+    """What is under the prefix at one moment: all checkpoints, and from which one the newest term began."""
 
     checkpoints: list[tuple[int, int]]
     newest_term: int
     base_term: int
-    line: tuple[int, int]
+    base: tuple[int, int]
 
     def counts(self, key: tuple[int, int]) -> bool:
         """Whether a checkpoint was there when the newest term began, or is that term's own."""
-        return key[0] >= self.base_term or key <= self.line
+        return key[0] >= self.base_term or key <= self.base
 
     def versions(self) -> list[tuple[int, int]]:
         return [key for key in self.checkpoints if self.counts(key)]
 
 
-class S3CheckpointStore:
+class S3CheckpointStore(BaseCheckpointStore):
     """`CheckpointStore` under `s3://bucket/prefix`. Credentials, region and endpoint are found as boto3 finds them.
 
     The user needs s3:ListBucket on the bucket and s3:GetObject, s3:PutObject and s3:DeleteObject under the prefix. No
@@ -79,8 +76,7 @@ class S3CheckpointStore:
     """
 
     def __init__(self, url: str, job: str, *, keep: int = 3) -> None:
-        if keep < 2:
-            raise ValueError(f"expected keep >= 2, got {keep}")
+        super().__init__(job, url.rstrip("/"), keep)
         match = _URL.fullmatch(url)
         if match is None:
             raise CheckpointError(f"expected s3://bucket/prefix, got {url!r}")
@@ -88,8 +84,6 @@ class S3CheckpointStore:
         self.url = url.rstrip("/")
         self._bucket = match[1]
         self._prefix = f"{prefix}/" if prefix else ""
-        self._job = job
-        self._keep = keep
         with self._translate_errors("reach"):
             self._client = _client()
 
@@ -98,17 +92,17 @@ class S3CheckpointStore:
         with self._translate_errors("claim a term in"):
             first = max(self._list().newest_term, above) + 1
             for term in range(first, first + _CLAIMS):
-                if self._put_new(f"term-{term:08d}.claim", b""):
+                if self._put_new(claim_name(term), b""):
                     break
             else:
                 raise CheckpointError(f"{_CLAIMS} terms of {self.url} were taken while this one was claimed")
-            if self._put_new(f"term-{term:08d}.claim", b""):
+            if self._put_new(claim_name(term), b""):
                 raise CheckpointError(
                     f"{self.url}: this store ignores `If-None-Match: *`, so two parameter servers could write to it at "
                     "once: expected S3, or a store that knows conditional writes"
                 )
             newest = max(self._list().versions(), default=(0, 0))
-            self._put(f"term-{term:08d}.after-{newest[0]:08d}-{newest[1]:010d}", b"")
+            self._put(f"term-{term:08d}.base-{newest[0]:08d}-{newest[1]:010d}", b"")
             return term
 
     def newest_term(self) -> int:
@@ -123,26 +117,18 @@ class S3CheckpointStore:
             FencedError: a higher term has been claimed. What may be stored counts only if that claim has seen it.
             CheckpointError: another job's, a version below one that this term has saved, or S3 does not take it.
         """
-        check_owner(checkpoint, job=self._job, fingerprint=None, where=self.url)
+        self._check_owner(checkpoint)
         name = checkpoint_name(checkpoint.term, checkpoint.version)
         with self._translate_errors("save a checkpoint in"):
-            self._refuse_if_superseded(checkpoint, self._list())
+            self._check_term(checkpoint, self._list())
             data = b"".join(encode_checkpoint(checkpoint))
             if not self._put_new(name, data) and self._get(name) != data:
                 self._put(name, data)  # saved before, and damaged since or of an older state
             listing = self._list()
             # What is stored now is not taken back where a higher claim is found: that claim may begin from it.
-            self._refuse_if_superseded(checkpoint, listing)
+            self._check_term(checkpoint, listing)
             kept = listing.versions()[-self._keep :]
             self._delete([key for key in listing.checkpoints if key not in kept])
-
-    def load_newest(self, fingerprint: str | None) -> Checkpoint | None:
-        """The newest checkpoint that is whole; None where there is none at all.
-
-        Raises:
-            CheckpointError: it belongs to another job or fingerprint, none of them is whole, or they cannot be read.
-        """
-        return load_newest_whole(self.versions, self._read, job=self._job, fingerprint=fingerprint, where=self.url)
 
     def _read(self, term: int, version: int) -> bytes:
         name = checkpoint_name(term, version)
@@ -157,8 +143,8 @@ class S3CheckpointStore:
         with self._translate_errors("look into"):
             return self._list().versions()
 
-    def _refuse_if_superseded(self, checkpoint: Checkpoint, listing: _Listing) -> None:
-        refuse_if_superseded(checkpoint, listing.newest_term, listing.checkpoints, self.url)
+    def _check_term(self, checkpoint: Checkpoint, listing: _Listing) -> None:
+        self._refuse_if_superseded(checkpoint, listing.newest_term, listing.checkpoints)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -166,10 +152,10 @@ class S3CheckpointStore:
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=self._prefix)
         names = [item["Key"][len(self._prefix) :] for page in pages for item in page.get("Contents", ())]
         checkpoints = checkpoints_among(names)
-        claims = [int(m[1]) for name in names if (m := _CLAIM.fullmatch(name))]
-        lines = [(int(m[1]), (int(m[2]), int(m[3]))) for name in names if (m := _BASE.fullmatch(name))]
-        base_term, line = max(lines, default=(0, (0, 0)))
-        return _Listing(checkpoints, max([0, *claims, *(term for term, _ in checkpoints)]), base_term, line)
+        bases = [(int(m[1]), (int(m[2]), int(m[3]))) for name in names if (m := _BASE.fullmatch(name))]
+        base_term, base = max(bases, default=(0, (0, 0)))
+        newest_term = max([0, *claims_among(names), *(term for term, _ in checkpoints)])
+        return _Listing(checkpoints, newest_term, base_term, base)
 
     def _put_new(self, name: str, data: bytes) -> bool:
         """Whether the object was not there and now is. After a reply that was lost, the retry says that it was."""

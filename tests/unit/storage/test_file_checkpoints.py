@@ -1,4 +1,4 @@
-"""The checkpoint's bytes, and what only files suffer: torn, renamed, killed while written, claimed by two processes."""
+"""What only files suffer: torn, renamed, killed while written, claimed by two processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doll.errors import CheckpointError
-from doll.storage.checkpoints import Checkpoint, DamagedError, decode_checkpoint, encode_checkpoint
+from doll.storage.checkpoints import Checkpoint, encode_checkpoint
 from doll.storage.file_checkpoints import FileCheckpointStore
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def checkpoint(version: int = 20, term: int = 1) -> Checkpoint:
@@ -51,20 +49,6 @@ def test_a_torn_file_is_passed_over(tmp_path: Path, length: int, tail: bytes) ->
     loaded = store.load_newest("f1")
     assert loaded is not None
     assert loaded.version == 10
-
-
-def test_every_flipped_bit_is_noticed() -> None:
-    for bit in range(0, 8 * len(BYTES), 3):
-        bad = bytearray(BYTES)
-        bad[bit // 8] ^= 1 << (bit % 8)
-        with pytest.raises(DamagedError):
-            decode_checkpoint(bytes(bad))
-
-
-@given(st.binary(max_size=200))
-def test_garbage_is_damaged(data: bytes) -> None:
-    with pytest.raises(DamagedError):
-        decode_checkpoint(data)
 
 
 def test_a_whole_file_of_another_schema_is_not_passed_over(tmp_path: Path) -> None:
