@@ -45,7 +45,8 @@ def test_what_is_discarded_is_reported_as_refused(nowhere: Services) -> None:
     assert [(delivery.topic, delivery.offset) for delivery in deliveries] == [("t", -1)]
     assert deliveries[0].refusal
     assert set(publisher.refusals) == {"t", "u"}
-    assert [(entry["event"], entry["topic"]) for entry in logs] == [("kafka_refused", "u")]
+    # The client's own report that nobody listens there may come in between.
+    assert [entry["topic"] for entry in logs if entry["event"] == "kafka_refused"] == ["u"]
 
 
 def test_what_is_not_delivered_when_it_closes_is_logged(nowhere: Services) -> None:
