@@ -16,9 +16,10 @@ from collections import deque
 from pathlib import Path
 
 from doll.config.policy import POLICIES, PolicyConfig, policy_section
-from doll.ps.engine import Engine, EngineSettings
+from doll.ps.engine import Engine
 from doll.ps.events import CheckpointStored, Event, SendGrant, SendWelcome, StoreCheckpoint, Tick
 from doll.ps.policies import make_policy
+from doll.ps.state import EngineSettings
 from doll.records import Alive, Announce, Join, Push
 
 SIZES = (10, 100, 1_000, 10_000)

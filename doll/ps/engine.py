@@ -14,21 +14,15 @@ kept as things change (docs/decisions/0019).
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import count
+from collections.abc import Sequence
 
-from doll.config import StopConfig
 from doll.errors import IllegalEventError
-from doll.ps.durability import Durability
 from doll.ps.events import (
     AppliedBatch,
     ApplyUpdate,
     CheckpointStored,
     DropGradient,
     EngineAction,
-    EngineSnapshot,
     Event,
     FetchGradient,
     Finish,
@@ -44,197 +38,16 @@ from doll.ps.events import (
     StoreCheckpoint,
     Tick,
 )
-from doll.ps.membership import Membership, Worker
-from doll.ps.partitions import ActiveGrant, Assignment, Partition
-from doll.ps.policies.base import BatchId, Policy
+from doll.ps.membership import Worker
+from doll.ps.partitions import ActiveGrant
+from doll.ps.policies.base import BatchId
+from doll.ps.state import EngineState
 from doll.ps.stop_rule import progress_reached, target_reached, time_reached
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push
 
-_RECENT_EVENTS = 30
 
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Fixed for the life of an engine. Times in seconds."""
-
-    num_workers: int
-    records_per_batch: int
-    max_pending_batches: int  # how many batches that are not durable a worker holds at most
-    lease_s: float
-    grant_timeout_s: float
-    checkpoint_every_updates: int
-    checkpoint_every_s: float
-    sum_reduction: bool = False  # apply the sum of the sample gradients, not their mean (the paper's literal rule)
-    stop: StopConfig = field(default_factory=StopConfig)
-
-
-class Engine:
-    """The state of one parameter server; it changes only through `handle`."""
-
-    def __init__(
-        self,
-        settings: EngineSettings,
-        policy: Policy,
-        *,
-        term: int,
-        now: float,
-        origins: Sequence[int] | None = None,
-        snapshot: EngineSnapshot | None = None,
-        generation: int = 0,
-        samples_id: str = "",
-    ) -> None:
-        """A fresh engine (with `origins`: first offset of the job in each partition) or one restored from `snapshot`.
-
-        `generation` and `samples_id` are a fresh engine's, see `EngineSnapshot`.
-
-        Raises:
-            ValueError: neither or both are given, they are not for `settings.num_workers` workers, or the policy's
-                state is not one of this policy.
-        """
-        if (origins is None) == (snapshot is None):
-            raise ValueError("expected either origins (a new job) or a snapshot (a resumed one)")
-        n = settings.num_workers
-        if snapshot is None:
-            snapshot = EngineSnapshot(
-                version=0, origins=tuple(origins or ()), records_per_batch=settings.records_per_batch, applied=(0,) * n,
-                assignment=Assignment.identity(n).worker_of, sessions=(0,) * n, instances=("",) * n,
-                incarnations=(0,) * n, restarts=(0,) * n, samples_total=0, elapsed_s=0.0, counters={},
-                policy=policy.name, policy_state=None, generation=generation, samples_id=samples_id,
-            )  # fmt: skip
-        if {len(snapshot.origins), len(snapshot.applied), len(snapshot.assignment), len(snapshot.sessions)} != {n}:
-            raise ValueError(f"expected {n} workers, got origins {snapshot.origins} and applied {snapshot.applied}")
-        if snapshot.records_per_batch != settings.records_per_batch:
-            raise ValueError(
-                f"expected {snapshot.records_per_batch} records per batch, got {settings.records_per_batch}"
-            )
-        self.settings = settings
-        self.policy = policy
-        self.term = term
-        self.version = snapshot.version
-        self.origins = snapshot.origins
-        self.generation = snapshot.generation
-        self.samples_id = snapshot.samples_id
-        self.samples_total = snapshot.samples_total
-        self.batches_total = sum(snapshot.applied)
-        self.counters: Counter[str] = Counter(snapshot.counters)
-        self.finished: str | None = None
-        self.stopping: str | None = None
-        self.assignment = Assignment(snapshot.assignment)
-        self._partitions = [
-            Partition(number, origin, applied)
-            for number, (origin, applied) in enumerate(zip(snapshot.origins, snapshot.applied, strict=True))
-        ]
-        self._workers = [
-            Worker(
-                number, self._partitions[self.assignment.partition_of(number)], session=session,
-                instance=snapshot.instances[number], incarnation=snapshot.incarnations[number],
-                restarts=snapshot.restarts[number],
-            )
-            for number, session in enumerate(snapshot.sessions)
-        ]  # fmt: skip
-        self._durability = Durability(
-            self._partitions, version=snapshot.version, now=now, every_updates=settings.checkpoint_every_updates,
-            every_s=settings.checkpoint_every_s, max_pending_batches=settings.max_pending_batches,
-        )  # fmt: skip
-        self._members = Membership(self._workers, term=term, lease_s=settings.lease_s, counters=self.counters)
-        self._grants: dict[int, ActiveGrant] = {}  # computing or held, by number
-        self._held: dict[int, BatchId] = {}  # of these, the held ones
-        self._running_since_s: OrderedDict[int, float] = OrderedDict()  # partitions whose first grant has no push yet
-        self._grant_numbers = count(1)
-        self._queue_positions = count()
-        self._num_waiting = 0
-        self._changed: dict[int, None] = dict.fromkeys(range(n))  # workers whose counters the policy does not know yet
-        self._offered_version = snapshot.version  # the newest of which the policy has named the recipients
-        self._elapsed_before_s = snapshot.elapsed_s
-        self._first_update_at_s: float | None = None if snapshot.version == 0 else now
-        self._compute_mean_s = 0.0
-        self._recent_events: deque[tuple[float, Event]] = deque(maxlen=_RECENT_EVENTS)
-        if snapshot.policy_state is not None and snapshot.policy == policy.name:
-            policy.restore(snapshot.policy_state)
-
-    # --- what policies see (doll.ps.policies.base.PolicyView) ---------------------------------------------------------
-
-    @property
-    def num_live(self) -> int:
-        return self._members.num_live
-
-    @property
-    def num_held(self) -> int:
-        return len(self._held)
-
-    @property
-    def num_computing(self) -> int:
-        return len(self._grants) - len(self._held)
-
-    @property
-    def num_waiting(self) -> int:
-        return self._num_waiting
-
-    def worker(self, number: int) -> Worker:
-        return self._workers[number]
-
-    def held_batches(self) -> Sequence[BatchId]:
-        return [self._held[number] for number in sorted(self._held)]
-
-    # --- state --------------------------------------------------------------------------------------------------------
-
-    @property
-    def durable_version(self) -> int:
-        """Of the newest stored checkpoint."""
-        return self._durability.version
-
-    def workers(self) -> Iterable[Worker]:
-        """Every worker, in order."""
-        return self._workers
-
-    def snapshot(self, now: float) -> EngineSnapshot:
-        """What a checkpoint keeps of the engine."""
-        return EngineSnapshot(
-            version=self.version,
-            origins=self.origins,
-            records_per_batch=self.settings.records_per_batch,
-            applied=tuple(partition.applied for partition in self._partitions),
-            assignment=self.assignment.worker_of,
-            sessions=tuple(worker.session for worker in self._workers),
-            instances=tuple(worker.instance for worker in self._workers),
-            incarnations=tuple(worker.incarnation for worker in self._workers),
-            restarts=tuple(worker.restarts for worker in self._workers),
-            samples_total=self.samples_total,
-            elapsed_s=self._elapsed_s(now),
-            counters=dict(self.counters),
-            policy=self.policy.name,
-            policy_state=self.policy.state(),
-            generation=self.generation,
-            samples_id=self.samples_id,
-        )
-
-    def check_invariants(self) -> None:
-        """Assert what must hold after every event; for tests."""
-        self._members.check_invariants()
-        for partition in self._partitions:
-            partition.check_invariants()
-        assert self.num_held == sum(partition.held for partition in self._partitions)
-        assert self.num_computing == sum(partition.computing for partition in self._partitions)
-        assert list(self._grants) == sorted(self._grants)
-        assert set(self._held) == {number for number, grant in self._grants.items() if grant.held}
-        assert self._durability.max_unsaved == max(partition.unsaved for partition in self._partitions)
-        assert self.batches_total == sum(partition.applied for partition in self._partitions)
-        assert self._num_waiting == sum(worker.waiting for worker in self._workers)
-        for worker in self._workers:
-            assert worker.waiting == _grantable(worker)
-            assert worker.is_live or not worker.computing, "nobody waits for a worker that is gone"
-        running = {
-            partition.number
-            for partition in self._partitions
-            if partition.computing and partition.computing_grants[0].push is None
-        }
-        assert set(self._running_since_s) == running
-        assert self.finished or self.stopping or not self._changed, "the policy knows of every change"
-        for grant in self._grants.values():
-            assert grant.min_version <= grant.version <= self.version
-            assert not self.policy.exact_version or grant.version == grant.min_version == self.version, (
-                "a group's gradients are all of one version"
-            )
+class Engine(EngineState):
+    """What events do to the state; it changes only through `handle`."""
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -310,13 +123,6 @@ class Engine:
         self._members.remove(worker)
         self._requeue_all(worker, cause, actions)
         self._note_change(worker)
-
-    def _note_change(self, worker: Worker) -> None:
-        """Whatever may have changed a worker's counters ends with this."""
-        waiting = _grantable(worker)
-        self._num_waiting += waiting - worker.waiting
-        worker.waiting = waiting
-        self._changed[worker.number] = None
 
     def _requeue_all(self, worker: Worker, cause: str, actions: list[EngineAction]) -> None:
         if worker.partition.computing_grants:
@@ -439,9 +245,6 @@ class Engine:
             self._note_change(worker)
             actions.append(SendHello(event.worker))
 
-    def _owner(self, partition: Partition) -> Worker:
-        return self._workers[self.assignment.worker_of[partition.number]]
-
     def _illegal(self, problem: str) -> IllegalEventError:
         return IllegalEventError(f"{problem}; recent events: {list(self._recent_events)}")
 
@@ -513,9 +316,6 @@ class Engine:
         actions.append(ApplyUpdate(self.version, tuple(applied), scale, self.samples_total, self.batches_total))
         self._stop(progress_reached(self.settings.stop, version=self.version, samples_total=self.samples_total))
 
-    def _elapsed_s(self, now: float) -> float:
-        return self._elapsed_before_s + (0.0 if self._first_update_at_s is None else now - self._first_update_at_s)
-
     # --- durability, time and the end ---------------------------------------------------------------------------------
 
     def _save_if_due(self, now: float, actions: list[EngineAction]) -> None:
@@ -557,8 +357,3 @@ class Engine:
     def _stop(self, reason: str | None) -> None:
         if self.stopping is None:
             self.stopping = reason
-
-
-def _grantable(worker: Worker) -> int:
-    """Batches of this worker that may be granted now."""
-    return len(worker.partition.waiting) if worker.is_live and not worker.stalled else 0

@@ -7,8 +7,9 @@ import msgspec
 from doll.config import JobConfig
 from doll.errors import CheckpointError
 from doll.ps.checkpointing import decode_snapshot
-from doll.ps.engine import Engine, EngineSettings
+from doll.ps.engine import Engine
 from doll.ps.policies import make_policy
+from doll.ps.state import EngineSettings
 from doll.ps.updater import HoldsTensors
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint, encode_checkpoint
 

@@ -100,13 +100,13 @@ def group_size(settings: SimulationSettings) -> int:
 def formula_rate(settings: SimulationSettings, spot: Sequence[bool], alpha: float) -> float:
     """λ_U in updates per second when spot slots are up a share `alpha` of the time.
 
-        Source: the DOLL paper, Eq. (1) and (20).
+    Source: the DOLL paper, Eq. (1) and (20).
 
-        >>> from doll.ps.policies.doll import DollPolicyConfig
-        >>> settings = SimulationSettings(rates_per_s=[125.0] * 64, batch_size=256, updates=1,
-        ...                               policy=DollPolicyConfig(group_size=20))
-        >>> formula_rate(settings, [False] * 64, alpha=0.9)
-        1.5625
+    >>> from doll.ps.policies.doll import DollPolicyConfig
+    >>> settings = SimulationSettings(rates_per_s=[125.0] * 64, batch_size=256, updates=1,
+    ...                               policy=DollPolicyConfig(group_size=20))
+    >>> formula_rate(settings, [False] * 64, alpha=0.9)
+    1.5625
     """
     rates = [rate * (alpha if is_spot else 1.0) for rate, is_spot in zip(settings.rates_per_s, spot, strict=True)]
     return settings.policy.update_rate_per_s(rates, settings.batch_size)

@@ -18,7 +18,7 @@ import numpy as np
 
 from doll.config import StopConfig
 from doll.provisioner.traces.availability import Preemption
-from doll.ps.engine import Engine, EngineSettings
+from doll.ps.engine import Engine
 from doll.ps.events import (
     ApplyUpdate,
     CheckpointStored,
@@ -30,6 +30,7 @@ from doll.ps.events import (
     StoreCheckpoint,
 )
 from doll.ps.policies import make_policy
+from doll.ps.state import EngineSettings
 from doll.records import Announce, Join, Leave, Push
 from doll.simulation.randomness import Draw, compute_time, samples_time
 from doll.simulation.settings import SimulationSettings

@@ -26,8 +26,9 @@ from doll.consumers.decoding import decode_records
 from doll.consumers.worker import Batch, Compute, Exit, GradientDone, Send, WorkerCore
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
 from doll.packing import pack, unpack
-from doll.ps.engine import Engine, EngineSettings
+from doll.ps.engine import Engine
 from doll.ps.policies import make_policy
+from doll.ps.state import EngineSettings
 from doll.records import (
     Alive,
     Announce,

@@ -15,11 +15,12 @@ from doll.config.policy import PolicyConfig, policy_section
 from doll.consumers.batching import Batcher
 from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, GradientDone, Send, WorkerCore
 from doll.ps import events as ev
-from doll.ps.engine import Engine, EngineSettings
+from doll.ps.engine import Engine
 from doll.ps.policies import make_policy
 from doll.ps.policies.base import Policy
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.doll import DollPolicyConfig
+from doll.ps.state import EngineSettings
 from doll.records import AnyRecord, Durable, Fence, Grant, Hello, Join, NewVersion, Welcome
 
 # Every policy that ships with DOLL.

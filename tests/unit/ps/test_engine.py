@@ -10,11 +10,12 @@ import pytest
 from doll.config import StopConfig
 from doll.errors import IllegalEventError
 from doll.ps import events as ev
-from doll.ps.engine import Engine, EngineSettings
+from doll.ps.engine import Engine
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll
+from doll.ps.state import EngineSettings
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push
 
 T = TypeVar("T")

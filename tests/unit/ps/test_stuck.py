@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from doll.config import StopConfig
 from doll.ps import events as ev
-from doll.ps.engine import Engine, EngineSettings
+from doll.ps.engine import Engine
 from doll.ps.policies.asp import Asp
 from doll.ps.policies.base import Policy
 from doll.ps.policies.bsp import Bsp, BspPolicyConfig
 from doll.ps.policies.doll import Doll, DollPolicyConfig
+from doll.ps.state import EngineSettings
 from doll.ps.stuck import STALL_REPORT_S, StallDetector, shortfall
 from doll.records import Alive, Announce, Join, Leave, Push
 
