@@ -80,9 +80,14 @@ PURE = (
     "doll.provisioner.planning.*",
     "doll.provisioner.reconcile",
     "doll.provisioner.settings",
+    "doll.ps.durability",
     "doll.ps.engine",
     "doll.ps.events",
+    "doll.ps.membership",
+    "doll.ps.partitions",
     "doll.ps.policies.*",
+    "doll.ps.state",
+    "doll.ps.stop_rule",
     "doll.ps.stuck",
     "doll.records",
     "doll.simulation.settings",
@@ -134,7 +139,6 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
     "module_cycles": (),
     "too_long": (
         "doll.provisioner.fleets.ec2.fleet",
-        "doll.ps.engine",
     ),
 }
 
