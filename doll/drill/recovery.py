@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,30 +163,3 @@ def _spread(injected: Iterable[InjectedFault]) -> dict[str, float | None]:
         "p50": round(statistics.median(recoveries_s), 3) if recoveries_s else None,
         "max": round(max(recoveries_s), 3) if recoveries_s else None,
     }
-
-
-def table(report: Mapping[str, Any]) -> list[str]:
-    """The drill's part of a report, as lines of text."""
-    rows = [("fault", "count", "p50 s", "max s")]
-    for name, count in report["faults"].items():
-        rows.append((name, str(count), *_cells(report["recovery_s_by_kind"][name])))
-    rows.append(("all", str(sum(report["faults"].values())), *_cells(report["recovery_s"])))
-    lines = [f"  {name:<20}{count:>6}{p50:>9}{maximum:>9}" for name, count, p50, maximum in rows]
-    audit = report["audit"]
-    per_record = report["batch_size"] // report["records_per_batch"]
-    lost, duplicated = (
-        ("unknown (no audit)",) * 2
-        if audit is None
-        else (str(audit["missing"] * per_record), str(audit["duplicate"] * per_record))
-    )
-    return [
-        "drill: seconds from a fault to the next update",
-        *lines,
-        f"  recoveries {report['recoveries']} of {sum(report['faults'].values())}, samples lost {lost}, "
-        f"samples duplicated {duplicated}",
-    ]
-
-
-def _cells(spread: Mapping[str, float | None]) -> tuple[str, str]:
-    p50, maximum = ("-" if spread[name] is None else f"{spread[name]:.2f}" for name in ("p50", "max"))
-    return p50, maximum

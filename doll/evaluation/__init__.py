@@ -1,1 +1,1 @@
-"""What the job achieves: prequential and held-out error, update rates against theory, plots."""
+"""Held-out evaluation of a job's published weights, in a process of its own."""

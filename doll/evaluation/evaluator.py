@@ -1,20 +1,26 @@
-"""The evaluator: follows a job's updates, measures published weights on held-out samples, and says what it found.
+"""The evaluator: follows the updates of a job, and measures published weights on held-out samples.
 
-Order of its effects, and what a crash between any two does: 1. measure a version; 2. append it to `evaluations.csv`;
-3. publish `Evaluated` and a `Metric`. A crash after 1 loses a number that the next incarnation measures again; after 2
-the topic lacks one row of the file. `updates.csv` is rebuilt from the topic by each incarnation.
+Order of effects: 1. measure a version; 2. append it to `evaluations.csv`; 3. publish `Evaluated` and a `Metric`. After a
+crash after 1 the next process repeats the evaluation; after 2 the topic lacks one row of the file.
+`updates.csv` is rebuilt from the topic by each process.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from doll import telemetry
+from doll.config import JobConfig
 from doll.errors import BlobError, CheckpointError, ServiceUnavailableError
 from doll.evaluation.heldout import HeldOut, HeldOutError
+from doll.evaluation.stored_weights import StoredWeights
 from doll.model import FlatModel, build
 from doll.monitor.csv_file import CsvFile, read_rows
 from doll.monitor.history import History
@@ -22,17 +28,9 @@ from doll.records import AnyRecord
 from doll.storage.blobs import Blobs, decode_blob, decode_latest, latest_key, weights_key
 from doll.task import load_task
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import numpy as np
-    import numpy.typing as npt
-
-    from doll.config import JobConfig
-
-    CheckpointedWeights = Callable[[FlatModel], tuple[int, npt.NDArray[np.float32]] | None]
-
 log = telemetry.get_logger(__name__)
+
+CheckpointedWeights = Callable[[FlatModel], StoredWeights | None]
 
 
 class Evaluation(NamedTuple):
@@ -46,13 +44,13 @@ class Evaluation(NamedTuple):
 
 
 class Evaluator:
-    """Keeps the history, measures versions. It reads Redis; it publishes nothing itself.
+    """Keeps the history of a job and measures versions. It publishes nothing.
 
     Args:
-        blobs: where weights are published; its calls may raise `ServiceUnavailableError`: that round is then left out.
-        checkpointed: reads (version, weights) of the newest checkpoint, for a last version whose blob is gone.
+        blobs: where weights are published; a round in which they raise `ServiceUnavailableError` is skipped.
+        checkpointed: reads the weights of the newest checkpoint, for a last version whose blob is gone.
         run_folder: gets `updates.csv` and `evaluations.csv`.
-        after_term: terms up to this one are of earlier runs, see `History`.
+        after_term: terms up to this one belong to earlier runs, see `History`.
 
     Raises:
         ConfigError: the task cannot be loaded, or its model or held-out set fails.
@@ -82,14 +80,14 @@ class Evaluator:
         self._updates_file = CsvFile(run_folder / "updates.csv", self.history.updates)
         self._evaluations_file = CsvFile(run_folder / "evaluations.csv", self.history.evaluations)
         if not len(self._held_out):
-            log.info("no_held_out_samples", hint="only prequential error is shown; give the task a holdout()")
+            log.info("no_held_out_samples", hint="there is only prequential error; give the task a holdout()")
 
     def _restore(self, path: Path) -> None:
         if not path.exists():
             return
         for row in read_rows(path):
-            whole = (row.get("term", math.nan), row.get("version", math.nan))
-            if {"time_s", "loss"} <= row.keys() and all(map(math.isfinite, whole)):
+            identity = (row.get("term", math.nan), row.get("version", math.nan))
+            if {"time_s", "loss"} <= row.keys() and all(map(math.isfinite, identity)):
                 self.history.evaluated(
                     time_s=row["time_s"],
                     term=int(row["term"]),
@@ -103,14 +101,14 @@ class Evaluator:
         return len(self._held_out) > 0
 
     def feed(self, records: list[AnyRecord]) -> None:
-        """Take in records of the `updates` topic and bring the files up to them."""
+        """Process records of the `updates` topic, and update the files."""
         changed = [self.history.feed(record) for record in records]
         self._updates_file.sync(changed=any(changed))
         if any(changed):
             self._evaluations_file.sync(changed=True)
 
     def evaluate_newest(self) -> Evaluation | None:
-        """Measure the newest published weights; None when they are measured already, or cannot be had now."""
+        """Measure the newest published weights; None if they have been measured, or are not available now."""
         if not self.has_held_out:
             return None
         try:
@@ -121,21 +119,21 @@ class Evaluator:
             if (latest.term, latest.version) == self._last or latest.term < self.history.term:
                 return None
             if not self.history.is_current(latest.term):
-                return None  # Redis still has the weights of the run before
+                return None  # Redis still has the weights of an earlier run
             weights = self._fetch(latest.key, latest.version)
         except ServiceUnavailableError as exc:
-            self._log_redis_state(away=str(exc))
+            self._log_redis_state(error=str(exc))
             return None
         except BlobError as exc:
             log.warning("blob_refused", reason=str(exc))
             return None
-        self._log_redis_state(away="")
+        self._log_redis_state(error="")
         return None if weights is None else self._measure(latest.term, latest.version, weights)
 
     def evaluate_final(self, term: int, version: int) -> Evaluation | None:
-        """Measure exactly `version`, the last one: from Redis, else from the checkpoint that must hold it.
+        """Measure the last version, from Redis, else from the checkpoint.
 
-        None when there is nothing to measure on, it is measured already, or neither has it (logged).
+        None if there are no held-out samples, it has been measured, or neither has it (which is logged).
         """
         if not self.has_held_out or self._last == (term, version):
             return None
@@ -150,10 +148,10 @@ class Evaluator:
             except CheckpointError as exc:
                 log.warning("checkpoint_refused", reason=str(exc))
                 stored = None
-            if stored is None or stored[0] != version:
-                log.warning("final_weights_not_found", version=version, checkpoint=stored and stored[0])
+            if stored is None or stored.version != version:
+                log.warning("final_weights_not_found", version=version, checkpoint=stored and stored.version)
                 return None
-            weights = stored[1]
+            weights = stored.weights
         return self._measure(term, version, weights)
 
     def _fetch(self, key: str, version: int) -> npt.NDArray[np.float32] | None:
@@ -167,18 +165,18 @@ class Evaluator:
         self._model.load_weights(weights)
         error = self._held_out.evaluate(self._model.module)
         self._last = (term, version)
-        found = Evaluation(term, version, error, time.monotonic() - started_s, time.time())
+        evaluation = Evaluation(term, version, error, time.monotonic() - started_s, time.time())
         self.history.evaluated(
-            time_s=found.time_s, term=term, version=version, loss=error.loss, accuracy=error.accuracy
+            time_s=evaluation.time_s, term=term, version=version, loss=error.loss, accuracy=error.accuracy
         )
         self._evaluations_file.sync()
-        return found
+        return evaluation
 
-    def _log_redis_state(self, away: str) -> None:
-        if bool(away) == self._redis_unavailable:
+    def _log_redis_state(self, error: str) -> None:
+        if bool(error) == self._redis_unavailable:
             return
-        self._redis_unavailable = bool(away)
-        if away:
-            log.warning("redis_unavailable", reason=away, hint="held-out evaluation goes on when it is back")
+        self._redis_unavailable = bool(error)
+        if error:
+            log.warning("redis_unavailable", reason=error, hint="held-out evaluation resumes when Redis is back")
         else:
             log.info("redis_available")

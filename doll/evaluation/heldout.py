@@ -1,4 +1,4 @@
-"""Held-out loss and metrics of a model: the same samples each time, never in the stream."""
+"""Held-out loss and metrics of a model: always the same samples, which are not in the stream."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class HeldOut:
 
     Args:
         task: the user's task.
-        max_samples: the first so many samples of `task.holdout()` are used.
+        max_samples: number of samples that are taken from `task.holdout()`.
 
     Raises:
-        ConfigError: `holdout()` fails, or its samples do not have one shape.
+        ConfigError: `holdout()` fails, or its samples differ in shape.
     """
 
     def __init__(self, task: Task, max_samples: int) -> None:
@@ -47,7 +47,7 @@ class HeldOut:
         return len(self._x)
 
     def evaluate(self, module: torch.nn.Module) -> HeldOutError:
-        """Loss and metrics of `module`, in evaluation mode, weighted by samples over chunks of `CHUNK_SAMPLES`.
+        """Means of loss and metrics of `module`, in evaluation mode, over all held-out samples.
 
         Raises:
             ConfigError: the task's forward, loss or metrics fail on its own held-out samples.

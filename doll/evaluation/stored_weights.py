@@ -1,24 +1,22 @@
-"""Weights of a job's newest checkpoint, for those who only read: the evaluator's last word, and the export."""
+"""The weights of a job's newest checkpoint, for readers: the last evaluation, and the export."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from doll.config import JobConfig
 from doll.errors import CheckpointError
 from doll.model import FlatModel, fingerprint
 from doll.ps.optimizer import WEIGHTS
 from doll.storage.stores import checkpoint_location, open_store
 
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-
 
 class StoredWeights(NamedTuple):
-    """Version and weights, float32, shape (numel,), of a checkpoint."""
+    """Of a checkpoint: its version and weights, float32 of shape (numel,)."""
 
     version: int
     weights: npt.NDArray[np.float32]
@@ -27,10 +25,10 @@ class StoredWeights(NamedTuple):
 
 
 def newest_weights(config: JobConfig, run_folder: Path, model: FlatModel) -> StoredWeights | None:
-    """The newest checkpoint's weights; None where there is no checkpoint yet.
+    """The newest checkpoint's weights; None if there is no checkpoint yet.
 
     Raises:
-        CheckpointError: it belongs to another job or model, or none is whole.
+        CheckpointError: it belongs to another job or model, or all checkpoints are damaged.
     """
     checkpoint = open_store(config, run_folder).load_newest(fingerprint(config, model))
     if checkpoint is None:

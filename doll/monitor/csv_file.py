@@ -1,4 +1,4 @@
-"""A table as a CSV file that grows with it: rows are appended, and the file is replaced when earlier rows changed."""
+"""A table as a CSV file: new rows are appended, and the file is replaced when earlier rows have changed."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _INTEGER_COLUMNS = frozenset({"term", "version", "n_samples", "samples_total", "
 
 
 class CsvFile:
-    """`table` at `path`. Nothing is written before the first `sync`; a file of an earlier process is replaced then."""
+    """`table` at `path`. The first `sync` replaces a file of an earlier process."""
 
     def __init__(self, path: Path, table: Table) -> None:
         self.path = path
         self._table = table
-        self._written = -1  # -1: the file is not ours yet
+        self._written = -1  # -1: before the first sync
 
     def sync(self, *, changed: bool = False) -> None:
-        """Bring the file up to the table. `changed`: earlier rows or the columns are not what was written.
+        """Write what is new. `changed`: earlier rows or the columns differ from what was written.
 
         Raises:
             OSError: the folder cannot be written.
@@ -41,7 +41,7 @@ class CsvFile:
         self._written = len(self._table)
 
     def _write(self, file: IO[str], start: int) -> None:
-        """The rows from `start` on, a part at a time: as text all rows of a long run would take 100 MB."""
+        """Write the rows from `start` on, in parts: as text, all rows of a long run would take 100 MB."""
         names = self._table.names
         for lo in range(start, len(self._table), _ROWS):
             rows = (self._table.row(index) for index in range(lo, min(lo + _ROWS, len(self._table))))
@@ -49,9 +49,8 @@ class CsvFile:
 
 
 def read_rows(path: Path) -> list[dict[str, float]]:
-    """The rows of a file that `CsvFile` wrote; empty cells are left out. A torn last line (a kill) is dropped.
-
-    So is any other line that is none; where a cell has no end, all that follows.
+    """The rows of a file that `CsvFile` wrote, without empty cells. Lines that are no rows are skipped, such as the
+    incomplete last line of a process that was killed.
 
     Raises:
         OSError: the file cannot be read.

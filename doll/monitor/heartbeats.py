@@ -1,7 +1,8 @@
 """When each role of a job was last heard, and which roles are silent. Pure: time is an argument.
 
 Every metric on the topic `metrics` is a heartbeat of its source, also one without values. A process that ends normally
-says so in its last one (`LEFT`), and is no longer expected. The parameter server reports when it last heard its workers.
+says so in its last one (`LEFT`), and is no longer expected. The parameter server reports when it last heard from each
+worker.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The history of a run, folded from the `updates` topic: one row per update and per held-out evaluation.
 
-After a restart the parameter server repeats the versions above its checkpoint: the `TermStarted` record that says so voids
-the earlier rows. They stay in the tables, marked, since they did happen; no mean, rate or plot counts them. Where an
-`TermStarted` record begins a new generation (`doll.ledger.generations`), what came before is of another run, and goes.
+After a restart the parameter server repeats the versions above its checkpoint. Its `TermStarted` record voids their
+earlier rows: these stay in the tables, marked as void, and no mean, rate or plot counts them. If a `TermStarted` record
+begins a new generation (`doll.ledger.generations`), all earlier rows belong to another run, and are dropped.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +26,7 @@ EVALUATION_COLUMNS = ("time_s", "term", "version", "loss", "accuracy")
 
 
 class Table:
-    """Rows of numbers, kept by column; a column that a row does not name is NaN there."""
+    """Rows of numbers, stored by column; a column that a row does not have is NaN there."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self._columns: dict[str, array[float]] = {name: array("d") for name in columns}
@@ -41,21 +40,21 @@ class Table:
         return (*self._columns, "void")
 
     def append(self, row: Mapping[str, float], *, void: bool = False) -> bool:
-        """Add a row. True when it brought a column that was not there before."""
-        grown = False
+        """Add a row. True if it has added a column."""
+        has_new_column = False
         for name in row:
             if name not in self._columns:
                 self._columns[name] = array("d", [math.nan]) * len(self)
-                grown = True
+                has_new_column = True
         for name, column in self._columns.items():
             column.append(row.get(name, math.nan))
         self._void.append(void)
-        return grown
+        return has_new_column
 
     def void_above(self, version: int, below_term: int) -> int:
-        """Void the rows of terms below `below_term` with versions above `version`; how many were not void before."""
+        """Void the rows of terms below `below_term` with versions above `version`; returns how many it has voided."""
         versions, terms = self._columns["version"], self._columns["term"]
-        # From the end: rows at or below the version are in front of all that can be void.
+        # From the end, where the rows to void are.
         count = 0
         for row in range(len(self) - 1, -1, -1):
             if terms[row] < below_term and versions[row] > version and not self._void[row]:
@@ -64,8 +63,8 @@ class Table:
         return count
 
     def drop_below(self, term: int) -> bool:
-        """Drop the rows of terms below `term`; whether there were any."""
-        kept = [row for row, of in enumerate(self._columns["term"]) if of >= term]
+        """Drop the rows of terms below `term`; returns whether there were any."""
+        kept = [row for row, row_term in enumerate(self._columns["term"]) if row_term >= term]
         dropped = len(kept) < len(self)
         if dropped:
             self._columns = {name: array("d", [column[row] for row in kept]) for name, column in self._columns.items()}
@@ -74,7 +73,7 @@ class Table:
 
     def valid(self, name: str) -> npt.NDArray[np.float64]:
         """The column `name` without void rows, float64, shape (rows,)."""
-        # A copy: a view would lock the arrays against growth.
+        # A copy, because a view would keep the arrays from growing.
         values: npt.NDArray[np.float64] = np.array(self._columns[name], dtype=np.float64)
         kept: npt.NDArray[np.float64] = values[np.array(self._void, dtype=np.int8) == 0]
         return kept
@@ -84,7 +83,7 @@ class Table:
         return {**{name: column[index] for name, column in self._columns.items()}, "void": float(self._void[index])}
 
     def last(self) -> dict[str, float] | None:
-        """The newest row that is not void."""
+        """The newest row that is not void; None if there is none."""
         for index in range(len(self) - 1, -1, -1):
             if not self._void[index]:
                 return self.row(index)
@@ -92,18 +91,18 @@ class Table:
 
 
 class History:
-    """Everything a reader of the `updates` topic knows about a run. No I/O.
+    """The state of a run by the records of its `updates` topic. No I/O.
 
     Args:
         window: updates in the windowed prequential mean.
-        after_term: records of terms up to this one are of earlier runs, and are passed over.
+        after_term: records of terms up to this one belong to earlier runs, and are ignored.
     """
 
     def __init__(self, window: int = 50, *, after_term: int = 0) -> None:
         self._window = window
         self._after_term = after_term
         self.generation = 0
-        """The newest one; no record of an earlier one counts."""
+        """The newest one; records of earlier ones are ignored."""
         self.updates = Table(UPDATE_COLUMNS)
         self.evaluations = Table(EVALUATION_COLUMNS)
         self.prequential = Prequential(window)
@@ -112,13 +111,13 @@ class History:
         self.version = 0
         self.samples_total = 0
         self.restarts = 0
-        """Terms beyond the first: starts of a parameter server that followed another one's updates."""
+        """Terms after the first: starts of a parameter server that resumed."""
         self.finished: Finished | None = None
         self.first_time_s = math.nan
         self.last_time_s = math.nan
 
     def feed(self, record: AnyRecord) -> bool:
-        """Take in one record; True when earlier rows changed (were voided, or a column was added)."""
+        """Process a record; True if earlier rows have changed (were voided, or got a column)."""
         if isinstance(record, TermStarted | Update | Finished) and not self.is_current(record.term):
             return False
         match record:
@@ -134,10 +133,7 @@ class History:
                 return False
 
     def evaluated(self, *, time_s: float, term: int, version: int, loss: float, accuracy: float | None) -> None:
-        """A held-out evaluation. It is void from the start when its version has been taken back.
-
-        One of another run is passed over.
-        """
+        """Add a held-out evaluation. It is void if its version has been rolled back; one of another run is ignored."""
         if not self.is_current(term):
             return
         row = {"time_s": time_s, "term": term, "version": version, "loss": loss}
@@ -146,11 +142,11 @@ class History:
         self.evaluations.append(row, void=term < self.term and version > self.version)
 
     def is_current(self, term: int) -> bool:
-        """Whether what a server of this term has written is of the run at hand."""
+        """Whether records of this term belong to the current run."""
         return term > self._after_term and term >= self.generation
 
     def _begin(self, generation: int) -> bool:
-        """What came before is of another run; whether rows went with it."""
+        """Begin a new generation; returns whether rows were dropped."""
         self.generation, self.loss_trend = generation, LossTrend(self.prequential.window)
         dropped = [table.drop_below(generation) for table in (self.updates, self.evaluations)]
         self.prequential = Prequential(self._window)
@@ -204,7 +200,7 @@ class History:
         return grown
 
     def held_out_loss_trend(self) -> LossTrend:
-        """The course of the held-out loss."""
+        """The trend of the held-out loss."""
         return LossTrend.of(self.evaluations.valid("version"), self.evaluations.valid("loss"))
 
     def service_s(self) -> float:
@@ -215,16 +211,5 @@ class History:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Arithmetic mean; NaN of nothing."""
+    """Arithmetic mean; NaN if there are no values."""
     return math.fsum(values) / len(values) if values else math.nan
-
-
-def json_safe(value: Any) -> Any:
-    """`value` as JSON can say it: NaN and infinities become None, also inside containers."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: json_safe(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [json_safe(inner) for inner in value]
-    return value

@@ -119,7 +119,7 @@ def _fields(snapshot: JobSnapshot, stop: StopConfig) -> list[tuple[tuple[str, st
 
 
 def _workers(snapshot: JobSnapshot) -> RenderableType:
-    table = Table(box=None, padding=(0, 2), header_style="dim")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in WORKER_COLUMNS:
         table.add_column(name, justify="left" if name in ("state", "market") else "right", no_wrap=True)
     machines = any(line.machine for line in snapshot.workers)

@@ -1,4 +1,4 @@
-"""The course of a loss over a run: has it ended far above its best, so that what was learned is lost again? Pure."""
+"""The trend of a loss over a run, to detect a model that has become much worse than it was. Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Final
 
-# A mean over fewer is as good as its samples happen to be easy.
-_AT_LEAST: Final = 10
+# A mean over fewer updates depends too much on their samples.
+_MIN_UPDATES: Final = 10
 
 
 class LossTrend:
     """Windowed means of a loss: the first, the best and the last of them.
 
     Attributes:
-        first, best, last: means over a window; NaN while there is none.
-        best_version: the last version of the best window; None while there is none.
+        first, best, last: means over a window; NaN before the first window is full.
+        best_version: the last version of the best window; None before the first window is full.
     """
 
     def __init__(self, window: int = 50) -> None:
@@ -26,17 +26,17 @@ class LossTrend:
 
     @classmethod
     def of(cls, versions: Iterable[float], losses: Iterable[float]) -> LossTrend:
-        """The course of single losses, without windows: of held-out samples, which are the same each time."""
-        course = cls(1)
+        """The trend of losses without windows, as of held-out samples, which are the same each time."""
+        trend = cls(1)
         for version, loss in zip(versions, losses, strict=True):
-            course._point(int(version), loss)
-        return course
+            trend._point(int(version), loss)
+        return trend
 
     def add(self, version: int, samples: int, loss: float) -> None:
-        """One update: mean `loss` over `samples` samples."""
+        """Add an update: the mean `loss` of `samples` samples."""
         if samples > 0:
             self._recent.append((samples, loss))
-            if len(self._recent) >= _AT_LEAST:
+            if len(self._recent) >= _MIN_UPDATES:
                 total = sum(count * value for count, value in self._recent)
                 self._point(version, total / sum(count for count, _ in self._recent))
 
@@ -49,7 +49,7 @@ class LossTrend:
 
     @property
     def worsened(self) -> bool:
-        """The loss is twice its best at least, and half at least of what it had fallen by is gone."""
+        """Whether the loss is at least twice its best, and has lost at least half of its decrease again."""
         if self.best_version is None:
             return bool(self._recent) and not math.isfinite(self.last) and not math.isnan(self.first)
         fallen = self.first - self.best if math.isfinite(self.first) else 0.0

@@ -1,4 +1,4 @@
-"""One picture of a run: error over updates and over time, and the update rate against theory."""
+"""The plot of a run: error over updates and over time, and the update rate compared with theory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Series = npt.NDArray[np.float64]
 
 PREQUENTIAL, HELD_OUT, THEORY = "#4c78a8", "#e45756", "#333333"
-# More points than pixels only make the file large and slow.
+# More points than pixels only make the file larger.
 _MAX_POINTS = 4000
 
 
@@ -55,7 +55,7 @@ def draw(
         OSError: `path` cannot be written.
     """
     panels = make_panels(history, predicted_rate=predicted_rate, target_accuracy=target_accuracy)
-    # Importing matplotlib costs 1.5 s of processor time here. The object interface needs no global backend or state.
+    # matplotlib takes 1.5 s of processor time to import. Its object interface needs no global backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -104,16 +104,16 @@ def make_panels(history: History, *, predicted_rate: float, target_accuracy: flo
 
 
 def _rate_panels(at_s: Series, at_version: Series, predicted_rate: float) -> list[Panel]:
-    known = math.isfinite(predicted_rate) and predicted_rate > 0
+    is_known = math.isfinite(predicted_rate) and predicted_rate > 0
     rate_x, rate_y = moving_rate(at_s)
     rates = [Curve("measured", rate_x, rate_y, PREQUENTIAL)]
-    done = [Curve("updates done", at_s, at_version, PREQUENTIAL)]
-    if known and len(at_s):
+    progress = [Curve("updates done", at_s, at_version, PREQUENTIAL)]
+    if is_known and len(at_s):
         rates.append(_level(f"Nλ/(Kb) = {predicted_rate:.3g}/s", at_s, predicted_rate))
         theory = at_version[0] + predicted_rate * at_s
-        done.append(Curve("first update + Nλ/(Kb) t", at_s, theory, THEORY, "--"))
+        progress.append(Curve("first update + Nλ/(Kb) t", at_s, theory, THEORY, "--"))
     return [
-        Panel("Updates against theory", "seconds since the first update", "updates", done),
+        Panel("Updates against theory", "seconds since the first update", "updates", progress),
         Panel("Update rate", "seconds since the first update", "updates per second", rates, from_zero=True),
     ]
 
@@ -141,7 +141,7 @@ def moving_rate(times_s: Series) -> tuple[Series, Series]:
 
 
 def _top(curves: Sequence[Curve]) -> float:
-    """An upper limit at which a burst (a backlog worked off) does not flatten the rest."""
+    """An upper limit of the axis, so that a burst (a backlog that is processed) does not flatten the rest."""
     usual = max(float(np.nanmedian(curve.y)) for curve in curves if np.isfinite(curve.y).any())
     most = max(float(np.nanmax(curve.y)) for curve in curves if np.isfinite(curve.y).any())
     return 1.05 * min(most, 3 * usual)
@@ -184,4 +184,4 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     if drawn:
         axes.legend(fontsize=8, frameon=False)
     else:
-        axes.text(0.5, 0.5, "nothing measured yet", ha="center", va="center", transform=axes.transAxes)
+        axes.text(0.5, 0.5, "no data yet", ha="center", va="center", transform=axes.transAxes)

@@ -1,7 +1,7 @@
-"""Prequential error: each sample is a test before it is a lesson (test-then-train).
+"""Prequential error: each sample is used for testing before it is used for training.
 
 The losses in an `Update` are taken by the workers at the weights *before* the update learns from those samples, so
-their running mean is an honest estimate of how the model did on data it had not seen.
+their running mean estimates the error on data that the model has not seen.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-# Updates that can be taken back: far more than lie between two checkpoints. 24 bytes each, and 8 for each metric.
+# Updates that can be rolled back, far more than lie between two checkpoints. Each takes 24 bytes, and 8 per metric.
 MAX_ROLLBACK_UPDATES: Final = 100_000
 
 
@@ -24,10 +24,10 @@ class Means(NamedTuple):
 
 
 class Prequential:
-    """Running and windowed prequential means, that can be taken back to an earlier version.
+    """Running and windowed prequential means, which can be rolled back to an earlier version.
 
-    It keeps, for each of the last `MAX_ROLLBACK_UPDATES` updates, sums over all samples up to and with it, by column: the difference of
-    two is a window. An object for each update would take 400 bytes more, which an hour of a fast job shows.
+    For each of the last `MAX_ROLLBACK_UPDATES` updates it keeps the sums over all samples so far, by column; a window
+    is the difference of two. An object per update would take 400 bytes more.
 
     Args:
         window: updates in the windowed mean; at least 1.
@@ -42,10 +42,10 @@ class Prequential:
 
     def _begin(self) -> None:
         self._versions, self._samples, self._loss = array("q", [-1]), array("q", [0]), array("d", [0.0])
-        self._metrics: dict[str, array[float]] = {}  # NaN until the metric has come
+        self._metrics: dict[str, array[float]] = {}  # NaN before the first value of the metric
 
     def add(self, version: int, samples: int, loss: float, metrics: Mapping[str, float] | None = None) -> None:
-        """One update: means `loss` and `metrics` over `samples` samples, taken before learning.
+        """Add an update: means `loss` and `metrics` over `samples` samples, measured before learning.
 
         An update without samples (all of them dead letters) counts in the window but changes no mean.
         """
@@ -58,12 +58,12 @@ class Prequential:
         self._versions.append(version)
         self._samples.append(self._samples[-1] + max(samples, 0))
         self._loss.append(self._loss[-1] + (loss * samples if samples > 0 else 0.0))
-        # Seldom, since to cut at the front moves all that is behind it.
+        # Rarely, since it copies the arrays.
         if len(self._versions) > 2 * self._kept:
             self._keep(slice(len(self._versions) - self._kept, None))
 
     def rollback(self, version: int) -> None:
-        """Forget every update above `version`: a restarted parameter server learns from those samples again."""
+        """Drop the updates above `version`: a restarted parameter server learns from their samples again."""
         keep = len(self._versions)
         while keep and self._versions[keep - 1] > version:
             keep -= 1
@@ -85,7 +85,7 @@ class Prequential:
         return self._since(max(0, len(self._versions) - 1 - self.window))
 
     def _since(self, point: int | None) -> Means:
-        """From a point on; None: from the beginning of the run."""
+        """Means since a point; None: since the beginning of the run."""
         samples = self._samples[-1] - (0 if point is None else self._samples[point])
         if samples == 0:
             return Means(0, float("nan"), {})

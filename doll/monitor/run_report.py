@@ -1,31 +1,30 @@
-"""The last word on a run: `report.json`, and the same in a few lines for people. Pure."""
+"""The report of a run: `report.json`, and its summary in a few lines. Pure."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import doll
+from doll.ledger.report import LedgerReport
+from doll.monitor import drill_report, spot_history
 from doll.monitor.formats import clock, number, of
-from doll.monitor.history import json_safe
-
-if TYPE_CHECKING:
-    from doll.ledger.report import LedgerReport
-    from doll.monitor.progress import ProgressModel
+from doll.monitor.progress import ProgressModel
+from doll.process.files import json_safe
 
 
 @dataclass
 class RunOutcome:
-    """How a run ended, apart from what its records say.
+    """How a run ended, as far as its records do not say.
 
     Attributes:
-        reason: why it ended: the stop rule, or what went wrong.
-        error: what went wrong; None for a job that ended as it should.
+        reason: why it ended: the stop rule, or "failed".
+        error: what failed; None if the job ended normally.
         seconds: from the start of the first role to the end of learning.
-        restarts: how often each role was started again.
-        extra: further entries of the report.
+        restarts: how often each role was restarted.
+        extra: further fields of the report.
     """
 
     reason: str
@@ -41,7 +40,7 @@ class RunOutcome:
 
 
 def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport | None) -> dict[str, Any]:
-    """What stands in `report.json`: numbers with units in their names; null where nothing was measured."""
+    """The content of `report.json`: numbers with units in their names; null where nothing was measured."""
     history, config = model.history, model.config
     evaluation = history.evaluations.last() or {}
     running, window = history.prequential.running(), history.prequential.windowed()
@@ -104,7 +103,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
 
 
 def audit_counts(ledger: LedgerReport) -> dict[str, Any]:
-    """The ledger in counts of offsets, and its sentence; `violations` name the offsets where it does not balance."""
+    """The audit in counts of offsets, and as text; `violations` name the offsets that are missing or applied twice."""
     return {
         "ok": ledger.ok,
         "produced": ledger.produced,
@@ -139,22 +138,18 @@ def summary(report: Mapping[str, Any]) -> str:
         roles = ", ".join(f"{role} {count}" for role, count in report["restarts_by_role"].items())
         lines.append(f"  restarts: {report['restarts']} ({roles})")
     audit = report["audit"]
-    lines.append(f"  {audit['summary']}" if audit else "  audit: not made")
+    lines.append(f"  {audit['summary']}" if audit else "  audit: none")
     violations = (audit or {}).get("violations", [])
     lines.extend(f"  {violation}" for violation in violations)
     lines.extend(f"  {loss}" for loss in (audit or {}).get("losses", []) if loss not in violations)
     if report["error"]:
         lines.append(f"  failed: {report['error']}")
     if "cost_predicted_usd" in report:
-        from doll.monitor.spot_history import lines as spot_lines
-
-        lines.extend(spot_lines(report))
+        lines.extend(spot_history.lines(report))
     lines.extend(f"  note: {note}" for note in report["notes"])
     lines.extend(f"  {name}: {path}" for name, path in report["files"].items())
     if "recovery_s_by_kind" in report:
-        from doll.drill.recovery import table
-
-        lines.extend(table(report))
+        lines.extend(drill_report.lines(report))
     return "\n".join(lines)
 
 

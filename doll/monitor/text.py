@@ -7,7 +7,7 @@ from doll.ledger.report import count
 from doll.monitor.formats import clock, known, number, of
 from doll.monitor.progress import JobSnapshot, WorkerLine
 
-WORKER_COLUMNS = ("worker", "state", "market", "restarts", "samples/s", "lag (records)", "held batches")
+WORKER_COLUMNS = ("worker", "state", "market", "restarts", "samples/s", "lag", "batches")
 
 
 def one_line(snapshot: JobSnapshot, stop: StopConfig) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -70,6 +71,17 @@ def read_json(path: Path) -> dict[str, Any]:
         return json_object(read_text(path, max_bytes=MAX_JSON_BYTES))
     except (OSError, ValueError) as exc:
         raise ConfigError(f"cannot read {path}: {exc}") from exc
+
+
+def json_safe(value: Any) -> Any:
+    """`value` with NaN and infinities as None, also inside containers: JSON has no others."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: json_safe(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(inner) for inner in value]
+    return value
 
 
 def _sync(path: Path) -> None:

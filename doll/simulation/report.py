@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from doll.monitor.history import json_safe
+from doll.process.files import json_safe
 from doll.monitor.rates import (
     Margin,
     stability_margin,

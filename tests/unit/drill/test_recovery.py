@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 from doll.drill.plan import FAULT_KINDS, Fault
-from doll.drill.recovery import PoisonTracker, RecoveryTracker, table
+from doll.drill.recovery import PoisonTracker, RecoveryTracker
+from doll.monitor.drill_report import lines as report_lines
 from doll.records import Member, TermStarted, Update
 
 
@@ -154,7 +155,7 @@ def test_the_report_counts_what_was_not_recovered_from() -> None:
     assert report["recoveries"] == 2
     assert report["recovery_s"] == {"p50": 1.0, "max": 1.5}
     counted = {"missing": 2, "duplicate": 3}
-    lines = table(report | {"audit": counted, "batch_size": 8, "records_per_batch": 4})
+    lines = report_lines(report | {"audit": counted, "batch_size": 8, "records_per_batch": 4})
     assert lines[-1].strip() == "recoveries 2 of 3, samples lost 4, samples duplicated 6"
     assert any(line.split() == ["worker_kill", "2", "1.50", "1.50"] for line in lines)
-    assert "unknown (no audit)" in table(report | {"audit": None, "batch_size": 8, "records_per_batch": 4})[-1]
+    assert "unknown (no audit)" in report_lines(report | {"audit": None, "batch_size": 8, "records_per_batch": 4})[-1]

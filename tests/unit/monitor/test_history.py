@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doll.monitor.csv_file import CsvFile, read_rows
-from doll.monitor.history import History, json_safe
+from doll.monitor.history import History
+from doll.process.files import json_safe
 from doll.records import Finished, Member, TermStarted, Update
 
 

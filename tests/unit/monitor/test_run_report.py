@@ -89,7 +89,7 @@ def test_a_run_that_never_learned_reports_unknown_numbers_as_null() -> None:
     assert json.loads(text)["update_rate_measured_per_s"] is None
     assert report["audit"] is None
     assert report["accuracy"] is None
-    assert "audit: not made" in summary(report)
+    assert "audit: none" in summary(report)
     assert "failed: no broker" in summary(report)
 
 
