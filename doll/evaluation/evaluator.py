@@ -1,7 +1,7 @@
 """The evaluator: follows the updates of a job, and measures published weights on held-out samples.
 
-Order of effects: 1. measure a version; 2. append it to `evaluations.csv`; 3. publish `Evaluated` and a `Metric`. After a
-crash after 1 the next process repeats the evaluation; after 2 the topic lacks one row of the file.
+Order of effects: 1. measure a version; 2. append it to `evaluations.csv`; 3. publish `Evaluated` and a `Metric`. If a
+crash follows 1, the next process repeats the evaluation; if it follows 2, the topic lacks one row of the file.
 `updates.csv` is rebuilt from the topic by each process.
 """
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from doll.process.files import json_safe
 from doll.monitor.rates import (
     Margin,
     stability_margin,
     steady_update_rate,
 )
+from doll.process.files import json_safe
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System, Trajectory
