@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -126,7 +127,7 @@ def status(
 
     at = target(job, job_option, overrides, run_folder)
     decision = last_decision(at.run.path, at.config.job, f"doll provision run {at.path}")
-    emit(as_json, decision, status_text(decision))
+    emit(as_json, decision, status_text(decision, time.time()))
 
 
 @contextmanager

@@ -174,6 +174,7 @@ class Decision:
             "actions": [result.text() for result in self.actions],
             "waits": _by_text({wait.slot: wait.why for wait in waits}),
             "alarms": list(self.alarms),
+            "ready": sorted(self.ready),
             "dry_run": self.dry_run,
             "finished": self.finished,
         }

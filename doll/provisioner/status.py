@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
 from doll.bounded import json_object
 from doll.errors import ConfigError
 from doll.provisioner.decision import Decision
+from doll.provisioner.fleets.port import InstanceState
 from doll.provisioner.state_store import FileStateStore
 
+_STATES: Final = {InstanceState.PENDING: "booting", InstanceState.ENDING: "terminating"}
 _TAIL_BYTES: Final = 4_000_000  # lines are long; the newest decision is near the end
 
 
@@ -43,32 +46,28 @@ def last_decision(run_folder: Path, job: str, start_command: str) -> dict[str, A
         pass
     if decision is None:
         raise ConfigError(f"{state_store.journal}: no decision yet: start the provisioner with: {start_command}")
-    state = state_store.load() or {}
+    instances = (state_store.load() or {}).get("instances", {}).get("known", [])
     scores = {} if placement is None else {"placement_scores": placement}
-    return {**decision, **scores, "instances": state.get("known", []), "journal": str(state_store.journal)}
+    return {**decision, **scores, "instances": instances, "journal": str(state_store.journal)}
 
 
 def decision_text(decision: Decision) -> str:
     """A decision for people."""
-    instances = [
-        {
-            "slot": instance.slot, "incarnation": instance.incarnation, "market": instance.market, "id": instance.id,
-            "pool": instance.pool, "state": instance.state.value, "ready": instance.id in decision.ready,
-        }
-        for instance in decision.instances
-        if instance.ended_s is None
-    ]  # fmt: skip
+    instances = [{**asdict(instance), "state": instance.state.value} for instance in decision.instances]
     return _text({**decision.to_dict(), "instances": instances})
 
 
-def status_text(decision: Mapping[str, Any]) -> str:
+def status_text(decision: Mapping[str, Any], now_s: float) -> str:
     """What `last_decision` returned, for people.
+
+    Args:
+        now_s: Unix seconds.
 
     Raises:
         ConfigError: the journal holds something else.
     """
     try:
-        return _text(decision)
+        return f"last decision {age_text(now_s - decision['time_s'])} ago: {_text(decision)}"
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         journal = decision["journal"]
         raise ConfigError(
@@ -85,7 +84,7 @@ def _text(decision: Mapping[str, Any]) -> str:
     target_updates = decision.get("target_updates")
     updates = "" if target_updates is None else f" (updates {number('updates_done', 'g')} of {target_updates:g})"
     lines = [
-        f"{'dry run, ' if decision.get('dry_run') else ''}{decision['phase']}; binding constraint: "
+        f"{'dry run, ' if decision.get('dry_run') else ''}phase {decision['phase']}; binding constraint: "
         f"{decision['binding']}" + ("" if decision["feasible"] else "; the deadline cannot be met"),
         f"  clock    {number('elapsed_s', '.0f', ' s')}, samples {number('samples_done', '.0f')} of "
         f"{number('target_samples', '.0f')}{updates}, expected end {number('expected_finish_s', '.0f', ' s')}",
@@ -109,18 +108,40 @@ def _text(decision: Mapping[str, Any]) -> str:
 
 
 def _instance_lines(decision: Mapping[str, Any]) -> list[str]:
-    """The instances of each slot."""
-    markets = decision["markets"]
-    by_slot: dict[int, list[dict[str, Any]]] = {}
-    for instance in decision.get("instances", []):
-        by_slot.setdefault(instance["slot"], []).append(instance)
-    lines = ["  slot  wanted     instances"] if by_slot else []
+    """The wanted market and the machines of each slot."""
+    wanted = {slot: market.replace("_", "-") or "none" for slot, market in enumerate(decision["markets"])}
+    now_s, ready = decision["time_s"], decision["ready"]
+    by_slot: dict[int, list[str]] = {}
+    for instance in decision["instances"]:
+        if instance["ended_s"] is None:
+            text = instance_text(
+                instance["market"], instance["incarnation"], InstanceState(instance["state"]),
+                is_ready=instance["id"] in ready, has_notice=instance["notice_s"] is not None,
+                age_s=now_s - instance["launched_s"],
+            )  # fmt: skip
+            by_slot.setdefault(instance["slot"], []).append(f"{text}, {instance['pool']}, {instance['id']}")
+    lines = ["  slot  wanted     machines"] if by_slot else []
     for slot in sorted(by_slot):
-        wanted = markets[slot] if 0 <= slot < len(markets) else ""
-        instances = ", ".join(
-            f"{instance['id']} ({instance['market']}, incarnation {instance['incarnation']}, {instance['pool']}, "
-            f"{instance['state']}{', ready' if instance.get('ready') else ''})"
-            for instance in by_slot[slot]
-        )
-        lines.append(f"  {slot:>4}  {wanted or 'none':<9}  {instances}")
+        lines.append(f"  {slot:>4}  {wanted.get(slot, 'none'):<9}  {'; '.join(by_slot[slot])}")
     return lines
+
+
+def instance_text(
+    market: str, incarnation: int, state: InstanceState, *, is_ready: bool, has_notice: bool, age_s: float
+) -> str:
+    """A machine in a few words, as `spot #2 ready, 35 s old`: the second machine of its slot."""
+    if has_notice:
+        shown = "interruption notice"
+    elif state == InstanceState.RUNNING:
+        shown = "ready" if is_ready else "worker not ready"
+    else:
+        shown = _STATES.get(state, state)
+    return f"{market.replace('_', '-')} #{incarnation} {shown}, {age_text(age_s)} old"
+
+
+def age_text(seconds: float) -> str:
+    """`35 s`, `12 min` or `3.5 h`."""
+    seconds = max(0.0, seconds)
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -30,6 +30,7 @@ from doll.provisioner.fleets.port import Instance
 from doll.provisioner.fleets.processes import ProcessFleet
 from doll.provisioner.prices.trace import TracePrices
 from doll.provisioner.state_store import FileStateStore
+from doll.provisioner.status import instance_text
 from doll.provisioner.traces.job_market import MarketProbe
 from doll.provisioner.traces.market import MarketClock
 from doll.records import AnyRecord, Finished, Metric
@@ -170,7 +171,7 @@ class SpotWorkerPool(NoHook):
         for line in decision.bill.lines:
             usd[line.slot] = usd.get(line.slot, 0.0) + line.usd
         workers = tuple(
-            dataclasses.replace(line, machine=self._machine(line.worker), usd=usd.get(line.worker, 0.0))
+            dataclasses.replace(line, machine=self._machine_text(line.worker), usd=usd.get(line.worker, 0.0))
             for line in snapshot.workers
         )
         alive = decision.alive
@@ -247,18 +248,21 @@ class SpotWorkerPool(NoHook):
     def _preempted(self) -> int:
         return 0 if self._fleet is None else sum(machine.preempted for machine in self._fleet.machines)
 
-    def _machine(self, slot: int) -> str:
-        """What a slot runs on, in a few words."""
+    def _machine_text(self, slot: int) -> str:
+        """The machines of a slot in words, and whether spot is available to it."""
         assert self._fleet is not None
         assert self._decision is not None
-        available = self._spot_run.market.is_up(slot, self._opening.since(self._clock()))
-        words = []
-        for instance in (machine.instance for machine in self._fleet.machines):
-            if instance.slot == slot and instance.ended_s is None:
-                state = "leaves" if instance.notice_s is not None else instance.state.value
-                state = "works" if state == "running" and instance.id in self._decision.ready else state
-                words.append(f"{instance.market.replace('_', '-')} #{instance.incarnation} {state}")
-        return f"{' + '.join(words) or 'none'}{'' if available else ' (no spot available)'}"
+        now_s, ready = self._clock(), self._decision.ready
+        texts = [
+            instance_text(
+                instance.market, instance.incarnation, instance.state, is_ready=instance.id in ready,
+                has_notice=instance.notice_s is not None, age_s=now_s - instance.launched_s,
+            )
+            for instance in (machine.instance for machine in self._fleet.machines)
+            if instance.slot == slot and instance.ended_s is None
+        ]  # fmt: skip
+        available = self._spot_run.market.is_up(slot, self._opening.since(now_s))
+        return f"{' + '.join(texts) or 'none'}{'' if available else ' (no spot available)'}"
 
     @property
     def _target_updates(self) -> int:

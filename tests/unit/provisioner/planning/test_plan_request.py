@@ -1,0 +1,59 @@
+"""A plan request from a job file: where its numbers come from, and what is missing."""
+
+from __future__ import annotations
+
+import pytest
+from doll.config import JobConfig, PlanConfig, parse
+from doll.errors import ConfigError
+from doll.provisioner.planning.plan_request import apply_speed_up, changed_plan, plan_request, updates_to_target
+
+JOB = """
+job: t
+task: {class: 'a:B'}
+data: {workers: 2, batch_size: 32}
+arrivals: {rate_per_s: 50}
+training: {policy: {group_size: 4}}
+plan: {spot_usd_per_h: 0.1, on_demand_usd_per_h: 0.3, cycle_s: 1000}
+"""
+
+
+def job(*overrides: str) -> JobConfig:
+    return parse(JOB, overrides)
+
+
+def test_options_come_before_the_job_file() -> None:
+    config = job("stop.updates=500")
+    request, notes = plan_request(config, config.plan, [50.0, 50.0])
+    assert (request.group_size, request.batch_size, request.updates) == (4, 32, 500)
+    assert any("stop.updates, a cap" in note for note in notes)
+    request, notes = plan_request(config, changed_plan(config.plan, updates=70), [50.0, 50.0], 3, 16)
+    assert (request.group_size, request.batch_size, request.updates, notes) == (3, 16, 70, [])
+
+
+def test_what_is_missing_is_named_with_option_and_key() -> None:
+    with pytest.raises(ConfigError, match=r"--batch-size \(data\.batch_size\), --spot-price \(plan\.spot_usd_per_h\)"):
+        plan_request(None, PlanConfig(updates=10, on_demand_usd_per_h=0.3), [1.0], 4)
+    with pytest.raises(ConfigError, match="Measure it with a pilot run"):
+        updates_to_target(job(), PlanConfig(target_error=0.05), [])
+
+
+def test_an_error_target_and_a_number_of_updates_replace_each_other() -> None:
+    updates = changed_plan(PlanConfig(target_error=0.1), updates=10)
+    assert (updates.updates, updates.target_error) == (10, None)
+    target = changed_plan(PlanConfig(updates=10), target_error=0.1)
+    assert (target.updates, target.target_error) == (None, 0.1)
+    with pytest.raises(ConfigError, match=r"plan\.alpha: .*got 1\.5"):
+        changed_plan(PlanConfig(), alpha=1.5)
+    with pytest.raises(ConfigError, match="expected updates or target_error"):
+        changed_plan(PlanConfig(), updates=10, target_error=0.1)
+
+
+def test_a_faster_market_has_higher_prices_and_shorter_cycles() -> None:
+    notes: list[str] = []
+    config = job("fleet.speed_up=20")
+    section = apply_speed_up(config, config.plan, notes)
+    assert section.spot_usd_per_h == pytest.approx(2.0)
+    assert (section.on_demand_usd_per_h, section.cycle_s) == (pytest.approx(6.0), 50.0)
+    assert len(notes) == 1
+    assert apply_speed_up(job(), config.plan, notes) is config.plan
+    assert len(notes) == 1
