@@ -1,9 +1,9 @@
 """Audit a job, running or ended: collect what its processes left in Kafka and in the checkpoint store, and balance it.
 
 Order of reading: checkpoint, update records, dead letters, partition ends. What a checkpoint contains was recorded
-before it was saved, and what an update names dead was lettered before it was pushed, so each is there when its turn
-comes. A server that saves meanwhile can still make a sound history look wrong (it may begin again, or end, after the
-checkpoint was read): then all is read once more.
+before it was saved, and what an update names dead has its letter before it is pushed, so each is there when it is
+read. A server that saves meanwhile can still make a sound history look wrong (it may begin again, or end, after the
+checkpoint was read): then all is read again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_GAP_RECORDS: Final = 5000  # gaps nearer than this are read together: a see
 def audit(
     config: JobConfig, services: Services, store: CheckpointStore, *, stall_timeout_s: float = STALL_S
 ) -> LedgerReport:
-    """Balance the ledger of a job from what is durable. Reads only; commits no offset.
+    """Balance the ledger of a job from what is durable. It only reads, and commits no offset.
 
     Args:
         stall_timeout_s: how long the broker may deliver nothing before the audit is given up.
@@ -63,63 +63,61 @@ def _audit_once(
 ) -> LedgerReport:
     dead, samples = config.topic("dead"), config.topic("samples")
     with RangeReader(config, services, stall_timeout_s) as reader:
-        ledger, own = build_ledger(config, reader, checkpoint)
-        for letter in own.letters(reader.records(dead, (DeadLetter,))):
+        ledger, generation = build_ledger(config, reader, checkpoint)
+        for letter in generation.letters(reader.records(dead, (DeadLetter,))):
             ledger.add_dead_letter(letter)
         bounds = [reader.bounds(samples, n) for n in range(config.data.workers)]
         lows, ends = [low for low, _ in bounds], [high for _, high in bounds]
         loss_allowed = config.data.on_data_loss == "skip"
         report = ledger.report(ends, lows=lows, loss_allowed=loss_allowed)
-        # What retention has deleted cannot be looked up: there the worker's word stands.
-        kept = [gap._replace(lo=max(gap.lo, lows[gap.partition])) for gap in report.gap_ranges]
-        held = _held(reader, samples, [gap for gap in kept if gap.lo < gap.hi])
-        if held:
-            report = ledger.report(ends, held=held, lows=lows, loss_allowed=loss_allowed)
+        # What retention has deleted cannot be looked up: there the worker's record counts.
+        remaining = [gap._replace(lo=max(gap.lo, lows[gap.partition])) for gap in report.gap_ranges]
+        present = _present_records(reader, samples, [gap for gap in remaining if gap.lo < gap.hi])
+        if present:
+            report = ledger.report(ends, present=present, lows=lows, loss_allowed=loss_allowed)
         other = [] if checkpoint is None else _other_topic(config, services, read_counts(config, checkpoint).samples_id)
         return dataclasses.replace(report, problems=(*report.problems, *reader.problems, *other))
 
 
 def _other_topic(config: JobConfig, services: Services, expected: str) -> list[str]:
     """What is wrong if the samples are in another topic of the same name than those that were learned."""
-    came = topics.topic_id(config, services, "samples") if expected else ""
-    problem = replaced_topic(config.topic("samples"), expected, came)
+    actual_id = topics.topic_id(config, services, "samples") if expected else ""
+    problem = replaced_topic(config.topic("samples"), expected, actual_id)
     return [problem] if problem else []
 
 
 def build_ledger(
     config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None
 ) -> tuple[Ledger, generations.GenerationFilter]:
-    """The job's books with the updates that `checkpoint` contains and no letters yet; and which letters belong there.
+    """The job's ledger with the updates that `checkpoint` contains and no letters yet, and the filter of its letters.
 
     Raises:
-        ServiceUnavailableError: Kafka does not hand out the updates.
+        ServiceUnavailableError: Kafka does not send the updates.
         CheckpointError: the checkpoint does not fit the job file.
     """
     records = _GenerationUpdates(config, reader, checkpoint)
-    return Ledger(_durable(config, reader, checkpoint, records), records), records.own
+    return Ledger(_durable(config, reader, checkpoint, records), records), records.generation
 
 
 class _GenerationUpdates:
     """`updates` as it stood when this was made, of the checkpoint's generation (without one, of the newest).
 
-    It may be iterated over again and again, and keeps nothing.
+    It may be iterated over repeatedly, and keeps nothing in memory.
     """
 
     def __init__(self, config: JobConfig, reader: RangeReader, checkpoint: Checkpoint | None) -> None:
         self._name = config.topic("updates")
         self._reader = reader
         self._bounds = reader.bounds(self._name, 0)
-        generation = (
-            generations.newest(self._all()) if checkpoint is None else read_counts(config, checkpoint).generation
-        )
-        self.own = generations.GenerationFilter(generation)
+        number = generations.newest(self._all()) if checkpoint is None else read_counts(config, checkpoint).generation
+        self.generation = generations.GenerationFilter(number)
 
     def _all(self) -> Iterator[UpdatesRecord]:
-        self._reader.problems.clear()  # they are found again each time
+        self._reader.problems.clear()  # they are collected again each time
         return self._reader.records(self._name, (TermStarted, Update, Finished), self._bounds)
 
     def __iter__(self) -> Iterator[UpdatesRecord]:
-        return self.own.records(self._all())
+        return self.generation.records(self._all())
 
 
 def _durable(
@@ -142,8 +140,8 @@ def _durable(
     )
 
 
-def _held(reader: RangeReader, topic: str, gaps: Sequence[Range]) -> list[Range]:
-    """The offsets in `gaps` at which the broker does hold a record."""
+def _present_records(reader: RangeReader, topic: str, gaps: Sequence[Range]) -> list[Range]:
+    """The offsets in `gaps` at which the broker holds a record."""
     clusters: list[list[Range]] = []
     for gap in sorted(gaps):
         last = clusters[-1][-1] if clusters else None
@@ -151,11 +149,11 @@ def _held(reader: RangeReader, topic: str, gaps: Sequence[Range]) -> list[Range]
             clusters[-1].append(gap)
         else:
             clusters.append([gap])
-    held = []
+    present = []
     for cluster in clusters:
         partition = cluster[0].partition
         inside = {offset for gap in cluster for offset in range(gap.lo, gap.hi)}
         for offset, _ in reader.read(topic, partition, cluster[0].lo, cluster[-1].hi):
             if offset in inside:
-                held.append(Range(partition, offset, offset + 1))
-    return held
+                present.append(Range(partition, offset, offset + 1))
+    return present

@@ -12,20 +12,14 @@ refused may be applied then. The letter of an offset that was applied is superse
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
 
-from doll.ledger import intervals
-from doll.ledger.intervals import Span
-from doll.ledger.report import LedgerReport, PartitionCounts, Range, named
+from doll.ledger.partition_account import OffsetState, PartitionAccount
+from doll.ledger.report import LedgerReport, PartitionCounts, Range
 from doll.ledger.valid_updates import DurableModel, UpdatesRecord, ValidUpdates
-from doll.records import DeadLetter, Member, Update
+from doll.records import DeadLetter, Update
 
 __all__ = ["DurableModel", "Ledger", "LedgerReport", "OffsetState", "PartitionCounts", "Range", "balance"]
-
-OffsetState = Literal["pending", "applied", "partly", "dead", "absent"]
 
 
 def balance(
@@ -34,17 +28,17 @@ def balance(
     ends: Sequence[int],
     records: Iterable[UpdatesRecord],
     dead_letters: Iterable[DeadLetter],
-    held: Sequence[Range] = (),
+    present: Sequence[Range] = (),
     lows: Sequence[int] | None = None,
     loss_allowed: bool = False,
 ) -> LedgerReport:
-    """Balance the accounts of a job: a `Ledger` with its letters, and its report; see there."""
+    """The report of a job's ledger: a `Ledger` with its letters, evaluated; see there."""
     if len(ends) != len(durable.origins):
         raise ValueError(_SHAPES.format(len(durable.origins), len(durable.applied), len(ends)))
     ledger = Ledger(durable, records)
     for letter in dead_letters:
         ledger.add_dead_letter(letter)
-    return ledger.report(ends, held=held, lows=lows, loss_allowed=loss_allowed)
+    return ledger.report(ends, present=present, lows=lows, loss_allowed=loss_allowed)
 
 
 _SHAPES = "expected {} partitions, got {} counts of applied batches and {} ends"
@@ -57,7 +51,7 @@ class Ledger:
     """
 
     def __init__(self, durable: DurableModel, records: Iterable[UpdatesRecord]) -> None:
-        """Enter the updates that count.
+        """Add the updates that count.
 
         Args:
             durable: from the newest checkpoint.
@@ -71,17 +65,17 @@ class Ledger:
         if len(durable.applied) != num:
             raise ValueError(_SHAPES.format(num, len(durable.applied), num))
         self._durable = durable
-        self._accounts = [_PartitionAccount(n, durable) for n in range(num)]
+        self._accounts = [PartitionAccount(n, durable) for n in range(num)]
         self._partly_dead_samples = 0
         self._valid = ValidUpdates(records, durable)
         self._update_problems: list[str] = []
         self._letter_problems: list[str] = []
         for update in self._valid:
-            self._enter(update)
+            self._add_update(update)
         for account in self._accounts:
             account.finish_updates()
 
-    def _enter(self, update: Update) -> None:
+    def _add_update(self, update: Update) -> None:
         accounts, problems, name = self._accounts, self._update_problems, f"update {update.version}"
         if update.n_samples != sum(member.n_samples for member in update.members):
             problems.append(f"{name}: its batches do not have the {update.n_samples} samples that it says")
@@ -94,10 +88,10 @@ class Ledger:
                     f"{name}: batch {member.batch} of worker {member.worker} used version {member.base_version}"
                 )
             self._partly_dead_samples += member.dead_samples
-            accounts[member.worker].enter(member, name, problems)
+            accounts[member.worker].add_batch(member, name, problems)
 
     def add_dead_letter(self, letter: DeadLetter) -> None:
-        """Enter one dead letter, in any order; the same may come twice, after a crash."""
+        """Add one dead letter, in any order; the same may come twice, after a crash."""
         if not 0 <= letter.partition < len(self._accounts):
             self._letter_problems.append(
                 f"a dead letter names partition {letter.partition}, expected 0 to {len(self._accounts) - 1}"
@@ -118,27 +112,29 @@ class Ledger:
         self,
         ends: Sequence[int],
         *,
-        held: Sequence[Range] = (),
+        present: Sequence[Range] = (),
         lows: Sequence[int] | None = None,
         loss_allowed: bool = False,
     ) -> LedgerReport:
-        """Balance the accounts. It may be repeated.
+        """Evaluate the accounts. It may be repeated.
 
         Args:
             ends: end of each partition of the samples topic: one above its last offset.
-            held: ranges that do hold records although an update says that they hold none.
-            lows: the first offset that each partition still holds; None: nothing was deleted. What an ended job has
-                left unread may go.
+            present: ranges that do hold records although an update says that they hold none.
+            lows: the first offset that each partition still holds; None: nothing was deleted. What an ended job left
+                unread may be deleted.
             loss_allowed: records that were deleted before they were learned are no failure.
         """
         problems = [*self._valid.problems, *self._update_problems, *self._letter_problems]
-        found = [[(item.lo, item.hi) for item in held if item.partition == n] for n in range(len(self._accounts))]
+        present_spans = [
+            [(item.lo, item.hi) for item in present if item.partition == n] for n in range(len(self._accounts))
+        ]
         first = [None] * len(self._accounts) if lows is None else lows
-        closed = [
-            account.close(first[n], ends[n], found[n], self._valid.finished, problems)
+        results = [
+            account.evaluate(first[n], ends[n], present_spans[n], self._valid.finished, problems)
             for n, account in enumerate(self._accounts)
         ]
-        lines = [item.line for item in closed]
+        lines = [item.line for item in results]
         return LedgerReport(
             version=self._durable.version,
             term=self._durable.term,
@@ -152,166 +148,12 @@ class Ledger:
             gaps=sum(line.gaps for line in lines),
             superseded=sum(line.superseded for line in lines),
             lost=sum(line.lost for line in lines),
-            lost_ranges=tuple(item for each in closed for item in each.lost),
+            lost_ranges=tuple(item for result in results for item in result.lost),
             loss_allowed=loss_allowed,
-            missing=tuple(item for each in closed for item in each.missing),
-            twice=tuple(item for each in closed for item in each.twice),
-            gap_ranges=tuple(item for each in closed for item in each.gaps),
+            missing=tuple(item for result in results for item in result.missing),
+            twice=tuple(item for result in results for item in result.twice),
+            gap_ranges=tuple(item for result in results for item in result.gaps),
             partly_dead_samples=self._partly_dead_samples,
             partitions=tuple(lines),
             problems=tuple(problems),
         )
-
-
-class _PartitionResult(NamedTuple):
-    line: PartitionCounts
-    missing: list[Range]
-    twice: list[Range]
-    gaps: list[Range]
-    lost: list[Range]
-
-
-class _PartitionAccount:
-    """The account of one partition: what the durable model's updates and the dead letters say."""
-
-    def __init__(self, partition: int, durable: DurableModel) -> None:
-        self.partition = partition
-        self.origin = durable.origins[partition]
-        self.until = self.origin + durable.applied[partition] * durable.records_per_batch
-        self._records_per_batch = durable.records_per_batch
-        self._spans: list[Span] = []
-        self._dead = array("q")
-        self._gaps: list[Span] = []
-        self._lost: list[Span] = []
-        self._partly: list[Span] = []  # batches with records that were refused in part
-        self._whole_letters = array("q")
-        self._part_letters = array("q")
-
-    def enter(self, member: Member, name: str, problems: list[str]) -> None:
-        """Count one applied batch."""
-        lo = self.origin + member.batch * self._records_per_batch
-        hi = lo + self._records_per_batch
-        if (member.lo, member.hi) != (lo, hi) or member.batch < 0:
-            problems.append(
-                f"{name}: batch {member.batch} of partition {self.partition} is offsets {lo}-{hi - 1}, got "
-                f"{member.lo}-{member.hi - 1}"
-            )
-        inside = [*((offset, offset + 1) for offset in member.dead), *member.gaps, *member.lost]
-        if any(not member.lo <= a < b <= member.hi for a, b in inside):
-            problems.append(f"{name}: batch {member.batch} of partition {self.partition} names offsets outside itself")
-        _append(self._spans, member.lo, member.hi)
-        self._dead.extend(member.dead)
-        for gap in member.gaps:
-            _append(self._gaps, *gap)
-        for gap in member.lost:
-            _append(self._lost, *gap)
-        if member.dead_samples:
-            self._partly.append((member.lo, member.hi))
-
-    def finish_updates(self) -> None:
-        """All updates are entered."""
-        self._covered, self._doubled = intervals.union(self._spans), intervals.overlaps(self._spans)
-        self._dead_spans, self._gap_spans = intervals.points(self._dead), intervals.union(self._gaps)
-        self._lost_spans = intervals.union(self._lost)
-        self._partly_spans = intervals.union(self._partly)
-        self._dead, self._gaps, self._lost, self._spans = array("q"), [], [], []
-
-    def add_dead_letter(self, letter: DeadLetter) -> None:
-        (self._whole_letters if letter.whole else self._part_letters).append(letter.offset)
-
-    def offset_state(self, offset: int) -> OffsetState:
-        if not self.origin <= offset < self.until or not intervals.contains(self._covered, offset):
-            return "pending"
-        if intervals.contains(self._dead_spans, offset):
-            return "dead"
-        if intervals.contains(self._gap_spans, offset) or intervals.contains(self._lost_spans, offset):
-            return "absent"
-        return "partly" if intervals.contains(self._partly_spans, offset) else "applied"
-
-    def close(
-        self, low: int | None, end: int, held: Iterable[Span], finished: bool, problems: list[str]
-    ) -> _PartitionResult:
-        """Sort every offset below the durable model's reach into exactly one of missing, twice, gap, lost, dead and
-        applied, and every one above it into lost (no longer in the log) and pending."""
-        end = max(end, self.origin)
-        if self.until > end:
-            problems.append(
-                f"partition {self.partition}: the durable model reaches offset {self.until - 1}, but the log ends at "
-                f"{end}: was the topic deleted and created again?"
-            )
-        low, known = (self.origin, False) if low is None else (low, True)
-        prefix = _span(self.origin, self.until)
-        covered, doubled = self._covered, self._doubled
-        dead, gaps, lost = self._dead_spans, self._gap_spans, self._lost_spans
-        letters, held = intervals.points(self._whole_letters), intervals.union(held)
-        unlettered, filled = intervals.subtract(dead, letters), intervals.intersect(gaps, held)
-        applied_letters = intervals.intersect(letters, intervals.intersect(prefix, covered))
-        superseded = intervals.subtract(applied_letters, intervals.union([*dead, *gaps, *lost]))
-        strays = intervals.subtract(letters, _span(self.origin, max(end, self.until)))
-        for spans, what in (
-            (intervals.subtract(covered, prefix), "applied by updates, but not counted in the checkpoint"),
-            (unlettered, "dead by their update, but there is no dead letter"),
-            (self._unlettered_parts(), "refused in part by their update, but there is no dead letter"),
-            (strays, "dead-lettered, but outside the job's part of the log"),
-            (intervals.intersect(intervals.union([*gaps, *lost]), dead), "dead and without a record at once"),
-            (
-                intervals.intersect(lost, _span(low, end)) if known else [],
-                "deleted by their update, but still in the log",
-            ),
-            (filled, "without a record by their update, but the log holds records"),
-        ):
-            if spans:
-                problems.append(f"{what}: {named(self._ranges(spans))}")
-        rest = prefix
-        sorted_out = []
-        absent = intervals.union([*intervals.subtract(prefix, covered), *unlettered, *filled])
-        for kind in (absent, doubled, lost, gaps, dead):
-            sorted_out.append(intervals.intersect(rest, kind))
-            rest = intervals.subtract(rest, kind)
-        missing, twice, lost, empty, dead = sorted_out
-        # Not in the durable model, and not in the log any more.
-        unread = [] if finished else _span(self.until, min(low, end))
-        line = PartitionCounts(
-            partition=self.partition,
-            origin=self.origin,
-            applied_until=self.until,
-            end=end,
-            produced=max(end, self.until) - self.origin,
-            applied=intervals.size(rest),
-            pending=max(end - self.until, 0) - intervals.size(unread),
-            dead=intervals.size(dead),
-            gaps=intervals.size(empty),
-            missing=intervals.size(missing),
-            twice=intervals.size(twice),
-            superseded=intervals.size(superseded),
-            lost=intervals.size(lost) + intervals.size(unread),
-        )
-        return _PartitionResult(
-            line, self._ranges(missing), self._ranges(twice), self._ranges(empty),
-            self._ranges(intervals.union([*lost, *unread])),
-        )  # fmt: skip
-
-    def _unlettered_parts(self) -> list[Span]:
-        """Batches that say that samples of theirs were refused, and have no letter at all."""
-        letters = sorted({*self._part_letters, *self._whole_letters}) if self._partly else []
-        found = []
-        for lo, hi in self._partly:
-            at = bisect_left(letters, lo)
-            if at == len(letters) or letters[at] >= hi:
-                found.append((lo, hi))
-        return intervals.union(found)
-
-    def _ranges(self, spans: Iterable[Span]) -> list[Range]:
-        return [Range(self.partition, lo, hi) for lo, hi in spans]
-
-
-def _append(spans: list[Span], lo: int, hi: int) -> None:
-    """Batches come in order, so a sound history of any length is one span."""
-    if spans and spans[-1][1] == lo < hi:
-        spans[-1] = (spans[-1][0], hi)
-    else:
-        spans.append((lo, hi))
-
-
-def _span(lo: int, hi: int) -> list[Span]:
-    return [(lo, hi)] if lo < hi else []

@@ -1,8 +1,8 @@
-"""Generations: which records of a job's topics are of the run at hand, and which are of an earlier one.
+"""Generations: which records of a job's topics are of the current run, and which are of an earlier one.
 
 The topics of a job on a given Kafka outlive its runs. A *generation* is one model with its checkpoints, from its first
-version to its last, over any number of parameter servers. Its name is the `term` of its first server, 0 for the
-first one on the topics: terms are claimed above all that `updates` holds, so a later generation has the higher name,
+version to its last, over any number of parameter servers. Its number is the `term` of its first server, 0 for the
+first one on the topics: terms are claimed above all that `updates` holds, so a later generation has the higher number,
 and what servers of earlier ones may still write carries lower terms. Each TermStarted record names its generation.
 """
 
@@ -36,7 +36,7 @@ class Lineage:
     finished: str = ""
 
     def feed(self, record: TermStarted | Update | Finished) -> None:
-        """Take in the next record."""
+        """Add the next record."""
         if record.term < self.newest_term:
             return  # of a server that was fenced
         self.newest_term = record.term
@@ -55,7 +55,7 @@ class Lineage:
 
 
 class GenerationFilter:
-    """Passes on what is of one generation. Pure.
+    """Selects the records of one generation. Pure.
 
     Attributes:
         next_generation: the generation after it, as far as the records have been read; None: it is the newest.
@@ -66,7 +66,7 @@ class GenerationFilter:
         self.next_generation: int | None = None
 
     def records(self, records: Iterable[T]) -> Iterator[T]:
-        """Those records of `updates` that are of it, in the order of the log; ends where the next generation begins."""
+        """The records of `updates` that are of this generation, in log order; ends where the next one begins."""
         current = 0
         for record in records:
             if isinstance(record, TermStarted):
@@ -78,7 +78,7 @@ class GenerationFilter:
                 yield record
 
     def letters(self, letters: Iterable[DeadLetter]) -> Iterator[DeadLetter]:
-        """The letters of its workers; ask after `records` has been read, in any order."""
+        """The letters of its workers, in any order; call it after `records` was read to its end."""
         for letter in letters:
             if letter.term >= self.generation and (self.next_generation is None or letter.term < self.next_generation):
                 yield letter

@@ -1,4 +1,4 @@
-"""What an audit found: counts, and the ranges of offsets that do not balance."""
+"""The report of an audit: counts, and the ranges of offsets that do not balance."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class LedgerReport:
         )
 
     def violations(self) -> list[str]:
-        """What is wrong, one line each, with offsets; empty where all is well."""
+        """What is wrong, one line each, with offsets; empty where the ledger balances."""
         lines = [f"missing: {named(self.missing)}"] if self.missing else []
         lines += [f"applied twice: {named(self.twice)}"] if self.twice else []
         lines += [] if self.loss_allowed else self.losses()
@@ -111,8 +111,8 @@ class LedgerReport:
     def losses(self) -> list[str]:
         """What was deleted before it was learned, allowed or not, in at most one line."""
         allowed = "allowed by data.on_data_loss: skip" if self.loss_allowed else "see data.on_data_loss"
-        told = f"lost: {named(self.lost_ranges)}: deleted from the log before they were learned ({allowed})"
-        return [told] if self.lost_ranges else []
+        loss = f"lost: {named(self.lost_ranges)}: deleted from the log before they were learned ({allowed})"
+        return [loss] if self.lost_ranges else []
 
     def to_dict(self) -> dict[str, Any]:
         """The report in plain values, for JSON; ranges are [partition, lo, hi]."""

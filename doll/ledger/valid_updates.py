@@ -1,4 +1,4 @@
-"""Valid updates: which update records count, because no later parameter server took them back.
+"""Valid updates: which update records count, because no later parameter server voided them.
 
 An update is void where a later server began again from a version below it, or where its own server had been fenced
 before it was written. Both are known only after the whole topic is read, so it is read twice: first for the servers,
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TypeAlias
 
-from doll.ledger import intervals
+from doll.ledger import offset_ranges
 from doll.records import Finished, TermStarted, Update
 
 UpdatesRecord: TypeAlias = TermStarted | Update | Finished
@@ -52,13 +52,13 @@ class ValidUpdates:
     voided: int = 0
     finished: bool = False
     problems: list[str] = field(default_factory=list)
-    _versions: list[intervals.Span] = field(default_factory=list)  # of the updates that stand at this moment
+    _versions: list[offset_ranges.Span] = field(default_factory=list)  # of the updates that stand at this moment
 
     def __iter__(self) -> Iterator[Update]:
         void_limits = _void_limits(self.records)
         servers, newest = 0, 0
         finished: Finished | None = None
-        above: Update | None = None
+        later_update: Update | None = None
         for record in self.records:
             if record.term < newest:  # written by a fenced server
                 self.voided += isinstance(record, Update)
@@ -81,12 +81,12 @@ class ValidUpdates:
                         last = self._versions[-1][1] - 1
                         self.problems.append(f"term {newest} records version {record.version} after version {last}")
                     elif record.version <= min(void_limits[servers], self.durable.version):
-                        if above is None and record.term > self.durable.term:
-                            above = record
+                        if later_update is None and record.term > self.durable.term:
+                            later_update = record
                         yield record
                 case Finished():
                     finished = record
-        self._close(finished, above)
+        self._finish(finished, later_update)
 
     def _append_version(self, version: int) -> bool:
         """Add a version behind the last one; False where it is not behind it."""
@@ -114,39 +114,39 @@ class ValidUpdates:
                 f"term {record.term} began again from version {record.resumed_version}, but the newest checkpoint "
                 f"is of version {durable.version}, term {durable.term}"
             )
-        said = (record.origins, record.records_per_batch)
-        if said != (durable.origins, durable.records_per_batch):
+        recorded = (record.origins, record.records_per_batch)
+        if recorded != (durable.origins, durable.records_per_batch):
             self.problems.append(
-                f"term {record.term} began with origins {list(said[0])} and {said[1]} records per batch, the "
+                f"term {record.term} began with origins {list(recorded[0])} and {recorded[1]} records per batch, the "
                 f"checkpoint has {list(durable.origins)} and {durable.records_per_batch}"
             )
 
-    def _close(self, finished: Finished | None, above: Update | None) -> None:
+    def _finish(self, finished: Finished | None, later_update: Update | None) -> None:
         durable = self.durable
         self.finished = finished is not None and finished.version == durable.version
         if finished is not None and finished.version > durable.version:
-            there = f"the newest checkpoint is of version {durable.version}"
+            advice = f"the newest checkpoint is of version {durable.version}"
             if not durable.term:  # servers save version 0 before anything else: these are not the job's
-                there = "no checkpoint was found: name the run's folder (doll audit RUN), or set checkpoint.folder"
-            self.problems.append(f"the job ended at version {finished.version}, but {there}")
-        counted = intervals.intersect(self._versions, [(0, durable.version + 1)])
-        self.updates = intervals.size(counted)
-        self.unsaved = intervals.size(self._versions) - self.updates
-        unrecorded = intervals.subtract([(1, durable.version + 1)], counted) if durable.version else []
+                advice = "no checkpoint was found: name the run's folder (doll audit RUN), or set checkpoint.folder"
+            self.problems.append(f"the job ended at version {finished.version}, but {advice}")
+        counted = offset_ranges.intersect(self._versions, [(0, durable.version + 1)])
+        self.updates = offset_ranges.size(counted)
+        self.unsaved = offset_ranges.size(self._versions) - self.updates
+        unrecorded = offset_ranges.subtract([(1, durable.version + 1)], counted) if durable.version else []
         for lo, hi in unrecorded:
             self.problems.append(
                 f"versions {lo} to {hi - 1} are in the durable model (version {durable.version}) without an update "
                 "record"
             )
-        if above is not None:
+        if later_update is not None:
             self.problems.append(
-                f"version {above.version} was recorded by term {above.term}, but the newest checkpoint, version "
-                f"{durable.version}, is of term {durable.term}"
+                f"version {later_update.version} was recorded by term {later_update.term}, but the newest checkpoint, "
+                f"version {durable.version}, is of term {durable.term}"
             )
 
 
 def _void_limits(records: Iterable[UpdatesRecord]) -> list[float]:
-    """For updates after so many servers have begun: the highest version that no later server took back."""
+    """For updates after so many servers have begun: the highest version that no later server voided."""
     resumed: list[float] = []
     newest = 0
     for record in records:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from doll.config import JobConfig, StdinSource
-from doll.ledger import intervals
-from doll.ledger.intervals import Span
+from doll.ledger import offset_ranges
+from doll.ledger.offset_ranges import Span
 from doll.ledger.report import Range, named
 from doll.monitor.history import History
 from doll.monitor.prequential import Means
@@ -163,7 +163,7 @@ class ProgressModel:
     def add_lost(self, partition: int, lo: int, hi: int) -> None:
         """Offsets [lo, hi) of a partition were deleted before they were learned."""
         known = self._lost.get(partition, [])
-        self._lost[partition] = intervals.union([*known, (lo, hi)])
+        self._lost[partition] = offset_ranges.union([*known, (lo, hi)])
         if self._lost[partition] != known:
             self.add_event(
                 f"records lost: {named([Range(partition, lo, hi)])}: deleted before they were learned "

@@ -52,7 +52,7 @@ PURE = (
     "doll.kafka.topic_plan",
     "doll.ledger.balance",
     "doll.ledger.generations",
-    "doll.ledger.intervals",
+    "doll.ledger.offset_ranges",
     "doll.ledger.report",
     "doll.ledger.snapshot_counts",
     "doll.ledger.valid_updates",

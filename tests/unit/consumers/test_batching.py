@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from doll.consumers.batching import Batcher, RawBatch
-from doll.ledger import intervals
+from doll.ledger import offset_ranges
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -122,8 +122,8 @@ def test_what_was_deleted_before_it_was_read_is_lost_and_no_gap() -> None:
 def test_each_offset_is_a_record_a_gap_or_lost_whenever_the_loss_is_told(
     holes: set[int], losses: list[tuple[int, int]], told: int
 ) -> None:
-    spans = intervals.union((lo, lo + length) for lo, length in losses)
-    log = [at for at in range(61) if at not in holes and not intervals.contains(spans, at)]
+    spans = offset_ranges.union((lo, lo + length) for lo, length in losses)
+    log = [at for at in range(61) if at not in holes and not offset_ranges.contains(spans, at)]
     batcher: Batcher[int] = Batcher(origin=0, records_per_batch=5, next_batch=0)
     found = []
     for offset in [*log, 80]:
@@ -131,13 +131,13 @@ def test_each_offset_is_a_record_a_gap_or_lost_whenever_the_loss_is_told(
         while spans and offset + told >= spans[0][0]:
             batcher.mark_lost(*spans.pop(0))
         found += list(batcher.feed(offset, offset))
-    missing = intervals.union((lo, lo + length) for lo, length in losses)
+    missing = offset_ranges.union((lo, lo + length) for lo, length in losses)
     for batch in found:
         lost = {o for lo, hi in batch.lost for o in range(lo, hi)}
         gaps = {o for lo, hi in batch.gaps for o in range(lo, hi)}
         read = {o for o, _ in batch.records}
         assert sorted([*lost, *gaps, *read]) == list(range(batch.lo, batch.hi))
-        assert lost == {o for o in range(batch.lo, batch.hi) if intervals.contains(missing, o)}
+        assert lost == {o for o in range(batch.lo, batch.hi) if offset_ranges.contains(missing, o)}
 
 
 def test_a_batch_that_ends_in_a_gap_is_complete_as_soon_as_that_is_known() -> None:

@@ -7,12 +7,11 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import msgspec
 import pytest
-from doll.ledger import intervals
+from doll.ledger import offset_ranges
 from doll.ledger.balance import DurableModel, Ledger, LedgerReport, Range, balance
 from doll.records import DeadLetter, Finished, Member, TermStarted, Update
 from hypothesis import assume, given, settings
@@ -83,7 +82,7 @@ def play(rng: random.Random, *, steps: int, num: int = 3, rpb: int = 4, save_at_
         lo = origins[worker] + number * rpb
         span = range(lo, lo + rpb)
         dead = tuple(offset for offset in span if fate[worker, offset] == "dead")
-        gaps = tuple(intervals.points(offset for offset in span if fate[worker, offset] == "gap"))
+        gaps = tuple(offset_ranges.points(offset for offset in span if fate[worker, offset] == "gap"))
         letters.extend(letter(worker, offset) for offset in dead)
         if rng.random() < 0.1:
             letters.append(letter(worker, lo, whole=False))
@@ -281,7 +280,7 @@ def test_the_letter_of_an_offset_that_was_applied_is_superseded(rng: random.Rand
         for m in history.records[at].members  # type: ignore[union-attr]
         if (m.worker, m.batch) == (n, 0)
     )
-    assume(offset not in member.dead and not intervals.contains(intervals.union(member.gaps), offset))
+    assume(offset not in member.dead and not offset_ranges.contains(offset_ranges.union(member.gaps), offset))
     before = history.report()
     history.letters.append(letter(n, offset))
     report = history.report()
@@ -456,7 +455,7 @@ def test_a_record_in_a_range_said_to_hold_none_is_missing() -> None:
     assert report.gap_ranges == (Range(0, 2, 6),)
     assert (report.ok, report.applied, report.gaps) == (True, 6, 4)
     assert report.summary().endswith("0 dead-lettered, 4 without a record")
-    report = balance(**arguments, held=[Range(0, 3, 5)])
+    report = balance(**arguments, present=[Range(0, 3, 5)])
     assert report.missing == (Range(0, 3, 5),)
     assert (report.ok, report.applied, report.gaps) == (False, 6, 2)
 
@@ -583,24 +582,3 @@ def test_ten_million_offsets_take_a_moment() -> None:
     assert time.process_time() - start_s < 60  # it grows with the records, not with the samples
     assert report.ok
     assert report.applied == 10_000_128
-
-
-# --- intervals against sets ------------------------------------------------------------------------------------------
-
-SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)).map(lambda ab: (min(ab), max(ab))), max_size=8)
-
-
-def offsets(spans: list[intervals.Span]) -> Counter[int]:
-    return Counter(offset for lo, hi in spans for offset in range(lo, hi))
-
-
-@given(SPANS, SPANS)
-def test_intervals_agree_with_sets(a: list[intervals.Span], b: list[intervals.Span]) -> None:
-    one, other = intervals.union(a), intervals.union(b)
-    assert set(offsets(one)) == set(offsets(a))
-    assert all(hi < lo for (_, hi), (lo, _) in pairwise(one))
-    assert set(offsets(intervals.overlaps(a))) == {offset for offset, times in offsets(a).items() if times > 1}
-    assert set(offsets(intervals.subtract(one, other))) == set(offsets(one)) - set(offsets(other))
-    assert set(offsets(intervals.intersect(one, other))) == set(offsets(one)) & set(offsets(other))
-    assert intervals.points(offsets(a)) == one
-    assert intervals.size(one) == len(offsets(one))
