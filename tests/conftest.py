@@ -6,6 +6,7 @@ import hashlib
 import os
 import random
 import re
+import socket
 import sys
 from collections.abc import Iterator
 
@@ -73,6 +74,14 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRedi
 def services(broker: LocalKafka, redis_server: LocalRedis) -> Services:
     """Addresses of the session's broker and Redis."""
     return Services(broker.address, redis_server.address)
+
+
+@pytest.fixture
+def nowhere() -> Iterator[Services]:
+    """A port of ours on which nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield Services(f"127.0.0.1:{taken.getsockname()[1]}", "redis://127.0.0.1:1/0")
 
 
 @pytest.fixture

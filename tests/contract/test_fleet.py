@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 from doll.errors import ServiceUnavailableError
-from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
-from fleet_rigs import RIGS, Rig
+from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchFailure, Order
+from fleet_rigs import RIGS, Rig, refused
 
 
 @pytest.fixture(params=sorted(RIGS))
@@ -31,13 +31,6 @@ def listed(rig: Rig) -> dict[str, Instance]:
 
 def alive(rig: Rig) -> set[str]:
     return {id_ for id_, one in listed(rig).items() if one.is_alive}
-
-
-def refused(rig: Rig, order: Order) -> LaunchError:
-    with pytest.raises(LaunchError) as caught:
-        rig.fleet.launch(order)
-    assert str(caught.value)
-    return caught.value
 
 
 def test_an_empty_fleet_has_no_instances(rig: Rig) -> None:
@@ -164,7 +157,7 @@ def test_pools_to_avoid_are_avoided(rig: Rig) -> None:
 def test_a_dry_market_says_which_pools_and_the_other_market_is_open(rig: Rig) -> None:
     need(rig, "dry")
     rig.run_dry("spot")
-    error = refused(rig, Order(0, 1, "spot"))
+    error = refused(rig.fleet, Order(0, 1, "spot"))
     assert error.failure is LaunchFailure.CAPACITY
     assert error.code
     assert error.pools
@@ -176,7 +169,7 @@ def test_too_many_calls_and_the_same_order_again(rig: Rig) -> None:
     need(rig, "throttle")
     rig.throttle()
     order = Order(0, 1, "spot")
-    assert refused(rig, order).failure is LaunchFailure.THROTTLED
+    assert refused(rig.fleet, order).failure is LaunchFailure.THROTTLED
     made = rig.fleet.launch(order)
     assert alive(rig) == {made.id}
 
@@ -185,7 +178,7 @@ def test_a_lost_answer_and_the_same_order_again_is_one_instance(rig: Rig) -> Non
     need(rig, "lose_answer")
     order = Order(0, 1, "spot")
     rig.lose_answer()
-    assert refused(rig, order).failure is LaunchFailure.THROTTLED
+    assert refused(rig.fleet, order).failure is LaunchFailure.THROTTLED
     made = rig.fleet.launch(order)
     rig.advance(90)
     assert alive(rig) == {made.id}
@@ -195,7 +188,7 @@ def test_a_lost_answer_and_a_crash_and_the_same_order_is_one_instance(rig: Rig) 
     need(rig, "lose_answer")
     order = Order(0, 1, "spot")
     rig.lose_answer()
-    refused(rig, order)
+    refused(rig.fleet, order)
     rig.crash()
     made = rig.fleet.launch(order)
     rig.advance(90)

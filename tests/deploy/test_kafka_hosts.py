@@ -13,16 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from doll.config import JobConfig, parse
+from doll.config import parse
 from doll.kafka import topics
 from doll.kafka.clients import kafka_problem, kafka_settings
 from doll.kafka.topic_plan import TOPIC_KINDS
 from doll.local import kafka_jars
 from doll.services import Services
+from job_files import job
 
 from .conftest import PRODUCER, SECRETS, SETTINGS, Host
 
 # Six starts of Java: a quarter of a minute each where the machine is busy.
+SECURED = job("kafka.security=sasl_ssl")
+
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 WITHIN_S = 600.0
 
@@ -94,10 +97,6 @@ def cluster(make_host: Callable[..., Host], account: Path) -> Iterator[Cluster]:
             made.stop(node)
 
 
-def job(security: str = "sasl_ssl") -> JobConfig:
-    return parse("job: t\ntask: {class: 'a:B'}", [f"kafka.security={security}"])
-
-
 def wait_for(cluster: Cluster, holds: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + WITHIN_S
     while not holds():
@@ -115,21 +114,21 @@ def test_three_brokers_serve_who_logs_in_and_live_through_the_loss_of_one(
         monkeypatch.setenv(key, value)
     services = Services(cluster.bootstrap, "")
     wait_for(cluster, authority.is_file)
-    wait_for(cluster, lambda: kafka_problem(job(), services, 5.0) is None)
-    admin = AdminClient(kafka_settings(job(), services))
+    wait_for(cluster, lambda: kafka_problem(SECURED, services, 5.0) is None)
+    admin = AdminClient(kafka_settings(SECURED, services))
     wait_for(cluster, lambda: len(admin.list_topics(timeout=10).brokers) == 3)
 
     # Records have three copies, and an acknowledged one has two at least.
     wait_for(cluster, lambda: _created(admin, NewTopic("t", num_partitions=3, replication_factor=3)))
-    producer = Producer(kafka_settings(job(), services, acks="all", message_timeout_ms=120_000))
+    producer = Producer(kafka_settings(SECURED, services, acks="all", message_timeout_ms=120_000))
     wait_for(cluster, lambda: _acknowledged(producer, b"before"))
 
     # Who does not log in, or not rightly, gets nothing.
-    assert kafka_problem(job("plaintext"), services, 5.0) is not None
-    assert kafka_problem(job("ssl"), services, 5.0) is not None
+    assert kafka_problem(job("kafka.security=plaintext"), services, 5.0) is not None
+    assert kafka_problem(job("kafka.security=ssl"), services, 5.0) is not None
     with monkeypatch.context() as wrong:
         wrong.setenv("DOLL_KAFKA_PASSWORD", "wr0ng")
-        problem = kafka_problem(job(), services, 30.0)
+        problem = kafka_problem(SECURED, services, 30.0)
         assert problem is not None
         assert "refuses us" in problem
 
@@ -145,7 +144,7 @@ def test_three_brokers_serve_who_logs_in_and_live_through_the_loss_of_one(
         len(cluster.hosts[2].calls_of("docker run --rm --network host --user 1000:1000")) == 3
     )  # one format, two starts
 
-    consumer = Consumer(kafka_settings(job(), services, group_id="g", auto_offset_reset="earliest"))
+    consumer = Consumer(kafka_settings(SECURED, services, group_id="g", auto_offset_reset="earliest"))
     consumer.subscribe(["t"])
     got: set[bytes] = set()
 

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from paths import EXAMPLES
+from process_checks import is_gone
 from waiting import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("broker")]  # `broker` skips where none can be started
@@ -100,13 +101,6 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
     for one in running:
         one.process.kill()
         one.process.wait()
-
-
-def is_gone(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def is_closed(port: int) -> bool:

@@ -230,7 +230,8 @@ def test_tables_of_a_run(tmp_path: Path) -> None:
 def _snapshot() -> EngineSnapshot:
     return EngineSnapshot(
         version=3, origins=(0, 0), records_per_batch=8, applied=(2, 1), assignment=(0, 1),
-        sessions=(1 << 20, 0), instances=("a", ""), incarnations=(1, 0), restarts=(0, 0), samples_total=24, elapsed_s=2.5, counters={"stale": 1},
+        sessions=(1 << 20, 0), instances=("a", ""), incarnations=(1, 0), restarts=(0, 0),
+        samples_total=24, elapsed_s=2.5, counters={"stale": 1},
         policy="doll", policy_state={"clock": [1, 2]},
     )  # fmt: skip
 

@@ -138,18 +138,12 @@ def update(number: int, version: int, loss: float = 1.0) -> Update:
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    with ForkServer(tmp_path_factory.mktemp("forks") / "forkserver.log") as server:
-        yield server
-
-
 @pytest.fixture
-def make_rig(tmp_path: Path, job_name: str, services: Services, forks: ForkServer) -> Iterator[Any]:
+def make_rig(tmp_path: Path, job_name: str, services: Services, fork_server: ForkServer) -> Iterator[Any]:
     made: list[Rig] = []
 
     def make(**options: bool) -> Rig:
-        made.append(Rig(tmp_path, job_name, services, forks, **options))
+        made.append(Rig(tmp_path, job_name, services, fork_server, **options))
         return made[-1]
 
     yield make

@@ -23,6 +23,8 @@ from doll.local.redis_server import LocalRedis
 from doll.local.stack import local_stack
 from doll.services import Services
 from doll.storage.redis_client import connect_redis
+from job_files import job
+from process_checks import is_gone
 from waiting import WAIT_TIMEOUT_S, until
 
 pytestmark = pytest.mark.integration
@@ -43,22 +45,10 @@ with local_stack(config, run, say=lambda text: None) as stack, ForkServer(run / 
 """
 
 
-def job(name: str, *overrides: str) -> JobConfig:
-    return parse(f"job: {name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 2}}\n", overrides)
-
-
 def port_is_closed(port: int) -> bool:
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex(("127.0.0.1", port)) != 0
-
-
-def is_gone(process: psutil.Process) -> bool:
-    """Ended, or waiting only to be reaped by whoever inherited it."""
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's parent death signal")
@@ -91,7 +81,7 @@ def test_everything_ends_with_the_process_that_started_it(tmp_path: Path, end: s
 
 def test_addresses_of_the_job_file_are_taken_as_they_are(services: Services, job_name: str, tmp_path: Path) -> None:
     said: list[str] = []
-    config = job(job_name, f"kafka.address={services.kafka}", f"redis.address={services.redis}")
+    config = job(f"kafka.address={services.kafka}", f"redis.address={services.redis}", name=job_name, workers=2)
     with local_stack(config, tmp_path, said.append) as stack:
         assert (stack.services, stack.kafka_kind, stack.redis_kind) == (services, "given", "given")
         assert (stack.kafka, stack.redis) == (None, None)
@@ -100,12 +90,12 @@ def test_addresses_of_the_job_file_are_taken_as_they_are(services: Services, job
 
 
 def test_an_address_of_the_job_file_that_does_not_answer_is_an_error(redis_server: LocalRedis, tmp_path: Path) -> None:
-    config = job("j", "kafka.address=127.0.0.1:1", f"redis.address={redis_server.address}")
+    config = job("kafka.address=127.0.0.1:1", f"redis.address={redis_server.address}", workers=2)
     with pytest.raises(ServiceUnavailableError, match=r"Kafka at 127\.0\.0\.1:1"), local_stack(config, tmp_path, print):
         pass
     with (
         pytest.raises(ServiceUnavailableError, match="Redis at"),
-        local_stack(job("j", "redis.address=redis://127.0.0.1:1"), tmp_path, print),
+        local_stack(job("redis.address=redis://127.0.0.1:1", workers=2), tmp_path, print),
     ):
         pass
 
@@ -115,7 +105,7 @@ def test_the_environment_is_taken_where_it_answers_and_passed_over_where_not(
 ) -> None:
     monkeypatch.setenv("DOLL_KAFKA", services.kafka)
     monkeypatch.setenv("DOLL_REDIS", "redis://127.0.0.1:1/0")
-    with local_stack(job("j"), tmp_path, print) as stack:
+    with local_stack(job(workers=2), tmp_path, print) as stack:
         assert (stack.kafka_kind, stack.redis_kind) == ("environment", "local")
         assert "DOLL_REDIS=redis://127.0.0.1:1/0 does not answer" in stack.notes[0]
 
@@ -123,7 +113,7 @@ def test_the_environment_is_taken_where_it_answers_and_passed_over_where_not(
 def test_security_without_an_address_is_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(ConfigError, match=r"set kafka\.address"),
-        local_stack(job("j", "kafka.security=ssl"), tmp_path, print),
+        local_stack(job("kafka.security=ssl", workers=2), tmp_path, print),
     ):
         pass
 
@@ -172,7 +162,7 @@ def read(config: JobConfig, services: Services, count: int) -> list[bytes]:
 def test_a_killed_broker_comes_back_at_its_address_with_its_records(
     broker: LocalKafka, services: Services, job_name: str
 ) -> None:
-    config = job(job_name)
+    config = job(name=job_name, workers=2)
     topics.ensure(config, services)
     sent = [b"a" * 100, b"b" * 5_000_000, b"c"]
     producer_limit = {"message_max_bytes": 10_000_000}
@@ -196,7 +186,7 @@ def test_two_brokers_and_two_redis_servers_run_side_by_side(
 ) -> None:
     with LocalKafka(tmp_path / "kafka") as second, LocalRedis(tmp_path / "redis") as second_redis:
         assert second.address != broker.address
-        config = job("same-name")
+        config = job(name="same-name", workers=2)
         topics.ensure(config, Services(second.address, ""))
         assert topics.describe(config, Services(broker.address, "")) == []
         assert second_redis.address != redis_server.address

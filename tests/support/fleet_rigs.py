@@ -23,7 +23,7 @@ from doll.provisioner.fleets.compose import ComposeFleet
 from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
-from doll.provisioner.fleets.port import Fleet, Instance
+from doll.provisioner.fleets.port import Fleet, Instance, LaunchError, Order
 from doll.provisioner.fleets.processes import Machine, ProcessFleet
 from doll.provisioner.traces.market import AvailabilityInterval, MarketClock, SpotMarket
 from doll.provisioner.traces.model import constant
@@ -376,3 +376,11 @@ RIGS: dict[str, Callable[[], AbstractContextManager[Rig]]] = {
     "compose": compose,
     "processes": processes,
 }
+
+
+def refused(fleet: Fleet, order: Order) -> LaunchError:
+    """The error of a launch that fails; it says something."""
+    with pytest.raises(LaunchError) as caught:
+        fleet.launch(order)
+    assert str(caught.value)
+    return caught.value

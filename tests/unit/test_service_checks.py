@@ -6,15 +6,11 @@ import socket
 from collections.abc import Iterator
 
 import pytest
-from doll.config import JobConfig, parse
 from doll.errors import ServiceUnavailableError
 from doll.local.redis_server import LocalRedis
 from doll.service_checks import require_services
 from doll.services import Services
-
-
-def job(*overrides: str) -> JobConfig:
-    return parse("job: j\ntask: {class: 'a:B'}\n", overrides)
+from job_files import job
 
 
 @pytest.fixture

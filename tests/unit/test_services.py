@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from doll.config import JobConfig, parse
 from doll.errors import ConfigError
 from doll.services import Services, resolve
-
-
-def job(*overrides: str) -> JobConfig:
-    return parse("job: j\ntask: {class: 'a:B'}\n", overrides)
+from job_files import job
 
 
 def test_the_job_file_wins_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

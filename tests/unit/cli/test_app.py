@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import structlog
+from commands import doll
 from doll.cli.app import app
 from doll.config import JobConfig, load
 from paths import DOCS
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 COMMANDS = ["up", "produce", "worker", "ps", "evaluate", "audit", "topics", "status", "export", "config"]
 NOWHERE = ["--set", "kafka.address=127.0.0.1:1", "--set", "redis.address=redis://127.0.0.1:1/0"]
@@ -47,10 +48,6 @@ def job(tmp_path: Path) -> Path:
     path = tmp_path / "my.yaml"
     path.write_text(JOB)
     return path
-
-
-def doll(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def test_help_names_every_command_and_each_has_an_example() -> None:

@@ -6,18 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
-from doll.cli.app import app
+from commands import doll
 from doll.cli.options import JOB_ENV
 from doll.config import parse
 from doll.local.processes import free_port
 from doll.process.health import PORT_ENV, heartbeat_of
-from typer.testing import CliRunner, Result
 
 JOB = "job: j\ntask: {class: 'a:B'}\n"
-
-
-def doll(*arguments: str) -> Result:
-    return CliRunner().invoke(app, list(arguments))
 
 
 def test_health_says_what_the_probe_says(monkeypatch: pytest.MonkeyPatch) -> None:

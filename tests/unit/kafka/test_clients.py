@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from doll.config import JobConfig, parse
 from doll.errors import ConfigError
 from doll.kafka import clients
 from doll.kafka.clients import LINGER_MS, kafka_settings, make_consumer, make_producer
 from doll.services import Services
-
-
-def job(*overrides: str) -> JobConfig:
-    return parse("job: j\ntask: {class: 'a:B'}\n", overrides)
+from job_files import job
 
 
 def test_kafka_settings_hold_the_address_and_what_the_caller_adds() -> None:

@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Iterator
-
 import pytest
-from doll.config import JobConfig, parse
 from doll.kafka import topics
 from doll.kafka.publisher import ClientError, Delivery, Publisher
 from doll.kafka.range_reader import RangeReader
 from doll.records import Hello
 from doll.services import Services
+from job_files import job
 from structlog.testing import capture_logs
-
-
-def job(name: str = "j") -> JobConfig:
-    return parse(f"job: {name}\ntask: {{class: 'a:B'}}\n")
-
-
-@pytest.fixture
-def nowhere() -> Iterator[Services]:
-    """A port of ours on which nobody listens."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        yield Services(f"127.0.0.1:{taken.getsockname()[1]}", "redis://127.0.0.1:1/0")
 
 
 def test_a_full_queue_takes_nothing_more_and_says_so(nowhere: Services) -> None:
@@ -77,7 +62,7 @@ def test_an_unreachable_broker_is_an_error_of_the_client_that_is_not_fatal(nowhe
 
 @pytest.mark.integration
 def test_records_arrive_in_order_and_each_delivery_names_its_offset(services: Services, job_name: str) -> None:
-    config = job(job_name)
+    config = job(name=job_name)
     topics.ensure(config, services)
     events = config.topic("events")
     deliveries: list[Delivery] = []
@@ -92,7 +77,7 @@ def test_records_arrive_in_order_and_each_delivery_names_its_offset(services: Se
 
 @pytest.mark.integration
 def test_what_a_delivery_callback_raises_the_next_poll_raises(services: Services, job_name: str) -> None:
-    config = job(job_name)
+    config = job(name=job_name)
     topics.ensure(config, services)
 
     def refuse(delivery: Delivery) -> None:

@@ -15,22 +15,18 @@ from confluent_kafka.admin import (
     NewTopic,
     ResourceType,
 )
-from doll.config import JobConfig, parse
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.clients import kafka_settings
 from doll.kafka.topic_plan import TOPIC_KINDS, TopicKind, plan_topics
 from doll.kafka.topic_settings import ActualTopic, find_problems
 from doll.services import Services
+from job_files import job
 from waiting import WAIT_TIMEOUT_S, until
 
 
-def job(name: str, *overrides: str) -> JobConfig:
-    return parse(f"job: {name}\ntask: {{class: 'a:B'}}\ndata: {{workers: 3}}\n", overrides)
-
-
 def test_samples_and_down_have_a_partition_for_each_worker_and_the_others_one() -> None:
-    assert {topic.name.rpartition(".")[2]: topic.partitions for topic in plan_topics(job("j"))} == {
+    assert {topic.name.rpartition(".")[2]: topic.partitions for topic in plan_topics(job(workers=3))} == {
         "samples": 3,
         "commands": 3,
         "events": 1,
@@ -43,7 +39,7 @@ def test_samples_and_down_have_a_partition_for_each_worker_and_the_others_one() 
 def test_retention_follows_the_job_file_for_samples_and_is_forever_for_the_ledger() -> None:
     kept = {
         topic.name.rpartition(".")[2]: topic.settings["retention.ms"]
-        for topic in plan_topics(job("j", "data.retention_hours=0.5"))
+        for topic in plan_topics(job("data.retention_hours=0.5", workers=3))
     }
     six_hours = str(6 * 3600 * 1000)
     assert kept == {
@@ -58,13 +54,13 @@ def test_retention_follows_the_job_file_for_samples_and_is_forever_for_the_ledge
 
 @pytest.mark.parametrize(("max_record_bytes", "limit_bytes"), [(1_000_000, 16_777_216), (10_000_000, 20_000_000)])
 def test_a_record_above_the_limit_can_still_arrive_to_be_dead_lettered(max_record_bytes: int, limit_bytes: int) -> None:
-    samples = plan_topics(job("j", f"data.max_record_bytes={max_record_bytes}"))[0]
+    samples = plan_topics(job(f"data.max_record_bytes={max_record_bytes}", workers=3))[0]
     assert samples.settings["max.message.bytes"] == str(limit_bytes)
 
 
 @pytest.mark.integration
 def test_ensure_creates_all_topics_with_their_settings_and_may_be_repeated(services: Services, job_name: str) -> None:
-    config = job(job_name)
+    config = job(name=job_name, workers=3)
     topics.ensure(config, services)
     topics.ensure(config, services)
     topics.check(config, services)
@@ -81,7 +77,7 @@ def test_ensure_creates_all_topics_with_their_settings_and_may_be_repeated(servi
 
 @pytest.mark.integration
 def test_describe_tells_the_watermarks(services: Services, job_name: str) -> None:
-    config = job(job_name)
+    config = job(name=job_name, workers=3)
     topics.ensure(config, services)
     producer = Producer(kafka_settings(config, services))
     for partition in (0, 2, 2):
@@ -95,40 +91,40 @@ def test_describe_tells_the_watermarks(services: Services, job_name: str) -> Non
 def test_another_number_of_workers_than_partitions_is_refused_with_the_way_out(
     services: Services, job_name: str, workers: int
 ) -> None:
-    topics.ensure(job(job_name), services)
+    topics.ensure(job(name=job_name, workers=3), services)
     expected = f"samples: expected {workers} partitions, found 3 .* set data.workers to 3, or choose another `job` name"
     # Both topics of the workers have it, so that advice is not refused by another check.
     for step in (topics.ensure, topics.check):
         with pytest.raises(ConfigError, match=expected):
-            step(job(job_name, f"data.workers={workers}"), services)
+            step(job(f"data.workers={workers}", name=job_name, workers=3), services)
 
 
 @pytest.mark.integration
 def test_a_missing_topic_is_named(services: Services, job_name: str) -> None:
     with pytest.raises(ServiceUnavailableError, match=f"topic doll.{job_name}.samples does not exist"):
-        topics.check(job(job_name), services)
-    assert topics.describe(job(job_name), services) == []
+        topics.check(job(name=job_name, workers=3), services)
+    assert topics.describe(job(name=job_name, workers=3), services) == []
 
 
 @pytest.mark.integration
 def test_more_replicas_than_brokers_are_refused(services: Services, job_name: str) -> None:
     with pytest.raises(ConfigError, match=r"kafka.replication_factor is 2: .* fewer brokers"):
-        topics.ensure(job(job_name, "kafka.replication_factor=2"), services)
+        topics.ensure(job("kafka.replication_factor=2", name=job_name, workers=3), services)
 
 
 @pytest.mark.integration
 def test_a_producer_s_user_is_refused_where_every_user_may_do_everything(services: Services, job_name: str) -> None:
     """What an authorizer does with it: tests/deploy/test_kafka_hosts.py."""
     with pytest.raises(ConfigError, match=r"kafka\.producer_user is feed, but Kafka at .* has no authorizer"):
-        topics.ensure(job(job_name, "kafka.producer_user=feed"), services)
+        topics.ensure(job("kafka.producer_user=feed", name=job_name, workers=3), services)
 
 
 @pytest.mark.parametrize("user", ["'*'", "'User:feed'", "''", "'a\\nb'"])
 def test_a_producer_s_user_is_one_name(user: str) -> None:
     """`User:*` would be everybody."""
     with pytest.raises(ConfigError, match="producer_user"):
-        job("j", f"kafka.producer_user={user}")
-    assert job("j", "kafka.producer_user=").kafka.producer_user is None
+        job(f"kafka.producer_user={user}", workers=3)
+    assert job("kafka.producer_user=", workers=3).kafka.producer_user is None
 
 
 @pytest.mark.integration
@@ -137,19 +133,22 @@ def test_the_advice_about_the_number_of_workers_works(services: Services, job_na
     """Nothing is created beside a topic of another size: the advised number would not fit it."""
     name = f"{job_name}-{kind}"
     made = f"doll.{name}.{kind}"
-    admin = AdminClient(kafka_settings(job(name), services))
+    admin = AdminClient(kafka_settings(job(name=name, workers=3), services))
     admin.create_topics([NewTopic(made, 1)])[made].result(WAIT_TIMEOUT_S)
-    until(lambda: topics.describe(job(name), services), "the topic")
+    until(lambda: topics.describe(job(name=name, workers=3), services), "the topic")
     with pytest.raises(ConfigError, match=f"{kind}: expected 3 partitions, found 1 .* set data.workers to 1"):
-        topics.ensure(job(name), services)
-    assert [info.name for info in topics.describe(job(name), services)] == [made]
-    topics.ensure(job(name, "data.workers=1"), services)
+        topics.ensure(job(name=name, workers=3), services)
+    assert [info.name for info in topics.describe(job(name=name, workers=3), services)] == [made]
+    topics.ensure(job("data.workers=1", name=name, workers=3), services)
     # Somebody adds a partition afterwards: no number of workers fits any more.
     admin.create_partitions([NewPartitions(made, 2)])[made].result(WAIT_TIMEOUT_S)
-    until(lambda: 2 in {info.partitions for info in topics.describe(job(name), services)}, "the new partition")
+    until(
+        lambda: 2 in {info.partitions for info in topics.describe(job(name=name, workers=3), services)},
+        "the new partition",
+    )
     for workers in (1, 2):
         with pytest.raises(ConfigError, match=rf"no data\.workers fits both; choose .*--set job={name}-2"):
-            topics.ensure(job(name, f"data.workers={workers}"), services)
+            topics.ensure(job(f"data.workers={workers}", name=name, workers=3), services)
 
 
 def found(settings: dict[str, str] | None = None, replicas: int = 3, in_sync: int = 3) -> ActualTopic:
@@ -178,7 +177,7 @@ def found(settings: dict[str, str] | None = None, replicas: int = 3, in_sync: in
     ],
 )
 def test_what_an_existing_topic_s_settings_mean(kind: TopicKind, came: ActualTopic, fatal: bool, words: str) -> None:
-    plan = dict(zip(TOPIC_KINDS, plan_topics(job("j", "kafka.replication_factor=3")), strict=True))
+    plan = dict(zip(TOPIC_KINDS, plan_topics(job("kafka.replication_factor=3", workers=3)), strict=True))
     (finding,) = find_problems(plan[kind], kind, came, 3)
     assert finding.fatal is fatal
     assert words in finding.text
@@ -187,7 +186,7 @@ def test_what_an_existing_topic_s_settings_mean(kind: TopicKind, came: ActualTop
 
 def test_what_doll_creates_itself_is_fine_with_any_number_of_replicas() -> None:
     for replicas, in_sync in ((1, "1"), (2, "1"), (3, "2"), (5, "4")):
-        config = job("j", f"kafka.replication_factor={replicas}")
+        config = job(f"kafka.replication_factor={replicas}", workers=3)
         for kind, plan in zip(TOPIC_KINDS, plan_topics(config), strict=True):
             assert plan.settings["min.insync.replicas"] == in_sync
             assert find_problems(plan, kind, ActualTopic(plan.settings, replicas, replicas), replicas) == []
@@ -195,7 +194,7 @@ def test_what_doll_creates_itself_is_fine_with_any_number_of_replicas() -> None:
 
 @pytest.mark.integration
 def test_a_compacted_topic_stops_the_job_and_a_short_retention_is_told(services: Services, job_name: str) -> None:
-    config = job(job_name)
+    config = job(name=job_name, workers=3)
     admin = AdminClient(kafka_settings(config, services))
     samples, updates = config.topic("samples"), config.topic("updates")
     made = [

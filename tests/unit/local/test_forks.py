@@ -14,6 +14,7 @@ from doll.errors import ServiceUnavailableError
 from doll.local.forks import ForkServer
 from doll.local.supervisor import RoleSpec, Supervisor
 from paths import SUPPORT
+from process_checks import is_gone
 from waiting import WAIT_TIMEOUT_S, until
 
 SAMPLES = "role_samples"
@@ -26,14 +27,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
         patch.setenv("PYTHONPATH", str(SUPPORT))
         with ForkServer(tmp_path_factory.mktemp("fork") / "server.log", preload=["json", "no_such_module"]) as server:
             yield server
-
-
-def is_gone(pid: int) -> bool:
-    """Ended, or waiting only to be reaped by whoever inherited it."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_a_role_is_a_child_of_the_server_with_signals_of_its_own(server: ForkServer, tmp_path: Path) -> None:

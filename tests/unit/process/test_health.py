@@ -11,10 +11,10 @@ import sys
 from typing import Any
 
 import pytest
-from doll.config import JobConfig, parse
 from doll.errors import ConfigError
 from doll.local.processes import free_port
 from doll.process.health import PORT_ENV, Heartbeat, Watchdog, heartbeat_of, port_of
+from job_files import job
 
 
 class Clock:
@@ -23,10 +23,6 @@ class Clock:
 
     def __call__(self) -> float:
         return self.now
-
-
-def job(*overrides: str) -> JobConfig:
-    return parse("job: j\ntask: {class: 'a:B'}\n", overrides)
 
 
 def ask(port: int, path: str, method: str = "GET") -> tuple[int, Any]:

@@ -6,13 +6,14 @@ import itertools
 from pathlib import Path
 
 import pytest
-from doll.config import JobConfig, parse
+from doll.config import JobConfig
 from doll.producers import sources
 from doll.producers.position import HEADER, position_headers, position_in, source_name
+from job_files import job
 
 
 def config(source: str, folder: Path = Path()) -> JobConfig:
-    return parse(f"job: j\ntask: {{class: 'a:B'}}\ndata: {{workers: 3}}\nsource: {source}\n", base_folder=folder)
+    return job(workers=3, text=f"source: {source}", folder=folder)
 
 
 def test_only_what_is_read_in_order_has_positions() -> None:

@@ -8,16 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from doll import config as job_config
 from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.producers.pacing import BURST_S, Pacer
 from doll.producers.schedule import arrival_times, scheduled_samples
+from job_files import job
 
 
 def _config(arrivals: str, source: str = "{kind: jsonl, path: d.jsonl}", folder: Path = Path(".")) -> JobConfig:
-    text = f"job: t\ntask: {{class: 'a:B'}}\ndata: {{workers: 2}}\nsource: {source}\narrivals: {arrivals}"
-    return job_config.parse(text, base_folder=folder)
+    return job(name="t", workers=2, text=f"source: {source}\narrivals: {arrivals}", folder=folder)
 
 
 @pytest.fixture

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import threading
-from collections.abc import Iterator
 
-import pytest
 from doll import config as job_config
 from doll.producers.sender import SampleSender
 from doll.services import Services
 
 CONFIG = job_config.parse("job: t\ntask: {class: 'a:B'}\ndata: {max_record_bytes: 1000}")
-
-
-@pytest.fixture
-def nowhere() -> Iterator[Services]:
-    """A port of ours on which nobody listens."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        yield Services(f"127.0.0.1:{taken.getsockname()[1]}", "redis://127.0.0.1:1/0")
 
 
 def _always() -> bool:

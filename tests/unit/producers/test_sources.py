@@ -18,11 +18,11 @@ from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.producers import sources
 from doll.producers.sources import digits, idx, images, lines, synthetic
+from job_files import job
 
 
 def _config(source: str, folder: Path = Path("."), workers: int = 3, extra: str = "") -> JobConfig:
-    text = f"job: t\ntask: {{class: 'a:B'}}\ndata: {{workers: {workers}}}\nsource: {source}\n{extra}"
-    return job_config.parse(text, base_folder=folder)
+    return job(name="t", workers=workers, text=f"source: {source}\n{extra}", folder=folder)
 
 
 def _take(stream: Iterator[bytes], count: int) -> list[bytes]:

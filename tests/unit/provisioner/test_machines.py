@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
 from doll.provisioner.fleets.port import Order
 from doll.provisioner.machines import open_machines, stated_prices
 from doll.theory.cost import Prices
-from fleet_rigs import ComposeRig, Ec2Rig, ec2
+from fleet_rigs import ComposeRig, Ec2Rig
 from moto_overlay import REGION
 
 ORDER = Order(slot=0, incarnation=1, market="on_demand", attempt=0)
@@ -25,13 +24,6 @@ PRICES = "plan: {spot_usd_per_h: 0.1, on_demand_usd_per_h: 0.3}"
 
 def job(fleet: str, plan: str = PRICES) -> JobConfig:
     return parse(f"job: digits\ntask: {{class: 'doll.tasks.digits:Digits'}}\n{plan}\nfleet: {fleet}\n")
-
-
-@pytest.fixture
-def rig() -> Iterator[Ec2Rig]:
-    with ec2() as made:
-        assert isinstance(made, Ec2Rig)
-        yield made
 
 
 def closed(monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> list[Any]:

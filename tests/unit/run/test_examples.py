@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from doll.cli.app import app
+from commands import doll
 from doll.run import examples
 from paths import ROOT
-from typer.testing import CliRunner, Result
 
 NAMES = ["digits", "emnist", "intrusion", "spot", "stdin"]
 
@@ -27,10 +26,6 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def doll(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
 def test_every_example_is_listed_with_what_runs_it() -> None:
     found = json.loads(doll("example", "list", "--json").stdout)
     assert [one["name"] for one in found] == NAMES
@@ -41,7 +36,10 @@ def test_every_example_is_listed_with_what_runs_it() -> None:
     assert all(f"{one['command']} " in text and one["description"] in text for one in found)
 
 
-@pytest.mark.parametrize("arguments", [["digits"], ["--job", "digits"], ["spot"], ["stdin", "--build-model"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["digits"], ["--job", "digits"], ["spot"], pytest.param(["stdin", "--build-model"], marks=pytest.mark.slow)],
+)
 def test_a_name_stands_for_its_job_file_in_an_empty_folder(arguments: list[str], empty: Path) -> None:
     result = doll("config", "check", *arguments)
     assert (result.exit_code, list(empty.iterdir())) == (0, []), result.output

@@ -9,9 +9,9 @@ from doll.config import parse
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.provisioner.fleets import compose as compose_fleet
 from doll.provisioner.fleets.compose import GRACE_S, POOL
-from doll.provisioner.fleets.port import EndReason, InstanceState, LaunchError, LaunchFailure, Order
+from doll.provisioner.fleets.port import EndReason, InstanceState, LaunchFailure, Order
 from fake_docker import DAEMON
-from fleet_rigs import ComposeRig, compose
+from fleet_rigs import ComposeRig, compose, refused
 
 NAME = "digits-w3-i2-spot-a0"
 
@@ -21,12 +21,6 @@ def rig() -> Iterator[ComposeRig]:
     with compose() as made:
         assert isinstance(made, ComposeRig)
         yield made
-
-
-def refused(rig: ComposeRig, order: Order) -> LaunchError:
-    with pytest.raises(LaunchError) as caught:
-        rig.fleet.launch(order)
-    return caught.value
 
 
 def test_a_launch_is_one_run_of_the_worker_service_with_its_identity(rig: ComposeRig) -> None:
@@ -128,27 +122,27 @@ def test_containers_with_our_label_that_are_no_workers_are_let_alone(rig: Compos
 )
 def test_what_docker_says_decides_what_to_do(rig: ComposeRig, says: str, failure: LaunchFailure) -> None:
     rig.change(fail_before={"compose": says})
-    error = refused(rig, Order(3, 2, "spot"))
+    error = refused(rig.fleet, Order(3, 2, "spot"))
     assert error.failure is failure
     assert error.pools == (frozenset({POOL}) if failure is LaunchFailure.CAPACITY else frozenset())
     assert says in str(error)
 
 
 def test_the_only_pool_can_be_avoided(rig: ComposeRig) -> None:
-    error = refused(rig, Order(3, 2, "spot", avoid=frozenset({POOL})))
+    error = refused(rig.fleet, Order(3, 2, "spot", avoid=frozenset({POOL})))
     assert (error.failure, error.pools) == (LaunchFailure.CAPACITY, frozenset({POOL}))
     assert rig.calls() == []
 
 
 def test_a_service_that_is_not_there_is_a_mistake(rig: ComposeRig) -> None:
     rig.fleet = rig.make(service="workers")
-    error = refused(rig, Order(3, 2, "spot"))
+    error = refused(rig.fleet, Order(3, 2, "spot"))
     assert (error.failure, "no such service: workers" in str(error)) == (LaunchFailure.CONFIG, True)
 
 
 def test_without_docker_it_says_so(rig: ComposeRig) -> None:
     rig.fleet = rig.make(docker=str(rig.folder / "none"))
-    assert refused(rig, Order(3, 2, "spot")).failure is LaunchFailure.CONFIG
+    assert refused(rig.fleet, Order(3, 2, "spot")).failure is LaunchFailure.CONFIG
     with pytest.raises(ConfigError, match=r"cannot run .*none"):
         rig.fleet.instances()
     with pytest.raises(ConfigError, match=r"cannot run .*none"):
@@ -162,7 +156,7 @@ def test_a_docker_that_hangs_is_given_up(rig: ComposeRig) -> None:
     rig.fleet = rig.make(docker=str(hangs), timeout_s=0.2)
     with pytest.raises(ServiceUnavailableError, match=r"no end within 0\.2 s"):
         rig.fleet.instances()
-    assert refused(rig, Order(3, 2, "spot")).failure is LaunchFailure.THROTTLED
+    assert refused(rig.fleet, Order(3, 2, "spot")).failure is LaunchFailure.THROTTLED
 
 
 def test_a_fleet_is_made_from_the_job_file(rig: ComposeRig) -> None:

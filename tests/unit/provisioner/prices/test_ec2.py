@@ -18,7 +18,7 @@ from doll.errors import ServiceUnavailableError
 from doll.provisioner.fleets.ec2 import fleet as ec2_fleet
 from doll.provisioner.prices import ec2 as ec2_prices
 from doll.provisioner.prices.ec2 import Ec2Prices, OnDemandPrices, shipped_prices
-from fleet_rigs import Ec2Rig, ec2
+from fleet_rigs import Ec2Rig
 from moto_overlay import REGION, client
 
 C5, C6I = "c5.xlarge", "c6i.xlarge"
@@ -27,16 +27,15 @@ TODAY = date(2026, 11, 22)
 
 
 @pytest.fixture
-def rig() -> Iterator[Ec2Rig]:
-    with ec2() as made:
-        assert isinstance(made, Ec2Rig)
-        start_s = made.clock()
-        made.market.prices = {
-            (C5, ZONES[0]): [(start_s - 9000, 0.07), (start_s - 3000, 0.08), (start_s - 600, 0.06)],
-            (C6I, ZONES[0]): [(start_s - 9000, 0.05)],
-            (C5, ZONES[1]): [(start_s - 9000, 0.09), (start_s - 10, 0.04)],
-        }
-        yield made
+def rig(rig: Ec2Rig) -> Ec2Rig:
+    """The same, with a history of prices."""
+    start_s = rig.clock()
+    rig.market.prices = {
+        (C5, ZONES[0]): [(start_s - 9000, 0.07), (start_s - 3000, 0.08), (start_s - 600, 0.06)],
+        (C6I, ZONES[0]): [(start_s - 9000, 0.05)],
+        (C5, ZONES[1]): [(start_s - 9000, 0.09), (start_s - 10, 0.04)],
+    }
+    return rig
 
 
 def made_of(rig: Ec2Rig, **changes: Any) -> Ec2Prices:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from doll.errors import ConfigError
 from doll.provisioner.fleets.ec2 import fleet as ec2_fleet
 from doll.provisioner.fleets.ec2.fleet import Ec2Fleet, Pacer, client_token
 from doll.provisioner.fleets.port import EndReason, InstanceState, LaunchError, LaunchFailure, Order
-from fleet_rigs import Ec2Rig, ec2
+from fleet_rigs import Ec2Rig, refused
 from hypothesis import given
 from hypothesis import strategies as st
 from moto_overlay import REGION
@@ -29,19 +28,6 @@ ALLOWED = {
     "CreateFleet",
     "TerminateInstances",
 }
-
-
-@pytest.fixture
-def rig() -> Iterator[Ec2Rig]:
-    with ec2() as made:
-        assert isinstance(made, Ec2Rig)
-        yield made
-
-
-def refused(fleet: Any, order: Order) -> LaunchError:
-    with pytest.raises(LaunchError) as caught:
-        fleet.launch(order)
-    return caught.value
 
 
 def dry(rig: Ec2Rig, zone: str, kind: str = "spot") -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 import structlog
@@ -13,18 +12,11 @@ from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
 from doll.provisioner.prices.stated import StatedPrices
 from doll.provisioner.state_store import MemoryStateStore
-from fleet_rigs import Ec2Rig, ec2
+from fleet_rigs import Ec2Rig
 from job_world import settings
 
 OURS, THEIRS = "i-0aaa", "i-0bbb"
 WARNING = "EC2 Spot Instance Interruption Warning"
-
-
-@pytest.fixture
-def rig() -> Iterator[Ec2Rig]:
-    with ec2() as made:
-        assert isinstance(made, Ec2Rig)
-        yield made
 
 
 def notices(rig: Ec2Rig) -> Ec2Notices:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,15 +11,8 @@ from doll.config import JobConfig, parse
 from doll.errors import ConfigError
 from doll.provisioner.fleets.ec2 import placement as ec2_placement
 from doll.provisioner.fleets.ec2.placement import Ec2Placement
-from fleet_rigs import Ec2Rig, ec2
+from fleet_rigs import Ec2Rig
 from moto_overlay import REGION
-
-
-@pytest.fixture
-def rig() -> Iterator[Ec2Rig]:
-    with ec2() as made:
-        assert isinstance(made, Ec2Rig)
-        yield made
 
 
 def job(rig: Ec2Rig, **changes: Any) -> JobConfig:

@@ -1,0 +1,53 @@
+"""Control records with what a test cares for; the rest is plausible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from doll.records import Finished, Member, TermStarted, Update
+
+
+def term_started(
+    term: int,
+    resumed: int = 0,
+    *,
+    generation: int = 0,
+    origins: Sequence[int] = (0, 0),
+    records_per_batch: int = 8,
+    time_s: float = 0.0,
+) -> TermStarted:
+    """The beginning of a term that resumes from version `resumed`."""
+    return TermStarted(
+        term=term, resumed_version=resumed, origins=tuple(origins), records_per_batch=records_per_batch, time_s=time_s,
+        generation=generation,
+    )  # fmt: skip
+
+
+def update(
+    term: int,
+    version: int,
+    *batches: tuple[int, int],
+    records_per_batch: int = 8,
+    compute_s: float = 0.0,
+    **more: Any,
+) -> Update:
+    """The update that made `version`, from `batches`: worker and number of each, all computed at the version before.
+
+    Args:
+        more: further fields of the record.
+    """
+    members = tuple(
+        Member(
+            worker=worker, batch=batch, lo=records_per_batch * batch, hi=records_per_batch * (batch + 1),
+            n_samples=records_per_batch, base_version=version - 1, compute_s=compute_s,
+        )
+        for worker, batch in batches
+    )  # fmt: skip
+    values: dict[str, Any] = {"n_samples": records_per_batch * len(members), "loss": 1.0} | more
+    return Update(term=term, version=version, members=members, **values)
+
+
+def finished(term: int, version: int) -> Finished:
+    """The end of a job by its stop rule."""
+    return Finished(term=term, version=version, reason=f"updates: {version} reached", time_s=0.0)
