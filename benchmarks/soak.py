@@ -30,7 +30,7 @@ from doll.config import JobConfig
 from doll.drill.fault_injector import FaultInjector
 from doll.drill.plan import FAULT_KINDS, Fault, FaultTarget
 from doll.drill.routes import RoleRelays
-from doll.records import AnyRecord, Metric, Update
+from doll.records import AnyRecord, ServerStatus, Update
 from doll.run.folder import RunFolder
 from doll.run.job import run_up
 
@@ -117,7 +117,7 @@ class Soak(FaultInjector):
         self._version = 0
         self._samples = 0
         self._last_seen_s = 0.0
-        self._unread: dict[str, float] = {}
+        self._unread = 0  # records that the slowest worker has not read yet
         self._paused_pid: int | None = None  # process id of the source while it stands still
         self._cpu_s: dict[int, tuple[float, float]] = {}
         self._limited = False
@@ -131,9 +131,9 @@ class Soak(FaultInjector):
             case Update():
                 self._version, self._samples = record.version, record.samples_total
                 self._began_s = self._began_s or time.monotonic()
-            case Metric(source="ps"):
+            case ServerStatus():
                 self._last_seen_s = time.monotonic()
-                self._unread = {key: value for key, value in record.values.items() if key.endswith("_lag_records")}
+                self._unread = max((worker.lag_records for worker in record.workers), default=0)
 
     def tick(self, supervisor: Supervisor, stack: Stack) -> str | None:
         if not self._limited:
@@ -161,7 +161,7 @@ class Soak(FaultInjector):
         producer = supervisor.handles().get("producer")
         if producer is None:
             return
-        most = max(self._unread.values(), default=0.0)
+        most = self._unread
         if self._paused_pid != producer.pid and (most > _PAUSE_RECORDS or now - self._last_seen_s > _SILENT_S):
             _signal(producer.pid, signal.SIGSTOP)
             self._paused_pid = producer.pid

@@ -19,7 +19,7 @@ from doll.drill.plan import Fault, FaultTarget, make_plan
 from doll.drill.recovery import InjectedFault, PoisonTracker, RecoveryTracker
 from doll.drill.stream import SamplesTopic, poison_for
 from doll.errors import DollError
-from doll.records import AnyRecord, Metric, Update
+from doll.records import AnyRecord, ServerStatus, Update
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -117,10 +117,8 @@ class FaultInjector:
         """A record of the `updates` or `metrics` topic."""
 
         self._learning = self._learning or isinstance(record, Update)
-        if isinstance(record, Metric) and record.source == "ps":
-            term = int(record.values.get("term", 0))
-            if term >= self._leader_term:
-                self._leader_term, self._leader_pid = term, int(record.values.get("pid", 0))
+        if isinstance(record, ServerStatus) and record.term >= self._leader_term:
+            self._leader_term, self._leader_pid = record.term, record.pid
         self._recoveries.feed(record)
 
     @property

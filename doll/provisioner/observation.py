@@ -25,9 +25,9 @@ from doll.records import (
     Finished,
     Join,
     Leave,
-    Metric,
     ProvisionDecision,
     Push,
+    ServerStatus,
     TermStarted,
     Update,
     Welcome,
@@ -131,7 +131,7 @@ class Observed:
     def feed(self, record: AnyRecord, at_s: float) -> None:
         """One record, written at about `at_s`. What it does not know, and slots that are none, it passes over."""
         self.last_seen_s = max(self.last_seen_s, at_s)
-        if isinstance(record, Welcome | TermStarted | Update) or (isinstance(record, Metric) and record.source == "ps"):
+        if isinstance(record, Welcome | TermStarted | Update | ServerStatus):
             if at_s - self._ps_last_seen_s > self.heartbeat_timeout_s:
                 self._ps_since_s = at_s
             self._ps_last_seen_s = max(self._ps_last_seen_s, at_s)

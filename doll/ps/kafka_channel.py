@@ -11,7 +11,7 @@ from doll.config import JobConfig
 from doll.errors import ServiceUnavailableError
 from doll.kafka.publisher import Delivery, Publisher
 from doll.kafka.reader import Partition, Reader, from_end
-from doll.records import AnyRecord, Metric, ServerStatus
+from doll.records import AnyRecord, ServerStatus
 from doll.services import Services
 
 _PER_POLL: Final = 500
@@ -64,7 +64,7 @@ class KafkaChannel:
     def send_update(self, record: AnyRecord) -> None:
         self._publisher.send(self._updates_topic, record, on_delivery=self._on_update)
 
-    def send_metric(self, record: Metric | ServerStatus) -> None:
+    def send_status(self, record: ServerStatus) -> None:
         self._publisher.try_send(self._metrics_topic, record, on_delivery=self._on_metric)
 
     def updates_acknowledged(self) -> int:

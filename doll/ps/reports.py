@@ -1,4 +1,4 @@
-"""What the parameter server reports about its work: a record per update, and measurements."""
+"""What the parameter server reports about its work: a record per update, and its status."""
 
 from __future__ import annotations
 
@@ -63,37 +63,6 @@ def server_status(engine: Engine, *, leader_since_s: float, stalled_s: float, no
         ),
         counters=dict(engine.counters),
     )  # fmt: skip
-
-
-def measurements(engine: Engine, *, stalled_s: float, now: float) -> dict[str, float]:
-    """The engine's state in numbers, for the `metrics` topic.
-
-    Args:
-        stalled_s: since when the job has not advanced although it should, in seconds.
-        now: on the engine's clock, monotonic seconds.
-    """
-    values: dict[str, float] = {
-        "term": engine.term,
-        "pid": os.getpid(),  # which of several servers leads
-        "version": engine.version,
-        "durable_version": engine.durable_version,
-        "samples_total": engine.samples_total,
-        "waiting_batches": engine.num_waiting,
-        "computing_batches": engine.num_computing,
-        "shortfall_batches": shortfall(engine),
-        "stuck_s": stalled_s,
-    }
-    for slot in engine.workers():
-        worker = slot.number
-        values |= {
-            f"worker_{worker}_live": float(slot.is_live),
-            f"worker_{worker}_session": slot.session,
-            f"worker_{worker}_retained_batches": slot.retained,
-            f"worker_{worker}_lag_records": slot.lag,
-        }
-        if slot.is_live:
-            values[f"worker_{worker}_silent_s"] = max(0.0, now - slot.last_heard_s)
-    return values | {f"{name}_total": count for name, count in engine.counters.items()}
 
 
 def _member(item: AppliedBatch) -> Member:

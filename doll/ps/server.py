@@ -27,7 +27,7 @@ from doll.ps import events as ev
 from doll.ps.checkpointing import CheckpointWriter, encode_snapshot
 from doll.ps.engine import Engine
 from doll.ps.model_host import ModelHost
-from doll.ps.reports import measurements, server_status, update_record
+from doll.ps.reports import server_status, update_record
 from doll.ps.stuck import StallDetector
 from doll.records import (
     AnyRecord,
@@ -37,7 +37,6 @@ from doll.records import (
     Finished,
     Grant,
     Hello,
-    Metric,
     Nack,
     NewVersion,
     Push,
@@ -66,8 +65,8 @@ class Outbox(Protocol):
     def send_update(self, record: AnyRecord) -> None:
         """A record on `updates`."""
 
-    def send_metric(self, record: Metric | ServerStatus) -> None:
-        """A record on `metrics`; may be lost."""
+    def send_status(self, record: ServerStatus) -> None:
+        """The server's status on `metrics`; may be lost."""
 
     def updates_acknowledged(self) -> int:
         """How many of the `send_update` records so far are safe in Kafka: the first so many, in order."""
@@ -114,7 +113,7 @@ class ParameterServer:
             clock=clock,
         )
         self._busy_s = 0.0  # spent on the update under way: fetch, add, step, publish
-        self._metrics_at_s = 0.0
+        self._status_at_s = 0.0
         self._leader_since_s = time.time()
         self._stall = StallDetector(config.training.policy, clock())
         self._welcomed: dict[int, int] = {}  # worker -> session of its last Welcome
@@ -185,7 +184,7 @@ class ParameterServer:
             )
 
     def run_periodic(self) -> None:
-        """Do what no record triggers: checkpoints that are written, timeouts, measurements. Call it often.
+        """Do what no record triggers: checkpoints that are written, timeouts, the status. Call it often.
 
         Raises:
             FencedError: a newer parameter server has claimed the job.
@@ -196,12 +195,11 @@ class ParameterServer:
             self.feed(ev.CheckpointStored(version=version))
         self.feed(ev.Tick())
         now = self._clock()
-        if now - self._metrics_at_s >= 1.0:
-            self._metrics_at_s = now
+        if now - self._status_at_s >= 1.0:
+            self._status_at_s = now
             if (why := self._stall.check(self.engine, now)) is not None:
                 log.error("stuck", reason=why)
-            self._outbox.send_metric(self.status())
-            self._outbox.send_metric(Metric(source="ps", values=self.measurements(), time_s=time.time()))
+            self._outbox.send_status(self.status())
 
     def save_now(self) -> None:
         """Checkpoint what is applied, whatever is due, and wait for it: this process is about to end.
@@ -226,11 +224,6 @@ class ParameterServer:
         now = self._clock()
         stalled_s = self._stall.stalled_s(now)
         return server_status(self.engine, leader_since_s=self._leader_since_s, stalled_s=stalled_s, now=now)
-
-    def measurements(self) -> dict[str, float]:
-        """The engine's state in numbers, for the `metrics` topic."""
-        now = self._clock()
-        return measurements(self.engine, stalled_s=self._stall.stalled_s(now), now=now)
 
     # --- actions ----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from doll.ledger.balance import LedgerReport
 from doll.local.forks import ForkServer, Role
 from doll.local.supervisor import Restart, RoleSpec, Supervisor
 from doll.ps.checkpointing import decode_snapshot
-from doll.records import AnyRecord, Finished, Metric, TermStarted, Update, decode, encode
+from doll.records import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update, decode, encode
 from doll.services import BLOBS_ENV, Services
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.file_checkpoints import FileCheckpointStore
@@ -45,6 +45,7 @@ class Pipeline:
     Attributes:
         updates: update records seen so far, as they stand on the topic, void ones included.
         metrics: the newest measurements of each source.
+        status: what the parameter server said last.
         pids: of each supervised role when it was started first.
         restarts: of supervised roles that ended with an error.
     """
@@ -59,6 +60,7 @@ class Pipeline:
         self.term_starts: list[TermStarted] = []
         self.finished: Finished | None = None
         self.metrics: dict[str, dict[str, float]] = {}
+        self.status: ServerStatus | None = None
         self.pids: dict[str, int] = {}
         self._unsupervised: list[Role] = []
         self.restarts: list[Restart] = []
@@ -173,8 +175,14 @@ class Pipeline:
                     self.term_starts.append(one.record)
                 case Finished():
                     self.finished = one.record
+                case ServerStatus():
+                    self.status = one.record
                 case Metric() if one.record.values:
                     self.metrics[one.record.source] = dict(one.record.values)
+
+    def until_status(self, condition: Callable[[ServerStatus], bool], what: str) -> None:
+        """Until the parameter server's own account fulfils `condition`."""
+        self.until(lambda: self.status is not None and condition(self.status), what)
 
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float = WAIT_TIMEOUT_S) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -184,7 +192,7 @@ class Pipeline:
                     f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}"
                     for path in sorted((self.run / "logs").glob("*.log"))
                 )
-                pytest.fail(f"not within {timeout_s:g} s: {what}; version {self.version}, {self.metrics}\n{logs}")
+                pytest.fail(f"not within {timeout_s:g} s: {what}; version {self.version}, {self.status}\n{logs}")
             self.look()
 
     def until_version(self, version: int, timeout_s: float = WAIT_TIMEOUT_S) -> None:

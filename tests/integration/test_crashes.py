@@ -67,9 +67,7 @@ def test_a_worker_that_was_frozen_and_replaced_is_fenced_and_exits(make_pipeline
     job.until_version(5)
     zombie: Role = job.role("worker-0")
     zombie.send_signal(signal.SIGSTOP)
-    job.until(
-        lambda: job.metrics.get("ps", {}).get("worker_0_live") == 0.0, "the lease of the frozen worker to run out"
-    )
+    job.until_status(lambda status: not status.workers[0].is_live, "the lease of the frozen worker to run out")
     job.send(job.samples(600))
     job.start_worker(0, name="worker-0-again")
     before = job.version

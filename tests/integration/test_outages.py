@@ -76,7 +76,7 @@ def test_a_job_that_ends_while_the_broker_is_away_says_so_when_it_is_back(
     job.start()
     job.send(job.samples(160))
     job.until_version(10)
-    job.until(lambda: job.metrics.get("ps", {}).get("durable_version") == 10, "the checkpoint")
+    job.until_status(lambda status: status.durable_version == 10, "the checkpoint")
     broker.kill()
     ps: Role = job.role("ps")
     ps.send_signal(signal.SIGINT)

@@ -58,11 +58,11 @@ def test_a_worker_that_was_cut_off_for_longer_than_its_lease_comes_back(
     job.send(job.samples(160))
     job.until_version(10)
     relay.start_cut(cut)
-    job.until(lambda: job.metrics.get("ps", {}).get("worker_1_live") == 0, "the end of its lease")
+    job.until_status(lambda status: not status.workers[1].is_live, "the end of its lease")
     job.send(job.samples(160), partition=0)
     job.until_version(20)  # the others go on without it
     relay.restore()
-    job.until(lambda: job.metrics["ps"]["worker_1_live"] == 1, "its return")
+    job.until_status(lambda status: status.workers[1].is_live, "its return")
     job.send(job.samples(160), partition=1)
     job.until_version(30)
     assert {member.worker for member in job.updates[-1].members} == {1}

@@ -43,7 +43,7 @@ def test_what_a_worker_hands_back_is_replaced_at_once(make_pipeline: Any) -> Non
     leaving: Role = job.launch("worker-1", "worker_role", 1)
     # A group, and one batch that is announced and waits for company when its worker is told to go.
     job.send(job.samples((GROUP + 1) * BATCH), partition=1)
-    job.until(lambda: job.metrics.get("ps", {}).get("waiting_batches") == 1 and job.version == 1, "a batch that waits")
+    job.until_status(lambda status: status.waiting_batches == 1 and job.version == 1, "a batch that waits")
     leaving.terminate()
     job.until(lambda: leaving.poll() is not None, "the end of the worker")
     assert leaving.exitcode == 0
@@ -107,7 +107,7 @@ def test_a_notice_ends_a_worker_in_time_and_its_gradient_is_computed_by_another(
     with subprocess.Popen([sys.executable, "-c", NOTICED, *arguments], stdin=subprocess.PIPE, text=True) as noticed:
         try:
             job.send(job.samples(GROUP * BATCH), partition=1)
-            job.until(lambda: job.metrics.get("ps", {}).get("computing_batches") == GROUP, "the grants")
+            job.until_status(lambda status: status.computing_batches == GROUP, "the grants")
             assert noticed.stdin is not None
             noticed.stdin.write("now\n")
             noticed.stdin.flush()
@@ -116,7 +116,7 @@ def test_a_notice_ends_a_worker_in_time_and_its_gradient_is_computed_by_another(
             noticed.kill()
         assert noticed.returncode == 0
     (tmp_path / "hold").unlink()
-    job.until(lambda: job.metrics["ps"].get("requeued_total") == GROUP, "the batches to come back")
+    job.until_status(lambda status: status.counters.get("requeued") == GROUP, "the batches to come back")
     job.send(job.samples(GROUP * BATCH), partition=0)
     job.until_version(1)
     assert {member.worker for member in job.updates[0].members} == {0}

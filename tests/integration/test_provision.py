@@ -25,6 +25,7 @@ from doll.run.provisioning import machines_of
 from doll.run.status import JobStatus, status_of
 from doll.run.target import open_target
 from doll.services import KAFKA_ENV, REDIS_ENV
+from statuses import server_status
 from waiting import WAIT_TIMEOUT_S
 
 pytestmark = pytest.mark.integration
@@ -150,7 +151,8 @@ def test_status_names_a_provisioner_that_is_silent(
     monkeypatch.setenv(KAFKA_ENV, job.services.kafka)
     monkeypatch.setenv(REDIS_ENV, job.services.redis)
     target = open_target(job.job_path, [], job.run)
-    for ago_s, source in ((600, "provisioner"), (1, "ps"), (900, "producer")):
+    job.control("metrics", server_status(time_s=time.time() - 1))
+    for ago_s, source in ((600, "provisioner"), (900, "producer")):
         job.control("metrics", Metric(source=source, values={"turn": 1.0}, time_s=time.time() - ago_s))
     job.control("metrics", Metric(source="producer", values={"left": 1.0}, time_s=time.time() - 800))
     found = status_of(target)

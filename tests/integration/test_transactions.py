@@ -64,7 +64,7 @@ def test_only_what_is_committed_is_learned(make_pipeline: Any) -> None:
     job.until(lambda: job.checkpoint().version >= 3, "an update of the other stream alone")
     report = job.assert_audit_ok()
     assert [(line.applied_until, line.end) for line in report.partitions] == [(16, 16), (32, 32)]
-    job.until(lambda: job.metrics["ps"]["worker_0_lag_records"] == 0, "no lag: what is open is not there yet")
+    job.until_status(lambda status: status.workers[0].lag_records == 0, "no lag: what is open is not there yet")
     hanging.commit()  # its marker stands behind the last whole batch
     job.send(job.samples(8), 1)
     job.until(lambda: job.checkpoint().version >= 4, "the update of what was held back")

@@ -23,6 +23,7 @@ from doll.records import (
     Update,
     Welcome,
 )
+from statuses import server_status
 
 T0 = 1_700_000_000.0
 
@@ -186,7 +187,7 @@ def test_the_server_has_been_there_since_its_last_pause() -> None:
     model = observed(heartbeat_timeout_s=30.0)
     assert model.ps_since_s(T0) is None
     for second in (0, 10, 20, 100, 110):
-        feed(model, Metric(source="ps", values={}, time_s=T0), at_s=T0 + second)
+        feed(model, server_status(), at_s=T0 + second)
     assert model.ps_since_s(T0 + 115) == T0 + 100
     assert model.ps_since_s(T0 + 200) is None
     feed(model, Metric(source="evaluator", values={}, time_s=T0), at_s=T0 + 200)

@@ -18,7 +18,7 @@ from doll.ps.optimizer import DivergedError, Optimizer
 from doll.ps.replay import replay
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
-from doll.records import Announce, AnyRecord, Grant, Join, Metric, Push, ServerStatus, Welcome
+from doll.records import Announce, AnyRecord, Grant, Join, Push, ServerStatus, Welcome
 from doll.storage.blobs import encode_blob, gradient_key
 from doll.storage.checkpoints import Checkpoint
 from doll.task import load_task
@@ -46,7 +46,7 @@ class Outbox:
     def send_update(self, record: AnyRecord) -> None:
         self.sent += 1
 
-    def send_metric(self, record: Metric | ServerStatus) -> None:
+    def send_status(self, record: ServerStatus) -> None:
         pass
 
     def flush(self, timeout_s: float) -> int:

@@ -30,7 +30,6 @@ from doll.records import (
     Grant,
     Hello,
     Join,
-    Metric,
     Nack,
     Push,
     ServerStatus,
@@ -59,7 +58,7 @@ class Mailbox:
 
     mail: list[tuple[int, AnyRecord]] = field(default_factory=list)
     updates: list[AnyRecord] = field(default_factory=list)
-    metrics: list[Metric | ServerStatus] = field(default_factory=list)
+    statuses: list[ServerStatus] = field(default_factory=list)
     acknowledged: int | None = None  # None: all, at once
 
     def send_command(self, worker: int, record: AnyRecord) -> None:
@@ -68,8 +67,8 @@ class Mailbox:
     def send_update(self, record: AnyRecord) -> None:
         self.updates.append(record)
 
-    def send_metric(self, record: Metric | ServerStatus) -> None:
-        self.metrics.append(record)
+    def send_status(self, record: ServerStatus) -> None:
+        self.statuses.append(record)
 
     def updates_acknowledged(self) -> int:
         return len(self.updates) if self.acknowledged is None else self.acknowledged
@@ -534,18 +533,12 @@ def test_it_measures_itself_once_a_second(rig: Rig) -> None:
     rig.now = 2.0
     rig.server.run_periodic()
     rig.server.run_periodic()
-    status, metric = rig.box.metrics
-    assert isinstance(status, ServerStatus)
+    (status,) = rig.box.statuses
     assert (status.term, status.version, status.durable_version, status.counters["joined"]) == (1, 0, 0, 2)
     assert [worker.is_live for worker in status.workers] == [True, True]
     assert status.workers[1].session > 0
     assert 0 < status.leader_since_s <= status.time_s
     assert status.time_s - status.workers[1].live_since_s == pytest.approx(rig.now), "Unix seconds of its Join"
-    assert isinstance(metric, Metric)
-    assert metric.source == "ps"
-    assert metric.values["version"] == 0
-    assert metric.values["worker_1_live"] == 1.0
-    assert metric.values["joined_total"] == 2
 
 
 def test_a_state_of_another_build_is_not_taken_for_one() -> None:
