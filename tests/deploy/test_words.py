@@ -122,16 +122,16 @@ def test_the_settings_are_those_of_the_stack_and_doll_takes_them() -> None:
 
 def test_a_worker_finds_the_tags_that_the_provisioner_gives_it() -> None:
     from doll.consumers import spot_notices
-    from doll.provisioner.fleets.ec2 import fleet as ec2_fleet
+    from doll.provisioner.fleets.ec2 import tags
 
-    given = {ec2_fleet.WORKER_TAG, ec2_fleet.INCARNATION_TAG, ec2_fleet.MARKET_TAG}
+    given = {tags.WORKER_TAG, tags.INCARNATION_TAG, tags.MARKET_TAG}
     assert set(spot_notices._FROM_TAGS.values()) == given
     # With other characters, a launch fails where instances show their tags.
-    assert all(re.fullmatch(r"[A-Za-z0-9+=.,_:@-]+", tag) for tag in (*given, ec2_fleet.CLUSTER_TAG))
+    assert all(re.fullmatch(r"[A-Za-z0-9+=.,_:@-]+", tag) for tag in (*given, tags.CLUSTER_TAG))
     template = (TERRAFORM / "modules" / "workers" / "main.tf").read_text()
     assert re.search(r'instance_metadata_tags += "enabled"', template)
-    assert f"tag:{ec2_fleet.CLUSTER_TAG}," in SCRIPTS["heartbeat"]
-    assert found(r'cluster_tag = "([^"]+)"', (TERRAFORM / "iam.tf").read_text()) == ec2_fleet.CLUSTER_TAG
+    assert f"tag:{tags.CLUSTER_TAG}," in SCRIPTS["heartbeat"]
+    assert found(r'cluster_tag = "([^"]+)"', (TERRAFORM / "iam.tf").read_text()) == tags.CLUSTER_TAG
 
 
 def test_exit_codes_that_another_try_does_not_mend() -> None:

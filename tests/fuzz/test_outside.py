@@ -107,7 +107,7 @@ def test_a_queue_of_anybodys_messages_gives_the_good_notices_among_them() -> Non
         for data in inputs("sqs", 10_000, seeds, [*JSON_WORDS, b'"instance-id": []', b'"detail": []']):
             queue = Queue([data.decode("utf-8", "replace"), GOOD])
             notices = Ec2Notices(queue, "http://queue", clock=lambda: 1.8e9)
-            found = call_or_none(ServiceUnavailableError, data, notices.take, {"i-0good": 1})
+            found = call_or_none(ServiceUnavailableError, data, notices.read, {"i-0good": 1})
             assert list(found) == ["i-0good"], data[:400]
             assert "1" not in queue.deleted
 

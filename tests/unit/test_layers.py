@@ -136,7 +136,7 @@ KNOWN: Mapping[str, tuple[str, ...]] = {
         "doll.local.mock_kafka -> confluent_kafka",
     ),
     "module_cycles": (),
-    "too_long": ("doll.provisioner.fleets.ec2.fleet",),
+    "too_long": (),
 }
 
 

@@ -28,7 +28,8 @@ from doll import telemetry
 from doll.bounded import json_object, json_value, read_text, short
 from doll.errors import ServiceUnavailableError
 from doll.provisioner.fleets.ec2.capacity import Ec2Pool
-from doll.provisioner.fleets.ec2.fleet import Ec2Fleet, aws_client, ec2_settings
+from doll.provisioner.fleets.ec2.client import aws_client, aws_errors
+from doll.provisioner.fleets.ec2.fleet import Ec2Fleet, ec2_settings
 from doll.provisioner.planning.state import Market
 from doll.provisioner.prices.port import PriceFeed
 from doll.provisioner.traces.model import MAX_USD_PER_HOUR, Series, constant
@@ -114,7 +115,7 @@ class SpotHistory:
         for (since_s, until_s), missing in wanted.items():
             try:
                 self._ask(missing, since_s, until_s)
-            except _aws_errors() as error:
+            except aws_errors() as error:
                 self._failed_s = now_s
                 if any(pool not in self._known for pool in missing):
                     raise ServiceUnavailableError(f"EC2, asking for spot prices: {error}") from error
@@ -219,7 +220,7 @@ class OnDemandPrices:
                 Filters=[{"Type": "TERM_MATCH", "Field": key, "Value": value} for key, value in terms.items()],
             )
             prices = sorted({usd for product in answer["PriceList"] for usd in _dollars(json_object(product))})
-        except _aws_errors() + (ValueError, KeyError, TypeError, AttributeError) as error:  # noqa: RUF005 - mypy
+        except aws_errors() + (ValueError, KeyError, TypeError, AttributeError) as error:  # noqa: RUF005 - mypy
             log.warning("price_list_not_read", instance_type=instance_type, reason=f"{type(error).__name__}: {error}")
             return None
         if not prices:
@@ -383,12 +384,6 @@ def _dollars(product: Mapping[str, Any]) -> Iterator[float]:
             usd = float(dimension["pricePerUnit"].get("USD", "nan"))
             if 0 < usd < math.inf and dimension.get("unit", "Hrs") == "Hrs":
                 yield usd
-
-
-def _aws_errors() -> tuple[type[Exception], ...]:
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    return (BotoCoreError, ClientError)
 
 
 _feed: type[PriceFeed] = Ec2Prices

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from doll.provisioner.fleets.ec2.errors import CAPACITY_HOLD_S
+from doll.provisioner.fleets.ec2.errors import CAPACITY_BACKOFF_S
 from doll.provisioner.planning.state import Market
 
 
@@ -41,12 +41,14 @@ class CapacityCache:
     """Dry pools by market.
 
     Args:
-        hold_s: how long a dry pool is left alone.
+        backoff_s: how long a dry pool is left alone.
         zone_pools: so many pools of a zone that fail within `zone_window_s` stand for all of it.
     """
 
-    def __init__(self, *, hold_s: float = CAPACITY_HOLD_S, zone_pools: int = 3, zone_window_s: float = 60.0) -> None:
-        self._hold_s = hold_s
+    def __init__(
+        self, *, backoff_s: float = CAPACITY_BACKOFF_S, zone_pools: int = 3, zone_window_s: float = 60.0
+    ) -> None:
+        self._backoff_s = backoff_s
         self._zone_pools = zone_pools
         self._zone_window_s = zone_window_s
         self._pools: dict[tuple[Ec2Pool, Market], float] = {}  # -> until when
@@ -54,23 +56,23 @@ class CapacityCache:
         self._markets: dict[Market, float] = {}
         self._failed_s: dict[tuple[Ec2Pool, Market], float] = {}
 
-    def mark(self, pool: Ec2Pool, market: Market, now_s: float, hold_s: float | None = None) -> None:
+    def mark_unavailable(self, pool: Ec2Pool, market: Market, now_s: float, backoff_s: float | None = None) -> None:
         """The pool had no machine at `now_s`."""
-        hold_s = self._hold_s if hold_s is None else hold_s
-        self._pools[pool, market] = max(now_s + hold_s, self._pools.get((pool, market), now_s))
+        backoff_s = self._backoff_s if backoff_s is None else backoff_s
+        self._pools[pool, market] = max(now_s + backoff_s, self._pools.get((pool, market), now_s))
         self._failed_s = {key: at_s for key, at_s in self._failed_s.items() if now_s - at_s <= self._zone_window_s}
         self._failed_s[pool, market] = now_s
         together = sum(key[0].zone == pool.zone and key[1] == market for key in self._failed_s)
         if together >= self._zone_pools:
-            self._zones[pool.zone, market] = now_s + self._hold_s
+            self._zones[pool.zone, market] = now_s + self._backoff_s
 
     def exclude(self, pool: Ec2Pool, market: Market, until_s: float) -> None:
         """The pool is not to be had, for a reason that says nothing about its zone."""
         self._pools[pool, market] = max(until_s, self._pools.get((pool, market), until_s))
 
-    def mark_market(self, market: Market, now_s: float, hold_s: float) -> None:
+    def mark_market(self, market: Market, now_s: float, backoff_s: float) -> None:
         """No pool of this market is to be had: a quota is used up."""
-        self._markets[market] = now_s + hold_s
+        self._markets[market] = now_s + backoff_s
 
     def market_until_s(self, market: Market, now_s: float) -> float | None:
         """Until when the whole market is left alone; None where it is not."""
@@ -86,7 +88,7 @@ class CapacityCache:
         )
         return until_s > now_s
 
-    def forget(self, pool: Ec2Pool, market: Market) -> None:
+    def clear(self, pool: Ec2Pool, market: Market) -> None:
         """The pool has given a machine: what was believed of it, and of its zone, is over."""
         self._pools.pop((pool, market), None)
         self._zones.pop((pool.zone, market), None)

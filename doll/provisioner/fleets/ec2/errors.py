@@ -30,28 +30,28 @@ class ErrorRule:
     """What to do about one code.
 
     Attributes:
-        hold_s: how long what `scope` names is not asked again.
+        backoff_s: how long what `scope` names is not asked again.
         alarm: a person should look: it does not go away by itself.
     """
 
     failure: LaunchFailure
     scope: Scope = Scope.NONE
-    hold_s: float = 0.0
+    backoff_s: float = 0.0
     alarm: bool = False
 
 
-CAPACITY_HOLD_S: Final = 180.0
-REFUSAL_HOLD_S: Final = 30.0
-QUOTA_HOLD_S: Final = 900.0
+CAPACITY_BACKOFF_S: Final = 180.0
+REFUSAL_BACKOFF_S: Final = 30.0
+QUOTA_BACKOFF_S: Final = 900.0
 
-_NO_CAPACITY = ErrorRule(LaunchFailure.CAPACITY, Scope.POOL, CAPACITY_HOLD_S)
-_SPOT_QUOTA = ErrorRule(LaunchFailure.SPOT_QUOTA, Scope.MARKET, QUOTA_HOLD_S, alarm=True)
-_ON_DEMAND_QUOTA = ErrorRule(LaunchFailure.ON_DEMAND_QUOTA, Scope.MARKET, QUOTA_HOLD_S, alarm=True)
+_NO_CAPACITY = ErrorRule(LaunchFailure.CAPACITY, Scope.POOL, CAPACITY_BACKOFF_S)
+_SPOT_QUOTA = ErrorRule(LaunchFailure.SPOT_QUOTA, Scope.MARKET, QUOTA_BACKOFF_S, alarm=True)
+_ON_DEMAND_QUOTA = ErrorRule(LaunchFailure.ON_DEMAND_QUOTA, Scope.MARKET, QUOTA_BACKOFF_S, alarm=True)
 _THROTTLED = ErrorRule(LaunchFailure.THROTTLED)
 _MISCONFIGURED = ErrorRule(LaunchFailure.CONFIG, alarm=True)
 # It may be of one market, type or zone only, or what was made a moment ago may not be known everywhere yet: who asks
 # decides by what others say, and by how often. See `doll.provisioner.reconcile.LaunchState`.
-_REFUSED = ErrorRule(LaunchFailure.REFUSED, Scope.POOL, REFUSAL_HOLD_S, alarm=True)
+_REFUSED = ErrorRule(LaunchFailure.REFUSED, Scope.POOL, REFUSAL_BACKOFF_S, alarm=True)
 
 # A code that ends in "." stands for all that begin with it.
 RULES: Final[dict[str, ErrorRule]] = {
@@ -64,7 +64,7 @@ RULES: Final[dict[str, ErrorRule]] = {
     "UnfulfillableCapacity": _NO_CAPACITY,
     "SpotMaxPriceTooLow": _NO_CAPACITY,  # only where the launch template sets a maximum price; DOLL sets none
     "Unsupported": ErrorRule(LaunchFailure.CAPACITY, Scope.PAIR, math.inf),  # no such type in that zone
-    "InsufficientFreeAddressesInSubnet": ErrorRule(LaunchFailure.CAPACITY, Scope.SUBNET, QUOTA_HOLD_S, alarm=True),
+    "InsufficientFreeAddressesInSubnet": ErrorRule(LaunchFailure.CAPACITY, Scope.SUBNET, QUOTA_BACKOFF_S, alarm=True),
     "MaxSpotInstanceCountExceeded": _SPOT_QUOTA,
     "VcpuLimitExceeded": _ON_DEMAND_QUOTA,
     "InstanceLimitExceeded": _ON_DEMAND_QUOTA,

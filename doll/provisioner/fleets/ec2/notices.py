@@ -1,8 +1,8 @@
 """Interruption notices of spot instances, two minutes ahead: EventBridge puts them into an SQS queue, this reads it.
 
-The events carry no tags, so every spot instance of the account is in the queue: what is not ours is deleted. A notice
-of ours stays until its instance has ended, and is read again and again: whoever dies between reading and acting loses
-nothing, as its successor reads the same. The queue forgets by itself (`message_retention_seconds`, 300 in Terraform).
+The events carry no tags, so the queue has those of every spot instance of the account: other ones are deleted. A notice
+for the job stays in the queue until its instance has ended and is read repeatedly, so a process that crashes between
+reading and acting loses nothing. The queue's retention removes it (`message_retention_seconds`, 300 in Terraform).
 
 Source of the fields: Amazon EC2 User Guide, "EC2 Spot Instance interruption notices".
 """
@@ -17,23 +17,24 @@ from typing import Any, Final
 from doll import telemetry
 from doll.bounded import MalformedError, json_object, short
 from doll.errors import ServiceUnavailableError
+from doll.provisioner.fleets.ec2.client import aws_errors
 
 log = telemetry.get_logger(__name__)
 
 NOTICE_S: Final = 120.0
 AGAIN_S: Final = 45
-"""A notice that is kept comes again after so long: more than a turn, and less than half of its time."""
+"""Visibility timeout of a notice: more than a turn, and less than half of the notice's time."""
 UNLISTED_S: Final = 60.0
-"""A notice of a stranger is kept for so long: an instance of a predecessor that died may not be listed yet."""
+"""A notice for an unknown instance is kept for this long: the listing may lack it after a restart."""
 _WARNING: Final = "EC2 Spot Instance Interruption Warning"
 _REBALANCE: Final = "EC2 Instance Rebalance Recommendation"
-_MOST_CHARS: Final = 1_048_576  # of a message, as SQS has it
+_MAX_CHARS: Final = 1_048_576  # of a message, as SQS has it
 _MAX_MESSAGES: Final = 10  # what SQS gives at most
 _MAX_ROUNDS: Final = 50  # a queue that fills faster than it is read must not hold up the provisioner
 
 
 class Ec2Notices:
-    """Polls when it is asked, and does not wait: the provisioner asks several times a minute.
+    """Reads without waiting: the provisioner reads several times a minute.
 
     Args:
         client: boto3's SQS client.
@@ -46,17 +47,15 @@ class Ec2Notices:
         self._queue_url = queue_url
         self._clock = clock
 
-    def take(self, own: Collection[str]) -> Mapping[str, float]:
-        """When, in Unix seconds, each of the instances `own` will be taken, by the notices that are to be read now.
+    def read(self, own: Collection[str]) -> Mapping[str, float]:
+        """When, in Unix seconds, each of the instances `own` will be interrupted, by the notices in the queue.
 
-        What was told before may be told again, in the same words.
+        A notice may be reported more than once, always with the same time.
 
         Raises:
             ServiceUnavailableError: the queue does not answer, or we may not read it.
         """
-        from botocore.exceptions import BotoCoreError, ClientError
-
-        taken_at_s: dict[str, float] = {}
+        interrupted_at_s: dict[str, float] = {}
         try:
             for _ in range(_MAX_ROUNDS):
                 answer = self._client.receive_message(
@@ -66,27 +65,29 @@ class Ec2Notices:
                 messages = answer.get("Messages", ())
                 if not messages:
                     break
-                over = [
-                    message["ReceiptHandle"] for message in messages if self._read(message["Body"], own, taken_at_s)
+                handles = [
+                    message["ReceiptHandle"]
+                    for message in messages
+                    if self._enter(message["Body"], own, interrupted_at_s)
                 ]
-                if over:
+                if handles:
                     self._client.delete_message_batch(
                         QueueUrl=self._queue_url,
-                        Entries=[{"Id": str(number), "ReceiptHandle": one} for number, one in enumerate(over)],
+                        Entries=[{"Id": str(number), "ReceiptHandle": handle} for number, handle in enumerate(handles)],
                     )
-        except (BotoCoreError, ClientError) as error:
-            if not taken_at_s:
+        except aws_errors() as error:
+            if not interrupted_at_s:
                 raise ServiceUnavailableError(f"SQS, reading interruption notices: {error}") from error
-            log.warning("notices_not_deleted", reason=str(error))  # they come again, and say the same
-        return taken_at_s
+            log.warning("notices_not_deleted", reason=str(error))  # they come again, with the same times
+        return interrupted_at_s
 
     def close(self) -> None:
         self._client.close()
 
-    def _read(self, body: str, own: Collection[str], taken_at_s: dict[str, float]) -> bool:
-        """Enter what the message says; whether nobody needs it any more."""
+    def _enter(self, body: str, own: Collection[str], interrupted_at_s: dict[str, float]) -> bool:
+        """Enter a notice into `interrupted_at_s`; True where the message can be deleted."""
         try:
-            event = json_object(body, max_chars=_MOST_CHARS)
+            event = json_object(body, max_chars=_MAX_CHARS)
             kind, id_ = event["detail-type"], event["detail"]["instance-id"]
             if not (isinstance(kind, str) and isinstance(id_, str)):
                 raise MalformedError("expected text in detail-type and instance-id")
@@ -95,12 +96,12 @@ class Ec2Notices:
             log.warning("message_refused", reason=f"{type(error).__name__}: {short(error)}", body=body[:200])
             return True
         if kind == _REBALANCE and id_ in own:
-            # A hint with many false alarms (docs/aws.md): told, never acted upon.
+            # A hint with many false alarms (docs/aws.md): logged, never acted upon.
             log.info("rebalance_recommended", id=id_)
         if kind != _WARNING:
             return True
         if id_ not in own:
             return self._clock() - said_s > UNLISTED_S
-        # The same event may come twice; the first notice is the one that counts.
-        taken_at_s[id_] = min(taken_at_s.get(id_, said_s + NOTICE_S), said_s + NOTICE_S)
+        # The same event may come twice; the first one counts.
+        interrupted_at_s[id_] = min(interrupted_at_s.get(id_, said_s + NOTICE_S), said_s + NOTICE_S)
         return False

@@ -1,22 +1,21 @@
-"""EC2's spot placement scores: how likely a zone is to give all workers of a job on spot, 1 to 10. Advice for people.
+"""EC2's spot placement scores: how likely a zone is to have all workers of a job on spot, 1 to 10. Advice for people.
 
-Nothing is decided by them: where to launch is the order of the subnets, and what is to be had is seen by asking for it.
+Nothing is decided by them: the order of the subnets decides where to launch, and launches show what is available.
 
-Source: Amazon EC2 User Guide, "Spot placement score". AWS limits how many different questions an account may ask in
-24 hours, so this asks the same one, at the start and hourly.
+Source: Amazon EC2 User Guide, "Spot placement score". AWS limits the number of different requests of an account in
+24 hours, so the same request is sent at the start and hourly.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from doll import telemetry
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
-    from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
+from doll.config import JobConfig
+from doll.provisioner.fleets.ec2.client import aws_client, aws_errors
+from doll.provisioner.fleets.ec2.fleet import Ec2Fleet, ec2_settings
 
 log = telemetry.get_logger(__name__)
 
@@ -24,13 +23,13 @@ ASK_AGAIN_S: Final = 3600.0
 
 
 class Ec2Placement:
-    """Asks in time, and is never in the way: what EC2 does not answer is logged.
+    """Requests the scores hourly; failures are logged and change nothing.
 
     Args:
         client: boto3's EC2 client.
         instance_types: 3 or more: fewer always score low.
         workers: how many instances at once.
-        zones: names by zone id; zones that have no name here are told by their id.
+        zones: names by zone id; zones without a name here appear by their id.
     """
 
     def __init__(self, client: Any, *, instance_types: Sequence[str], workers: int, zones: Mapping[str, str]) -> None:
@@ -41,12 +40,10 @@ class Ec2Placement:
         self._asked_s = -math.inf
 
     def poll_scores(self, now_s: float) -> dict[str, int] | None:
-        """The scores by zone, best first, where an hour has passed since they were asked for; else None.
+        """The scores by zone, best first, where an hour has passed since the last request; else None.
 
         AWS answers with the ten best zones of the region.
         """
-        from botocore.exceptions import BotoCoreError, ClientError
-
         if now_s - self._asked_s < ASK_AGAIN_S:
             return None
         self._asked_s = now_s
@@ -55,11 +52,13 @@ class Ec2Placement:
                 InstanceTypes=self._types, TargetCapacity=self._workers, TargetCapacityUnitType="units",
                 SingleAvailabilityZone=True, RegionNames=[self._client.meta.region_name],
             )  # fmt: skip
-            scores = {one["AvailabilityZoneId"]: one["Score"] for page in pages for one in page["SpotPlacementScores"]}
-        except (BotoCoreError, ClientError) as error:
+            scores = {
+                score["AvailabilityZoneId"]: score["Score"] for page in pages for score in page["SpotPlacementScores"]
+            }
+        except aws_errors() as error:
             log.warning("placement_scores_unavailable", reason=str(error), action="going on without")
             return None
-        best = sorted(scores.items(), key=lambda one: (-one[1], one[0]))
+        best = sorted(scores.items(), key=lambda score: (-score[1], score[0]))
         return {self._zones.get(id_, id_): score for id_, score in best}
 
 
@@ -70,8 +69,6 @@ def connect(config: JobConfig, fleet: Ec2Fleet) -> Ec2Placement | None:
         ConfigError: another kind of fleet, or boto3 lacks what it needs to make a client.
         LaunchError: the fleet's subnets are not there, or EC2 does not answer.
     """
-    from doll.provisioner.fleets.ec2.fleet import aws_client, ec2_settings
-
     settings = ec2_settings(config)
     if not settings.placement_scores:
         return None

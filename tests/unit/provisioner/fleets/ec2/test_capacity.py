@@ -24,7 +24,7 @@ def test_a_pool_is_named_by_type_and_zone() -> None:
 
 def test_a_dry_pool_is_left_alone_in_its_market_for_three_minutes() -> None:
     cache = CapacityCache()
-    cache.mark(A, "spot", 1000.0)
+    cache.mark_unavailable(A, "spot", 1000.0)
     assert cache.lacks_capacity(A, "spot", 1179.9)
     assert not cache.lacks_capacity(A, "spot", 1180.0)
     assert not cache.lacks_capacity(A, "on_demand", 1000.0)
@@ -34,11 +34,11 @@ def test_a_dry_pool_is_left_alone_in_its_market_for_three_minutes() -> None:
 
 def test_three_pools_within_a_minute_are_the_zone() -> None:
     cache = CapacityCache()
-    cache.mark(A, "spot", 1000.0)
-    cache.mark(B, "spot", 1030.0)
-    cache.mark(B, "spot", 1040.0)
+    cache.mark_unavailable(A, "spot", 1000.0)
+    cache.mark_unavailable(B, "spot", 1030.0)
+    cache.mark_unavailable(B, "spot", 1040.0)
     assert not cache.lacks_capacity(D, "spot", 1040.0), "the same pool twice is one pool"
-    cache.mark(C, "spot", 1059.0)
+    cache.mark_unavailable(C, "spot", 1059.0)
     assert cache.lacks_capacity(D, "spot", 1059.0)
     assert cache.lacks_capacity(D, "spot", 1238.9)
     assert not cache.lacks_capacity(D, "spot", 1239.0)
@@ -49,15 +49,15 @@ def test_three_pools_within_a_minute_are_the_zone() -> None:
 def test_three_pools_in_more_than_a_minute_are_not() -> None:
     cache = CapacityCache()
     for at_s, pool in ((1000.0, A), (1040.0, B), (1061.0, C)):
-        cache.mark(pool, "spot", at_s)
+        cache.mark_unavailable(pool, "spot", at_s)
     assert not cache.lacks_capacity(D, "spot", 1061.0)
 
 
 def test_a_pool_that_gives_a_machine_is_forgiven_with_its_zone() -> None:
     cache = CapacityCache()
     for pool in (A, B, C):
-        cache.mark(pool, "spot", 1000.0)
-    cache.forget(A, "spot")
+        cache.mark_unavailable(pool, "spot", 1000.0)
+    cache.clear(A, "spot")
     assert not cache.lacks_capacity(A, "spot", 1001.0)
     assert not cache.lacks_capacity(D, "spot", 1001.0)
     assert cache.lacks_capacity(B, "spot", 1001.0)
@@ -69,7 +69,7 @@ def test_what_is_ruled_out_says_nothing_of_its_zone() -> None:
         cache.exclude(pool, "spot", float("inf"))
     assert cache.lacks_capacity(A, "spot", 1e12)
     assert not cache.lacks_capacity(D, "spot", 1000.0)
-    cache.mark(A, "spot", 1000.0)
+    cache.mark_unavailable(A, "spot", 1000.0)
     assert cache.lacks_capacity(A, "spot", 1e12), "a shorter hold does not end a longer one"
 
 
@@ -99,7 +99,7 @@ def test_the_worst_of_several_names_the_failure() -> None:
 
 def test_whatever_a_rule_holds_back_it_holds_back_for_a_while() -> None:
     for code, rule in RULES.items():
-        assert (rule.scope is Scope.NONE) == (rule.hold_s == 0), code
+        assert (rule.scope is Scope.NONE) == (rule.backoff_s == 0), code
 
 
 def test_the_documentation_has_every_code() -> None:

@@ -12,7 +12,9 @@ import pytest
 from doll.config import parse
 from doll.errors import ConfigError
 from doll.provisioner.fleets.ec2 import fleet as ec2_fleet
-from doll.provisioner.fleets.ec2.fleet import Ec2Fleet, Pacer, client_token
+from doll.provisioner.fleets.ec2.client import Pacer, aws_client
+from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
+from doll.provisioner.fleets.ec2.tags import client_token
 from doll.provisioner.fleets.port import EndReason, InstanceState, LaunchError, LaunchFailure, Order
 from fleet_rigs import Ec2Rig, refused
 from hypothesis import given
@@ -418,7 +420,7 @@ def test_without_credentials_nothing_loops(monkeypatch: pytest.MonkeyPatch, tmp_
         monkeypatch.setenv(name, str(tmp_path / "none"))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     fleet = Ec2Fleet(
-        ec2_fleet.aws_client("ec2", REGION), cluster="c", launch_template="lt-1", version=1,
+        aws_client("ec2", REGION), cluster="c", launch_template="lt-1", version=1,
         subnets=["subnet-1"], instance_types=["c5.xlarge"],
     )  # fmt: skip
     with pytest.raises(ConfigError, match="listing instances: Unable to locate credentials"):

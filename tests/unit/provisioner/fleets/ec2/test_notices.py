@@ -30,7 +30,7 @@ def left(rig: Ec2Rig) -> int:
 
 
 def test_an_empty_queue_has_no_notices(rig: Ec2Rig) -> None:
-    assert notices(rig).take([OURS]) == {}
+    assert notices(rig).read([OURS]) == {}
 
 
 def test_ours_are_told_with_their_time_until_the_instance_has_ended(rig: Ec2Rig) -> None:
@@ -38,15 +38,15 @@ def test_ours_are_told_with_their_time_until_the_instance_has_ended(rig: Ec2Rig)
     at_s = rig.clock() // 1
     for id_ in (OURS, OURS):
         rig.market.event(WARNING, id_, at_s)
-    assert notices(rig).take([OURS]) == {OURS: at_s + 120}
-    assert notices(rig).take([OURS]) == {}, "hidden for a while"
+    assert notices(rig).read([OURS]) == {OURS: at_s + 120}
+    assert notices(rig).read([OURS]) == {}, "hidden for a while"
     assert left(rig) == 2
     rig.market.expire_visibility_timeout()
     rig.advance(60.0)
-    assert notices(rig).take([OURS]) == {OURS: at_s + 120}
+    assert notices(rig).read([OURS]) == {OURS: at_s + 120}
     rig.market.expire_visibility_timeout()
     rig.advance(70.0)
-    assert notices(rig).take([]) == {}
+    assert notices(rig).read([]) == {}
     assert left(rig) == 0
 
 
@@ -54,12 +54,12 @@ def test_a_strangers_notice_is_deleted_when_it_cannot_be_of_an_instance_that_is_
     """A predecessor may have launched it and died: EC2 lists it some seconds later."""
     at_s = rig.clock() // 1
     rig.market.event(WARNING, THEIRS, at_s)
-    assert notices(rig).take([OURS]) == {}
+    assert notices(rig).read([OURS]) == {}
     rig.market.expire_visibility_timeout()
-    assert notices(rig).take([OURS, THEIRS]) == {THEIRS: at_s + 120}
+    assert notices(rig).read([OURS, THEIRS]) == {THEIRS: at_s + 120}
     rig.market.expire_visibility_timeout()
     rig.advance(61.0)
-    assert notices(rig).take([OURS]) == {}
+    assert notices(rig).read([OURS]) == {}
     assert left(rig) == 0
 
 
@@ -67,11 +67,11 @@ def test_more_than_one_answer_holds_is_read_at_once(rig: Ec2Rig) -> None:
     own = [f"i-{n:04d}" for n in range(35)]
     for id_ in own:
         rig.market.event(WARNING, id_, rig.clock())
-    assert set(notices(rig).take(own)) == set(own)
+    assert set(notices(rig).read(own)) == set(own)
     assert left(rig) == 35
     rig.market.expire_visibility_timeout()
     rig.advance(120.0)
-    assert notices(rig).take(own[:3]).keys() == set(own[:3])
+    assert notices(rig).read(own[:3]).keys() == set(own[:3])
     assert left(rig) == 3
 
 
@@ -79,7 +79,7 @@ def test_a_rebalance_recommendation_is_told_and_not_acted_upon(rig: Ec2Rig) -> N
     rig.market.event("EC2 Instance Rebalance Recommendation", OURS, rig.clock())
     rig.market.event("EC2 Instance State-change Notification", OURS, rig.clock())
     with structlog.testing.capture_logs() as logs:
-        assert notices(rig).take([OURS]) == {}
+        assert notices(rig).read([OURS]) == {}
     assert [entry["event"] for entry in logs] == ["rebalance_recommended"]
     assert left(rig) == 0
 
@@ -94,7 +94,7 @@ def test_what_is_no_event_is_refused_and_deleted(rig: Ec2Rig, body: str) -> None
     rig.sqs.send_message(QueueUrl=rig.queue_url, MessageBody=body or " ")
     rig.market.event(WARNING, OURS, rig.clock())
     with structlog.testing.capture_logs() as logs:
-        assert list(notices(rig).take([OURS])) == [OURS]
+        assert list(notices(rig).read([OURS])) == [OURS]
     assert "message_refused" in [entry["event"] for entry in logs]
     assert left(rig) == 1, "the notice alone"
 
@@ -102,13 +102,13 @@ def test_what_is_no_event_is_refused_and_deleted(rig: Ec2Rig, body: str) -> None
 def test_an_event_without_a_time_is_of_now(rig: Ec2Rig) -> None:
     body = {"detail-type": WARNING, "detail": {"instance-id": OURS}}
     rig.sqs.send_message(QueueUrl=rig.queue_url, MessageBody=json.dumps(body))
-    assert notices(rig).take([OURS]) == {OURS: rig.clock() + 120}
+    assert notices(rig).read([OURS]) == {OURS: rig.clock() + 120}
 
 
 def test_a_queue_that_is_not_there_is_an_error_and_the_fleet_lives_without(rig: Ec2Rig) -> None:
     gone = Ec2Notices(rig.sqs, rig.queue_url + "-gone")
     with pytest.raises(ServiceUnavailableError, match="reading interruption notices"):
-        gone.take([OURS])
+        gone.read([OURS])
     assert list(rig.make(notices=gone).instances()) == []
 
 

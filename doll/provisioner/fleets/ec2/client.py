@@ -1,0 +1,116 @@
+"""boto3 clients, the pace of their calls, and AWS's errors as DOLL's: what failed, and what to do about it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from doll.errors import ConfigError, DollError, ServiceUnavailableError
+from doll.provisioner.fleets.ec2.errors import ErrorRule, advice, rule_of_call
+from doll.provisioner.fleets.port import LaunchError, LaunchFailure
+
+if TYPE_CHECKING:
+    from botocore.client import BaseClient
+
+
+def aws_client(service: str, region: str | None) -> Any:
+    """A boto3 client with timeouts and AWS's standard retries. Credentials come from where boto3 looks for them.
+
+    Raises:
+        ConfigError: no region, an unknown profile, and the like.
+    """
+    import boto3
+    from botocore.config import Config
+    from botocore.exceptions import BotoCoreError
+
+    try:
+        client: BaseClient = boto3.client(
+            service,
+            region_name=region,
+            config=Config(
+                connect_timeout=5,
+                read_timeout=30,
+                retries={"mode": "standard", "max_attempts": 4},
+                user_agent_extra="doll",
+            ),
+        )
+    except (BotoCoreError, ValueError) as error:
+        raise ConfigError(f"AWS {service}: {error}: set fleet.region, or AWS_REGION and credentials") from error
+    return client
+
+
+class Pacer:
+    """Spaces calls: EC2 throttles bursts for the whole account.
+
+    Args:
+        per_s: calls per second, at most.
+    """
+
+    def __init__(
+        self,
+        per_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._gap_s = 1.0 / per_s
+        self._clock = clock
+        self._sleep = sleep
+        self._next_s = float("-inf")
+
+    def wait(self) -> None:
+        """Return when the next call may be made."""
+        now_s = self._clock()
+        if now_s < self._next_s:
+            self._sleep(self._next_s - now_s)
+        self._next_s = max(now_s, self._next_s) + self._gap_s
+
+
+def aws_errors() -> tuple[type[Exception], ...]:
+    """What a call of a boto3 client may raise."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    return (BotoCoreError, ClientError)
+
+
+def code_of(error: Exception) -> str:
+    """AWS's error code, or the name of the exception where no answer came."""
+    from botocore.exceptions import ClientError
+
+    if isinstance(error, ClientError):
+        return str(error.response.get("Error", {}).get("Code", ""))
+    return type(error).__name__
+
+
+def rule_of(error: Exception) -> tuple[str, ErrorRule]:
+    """The code of a failed call, and what to do about it."""
+    from botocore import exceptions as aws
+
+    code = code_of(error)
+    if isinstance(error, aws.ClientError):
+        return code, rule_of_call(code, int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 400)))
+    misconfigured = (
+        aws.NoCredentialsError,
+        aws.PartialCredentialsError,
+        aws.CredentialRetrievalError,
+        aws.NoRegionError,
+        aws.ParamValidationError,
+    )
+    failure = LaunchFailure.CONFIG if isinstance(error, misconfigured) else LaunchFailure.THROTTLED
+    return code, ErrorRule(failure)
+
+
+def launch_error(what: str, error: Exception) -> LaunchError:
+    """A failed call as the failure of a launch."""
+    code, rule = rule_of(error)
+    more = f": {advice(code)}" if rule.failure is LaunchFailure.CONFIG else ""
+    return LaunchError(f"{what}: {error}{more}", failure=rule.failure, code=code)
+
+
+def unavailable(what: str, error: Exception) -> DollError:
+    """A failed call that is no launch, as DOLL's error: `ConfigError` or `ServiceUnavailableError`."""
+    _, rule = rule_of(error)
+    if rule.failure is LaunchFailure.CONFIG:
+        return ConfigError(f"{what}: {error}: see docs/aws.md for the permissions that are needed")
+    return ServiceUnavailableError(f"EC2, {what}: {error}")

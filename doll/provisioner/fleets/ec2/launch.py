@@ -1,0 +1,239 @@
+"""Launches by CreateFleet `instant`: which pools to ask, the request, and what EC2's refusals mean.
+
+A launch asks the first subnet's zone for any of the instance types, and the next zone only where that one has none:
+traffic between zones costs money, and EC2's own choice of a pool ignores that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, get_args
+
+from doll import telemetry
+from doll.provisioner.fleets.ec2.capacity import CapacityCache, Ec2Pool
+from doll.provisioner.fleets.ec2.client import Pacer, aws_errors, launch_error, rule_of
+from doll.provisioner.fleets.ec2.errors import ErrorRule, Scope, advice, rule_of_pool, worst
+from doll.provisioner.fleets.ec2.offers import Offers, Override
+from doll.provisioner.fleets.ec2.tags import CAPACITY_TYPE, client_token, order_text, tag_specifications
+from doll.provisioner.fleets.port import Instance, InstanceState, LaunchError, LaunchFailure, Order
+from doll.provisioner.planning.state import Market
+
+log = telemetry.get_logger(__name__)
+
+_MESSAGE_CHARS: Final = 300
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a pool, or a whole call, launched nothing: EC2's code and message, and what to do about it."""
+
+    code: str
+    rule: ErrorRule
+    message: str = ""
+
+
+class Ec2Launcher:
+    """Makes orders.
+
+    Args:
+        client: boto3's EC2 client.
+        template: `LaunchTemplateSpecification` of the request.
+        adopt: finds the instance that an order has made before.
+        clock: Unix seconds.
+
+    Attributes:
+        cache: pools and markets that are not asked for a while.
+    """
+
+    def __init__(
+        self,
+        client: Any,
+        offers: Offers,
+        *,
+        cluster: str,
+        job: str,
+        template: dict[str, str],
+        pacer: Pacer,
+        adopt: Callable[[Order], Instance | None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.cache = CapacityCache()
+        self._client = client
+        self._offers = offers
+        self._cluster = cluster
+        self._job = job
+        self._template = template
+        self._pacer = pacer
+        self._adopt = adopt
+        self._clock = clock
+        self._closed_subnets: dict[str, float] = {}  # until
+        self._backoff_codes: dict[tuple[Ec2Pool, Market], str] = {}  # the code of the last refusal
+
+    def choices(self, order: Order, now_s: float) -> list[list[Override]]:
+        """What the order may choose from, zone by zone.
+
+        Raises:
+            LaunchError: the market's quota is used up, or no pool is left.
+        """
+        self._check_quota(order, now_s)
+        by_zone = self._offers.by_zone()
+        choices = []
+        for _, overrides in by_zone:
+            usable = [
+                override
+                for override in overrides
+                if override.pool.name not in order.avoid
+                and not self.cache.lacks_capacity(override.pool, order.market, now_s)
+                and self._closed_subnets.get(override.subnet, now_s) <= now_s
+            ]
+            if usable:
+                choices.append(usable)
+        if not choices:
+            # It names no pools: none was asked, so no pool's backoff may start again.
+            codes = {
+                self._backoff_codes.get((override.pool, order.market), "")
+                for _, overrides in by_zone
+                for override in overrides
+            }
+            known = ", ".join(sorted(code for code in codes if code)) or "all are to be avoided"
+            raise LaunchError(
+                f"{order_text(order)}: no pool is asked now ({known})",
+                failure=LaunchFailure.CAPACITY,
+                code="KnownDry",
+            )
+        return choices
+
+    def _check_quota(self, order: Order, now_s: float) -> None:
+        until_s = self.cache.market_until_s(order.market, now_s)
+        if until_s is not None:
+            spot = order.market == "spot"
+            raise LaunchError(
+                f"{order_text(order)}: the {CAPACITY_TYPE[order.market]} quota was used up; asked again in "
+                f"{until_s - now_s:.0f} s. Raise it in Service Quotas (docs/aws.md)",
+                failure=LaunchFailure.SPOT_QUOTA if spot else LaunchFailure.ON_DEMAND_QUOTA,
+                code="MaxSpotInstanceCountExceeded" if spot else "VcpuLimitExceeded",
+            )
+
+    def launch(self, order: Order, choices: Sequence[Sequence[Override]]) -> Instance:
+        """The order's instance, from the first zone that has one.
+
+        Raises:
+            LaunchError: no zone has one, or the call failed.
+        """
+        refusals: list[Refusal] = []
+        for number, overrides in enumerate(choices):
+            outcome = self._create(order, number, overrides)
+            if isinstance(outcome, Instance):
+                return outcome
+            refusals += outcome
+            failure = worst(refusal.rule for refusal in refusals).failure
+            if failure not in (LaunchFailure.CAPACITY, LaunchFailure.REFUSED):
+                break
+        raise _failure(order, refusals, {override.pool.name for overrides in choices for override in overrides})
+
+    def _create(self, order: Order, number: int, overrides: Sequence[Override]) -> Instance | list[Refusal]:
+        """One CreateFleet call: the instance, or the refusals."""
+        self._pacer.wait()
+        try:
+            answer = self._client.create_fleet(**self._request(order, number, overrides))
+        except aws_errors() as error:
+            code, rule = rule_of(error)
+            if rule.failure is LaunchFailure.TAKEN and (adopted := self._adopt(order)) is not None:
+                return adopted
+            if rule.scope is Scope.NONE:
+                raise launch_error(order_text(order), error) from error
+            rule = _in_market(rule, order.market)
+            for override in overrides:
+                self._back_off(override, order.market, code, rule)
+            return [Refusal(code, rule, str(error))]
+        refusals = [self._refusal(entry, order, overrides) for entry in answer.get("Errors", ())]
+        ids = [(entry, id_) for entry in answer.get("Instances", ()) for id_ in entry["InstanceIds"]]
+        if not ids:
+            return refusals or [Refusal("UnfulfillableCapacity", rule_of_pool("UnfulfillableCapacity"))]
+        entry, id_ = ids[0]
+        subnet = entry.get("LaunchTemplateAndOverrides", {}).get("Overrides", {}).get("SubnetId")
+        zone = next((override.zone for override in overrides if override.subnet == subnet), overrides[0].zone)
+        pool = Ec2Pool(entry.get("InstanceType", overrides[0].instance_type), zone)
+        self.cache.clear(pool, order.market)
+        log.info(
+            "launched", id=id_, worker=order.slot, incarnation=order.incarnation, market=order.market, pool=pool.name
+        )
+        return Instance(
+            id=id_, slot=order.slot, incarnation=order.incarnation, market=order.market, pool=pool.name,
+            state=InstanceState.PENDING, launched_s=self._clock(), job=self._job,
+        )  # fmt: skip
+
+    def _refusal(self, entry: dict[str, Any], order: Order, overrides: Sequence[Override]) -> Refusal:
+        """An entry of `Errors` in the answer; the pools that it names are not asked for a while."""
+        code, message = entry.get("ErrorCode", ""), str(entry.get("ErrorMessage", ""))
+        rule = _in_market(rule_of_pool(code), order.market)
+        named = entry.get("LaunchTemplateAndOverrides", {}).get("Overrides", {})
+        for override in overrides:
+            same_type = named.get("InstanceType", override.instance_type) == override.instance_type
+            if same_type and named.get("SubnetId", override.subnet) == override.subnet:
+                self._back_off(override, order.market, code, rule)
+        if rule.alarm:
+            log.error("launch_refused", code=code, message=message, worker=order.slot)
+        return Refusal(code, rule, message)
+
+    def _request(self, order: Order, number: int, overrides: Sequence[Override]) -> dict[str, Any]:
+        request: dict[str, Any] = {
+            "Type": "instant",
+            "ClientToken": client_token(self._cluster, order, number),
+            "LaunchTemplateConfigs": [
+                {
+                    "LaunchTemplateSpecification": self._template,
+                    "Overrides": [
+                        {"InstanceType": override.instance_type, "SubnetId": override.subnet} for override in overrides
+                    ],
+                }
+            ],
+            "TargetCapacitySpecification": {
+                "TotalTargetCapacity": 1,
+                "DefaultTargetCapacityType": CAPACITY_TYPE[order.market],
+            },
+            "TagSpecifications": tag_specifications(order, cluster=self._cluster, job=self._job),
+        }
+        if order.market == "spot":
+            request["SpotOptions"] = {"AllocationStrategy": "price-capacity-optimized"}
+        else:
+            request["OnDemandOptions"] = {"AllocationStrategy": "lowest-price"}
+        return request
+
+    def _back_off(self, override: Override, market: Market, code: str, rule: ErrorRule) -> None:
+        now_s = self._clock()
+        self._backoff_codes[override.pool, market] = code
+        match rule.scope:
+            case Scope.POOL if rule.failure is LaunchFailure.REFUSED:
+                self.cache.exclude(override.pool, market, now_s + rule.backoff_s)
+            case Scope.POOL:
+                self.cache.mark_unavailable(override.pool, market, now_s, rule.backoff_s)
+            case Scope.PAIR:
+                for each in get_args(Market):
+                    self.cache.exclude(override.pool, each, now_s + rule.backoff_s)
+            case Scope.SUBNET:
+                self._closed_subnets[override.subnet] = now_s + rule.backoff_s
+            case Scope.MARKET:
+                self.cache.mark_market(market, now_s, rule.backoff_s)
+            case Scope.NONE:
+                return
+        log.info("pool_excluded", pool=override.pool.name, market=market, code=code, for_s=rule.backoff_s)
+
+
+def _failure(order: Order, refusals: Sequence[Refusal], pools: Collection[str]) -> LaunchError:
+    failure = worst(refusal.rule for refusal in refusals).failure
+    codes = list(dict.fromkeys(refusal.code for refusal in refusals))
+    chosen = next(refusal for refusal in refusals if refusal.rule.failure is failure)
+    of_pools = failure in (LaunchFailure.CAPACITY, LaunchFailure.REFUSED)
+    text = f"{order_text(order)}: {', '.join(codes)}" + (f" in {', '.join(sorted(pools))}" if of_pools else "")
+    if failure in (LaunchFailure.REFUSED, LaunchFailure.CONFIG):
+        text = f"{chosen.code}: {chosen.message[:_MESSAGE_CHARS] or 'EC2 gives no message'}: {advice(chosen.code)}"
+    return LaunchError(text, failure=failure, code=chosen.code, pools=pools if of_pools else ())
+
+
+def _in_market(rule: ErrorRule, market: Market) -> ErrorRule:
+    """A quota is that of the market that was asked, whatever its code is called."""
+    if rule.scope is not Scope.MARKET:
+        return rule
+    return replace(rule, failure=LaunchFailure.SPOT_QUOTA if market == "spot" else LaunchFailure.ON_DEMAND_QUOTA)
