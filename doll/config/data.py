@@ -10,22 +10,29 @@ from doll.config.section import Section
 
 
 class DataConfig(Section):
+    """The stream."""
+
     workers: PositiveInt = Field(
-        default=4, description="N: datastreams = partitions of the samples topic = worker slots"
+        default=4, description="N: number of streams; each is a partition of the samples topic and has one worker slot"
     )
     batch_size: PositiveInt = Field(default=64, description="b: samples per batch")
     samples_per_record: PositiveInt = Field(
         default=1, description="m: samples packed in one Kafka record; divides batch_size"
     )
-    start: Literal["earliest", "latest"] = Field(default="earliest", description="where a new job begins in the stream")
-    max_record_bytes: PositiveInt = Field(default=1_048_576, description="a longer record is dead-lettered")
+    start: Literal["earliest", "latest"] = Field(
+        default="earliest", description="where a new job begins to read the stream"
+    )
+    max_record_bytes: PositiveInt = Field(
+        default=1_048_576, description="maximum size of a record; a longer one is dead-lettered"
+    )
     retention_hours: PositiveFloat = Field(
-        default=24.0, description="how long the samples topic keeps records, if DOLL creates it"
+        default=24.0, description="retention time of the samples topic, if DOLL creates it"
     )
     on_data_loss: Literal["stop", "skip"] = Field(
         default="stop",
-        description="what a worker does when records are deleted from the samples topic before they are learned: stop "
-        "with exit code 4, or skip them (they are counted, and named by the audit)",
+        description="what a worker does if records are deleted from the samples topic before they are learned: stop "
+        "with "
+        "exit code 4, or skip them (the audit counts and lists them)",
     )
 
     @model_validator(mode="after")

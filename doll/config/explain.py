@@ -1,4 +1,4 @@
-"""Error texts for a job file that is wrong: the key, what was expected, what came."""
+"""Error texts of an invalid job file: the key, the expected value, the actual value."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from doll.config.variants import sections_of
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> Iterator[str]:
-    """One line per wrong key of a job file that `root` describes: the key, what was expected, what came."""
+    """One line per wrong key of a job file that `root` describes: the key, the expected value, the actual value."""
     for item in error.errors():
         loc = _location(item["loc"])
         key = ".".join(loc) or "job file"
-        came = item.get("input")
-        shown = _shown(came)
+        value = item.get("input")
+        shown = _shown(value)
         match item["type"]:
             case "extra_forbidden":
                 known = [name for name in _sibling_keys(root, loc) if name != loc[-1]]
-                near = difflib.get_close_matches(loc[-1], known, n=1)
-                hint = f" (did you mean {near[0]!r}?)" if near else ""
+                matches = difflib.get_close_matches(loc[-1], known, n=1)
+                hint = f" (did you mean {matches[0]!r}?)" if matches else ""
                 yield f"{key}: unknown key{hint}"
             case "missing":
                 yield f"{key}: expected a value, got nothing: add this key"
             case "unknown_variant":
                 variant = item["ctx"]
-                given = came.get(variant["key"]) if isinstance(came, dict) else came
+                given = value.get(variant["key"]) if isinstance(value, dict) else value
                 yield f"{key}.{variant['key']}: expected one of {variant['expected']}, got {_shown(given)}"
             case "value_error":
                 message = item["msg"].removeprefix("Value error, ")
@@ -40,10 +40,10 @@ def explain(error: ValidationError, root: type[BaseModel]) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    """A value for a message, short whatever it is."""
+    """A value for a message, shortened."""
     try:
         text = repr(value)
-    except ValueError:  # a whole number of thousands of digits
+    except ValueError:  # an integer of thousands of digits
         return type(value).__name__
     return type(value).__name__ if isinstance(value, dict | list) and len(text) >= 60 else shortened(text)
 

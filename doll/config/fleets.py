@@ -22,35 +22,35 @@ class FleetSection(Section):
     kind: str
     cluster: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")] | None = Field(
         default=None,
-        description="marks the machines of this job, and no others are touched; jobs may share it one after the other; "
-        "default: the job's name",
+        description="identifies the machines of this job; no others are changed. Jobs that run one after the other may "
+        "share it; default: the job's name",
     )
 
 
 @fleets.add
 class ProcessesFleetConfig(FleetSection):
-    """Worker processes of this machine as instances, on a spot market that is replayed."""
+    """Worker processes on this machine as instances of a replayed spot market."""
 
     kind: Literal["processes"] = "processes"
     trace: Path | None = Field(
         default=None,
-        description="folder of recorded prices and availability (docs/traces.md); default: two states, up and down, by "
-        "`plan.alpha` and `plan.cycle_s`, at the prices of `plan`",
+        description="folder of recorded prices and availability (docs/traces.md); default: random available and "
+        "unavailable periods by `plan.alpha` and `plan.cycle_s`, at the prices of `plan`",
     )
     pool: str | None = Field(default=None, description="pool of the trace; default: its first")
     speed_up: PositiveFloat = Field(
-        default=1.0, description="seconds of the market, which is what is billed, per second of this machine"
+        default=1.0, description="seconds of market time, which is billed, per second of real time"
     )
     notice_s: float = Field(
         default=2.0,
         ge=0,
-        description="seconds of this machine from a notice to SIGKILL; `speed_up` does not shorten it",
+        description="real seconds from an interruption notice to SIGKILL, whatever `speed_up` is",
     )
     no_notice_share: float = Field(
-        default=0.0, ge=0, le=1, description="share of the preemptions that come without notice, as they do on EC2"
+        default=0.0, ge=0, le=1, description="share of the preemptions that come without a notice, as on EC2"
     )
     boot_s: float = Field(
-        default=0.0, ge=0, description="seconds of this machine from a launch until its worker joins the job"
+        default=0.0, ge=0, description="real seconds from a launch until the worker starts to join the job"
     )
 
 
@@ -63,54 +63,59 @@ class ComposeFleetConfig(FleetSection):
         default="doll", description="name of the compose project, whose network and worker image are used"
     )
     service: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")] = Field(
-        default="worker", description="service of the project that a worker's image, command and environment come from"
+        default="worker",
+        description="service of the project that defines the image, command and environment of a worker",
     )
     file: Path = Field(default=Path("docker-compose.yml"), description="the compose file")
     docker: str = Field(default="docker", description="the docker program")
-    timeout_s: PositiveFloat = Field(default=60.0, description="a docker command that takes longer has failed")
+    timeout_s: PositiveFloat = Field(default=60.0, description="timeout of a docker command")
 
 
 @fleets.add
 class Ec2FleetConfig(FleetSection):
-    """EC2 instances, one per worker slot (docs/aws.md). Credentials as boto3 finds them."""
+    """EC2 instances, one per worker slot (docs/aws.md), with the default credentials of boto3."""
 
     kind: Literal["ec2"]
     region: Annotated[str, StringConstraints(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$")] | None = Field(
-        default=None, description="e.g. us-east-1; default: as boto3 finds it"
+        default=None, description="e.g. us-east-1; default: the default region of boto3"
     )
     launch_template: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9().\-/_]{3,128}$")] = Field(
-        description="id (lt-...) or name of the workers' launch template; it names no market and no instance type"
+        description="id (lt-...) or name of the workers' launch template, without market and instance type"
     )
     launch_template_version: PositiveInt = Field(
-        description="a number: what runs must not change because somebody edits the template"
+        description="version number of the launch template, so that edits of the template do not change running jobs"
     )
     subnets: Annotated[
         list[Annotated[str, StringConstraints(pattern=r"^subnet-[0-9a-f]{8,17}$")]], Field(min_length=1)
     ] = Field(
-        description="in order of preference, the parameter server's zone first: traffic between zones costs 0.02 $/GB"
+        description="in order of preference; begin with the zone of the parameter server: traffic between zones costs"
+        " 0.02 $/GB"
     )
     instance_types: Annotated[
         list[Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]*\.[a-z0-9-]+$")]], Field(min_length=1)
-    ] = Field(description="of about one size; 6 or more keep spot available")
+    ] = Field(description="instance types of similar size; 6 or more improve the availability of spot")
     queue_url: Annotated[str, StringConstraints(pattern=r"^https?://\S+$")] | None = Field(
-        default=None, description="SQS queue that gets the interruption notices; default: no early notice"
+        default=None, description="SQS queue of the interruption notices; default: no early notice"
     )
     api_calls_per_s: float = Field(
-        default=2.0, gt=0, le=20, description="launches and terminations per second, at most"
+        default=2.0, gt=0, le=20, description="maximum number of launches and terminations per second"
     )
     price_cache: Path | None = Field(
-        default=None, description="file that keeps on-demand prices; default: `prices.json` in the run folder"
+        default=None, description="cache file for on-demand prices; default: `prices.json` in the run folder"
     )
     placement_scores: bool = Field(
         default=False,
-        description="ask EC2 at the start and hourly how likely each zone is to have all workers on spot, 1 to 10: "
-        "logged, and shown by `doll provision status`; advice, nothing is decided by it",
+        description="get EC2's spot placement score of each zone (1 to 10) for all workers, at the start and hourly: "
+        "it is "
+        "logged and shown by `doll provision status`, and has no influence on decisions",
     )
 
     @model_validator(mode="after")
     def _scored(self) -> Self:
         if self.placement_scores and len(set(self.instance_types)) < 3:
-            raise ValueError("placement_scores: expected 3 or more instance_types: with fewer EC2 always scores low")
+            raise ValueError(
+                "placement_scores: expected 3 or more instance_types: with fewer, EC2 always returns a low score"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The whole job file, and what follows from it."""
+"""The whole job file, and values that are derived from it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class JobConfig(Section):
     """The whole job file."""
 
     job: str = Field(description="name of the job: part of topic names, keys and folders")
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, description="of the initial weights and the generated streams")
     task: TaskConfig
     data: DataConfig = Field(default_factory=DataConfig)
     source: SourceConfig | None = Field(
-        default=None, description="what `doll up` and `doll produce` send; default: somebody else's producer"
+        default=None, description="the source that `doll up` and `doll produce` send; default: an external producer"
     )
     arrivals: ArrivalsConfig = Field(default_factory=ArrivalsConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
@@ -44,7 +44,7 @@ class JobConfig(Section):
     plan: PlanConfig = Field(default_factory=PlanConfig)
     provision: ProvisionConfig = Field(default_factory=ProvisionConfig)
     fleet: FleetConfig = Field(
-        default_factory=ProcessesFleetConfig, description="the machines that `doll provision` starts workers on"
+        default_factory=ProcessesFleetConfig, description="the machines that `doll provision` launches for workers"
     )
     base_folder: Path = Field(
         default=Path("."), exclude=True, description="folder of the job file; relative paths start there"
@@ -55,7 +55,7 @@ class JobConfig(Section):
         if not JOB_NAME.fullmatch(self.job):
             raise ValueError(f"job: expected 1-63 of a-z 0-9 _ - beginning with a letter or digit, got {self.job!r}")
         if self.arrivals.while_down == "pause" and isinstance(self.source, StdinSource):
-            raise ValueError("arrivals.while_down: pause: expected a source of one's own pace, got stdin")
+            raise ValueError("arrivals.while_down: pause: expected another source than stdin")
         rates = self.arrivals.rate_per_s
         if isinstance(rates, list) and len(rates) != self.data.workers:
             raise ValueError(
@@ -70,11 +70,11 @@ class JobConfig(Section):
         return self
 
     def path(self, value: Path) -> Path:
-        """`value`, taken relative to the job file's folder."""
+        """`value`, resolved relative to the folder of the job file."""
         return value if value.is_absolute() else self.base_folder / value
 
     def rates_per_s(self) -> list[float]:
-        """Samples per second of each stream (infinite when the source sends as fast as it can)."""
+        """Samples per second of each stream (infinite if the source sends as fast as it can)."""
         if self.arrivals.process == "asap":
             return [float("inf")] * self.data.workers
         rates = self.arrivals.rate_per_s
@@ -82,7 +82,7 @@ class JobConfig(Section):
 
     @property
     def cluster(self) -> str:
-        """What marks the machines of this job."""
+        """The name that identifies the machines of this job."""
         return self.fleet.cluster or self.job
 
     @property

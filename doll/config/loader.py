@@ -14,18 +14,18 @@ from doll.config.explain import explain, shortened
 from doll.config.job import JobConfig
 from doll.errors import ConfigError
 
-# Far above any job file's: what is larger was made to fill the memory, or is no job file.
+# Far above any real job file: a larger file is no job file, or an attempt to exhaust the memory.
 MAX_CHARS = 1_000_000
 MAX_VALUES = 100_000
 MAX_DEPTH = 40
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> JobConfig:
-    """The job file at `path` with `key.sub=value` overrides, checked.
+    """Load and check the job file at `path`, with `key.sub=value` overrides.
 
     Raises:
-        ConfigError: the file is not there, is not YAML, or a key is unknown, missing or has a wrong value. The message
-            names the key, what was expected and what came.
+        ConfigError: the file does not exist, is not YAML, or a key is unknown, missing or has a wrong value. The
+            message has the key, the expected value and the actual one.
     """
     try:
         text = read_text(path, max_bytes=4 * MAX_CHARS)
@@ -37,7 +37,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> JobConfig:
 def parse(
     text: str, overrides: Sequence[str] = (), *, origin: str = "job file", base_folder: Path = Path(".")
 ) -> JobConfig:
-    """As `load`, from the text of a job file.
+    """As `load`, for the text of a job file.
 
     Raises:
         ConfigError: as in `load`.
@@ -48,22 +48,22 @@ def parse(
     for override in overrides:
         _override(data, override)
     try:
-        # A resolved job file (of a run folder) names the folder that its relative paths start from.
-        named = data.get("base_folder")
-        folder = base_folder / named if isinstance(named, str) else base_folder
+        # The resolved job file of a run has the folder that its relative paths start from.
+        own_folder = data.get("base_folder")
+        folder = base_folder / own_folder if isinstance(own_folder, str) else base_folder
         return JobConfig.model_validate({**data, "base_folder": folder})
     except ValidationError as exc:
         raise ConfigError("\n".join(f"{origin}: {line}" for line in explain(exc, JobConfig))) from exc
 
 
 def dump(config: JobConfig) -> str:
-    """The effective job file as YAML; `parse(dump(c))` equals `c` but for the base folder."""
+    """The effective job file as YAML; `parse(dump(c))` equals `c` except for the base folder."""
     text: str = yaml.safe_dump(config.model_dump(mode="json", by_alias=True, exclude_none=True), sort_keys=False)
     return text
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's plain values only. Merged keys (`<<`) are counted: a few lines of them can stand for 10^9 keys."""
+    """Loads plain YAML values only, and counts merged keys (`<<`): a few lines of them can expand to 10^9 keys."""
 
     merged = 0
 
@@ -82,7 +82,7 @@ class _Loader(yaml.SafeLoader):
             raise yaml.YAMLError(f"more than {MAX_VALUES} keys")
 
 
-# A job file holds text, numbers, lists and keys. Dates stay text, since no key is one.
+# Text, numbers, lists and mappings. Dates stay text, because no key takes a date.
 _PLAIN = {f"tag:yaml.org,2002:{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map")}
 _Loader.yaml_constructors = {
     tag: make for tag, make in yaml.SafeLoader.yaml_constructors.items() if tag is None or tag in _PLAIN
@@ -94,13 +94,13 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def _plain_values(text: str, origin: str) -> Any:
-    """What stands in a YAML text, bounded in size and depth with all its references followed.
+    """The value of a YAML text, bounded in size and depth with all its references followed.
 
     Raises:
-        ConfigError: it is not YAML, or beyond what any job needs: it would only fill the memory.
+        ConfigError: it is not YAML, or too large.
     """
     if len(text) > MAX_CHARS:
-        raise ConfigError(f"{origin} not a job file's: expected at most {MAX_CHARS} characters, got {len(text)}")
+        raise ConfigError(f"{origin} not a job file: expected at most {MAX_CHARS} characters, got {len(text)}")
     try:
         loader = _Loader(text)
         try:
@@ -112,7 +112,7 @@ def _plain_values(text: str, origin: str) -> Any:
     try:
         check_size(data, max_values=MAX_VALUES, max_depth=MAX_DEPTH)
     except MalformedError as exc:
-        raise ConfigError(f"{origin} not a job file's: {exc}: does an anchor refer to itself?") from exc
+        raise ConfigError(f"{origin} not a job file: {exc}: does an anchor refer to itself?") from exc
     return data
 
 
@@ -120,11 +120,11 @@ def _override(data: dict[Any, Any], override: str) -> None:
     key, sep, value = override.partition("=")
     if not sep or not key.strip():
         raise ConfigError(f"--set: expected key.sub=value, got {override!r}")
-    at = data
+    section = data
     parts = key.strip().split(".")
     for part in parts[:-1]:
-        inner = at.setdefault(part, {})
+        inner = section.setdefault(part, {})
         if not isinstance(inner, dict):
             raise ConfigError(f"--set {override}: {part!r} is a value, not a section")
-        at = inner
-    at[parts[-1]] = _plain_values(value, f"--set {override:.80}: value is")
+        section = inner
+    section[parts[-1]] = _plain_values(value, f"--set {override:.80}: value is")

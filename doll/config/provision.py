@@ -1,4 +1,4 @@
-"""What the job may cost and by when it ends, and how machines are provisioned for its workers."""
+"""Deadline, budget and prices of a job, and how machines are provisioned for its workers."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from doll.config.section import Section
 
 
 class PlanConfig(Section):
-    """What the job is worth: error target, deadline, budget and prices. Read by `doll plan` and the provisioner."""
+    """Error target, deadline, budget and prices, for `doll plan` and the provisioner."""
 
-    updates: PositiveInt | None = Field(default=None, description="J: updates that meet the error target")
+    updates: PositiveInt | None = Field(default=None, description="J: number of updates that reach the error target")
     target_error: PositiveFloat | None = Field(
-        default=None, description="error to reach, in the unit of `measure`; J then comes from `pilot`"
+        default=None, description="error to reach, as `measure` defines it; J is then estimated from `pilot`"
     )
     measure: Literal["error_rate", "loss"] = Field(
         default="error_rate", description="held-out error: 1 - accuracy, or the task's loss"
     )
     pilot: Path | None = Field(default=None, description="run folder from which `doll plan` takes J and `service_s`")
     deadline_s: PositiveFloat | None = Field(default=None, description="seconds from the start of the job")
-    budget_usd: PositiveFloat | None = Field(default=None, description="most that the workers may cost")
-    spot_usd_per_h: float | None = Field(default=None, ge=0, description="price of a worker on spot while it is up")
-    on_demand_usd_per_h: PositiveFloat | None = Field(default=None, description="price of a worker on-demand")
-    alpha: float = Field(default=0.9, ge=0, le=1, description="fraction of the time that a spot worker is up")
-    cycle_s: PositiveFloat = Field(default=36000.0, description="mean up and down time of a spot worker together")
+    budget_usd: PositiveFloat | None = Field(default=None, description="maximum cost of the workers")
+    spot_usd_per_h: float | None = Field(default=None, ge=0, description="price of a running worker on spot")
+    on_demand_usd_per_h: PositiveFloat | None = Field(default=None, description="price of a worker on on-demand")
+    alpha: float = Field(default=0.9, ge=0, le=1, description="fraction of time for which a spot worker is available")
+    cycle_s: PositiveFloat = Field(
+        default=36000.0, description="mean length of an available and an unavailable period of a spot worker together"
+    )
     risk: float | None = Field(
         default=None,
         gt=0,
         le=0.5,
-        description="accepted probability of missing the deadline; default: plan on the mean",
+        description="accepted probability of missing the deadline; default: plan with the mean",
     )
-    boot_s: float = Field(default=90.0, ge=0, description="from a change of market to a worker that is ready")
-    margin: float = Field(default=0.005, ge=0, lt=1, description="fraction of the deadline held back")
+    boot_s: float = Field(default=90.0, ge=0, description="time from a launch to a worker that is ready")
+    margin: float = Field(default=0.005, ge=0, lt=1, description="fraction of the deadline that is kept in reserve")
     service_s: PositiveFloat | None = Field(
         default=None,
-        description="mean seconds to compute and upload one batch's gradient; `doll calibrate` measures it",
+        description="mean seconds to compute and upload the gradient of a batch; `doll calibrate` measures it",
     )
 
     @model_validator(mode="after")
@@ -48,44 +50,50 @@ class PlanConfig(Section):
 
 
 class ProvisionConfig(Section):
-    """How `doll provision` buys machines for the workers."""
+    """How `doll provision` launches machines for the workers."""
 
     every_s: PositiveFloat | None = Field(
         default=None,
-        description="seconds between two turns; default: 30, or a 200th of the deadline where that is less, but 1",
+        description="seconds between two iterations; default: 30, or 1/200 of the deadline if that is less, but at "
+        "least 1",
     )
     rule: Literal["pace", "theorem"] = Field(
         default="pace",
-        description="pace: wait for spot while the slack allows; theorem: the mix of Theorem 4/5 on what is left",
+        description="pace: use on-demand only as far as the deadline needs it now; theorem: the fixed mix of Theorem "
+        "4/5, "
+        "planned anew each time",
     )
     deadline_guard: bool = Field(
-        default=True, description="keep so much on-demand that the deadline holds even if all of spot went down now"
+        default=True,
+        description="keep enough workers on-demand to meet the deadline even if all spot machines were interrupted now",
     )
     spot_stable_s: float | None = Field(
         default=None,
         ge=0,
-        description="how long spot must have been available before a worker returns to it; "
-        "default: 2 boots, at least 5 turns",
+        description="time for which spot must have been available before a worker returns to it; default: 2 boot "
+        "times, "
+        "at least 5 iterations",
     )
     re_estimate: bool = Field(
         default=False,
-        description="estimate the updates to `plan.target_error` anew from the job's own held-out errors as it runs",
+        description="estimate the updates to `plan.target_error` again while the job runs, from its held-out errors",
     )
-    launches_per_min: PositiveInt = Field(default=120, description="launches of the whole fleet, at most")
+    launches_per_min: PositiveInt = Field(default=120, description="maximum number of launches of the whole fleet")
     fallbacks_per_min: PositiveInt = Field(
-        default=60, description="of these, from spot to on-demand while the deadline is not in danger"
+        default=60, description="of these, maximum number from spot to on-demand while the deadline is safe"
     )
     pool_backoff_s: float | None = Field(
         default=None,
         ge=0,
-        description="a pool that was dry, or took a machine back, is avoided so long; default: 180, processes: 0",
+        description="time for which a pool without capacity, or with an interruption, is avoided; default: 180, "
+        "processes: 0",
     )
     heartbeat_timeout_s: PositiveFloat = Field(
-        default=30.0, description="a worker that is not heard for so long, while others are, does not work"
+        default=30.0, description="a worker that is silent for this long, while others are not, is considered failed"
     )
     replace_after_s: PositiveFloat = Field(
-        default=300.0, description="a machine whose worker is silent for so long is replaced"
+        default=300.0, description="a machine whose worker is silent for this long is replaced"
     )
     boot_timeout_s: PositiveFloat = Field(
-        default=900.0, description="a machine whose worker has not joined by then is replaced"
+        default=900.0, description="a machine whose worker has not joined after this time is replaced"
     )

@@ -1,4 +1,4 @@
-"""docs/configuration.md, written from the models that check the job file: `python -m doll.config.reference FILE`."""
+"""Generates docs/configuration.md from the models of the job file: `python -m doll.config.reference FILE`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _HEAD = """\
 # The job file
 
 One YAML file describes a whole job. `doll config check JOB.yaml` checks it, `doll config show JOB.yaml` prints it with
-all defaults. `--set key.sub=value` overrides a key on every command. Relative paths start at the job file's folder.
+all defaults. `--set key.sub=value` overrides a key on every command. Relative paths are relative to the job file.
 
-Secrets never stand in the file. They come from the environment: `DOLL_KAFKA_USERNAME`, `DOLL_KAFKA_PASSWORD`,
-`DOLL_KAFKA_CA`, `DOLL_REDIS_USERNAME`, `DOLL_REDIS_PASSWORD`. Addresses may come from there too: `DOLL_KAFKA`,
+Secrets are not allowed in the file. They come from the environment: `DOLL_KAFKA_USERNAME`, `DOLL_KAFKA_PASSWORD`,
+`DOLL_KAFKA_CA`, `DOLL_REDIS_USERNAME`, `DOLL_REDIS_PASSWORD`. Addresses may come from there, too: `DOLL_KAFKA`,
 `DOLL_REDIS`.
 
 This page is generated from `doll/config/` by `python -m doll.config.reference docs/configuration.md`.

@@ -14,26 +14,30 @@ S3_URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/\s]+)*/?")
 
 
 class CheckpointConfig(Section):
-    """The durable model. A batch is acknowledged to Kafka only when it is in a checkpoint."""
+    """The durable model. The offset of a batch is committed to Kafka only after a checkpoint contains the batch."""
 
     folder: Annotated[str, StringConstraints(pattern="^s3://")] | Path | None = Field(
         default=None,
-        description="a folder, or s3://bucket/prefix (credentials as boto3 finds them); default: `checkpoints/` in the "
-        "run folder",
+        description="a folder, or s3://bucket/prefix (with the default credentials of boto3); default: `checkpoints/`"
+        " in "
+        "the run folder",
     )
-    every_updates: PositiveInt = 20
-    every_s: PositiveFloat = 2.0
+    every_updates: PositiveInt = Field(default=20, description="a checkpoint is due after this many updates")
+    every_s: PositiveFloat = Field(default=2.0, description="or after this time, if there are updates")
     keep: int = Field(
-        default=3, ge=2, description="newest checkpoints kept; at least 2, so that a torn one has a predecessor"
+        default=3,
+        ge=2,
+        description="number of newest checkpoints that are kept; at least 2, in case the newest one is damaged",
     )
     retry_timeout_s: PositiveFloat = Field(
         default=60.0,
-        description="a checkpoint that cannot be saved is tried again for this long; then the parameter server ends, "
-        "to be started again",
+        description="a checkpoint that cannot be saved is retried for this long; then the parameter server exits, to "
+        "be "
+        "restarted",
     )
     event_log: bool = Field(
         default=False,
-        description="keep every event and gradient in the run folder, to replay the run to the bit (large)",
+        description="write every event and gradient to the run folder, for a bit-exact replay of the run (large)",
     )
 
     @field_validator("folder", mode="before")
@@ -46,76 +50,89 @@ class CheckpointConfig(Section):
 
 
 class EvaluationConfig(Section):
-    every_s: PositiveFloat = Field(default=1.0, description="at most one held-out evaluation in this time")
-    max_samples: PositiveInt = Field(default=2000, description="size of the held-out set, if the task offers more")
-    enabled: bool = True
+    """Held-out evaluation."""
+
+    every_s: PositiveFloat = Field(default=1.0, description="minimum time between two held-out evaluations")
+    max_samples: PositiveInt = Field(default=2000, description="maximum size of the held-out set")
+    enabled: bool = Field(default=True, description="false: `doll up` starts no evaluator")
 
 
 class WorkerConfig(Section):
+    """The workers."""
+
     max_pending_batches: PositiveInt = Field(
-        default=32, description="batches a worker holds that are not durable yet; then it stops reading"
+        default=32,
+        description="maximum number of batches of a worker that are not durable yet; at this number it stops reading",
     )
-    lease_s: PositiveFloat = Field(default=8.0, description="a worker that is silent for this long is treated as gone")
+    lease_s: PositiveFloat = Field(default=8.0, description="a worker that is silent for this long is considered gone")
     grant_timeout_s: PositiveFloat = Field(
-        default=30.0, description="a granted batch without gradient after this (or 5 mean gradient times) is replaced"
+        default=30.0,
+        description="a granted batch that has no gradient after this time (or 5 mean gradient times) is replaced",
     )
     stall_timeout_s: PositiveFloat = Field(
-        default=60.0, description="a worker that has records to read and gets none for this long exits, to be restarted"
+        default=60.0,
+        description="a worker that receives no records for this long, although there are some, exits to be restarted",
     )
     drain_s: PositiveFloat = Field(
         default=8.0,
-        description="time to finish or hand back after SIGTERM; below the notice of the machines (AWS 120 s, GCP 30 s)",
+        description="time to finish or return a batch after SIGTERM; keep it below the notice time of the machines "
+        "(AWS "
+        "120 s, GCP 30 s)",
     )
     notice_s: PositiveFloat = Field(
         default=25.0,
-        description="time to finish or hand back after a spot notice, at most: AWS gives 120 s and says when, GCP 30 s",
+        description="maximum time to finish or return a batch after a spot interruption notice (AWS: 120 s, GCP: 30 s)",
     )
     spot_notices: Literal["none", "imds"] | None = Field(
         default=None,
-        description="imds: ask the EC2 instance metadata service every 5 s whether spot takes this machine, and leave "
-        "before it does; default: $DOLL_SPOT_NOTICES, else imds with `doll worker --from-imds`, else none",
+        description="imds: poll the EC2 instance metadata service every 5 s for an interruption notice, and leave "
+        "before "
+        "the interruption; default: $DOLL_SPOT_NOTICES, else imds with `doll worker --from-imds`, else none",
     )
     torch_threads: PositiveInt = 1
     fetch_max_wait_ms: PositiveInt = Field(
         default=200,
-        description="samples of a slow stream may wait at the broker for so long, so that one request fetches many",
+        description="maximum time that samples of a slow stream wait at the broker, so that a request fetches several",
     )
     stream_buffer_records: PositiveInt | None = Field(
-        default=None, description="records that Faust buffers; default: 4096, fewer when samples are packed"
+        default=None, description="records that Faust buffers; default: 4096, or fewer if records hold several samples"
     )
 
 
 class PsConfig(Section):
+    """The parameter server."""
+
     lease_s: PositiveFloat = Field(
         default=5.0,
-        description="a parameter server that is silent for this long is succeeded by its standby; away for longer, it "
-        "makes sure that it has no successor before it goes on",
+        description="a standby takes over from a parameter server that is silent for this long; a server that was "
+        "disconnected for longer checks that it has no successor before it continues",
     )
 
 
 class HealthConfig(Section):
-    """Probes: `/healthz` and `/readyz` of each process on 127.0.0.1."""
+    """Health probes: `/healthz` and `/readyz` of each process on 127.0.0.1."""
 
     base_port: int | None = Field(
         default=None,
         ge=1024,
         le=60_000,
-        description="the parameter server answers here, evaluator + 1, producer + 2, standby + 3, provisioner + 5, "
-        "worker n + 10 + n; default: $DOLL_HEALTH_PORT of each process, else no probes (`doll up` picks free ports: "
+        description="port of the parameter server; evaluator: + 1, producer: + 2, standby: + 3, provisioner: + 5, "
+        "worker n: + 10 + n; default: $DOLL_HEALTH_PORT of each process, else no probes (`doll up` picks "
+        "free ports, see "
         "health.json)",
     )
     liveness_timeout_s: PositiveFloat = Field(
-        default=60.0, description="a process whose main loop does not turn for this long ends, to be started again"
+        default=60.0, description="a process whose main loop makes no progress for this long exits, to be restarted"
     )
 
 
 class BlobConfig(Section):
-    """Weights and gradients on their way between processes."""
+    """The transport of weights and gradients between processes."""
 
     kind: Literal["auto", "redis", "shm"] = Field(
         default="auto",
-        description="auto: shared memory between the processes that `doll up` starts on this machine with a Redis of "
-        "its own, else Redis; shm: as auto, also with a Redis that is given (all workers on this machine)",
+        description="auto: shared memory if `doll up` starts all processes and Redis on this machine, else Redis; shm: "
+        "shared memory also with a given Redis (all workers on this machine)",
     )
-    ttl_s: PositiveFloat = Field(default=600.0, description="time to live of weights and gradients there")
-    keep_versions: int = Field(default=4, ge=2)
+    ttl_s: PositiveFloat = Field(default=600.0, description="time to live of weights and gradients")
+    keep_versions: int = Field(default=4, ge=2, description="number of newest versions of the weights that are kept")

@@ -10,15 +10,17 @@ from doll.config.section import Section
 
 
 class KafkaConfig(Section):
+    """The connection to Kafka."""
+
     address: str | None = Field(
         default=None, description="host:port[,host:port]; default: $DOLL_KAFKA, else a local broker is started"
     )
-    replication_factor: PositiveInt = 1
+    replication_factor: PositiveInt = Field(default=1, description="of the topics that DOLL creates")
     security: Literal["plaintext", "ssl", "sasl_plaintext", "sasl_ssl"] = "plaintext"
     producer_user: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._=,@/ -]+$")] | None = Field(
         default=None,
-        description="user of Kafka's that may write to `samples` and nothing else: allowed, by ACLs, when the topics "
-        "are made or checked",
+        description="Kafka user that may only write to `samples`; its ACLs are set when the topics are created or "
+        "checked",
     )
 
     @model_validator(mode="after")
@@ -29,6 +31,8 @@ class KafkaConfig(Section):
 
 
 class RedisConfig(Section):
+    """The connection to Redis."""
+
     address: str | None = Field(
         default=None, description="redis://host:port/db; default: $DOLL_REDIS, else a local server is started"
     )

@@ -1,4 +1,4 @@
-"""Where samples come from, and when they arrive."""
+"""The source of the samples, and the process of their arrival."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from doll.config.variants import Variants
 
 
 class ArrivalsConfig(Section):
-    """When samples arrive at each stream."""
+    """When samples arrive on each stream."""
 
     process: Literal["poisson", "deterministic", "asap", "trace"] = "poisson"
     rate_per_s: PositiveFloat | list[PositiveFloat] = Field(
-        default=125.0, description="samples per second and stream; a list gives each stream its own rate"
+        default=125.0, description="samples per second and stream; or a list with the rate of each stream"
     )
     trace: Path | None = Field(
-        default=None, description="text file: one gap in seconds per line, repeated when it ends"
+        default=None, description="text file with one gap in seconds per line; repeated from its beginning when it ends"
     )
     while_down: Literal["queue", "pause"] = Field(
         default="queue",
-        description="what `doll produce` does with a stream whose worker is down: send on, or send nothing until it is "
-        "up again (the DOLL paper's model; the formulas of cost and runtime hold only so)",
+        description="what `doll produce` does while the worker of a stream is down: queue sends on, pause sends "
+        "nothing "
+        "until it is live again (the model of the DOLL paper; its formulas for cost and runtime assume it)",
     )
 
     @model_validator(mode="after")
     def _pausable(self) -> Self:
         if self.while_down == "pause" and self.process == "asap":
-            raise ValueError("while_down: pause: expected a process that keeps time, got asap")
+            raise ValueError("while_down: pause: expected process poisson, deterministic or trace, got asap")
         return self
 
     @model_validator(mode="after")
@@ -42,56 +43,58 @@ class ArrivalsConfig(Section):
 
 class _Source(Section):
     limit_samples: PositiveInt | None = Field(
-        default=None, description="end the stream after this many samples; default: endless"
+        default=None, description="end the stream after this many samples; default: no end"
     )
 
 
 class DigitsSource(_Source):
-    """scikit-learn's handwritten digits, each passed through a random affine and perspective transform."""
+    """The handwritten digits of scikit-learn, each under a random affine and perspective transform."""
 
     kind: Literal["digits"]
 
 
 class IdxSource(_Source):
-    """Images and labels in IDX files (MNIST's format), .gz or plain; optionally transformed at random."""
+    """Images and labels in IDX files (the format of MNIST), plain or .gz."""
 
     kind: Literal["idx"]
     images: Path
     labels: Path
-    augment: bool = True
-    skip: int = Field(default=0, ge=0, description="leave out the first images (for a held-out set)")
+    augment: bool = Field(default=True, description="transform each image at random")
+    skip: int = Field(default=0, ge=0, description="number of images to skip at the beginning, for a held-out set")
 
 
 class CsvSource(_Source):
-    """Lines of a CSV file in order, as they stand; sample i goes to stream i mod N."""
+    """The lines of a CSV file in order, unchanged; sample i goes to stream i mod N."""
 
     kind: Literal["csv"]
     path: Path
-    header: bool = Field(default=False, description="the first line names the columns and is not a sample")
-    repeat: bool = Field(default=False, description="begin again at the end of the file")
+    header: bool = Field(default=False, description="the first line is a header and not a sample")
+    repeat: bool = Field(default=False, description="start again at the end of the file")
 
 
 class JsonlSource(_Source):
-    """Lines of a JSON-lines file in order, as they stand; sample i goes to stream i mod N."""
+    """The lines of a JSON Lines file in order, unchanged; sample i goes to stream i mod N."""
 
     kind: Literal["jsonl"]
     path: Path
-    repeat: bool = False
+    repeat: bool = Field(default=False, description="start again at the end of the file")
 
 
 class StdinSource(_Source):
-    """Lines of standard input, as they stand; sample i goes to stream i mod N."""
+    """The lines of standard input, unchanged; sample i goes to stream i mod N."""
 
     kind: Literal["stdin"]
 
 
 class SyntheticSource(_Source):
-    """Gaussian classes in `features` dimensions as packed little-endian float32, then the class as one float32."""
+    """Gaussian classes. A sample is `features` little-endian float32 values, then the class as one float32."""
 
     kind: Literal["synthetic"]
     features: PositiveInt = 20
     classes: PositiveInt = 2
-    drift_per_sample: float = Field(default=0.0, ge=0, description="how far class means walk with each sample")
+    drift_per_sample: float = Field(
+        default=0.0, ge=0, description="distance that the class means move with each sample"
+    )
 
 
 sources = Variants("kind", DigitsSource, IdxSource, CsvSource, JsonlSource, StdinSource, SyntheticSource)

@@ -28,7 +28,7 @@ class TaskConfig(Section):
 
 
 class SgdConfig(Section):
-    """Stochastic gradient descent on the mean gradient of a group (digest D2)."""
+    """Stochastic gradient descent on the mean gradient of a group."""
 
     name: Literal["sgd"] = "sgd"
     lr: PositiveFloat = 0.1
@@ -58,28 +58,32 @@ class GuardConfig(Section):
     spike_factor: float = Field(
         default=100.0,
         ge=0,
-        description="a sample may go when its gradient is this many times as long as is usual, if its step would "
-        "break the model for ordinary samples; 0: only samples without a finite gradient go",
+        description="a sample is checked if its gradient is this many times longer than usual, and dead-lettered if "
+        "its "
+        "step would raise the loss on other samples too much; 0: only samples without a finite gradient are "
+        "dead-lettered",
     )
 
 
 class TrainingConfig(Section):
+    """How the model learns."""
+
     policy: Annotated[PolicyConfig, policies] = Field(default_factory=default_policy)
     optimizer: OptimizerConfig = Field(default_factory=SgdConfig)
     reduction: Literal["mean", "sum"] = Field(
         default="mean",
-        description="mean: step on the mean gradient of the update's samples; sum: the paper's literal rule",
+        description="mean: step on the mean gradient of an update's samples; sum: on the sum, as the paper writes it",
     )
     clip_norm: PositiveFloat | None = Field(
-        default=None, description="longest gradient of an update that the optimizer sees; a longer one is scaled down"
+        default=None, description="maximum norm of an update's gradient; a longer gradient is scaled down"
     )
     guard: GuardConfig = Field(default_factory=GuardConfig)
 
 
 class StopConfig(Section):
-    """The job ends at the first of these that is met; with none it runs until it is stopped."""
+    """The job ends when the first of these conditions is met; without any, it runs until it is stopped."""
 
-    updates: PositiveInt | None = None
+    updates: PositiveInt | None = Field(default=None, description="model updates")
     samples: PositiveInt | None = Field(default=None, description="samples applied")
     seconds: PositiveFloat | None = Field(
         default=None, description="wall-clock seconds since the first update of the job"
