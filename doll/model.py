@@ -7,7 +7,7 @@ times the number of samples, so that the parameter server can take the mean of b
 batch. Those are not numbers of float32: copy them, never compute with them.
 
 Frozen parameters are not in the vector: they never change, so each process has its own from `build_model`, and a
-checksum in the fingerprint says whether all have the same (docs/architecture.md).
+checksum in the fingerprint tells whether all have the same (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from isal import isal_zlib
 
 from doll.config import JobConfig
 from doll.errors import ConfigError
-from doll.fingerprint import join
+from doll.fingerprint import make_fingerprint
 from doll.task import Task
 
 
@@ -33,9 +33,9 @@ class FlatModel:
         flat: float32, shape (numel,), see the layout above.
         grad: float32, as long as `flat`; the module's `.grad`s are views into it, the part of the buffers is free.
         num_parameters, num_buffers: numbers of trainable parameters and of float buffers.
-        num_floats: of both together: from there on `flat` holds bytes.
+        num_floats: of both together; from there on `flat` holds bytes.
         shapes: name and shape of each tensor of floats.
-        others: name, shape and dtype of each buffer that is not of floats.
+        other_buffers: name, shape and dtype of each buffer that is not of floats.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -57,7 +57,7 @@ class FlatModel:
         self.num_buffers = sum(b.numel() for _, b in buffers)
         self.num_floats = self.num_parameters + self.num_buffers
         self.shapes = tuple((name, tuple(tensor.shape)) for name, tensor in [*parameters, *buffers])
-        self.others = tuple((name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in others)
+        self.other_buffers = tuple((name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in others)
         ends = [_round_up_to_even(self.num_floats)]
         for _, tensor in others:
             ends.append(ends[-1] + _round_up_to_even(-(-tensor.numel() * tensor.element_size() // 4)))
@@ -81,23 +81,23 @@ class FlatModel:
         ]
 
     def load_weights(self, weights: npt.NDArray[np.float32]) -> None:
-        """Take over `weights`, float32, shape (numel,), or (num_floats,) as builds before counters were kept wrote.
+        """Copy `weights`, float32, shape (numel,), into the model.
 
         Raises:
             ValueError: of another shape.
         """
-        if weights.shape not in ((self.flat.numel(),), (self.num_floats,)):
+        if weights.shape != (self.flat.numel(),):
             raise ValueError(f"expected weights of shape ({self.flat.numel()},), got {weights.shape}")
         array: npt.NDArray[np.float32] = self.flat.detach().numpy()
-        array[: weights.size] = weights
+        array[:] = weights
 
-    def gather(self) -> None:
-        """Bring back into the vector what the module's code has replaced: `self.mean = ...` instead of `copy_`."""
+    def restore_buffers(self) -> None:
+        """Copy buffers that the module's code has replaced (`self.mean = ...` instead of `copy_`) into the vector."""
         for owner, name, buffer in self._buffer_views:
-            found = owner._buffers.get(name)
-            if found is not buffer:
+            current = owner._buffers.get(name)
+            if current is not buffer:
                 with torch.no_grad():
-                    buffer.copy_(buffer if found is None else found)
+                    buffer.copy_(buffer if current is None else current)
                 owner._buffers[name] = buffer
 
     def frozen_checksum(self) -> int | None:
@@ -140,8 +140,8 @@ def build(config: JobConfig, task: Task) -> FlatModel:
 def fingerprint(config: JobConfig, model: FlatModel) -> str:
     """What must agree between a checkpoint, the parameter server and its workers (see `doll.fingerprint`)."""
     shapes = zlib.crc32(repr(model.shapes).encode())
-    others = zlib.crc32(repr(model.others).encode()) if model.others else None
-    return join(
+    others = zlib.crc32(repr(model.other_buffers).encode()) if model.other_buffers else None
+    return make_fingerprint(
         config, parameters=model.num_parameters, buffers=model.num_buffers, shapes=shapes, others=others,
         frozen=model.frozen_checksum(),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The user's side of a job: a `Task` builds the model, decodes records, and says what loss and metrics are.
+"""The user's side of a job: a `Task` builds the model, decodes records, and defines loss and metrics.
 
 A task is a plain Python class, named in the job file as `module:Class` or `file.py:Class`. Thirty lines are enough:
 
@@ -162,7 +162,7 @@ def _load_module(name: str, config: JobConfig) -> Any:
 
 def _load_file(path: Path) -> Any:
     if not path.is_file():
-        raise ConfigError(f"task.class: expected a Python file, found nothing at {path}")
+        raise ConfigError(f"task.class: expected a Python file at {path}, which does not exist")
     name = f"doll_task_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -185,7 +185,7 @@ def as_features(x: npt.ArrayLike) -> npt.NDArray[Any]:
     """`x` as an array that torch takes: integers stay as they are, all other real numbers become float32."""
     array = np.asarray(x)
     if array.dtype.kind in "fb" and array.dtype != np.float32:
-        with np.errstate(over="ignore"):  # it becomes infinite, and is refused for that
+        with np.errstate(over="ignore"):  # it becomes infinite and is refused
             return array.astype(np.float32)
     return _for_torch(array)
 

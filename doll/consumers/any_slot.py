@@ -19,8 +19,8 @@ def run_any_worker(config: JobConfig, services: Services, run_folder: Path) -> i
     """Wait for a free slot, then work in it as `run_worker` does. Needs the main thread.
 
     Returns:
-        0 at the end of the job, which a spare waits for too, or after SIGTERM; 1 where this process is of no use, or
-        where another one has taken its slot: start it again.
+        0 at the end of the job, which a spare waits for too, or after SIGTERM; 1: start it again, for instance because
+        another process has taken its slot.
 
     Raises:
         DollError: as `run_worker`.
@@ -30,7 +30,7 @@ def run_any_worker(config: JobConfig, services: Services, run_folder: Path) -> i
     from doll.storage.redis_client import connect_redis
 
     stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # until the worker takes it over
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # until the worker installs its own handler
 
     def leave() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -39,7 +39,7 @@ def run_any_worker(config: JobConfig, services: Services, run_folder: Path) -> i
         if held is None:
             return 0
         telemetry.configure(process=f"worker-{held.number}")
-        import torch  # noqa: F401  # for seconds, and 300 MB: a spare has no use for it
+        import torch  # noqa: F401  # takes seconds and 300 MB, which a spare does not need
 
         from doll.consumers.main import run_worker
 

@@ -1,4 +1,4 @@
-"""Finding the samples that a batch cannot be learned with, by bisection. Pure: a probe says what a part of it does.
+"""Bisection for the samples of a batch that cannot be learned. Pure: the caller probes parts of it.
 
 A part that does not pass is halved until single samples are left, so that one bad sample of n costs about 2 log2(n)
 probes, half of them of few samples.
@@ -17,22 +17,22 @@ _WINDOW_BATCHES: Final = 64
 
 
 class RunningMedian:
-    """What is usual lately: the median of a measure over the batches that were learned last."""
+    """The median of a measure over the batches that were learned last."""
 
     def __init__(self) -> None:
         self._values: deque[float] = deque(maxlen=_WINDOW_BATCHES)
 
     def add(self, value: float) -> None:
-        """One more batch was learned."""
+        """Add the measure of a batch that was learned."""
         self._values.append(value)
 
     @property
     def usual(self) -> float:
-        """The median; NaN while nothing is known."""
+        """The median; NaN without values."""
         return median(self._values) if self._values else math.nan
 
     def unusual(self, value: float, factor: float) -> bool:
-        """More than `factor` times the median; also while nothing is known, as in the first batch of a process."""
+        """Whether `value` is above `factor` times the median; True without values: in the first batch of a process."""
         return not value <= factor * self.usual
 
 
@@ -59,7 +59,7 @@ def beyond(part: Sequence[int], limit: float, norm_of: Callable[[Sequence[int]],
     """The samples of `part` whose own gradient is longer than `limit`.
 
     Args:
-        norm_of: norm of the sum of a part's gradients. A part within the limit is not looked into: long gradients that
+        norm_of: norm of the sum of a part's gradients. A part within the limit is not searched: long gradients that
             cancel do no harm.
     """
     failures = failing(part, lambda here: "" if norm_of(here) <= limit else "beyond")
@@ -67,15 +67,15 @@ def beyond(part: Sequence[int], limit: float, norm_of: Callable[[Sequence[int]],
 
 
 def usual_norm(norms: Sequence[float]) -> float:
-    """A usual norm: the median, which bad samples do not move while they are the fewer. 0 of nothing."""
+    """The median, which bad samples do not move while they are a minority; 0 without norms."""
     return median(norms) if norms else 0.0
 
 
 def harmful(before: float, wrong: float, after: float) -> bool:
-    """Whether a step has done harm to ordinary samples: their loss was `before` and is `after`.
+    """Whether a step harms ordinary samples: their loss was `before` and is `after`.
 
-    It has where the loss doubles at least, and rises by a quarter at least of what wrong targets would cost (`wrong`).
-    The first alone is nothing where the loss is next to zero.
+    It does where the loss at least doubles, and rises by at least a quarter of what wrong targets would cost (`wrong`).
+    Doubling alone means nothing where the loss is next to zero.
     """
     if not math.isfinite(after):
         return True

@@ -85,7 +85,7 @@ def decode_records(
 
 
 def refuse(decoded: Decoded, bad: Mapping[int, str]) -> list[Refused]:
-    """What it means for their records that the samples at these places of the batch are refused after all, and why.
+    """The records of the samples at these places of the batch, which are refused after decoding.
 
     A record of which nothing is left is refused as a whole, with the samples that decoding had refused already.
     """
@@ -118,12 +118,12 @@ def _decode_block(task: Task, pieces: Sequence[tuple[int, list[bytes], memoryvie
             return None
         counts = [len(block) // width for _, _, block, _ in pieces if block is not None]
         return Decoded(x, y, np.repeat(np.array([offset for offset, *_ in pieces], np.int64), counts))
-    except Exception:  # the user's code may raise, or return, anything; record by record will tell which and why
+    except Exception:  # the user's code may raise or return anything; decoding record by record gives the reasons
         return None
 
 
 def _all_good(task: Task, x: npt.NDArray[Any], y: npt.NDArray[Any], count: int) -> bool:
-    """What `_check` asks of each sample, asked of all `count` at once."""
+    """The checks of `_check`, on all `count` samples in one go."""
     if x.dtype.kind not in _NUMERIC_KINDS or y.dtype.kind not in _NUMERIC_KINDS or not len(x) == len(y) == count:
         return False
     if task.input_shape is not None and x.shape[1:] != task.input_shape:

@@ -1,8 +1,8 @@
-"""When this process will be gone, and why: the one place that SIGTERM, a spot notice or anything else tells.
+"""When and why this process must leave: SIGTERM, a spot notice and other causes are all reported here.
 
-Whoever is told calls `leave_by` or `leave_within`, from any thread. The worker then announces nothing more, finishes
-the gradient that it owes or hands its batch back, says Leave and exits. Whatever it is doing, the process ends before
-its time is over: the machine will not wait either.
+Whoever learns of one calls `leave_by` or `leave_within`, from any thread. The worker then announces nothing more,
+finishes the gradient that it owes or returns its batch, sends Leave and exits. Whatever it is doing, the process ends
+before its time is over: the machine will not wait either.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-# Taken off the time that is left: the process must be gone before its machine is.
+# Taken off the time that is left: the process must end before its machine does.
 MARGIN_S = 0.25
 
 
@@ -31,8 +31,8 @@ class Departure:
         end_within: ends the process; see there.
 
     Attributes:
-        by_s: when it must be gone, on `clock`; None: it stays.
-        cause: why, as its Leave says it: `sigterm`, `notice`.
+        by_s: when it must have ended, on `clock`; None: it stays.
+        cause: why, as in its Leave: `sigterm`, `notice`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Departure:
         self.cause = ""
 
     def leave_by(self, at_s: float, cause: str) -> None:
-        """You will be gone at `at_s`, on the clock of `time.monotonic`. Of several times the earliest counts."""
+        """This process must have ended at `at_s`, on `clock`. Of several times the earliest counts."""
         with self._lock:
             if self.by_s is not None and self.by_s <= at_s:
                 return
@@ -56,7 +56,7 @@ class Departure:
         self._end_within(max(0.0, at_s - self._clock() - MARGIN_S), 0)
 
     def leave_within(self, seconds: float, cause: str) -> None:
-        """As `leave_by`, so long from now."""
+        """As `leave_by`, `seconds` from now."""
         self.leave_by(self._clock() + seconds, cause)
 
     def left_s(self) -> float:
@@ -64,5 +64,5 @@ class Departure:
         return float("inf") if self.by_s is None else self.by_s - self._clock()
 
     def __call__(self) -> bool:
-        """Whether it has been told to leave."""
+        """Whether it must leave."""
         return self.by_s is not None

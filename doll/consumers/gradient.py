@@ -83,7 +83,7 @@ class GradientComputer:
             torch.autograd.backward(loss * n)  # the task's loss is a mean; the sum costs no pass over the gradient
             with torch.no_grad():
                 metrics = self._task.metrics(output.detach(), target)
-            model.gather()
+            model.restore_buffers()
             values, floats = model.grad.numpy(), slice(model.num_parameters, model.num_floats)
             norm = _norm(model.grad[: model.num_parameters])
             buffer_change = _norm(model.flat[floats].detach() - torch.from_numpy(buffers[: model.num_buffers]))
@@ -92,7 +92,7 @@ class GradientComputer:
             loss_sum = float(loss.detach()) * n
             return Gradient(values, loss_sum, {name: value * n for name, value in metrics.items()}, norm, buffer_change)
         finally:
-            model.gather()
+            model.restore_buffers()
             self.weights[model.num_parameters :] = buffers
 
     def loss(self, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> float:
@@ -102,7 +102,7 @@ class GradientComputer:
             with torch.no_grad():
                 return float(self._forward(x, y, use_running_stats=True)[1])
         finally:
-            self._model.gather()
+            self._model.restore_buffers()
             self.weights[self._model.num_parameters :] = buffers
 
     @contextmanager

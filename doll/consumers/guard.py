@@ -1,11 +1,11 @@
-"""The gradient of a batch without the samples that would ruin the model: what cannot be computed, what would break it.
+"""The gradient of a batch without harmful samples: those that cannot be computed, and those that would break the model.
 
 A batch that is computed and looks as usual costs one norm. Only one that fails, or whose gradient is far longer than
-those before it, is looked into. Samples that fail by themselves go. Of a batch that is merely unusual only samples go
-whose gradient is far longer than those of ordinary samples, given wrong targets too, *and* whose step would break the
-model for ordinary samples: a hard or rare sample late in training passes (ADR 0011).
+those before it, is inspected. Samples that fail by themselves are refused. Of a batch that is merely unusual, a sample
+is refused where its gradient is far longer than those of ordinary samples, with wrong targets too, *and* its step would
+break the model for ordinary samples: a hard or rare sample late in training passes (ADR 0011).
 
-Samples that were learned before, the canary, tell bad samples from a task or a model that fails on all.
+Samples that were learned before, the canary, distinguish bad samples from a task or a model that fails on all.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ log = get_logger(__name__)
 
 Array = npt.NDArray[Any]
 _CANARY_SAMPLES: Final = 16
-_LOOK: Final = 0.3  # a batch is looked into from so much of the factor on: its other samples dilute a bad one
+# A batch is inspected from this share of the spike factor on: its other samples dilute a bad one.
+_INSPECT_FROM_SHARE: Final = 0.3
 _MAX_REASON_CHARS: Final = 300
 _TINY: Final = 1e-30
 
@@ -43,7 +44,7 @@ class Samples(NamedTuple):
         return Samples(self.x[list(part)], self.y[list(part)])
 
     def few(self) -> Samples:
-        """A few of them, from all over."""
+        """A few of them, evenly spaced."""
         return self.of(np.unique(np.linspace(0, len(self.x) - 1, _CANARY_SAMPLES, dtype=int)).tolist())
 
     def joined(self, other: Samples) -> Samples:
@@ -59,7 +60,7 @@ class Ordinary(NamedTuple):
 
 
 class GuardedGradient(NamedTuple):
-    """The gradient of the samples that are left, None where none is; and why each of the others had to go."""
+    """The gradient of the usable samples, None where there is none; and why each of the others was refused."""
 
     gradient: Gradient | None
     bad: dict[int, str]
@@ -92,7 +93,7 @@ class Guard:
             if problem:
                 rejected = self._failing(here, problem)
             elif gradient is not None and self._is_unusual(gradient, len(here.x)):
-                gradient = gradient._replace(values=gradient.values.copy())  # the probes write where it is
+                gradient = gradient._replace(values=gradient.values.copy())  # probes overwrite the original
                 rejected = self._spikes(here) if self._may_do_harm(gradient) else {}
             if not rejected and gradient is not None:
                 self._learned(gradient, here)
@@ -116,16 +117,18 @@ class Guard:
 
     def _is_unusual(self, gradient: Gradient, count: int) -> bool:
         """Whether a batch that can be computed is not like those before it."""
-        look = self._factor * _LOOK
+        threshold = self._factor * _INSPECT_FROM_SHARE
         return bool(self._factor) and (
-            self._buffer_changes.unusual(gradient.buffer_change, look)
-            or self._norms.unusual(gradient.norm / count, look)
+            self._buffer_changes.unusual(gradient.buffer_change, threshold)
+            or self._norms.unusual(gradient.norm / count, threshold)
         )
 
     def _may_do_harm(self, gradient: Gradient) -> bool:
-        """Whether the step of an unusual batch would. Streams change, and late in training most hard batches would not:
-        this asks for passes of a few samples, the look for passes of all."""
-        if self._canary is None or self._buffer_changes.unusual(gradient.buffer_change, self._factor * _LOOK):
+        """Whether the step of an unusual batch may harm the model. Streams change, and late in training most hard
+        batches do not: this test costs passes of a few samples, an inspection passes of all."""
+        if self._canary is None or self._buffer_changes.unusual(
+            gradient.buffer_change, self._factor * _INSPECT_FROM_SHARE
+        ):
             return True
         ordinary = self._ordinary(self._canary)
         if ordinary is None:
@@ -152,7 +155,7 @@ class Guard:
         if len(rejected) > 1:
             rejected = self._failing_together(samples, problem, rejected)
         if not rejected:
-            # Each can be computed, all together cannot: their sum overflows.
+            # Each alone can be computed, all together cannot: their sum overflows.
             rejected = self._spikes(samples)
         if not rejected:
             raise TaskError(
@@ -176,7 +179,7 @@ class Guard:
         )
 
     def _held_out(self) -> Samples | None:
-        """Samples that the task itself vouches for."""
+        """Held-out samples of the task, which are good by definition."""
         try:
             x, y = stack(sample for sample, _ in zip(self._task.holdout(), range(_CANARY_SAMPLES), strict=False))
         except Exception as exc:  # the user's code may raise anything
@@ -194,33 +197,33 @@ class Guard:
             return {}
         ordinary, wrong, usual = reference
         suspects = beyond(range(len(samples.x)), self._factor * usual, lambda part: self._norm(samples.of(part)))
-        before, mistaken = self._computer.loss(*ordinary), self._computer.loss(*wrong)
+        before, wrong_loss = self._computer.loss(*ordinary), self._computer.loss(*wrong)
         rejected, usual_with = {}, dict[bytes, float]()
-        if suspects and self._any_sample_does_harm(wrong, usual, ordinary, before, mistaken):
+        if suspects and self._any_sample_does_harm(wrong, usual, ordinary, before, wrong_loss):
             return {}
         for at in suspects:
-            one = samples.of([at])
-            if (target := one.y.tobytes()) not in usual_with:
-                usual_with[target] = max(usual, self._usual_with_its_target(one, ordinary))
+            sample = samples.of([at])
+            if (target := sample.y.tobytes()) not in usual_with:
+                usual_with[target] = max(usual, self._usual_with_its_target(sample, ordinary))
             its_usual = usual_with[target]
-            gradient, _ = self._try(one, use_running_stats=True)
+            gradient, _ = self._try(sample, use_running_stats=True)
             norm = math.inf if gradient is None else gradient.norm
             if norm <= self._factor * its_usual:
                 continue
             after = math.inf if gradient is None else self._loss_after(gradient, its_usual, ordinary)
-            if harmful(before, mistaken, after):
+            if harmful(before, wrong_loss, after):
                 rejected[at] = (
                     f"its gradient is {norm / its_usual:.3g} times as long as is usual, and its step would take the "
                     f"loss of ordinary samples from {before:.3g} to {after:.3g} (training.guard.spike_factor)"
                 )
         rest = [at for at in range(len(samples.x)) if at not in rejected]
-        return {**rejected, **self._drifts(samples, rest, ordinary, mistaken)}
+        return {**rejected, **self._drifts(samples, rest, ordinary, wrong_loss)}
 
     def _ordinary(self, canary: Samples) -> Ordinary | None:
-        """The samples of the canary that say what is usual; None where they do not.
+        """The samples of the canary that define what is usual; None where they do not.
 
         A bad sample may be among them: while the model happens to get it right it has no gradient, and is learned. With
-        a wrong target its gradient gives it away. It may not vote: its loss would rise with any good step.
+        a wrong target its long gradient shows, and it is left out: its loss would rise with any good step.
         """
         mistaken = Samples(canary.x, self._wrong_targets(canary.y))
         norms, mistaken_norms = self._norms_of(canary), self._norms_of(mistaken)
@@ -232,15 +235,15 @@ class Guard:
         return Ordinary(canary.of(kept), mistaken.of(kept), usual) if kept else None
 
     def _any_sample_does_harm(
-        self, wrong: Samples, usual: float, ordinary: Samples, before: float, mistaken: float
+        self, wrong: Samples, usual: float, ordinary: Samples, before: float, wrong_loss: float
     ) -> bool:
         """Whether ordinary samples with wrong targets would break the model too: then the learning rate is at fault."""
         norms = self._norms_of(wrong)
         middle = sorted(range(len(norms)), key=lambda at: norms[at])[len(norms) // 2]
         gradient, _ = self._try(wrong.of([middle]), use_running_stats=True)
-        return gradient is None or harmful(before, mistaken, self._loss_after(gradient, usual, ordinary))
+        return gradient is None or harmful(before, wrong_loss, self._loss_after(gradient, usual, ordinary))
 
-    def _drifts(self, samples: Samples, rest: Sequence[int], ordinary: Samples, mistaken: float) -> dict[int, str]:
+    def _drifts(self, samples: Samples, rest: Sequence[int], ordinary: Samples, wrong_loss: float) -> dict[int, str]:
         """The samples of `rest` that would break the statistics of batch norm, whatever their gradient is."""
         if not self._computer.num_buffers:
             return {}
@@ -276,7 +279,7 @@ class Guard:
                 change = share * (self._computer.buffers(gradient, count) - statistics)
                 with self._computer.buffers_changed_by(change):
                     after = self._computer.loss(*good_samples)
-            if extreme or harmful(before, mistaken, after):
+            if extreme or harmful(before, wrong_loss, after):
                 rejected[at] = (
                     "it would change the statistics of normalisation so much that the loss of ordinary samples goes "
                     f"from {before:.3g} to {after:.3g} (training.guard.spike_factor)"
@@ -299,13 +302,13 @@ class Guard:
             return (y + 1) % self._task.num_classes
         return np.roll(y, 1, axis=0)
 
-    def _usual_with_its_target(self, one: Samples, ordinary: Samples) -> float:
-        """A rare target makes a long gradient with ordinary features too, and is not to be blamed for it."""
+    def _usual_with_its_target(self, sample: Samples, ordinary: Samples) -> float:
+        """A rare target makes a long gradient with ordinary features too: it is compared with those."""
         if self._task.num_classes is None:
             largest = max(1.0, float(np.abs(ordinary.y).max(initial=0.0)))
-            if not float(np.abs(one.y).max(initial=0.0)) <= self._factor * largest:
+            if not float(np.abs(sample.y).max(initial=0.0)) <= self._factor * largest:
                 return 0.0
-        targets = np.repeat(one.y, len(ordinary.x), axis=0)
+        targets = np.repeat(sample.y, len(ordinary.x), axis=0)
         return usual_norm([norm for norm in self._norms_of(Samples(ordinary.x, targets)) if math.isfinite(norm)])
 
     def _loss_after(self, gradient: Gradient, usual: float, ordinary: Samples) -> float:

@@ -1,4 +1,4 @@
-"""What the EC2 machine says of itself: its place in the fleet by its tags, and when spot takes it (IMDSv2).
+"""EC2 instance metadata (IMDSv2): this machine's place in the fleet from its tags, and spot interruption notices.
 
 The metadata service is at a link-local address of the machine; `AWS_EC2_METADATA_SERVICE_ENDPOINT` names another one,
 as it does for boto3. Tags are there where the launch template has `InstanceMetadataTags=enabled`.
@@ -40,7 +40,7 @@ POLL_S: Final = 5.0  # as AWS recommends
 _ACTION: Final = "spot/instance-action"
 _REBALANCE: Final = "events/recommendations/rebalance"
 
-# Where each fact of an identity goes: what `doll worker` reads, whoever has started it.
+# Environment variables that `doll worker` reads, and the tags that hold their values.
 _FROM_TAGS: Final = {"DOLL_WORKER": "doll:worker", "DOLL_INCARNATION": "doll:incarnation", "DOLL_MARKET": "doll:market"}
 _INSTANCE_ENV: Final = "DOLL_INSTANCE"
 
@@ -56,11 +56,11 @@ class Imds:
         self._endpoint = (endpoint or os.environ.get(ENDPOINT_ENV) or _ENDPOINT).rstrip("/")
         self.timeout_s = timeout_s
         self._token = ""
-        # Through no proxy: it would be asked for the metadata of its own machine.
+        # Through no proxy, which would answer with the metadata of its own machine.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def get(self, path: str) -> str | None:
-        """What is at `/latest/meta-data/<path>`; None where nothing is (404).
+        """What is at `/latest/meta-data/<path>`; None where there is nothing (404).
 
         Raises:
             ServiceUnavailableError: the service does not answer, or refuses.
@@ -96,11 +96,11 @@ class Imds:
 
 
 def set_identity_from_tags(imds: Imds, environment: MutableMapping[str, str] | None = None) -> None:
-    """Put slot, incarnation, market and machine into the environment, as a fleet on this machine would; and ask for
-    notices. What stands there already is kept.
+    """Put slot, incarnation, market and machine into the environment, as a fleet on this machine would, and turn on
+    spot notices. What is set already is kept.
 
     Raises:
-        ConfigError: this machine has no such tags, or they hold what is no name or number.
+        ConfigError: this machine has no such tags, or they hold no name or number.
         ServiceUnavailableError: the metadata service does not answer.
     """
     environment = os.environ if environment is None else environment
@@ -126,11 +126,11 @@ def _checked_text(value: str, what: str) -> str:
 
 
 class NoticeWatcher:
-    """Asks every few seconds whether spot takes this machine, from a thread, and tells once.
+    """Polls for a spot interruption notice every few seconds, from a thread, and reports it once.
 
     Args:
         on_notice: called with the seconds that are left.
-        every_s: between two questions.
+        every_s: between two polls.
         wall: Unix seconds, to compare with the time in a notice.
     """
 
@@ -147,7 +147,7 @@ class NoticeWatcher:
         self._every_s = every_s
         self._wall = wall
         self._stop = threading.Event()
-        self._silent = False
+        self._is_unavailable = False
         self._rebalance = ""
         self._thread = threading.Thread(target=self._run, name="notices", daemon=True)
 
@@ -155,30 +155,30 @@ class NoticeWatcher:
         self._thread.start()
 
     def close(self) -> None:
-        """Ask no more; waits for the question under way, not for long."""
+        """Stop polling; waits for the request under way, not for long."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(self._imds.timeout_s)
 
     def poll(self) -> bool:
-        """Ask once; whether there is a notice, which has been told then."""
+        """Ask once; whether there is a notice, which has then been reported."""
         try:
             text = self._imds.get(_ACTION)
             hint = self._imds.get(_REBALANCE) if text is None else None
         except ServiceUnavailableError as error:
-            if not self._silent:
+            if not self._is_unavailable:
                 log.warning("spot_notices_unavailable", reason=str(error))
-            self._silent = True
+            self._is_unavailable = True
             return False
-        self._silent = False
+        self._is_unavailable = False
         if hint is not None and hint != self._rebalance:
             self._rebalance = hint
-            # A hint with many false alarms (docs/aws.md): told, never acted upon.
-            log.info("rebalance_recommended", says=hint[:200])
+            # A hint with many false alarms (docs/aws.md): logged, never acted upon.
+            log.info("rebalance_recommended", recommendation=hint[:200])
         if text is None:
             return False
         left_s = self._left_s(text)
-        log.info("interruption_notice", says=text[:200], left_s=round(left_s, 1))
+        log.info("interruption_notice", notice=text[:200], left_s=round(left_s, 1))
         self._on_notice(left_s)
         return True
 
@@ -186,22 +186,22 @@ class NoticeWatcher:
         try:
             return max(0.0, datetime.fromisoformat(json_object(text)["time"]).timestamp() - self._wall())
         except (ValueError, KeyError, TypeError, OverflowError):
-            log.warning("interruption_notice_without_time", says=text[:200])
-            return 0.0  # it is a notice all the same, and may be an old one: leave at once
+            log.warning("interruption_notice_without_time", notice=text[:200])
+            return 0.0  # it is still a notice, and may be an old one: leave now
 
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
                 if self.poll():
                     return
-            except Exception:  # a thread that ends here would never hear the notice
+            except Exception:  # a thread that ends here would never see the notice
                 log.exception("spot_notice_poll_failed", action="asking again")
             self._stop.wait(self._every_s)
 
 
 @contextmanager
 def watch_spot_notices(config: JobConfig, departure: Departure) -> Iterator[None]:
-    """Meanwhile a spot notice tells this process to leave, where the job file or $DOLL_SPOT_NOTICES asks for that.
+    """Within the context a spot notice makes this process leave, if the job file or $DOLL_SPOT_NOTICES asks for that.
 
     Raises:
         ConfigError: $DOLL_SPOT_NOTICES is neither none nor imds.

@@ -1,8 +1,7 @@
 """A worker's protocol with the parameter server: events in, actions out, no I/O, no clock.
 
-It keeps every batch until the server says that it is durable, announces it, answers grants and joins again when a new
-server says Hello. Whatever message is lost, announcing again heals it; whatever message comes twice, the server
-refuses it.
+It keeps every batch until the server reports it durable, announces it, answers grants and joins again when a new server
+sends Hello. Announcing again makes up for any lost message; a message that comes twice is refused by the server.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from doll.records import (
 )
 
 ALIVE_EVERY_S = 1.0
-# Every lost announcement is healed within this time; one small message per worker.
+# A lost announcement is repeated within this time; one small message per worker.
 ANNOUNCE_EVERY_S = 3.0
 
 
@@ -54,7 +53,7 @@ class Batch:
 class GradientDone:
     """The gradient of a grant is in the blob store under `key` (\"\" when the batch holds no usable sample).
 
-    `dead`, `dead_samples` and `num_samples` are of this computation: at another version it may find otherwise.
+    `dead`, `dead_samples` and `num_samples` are of this computation: at another version they may differ.
     """
 
     key: str
@@ -106,7 +105,7 @@ WorkerAction = Send | Compute | Acknowledge | Exit
 
 
 class WorkerCore:
-    """One incarnation of worker `worker`, from its Welcome on."""
+    """One process of a worker, from its Welcome on."""
 
     def __init__(
         self, welcome: Welcome, *, max_pending: int, now: float, market: str = "", incarnation: int = 0
@@ -123,7 +122,7 @@ class WorkerCore:
         self.draining = False
         self._batches: deque[Batch] = deque()  # not durable, consecutive numbers from self._durable
         self._durable = welcome.next_batch
-        # What the server says is durable; ahead of `_durable` while what a predecessor announced is still to be read.
+        # What the server reports durable; ahead of `_durable` while batches that a predecessor announced are unread.
         self._reported_durable = welcome.next_batch
         self._announced = welcome.next_batch
         self._grants: dict[int, Grant] = {}  # batch -> newest grant that is not answered
@@ -139,7 +138,7 @@ class WorkerCore:
 
     @property
     def reported_durable(self) -> int:
-        """Batches below this one are in the durable model, as the server has said last."""
+        """Batches below this one are in the durable model, by the server's last report."""
         return self._reported_durable
 
     @property
@@ -154,14 +153,14 @@ class WorkerCore:
 
     @property
     def busy(self) -> bool:
-        """A granted gradient is still owed."""
+        """A granted gradient has not been sent yet."""
         return bool(self._grants)
 
     def batch_ready(self, batch: Batch) -> list[WorkerAction]:
         """The next batch of the stream is complete and decoded.
 
-        It is announced at once where nothing is being computed; else together with the next push, or after a tick: a
-        message by itself would cost broker and server as much as a push.
+        It is announced immediately where nothing is being computed; else together with the next push, or after a tick:
+        a message by itself would cost broker and server as much as a push.
 
         Raises:
             ValueError: it is not the next one.
@@ -170,14 +169,14 @@ class WorkerCore:
             raise ValueError(f"expected batch {self.next_batch}, got {batch.number}")
         self._batches.append(batch)
         if batch.number < self._reported_durable:
-            return self._forget_durable()  # the server will not say it again
+            return self._forget_durable()  # the server does not report it again
         return [] if self.busy else self._announce_new()
 
     def on_record(self, record: AnyRecord, now: float) -> list[WorkerAction]:
         """A record came on this worker's `commands` partition."""
         match record:
             case Fence() if record.instance == self.instance:
-                return [Exit(0, "fenced: a newer incarnation of this worker is alive")]
+                return [Exit(0, "fenced: a newer process of this worker has joined")]
             case Fence():
                 return []
             case Hello() if record.term >= self.term:
@@ -205,11 +204,11 @@ class WorkerCore:
                 # The server has restarted and forgotten this machine, so it gave the slot back to an older one.
                 return [] if self.draining else [Send(self.join())]
             if record.session > self.session:
-                return [Exit(0, "fenced: a newer incarnation of this worker has been welcomed")]
+                return [Exit(0, "fenced: a newer process of this worker has been welcomed")]
             return []
         self.term, self.session = record.term, record.session
         if record.generation != self.generation:
-            # The letters of what is held here are of the run before.
+            # The dead letters of the batches held here belong to the run before.
             return [Exit(1, "another run of the job has begun: reading again")]
         if record.origin != self.origin:
             # The same batch number would be other offsets: what is held here must not be announced.
@@ -265,7 +264,7 @@ class WorkerCore:
         return [*self._announce_new(), Send(push)]
 
     def weights_missing(self, grant: Grant) -> list[WorkerAction]:
-        """The weights of this grant are not in the blob store: never compute on others (reference 4.3)."""
+        """The weights of this grant are not in the blob store: never compute on others."""
         if not self.is_current(grant):
             return []
         del self._grants[grant.batch]
@@ -302,7 +301,7 @@ class WorkerCore:
         return [Send(Announce(worker=self.worker, session=self.session, first=first, until=self.next_batch))]
 
     def tick(self, now: float) -> list[WorkerAction]:
-        """Time has passed: announce what is new, now and then what is not durable again; sign of life."""
+        """Time has passed: announce what is new, repeat now and then what is not durable, and report being alive."""
         actions = self._announce_new()
         if now - self._alive_at_s >= ALIVE_EVERY_S:
             self._alive_at_s = now
@@ -323,10 +322,10 @@ class WorkerCore:
         return actions
 
     def drain(self) -> None:
-        """The end is near (SIGTERM, a spot notice): announce nothing more; finish what is under way."""
+        """This process must leave (SIGTERM, a spot notice): announce nothing more; finish what is under way."""
         self.draining = True
 
     def leave(self, cause: str) -> Sequence[WorkerAction]:
-        """Say goodbye: what is held goes back to the queue and waits for the next incarnation."""
+        """Leave the job: what is held goes back to the queue and waits for the next process of this worker."""
         self._grants.clear()
         return [Send(Leave(worker=self.worker, session=self.session, cause=cause))]

@@ -34,7 +34,7 @@ def newest_weights(config: JobConfig, run_folder: Path, model: FlatModel) -> Sto
     if checkpoint is None:
         return None
     weights = checkpoint.tensors.get(WEIGHTS)
-    if weights is None or weights.shape not in ((model.flat.numel(),), (model.num_floats,)):
+    if weights is None or weights.shape != (model.flat.numel(),):
         raise CheckpointError(
             f"{checkpoint_location(config, run_folder)}: expected {WEIGHTS!r} of shape ({model.flat.numel()},), got "
             f"{'nothing' if weights is None else weights.shape} in version {checkpoint.version}"

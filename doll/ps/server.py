@@ -4,7 +4,7 @@ Order of effects, and what a crash between any two does (docs/architecture.md):
 
 0. checkpoint of version 0, with the origins  - then crash: the next server keeps the origins
 1. weights of version J into the blob store   - then crash: nobody uses them, the next server has its own keys
-2. grant on `commands`                        - then crash: the next server says Hello, workers announce again
+2. grant on `commands`                        - then crash: the next server sends Hello, workers announce again
 3. push on `events`, gradient fetched, update applied in memory
 4. update record on `updates`, acknowledged   - then crash: the next server's TermStarted voids it, its batches are
    applied again

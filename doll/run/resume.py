@@ -56,11 +56,11 @@ def _check_same_ledger(run: RunFolder, config: JobConfig) -> None:
         ConfigError: says what differs.
     """
     checkpoint = open_store(config, run.path).load_newest(None)
-    began_with = fingerprint.words(load(run.job))
+    began_with = fingerprint.job_fields(load(run.job))
     if checkpoint is not None:
         saved = fingerprint.parse(checkpoint.fingerprint)
         began_with = {key: saved.get(key, "nothing") for key in began_with}
-    if changed := fingerprint.differences(began_with, fingerprint.words(config)):
+    if changed := fingerprint.differences(began_with, fingerprint.job_fields(config)):
         raise ConfigError(
             f"{run.path}: this run cannot go on with another ledger: {changed}; leave it as it was, or begin a new run "
             "with doll up"

@@ -10,7 +10,7 @@ from typing import Final
 
 from doll import telemetry
 from doll.errors import CheckpointError, FencedError
-from doll.fingerprint import difference, fits
+from doll.fingerprint import difference
 from doll.storage.checkpoints import Checkpoint, DamagedError, decode_checkpoint
 
 log = telemetry.get_logger(__name__)
@@ -121,7 +121,7 @@ def check_owner(checkpoint: Checkpoint, *, job: str, fingerprint: str | None, lo
             f"{location}: expected a checkpoint of job {job!r}, got one of job {checkpoint.job!r}: give each job its "
             "own checkpoint.folder"
         )
-    if fingerprint is not None and not fits(fingerprint, checkpoint.fingerprint):
+    if fingerprint not in (None, checkpoint.fingerprint):
         raise CheckpointError(
             f"{location}: {_mismatch(fingerprint, checkpoint.fingerprint)}: the task, model or batch size has changed "
             "since this job began; restore them, or rename the job to begin a new one"

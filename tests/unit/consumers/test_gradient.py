@@ -11,7 +11,7 @@ import torch
 from doll.config import SgdConfig, parse
 from doll.consumers.gradient import GradientComputer
 from doll.errors import ConfigError
-from doll.fingerprint import difference, fits
+from doll.fingerprint import difference
 from doll.model import FlatModel, build, fingerprint
 from doll.ps.optimizer import Optimizer
 from doll.task import Sample, Task
@@ -234,14 +234,6 @@ def test_every_buffer_belongs_to_the_version_and_reaches_the_next_process() -> N
         assert torch.equal(tensor, state[name]), name
 
 
-def test_a_checkpoint_from_before_counters_were_kept_still_loads() -> None:
-    model = FlatModel(Counting())
-    old = np.full(model.num_floats, 0.5, np.float32)
-    Optimizer(model, SgdConfig(lr=0.1)).load({"weights": old})
-    assert model.module.state_dict()["seen"] == (1 << 40) + 1
-    assert (model.flat[: model.num_floats] == 0.5).all()
-
-
 class Frozen(Classes):
     def __init__(self, value: float) -> None:
         self.value = value
@@ -252,16 +244,11 @@ class Frozen(Classes):
         return model
 
 
-def test_frozen_parameters_are_fingerprinted_and_an_older_checkpoint_is_not_asked_for_them() -> None:
+def test_frozen_parameters_are_fingerprinted() -> None:
     config = parse(JOB)
     one, other = (fingerprint(config, build(config, Frozen(value))) for value in (1.0, 2.0))
     assert one != other
-    assert fits(one, one)
-    assert not fits(one, other)
-    told = difference(one, other)
-    assert "frozen: expected" in told
-    assert "build_model() must give the same frozen parameters" in told
-    older = " ".join(word for word in one.split() if not word.startswith("frozen="))
-    assert fits(one, older)
-    assert not fits(one, older.replace("workers=4", "workers=5"))
+    text = difference(one, other)
+    assert "frozen: expected" in text
+    assert "build_model() must give the same frozen parameters" in text
     assert "frozen" not in fingerprint(config, build(config, Gaussian()))
