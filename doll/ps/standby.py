@@ -1,6 +1,6 @@
 """A standby parameter server: it has loaded everything, and takes over when the leader's lease ends.
 
-The leader's sign of life is what it writes anyway: `ServerStatus` once a second, and updates. No lease is stored
+The leader's heartbeat is what it writes anyway: `ServerStatus` once a second, and updates. No lease is stored
 anywhere, so there is no second service whose loss would stop a job. Silence is no proof of failure (the leader may be
 frozen, or cut off); therefore the standby claims the next term in the checkpoint store, from which moment the old
 leader can save nothing, and a leader that paused for longer than the lease checks the store before anything else.
@@ -44,7 +44,7 @@ class LeaderLease:
         self.finished = False
 
     def feed(self, record: AnyRecord, now: float) -> None:
-        """A record of `updates` or `metrics`. What an earlier server than the newest writes is no sign of life."""
+        """A record of `updates` or `metrics`. What an earlier server than the newest writes does not count."""
         match record:
             case ServerStatus() | TermStarted() | Update() | Finished():
                 term = record.term
@@ -128,7 +128,7 @@ def wait_for_lease(config: JobConfig, services: Services, should_stop: Callable[
 class LeaderCheck:
     """Checks whether another parameter server leads, while this process still loads what it needs.
 
-    Two servers under two supervisors would otherwise take the job from each other for ever: the one that is fenced
+    Two servers under two supervisors would otherwise take the job from each other without end: the one that is fenced
     ends, is started again, and fences the other. It reads in a thread of its own, so that a start after a crash, which
     loads for about as long, does not take longer. Use it as a context manager.
     """

@@ -47,6 +47,7 @@ ORDER = (
 PURE = (
     "doll.consumers.batching",
     "doll.consumers.bisection",
+    "doll.consumers.stall_watch",
     "doll.consumers.worker",
     "doll.fingerprint",
     "doll.kafka.topic_plan",
