@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from doll.cli import options
-from doll.cli.durations import METAVAR, seconds
 from doll.cli.errors import usage
 from doll.cli.output import emit
 from doll.cli.progress_bar import progress_bar
@@ -27,12 +26,7 @@ def backtest(
     workers: options.WorkersOption = None,
     job_length: Annotated[
         float,
-        typer.Option(
-            parser=seconds,
-            metavar=METAVAR,
-            help="Length of the job with all workers on-demand [default: 12h].",
-            show_default=False,
-        ),
+        options.duration("Length of the job with all workers on-demand [default: 12h]."),
     ] = 43_200.0,
     deadline_ratio: Annotated[
         list[float] | None,
@@ -42,12 +36,7 @@ def backtest(
     boot: options.BootOption = None,
     tick: Annotated[
         float,
-        typer.Option(
-            parser=seconds,
-            metavar=METAVAR,
-            help="Interval between decisions [default: 3m].",
-            show_default=False,
-        ),
+        options.duration("Interval between decisions [default: 3m]."),
     ] = 180.0,
     trace_set: Annotated[
         list[str] | None, typer.Option(help="Only trace sets whose name contains this; may be repeated.")

@@ -1,4 +1,4 @@
-"""`doll calibrate`: J(ε) with its interval, rates, service time and noise constants, from a run that was made."""
+"""`doll calibrate`: J(ε) with its interval, rates, service time and noise constants, from a run's folder."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def calibrate(
         ),
     ],
     target_error: Annotated[
-        float | None, typer.Option(help="Error to reach [default: the job's plan or stop section].", show_default=False)
+        float | None, typer.Option(help="Error target [default: the job's plan or stop section].", show_default=False)
     ] = None,
     measure: Annotated[
         str | None, typer.Option(help="error_rate (1 - accuracy) or loss [default: plan.measure].", show_default=False)
     ] = None,
-    runs_folder: Annotated[Path, typer.Option(help="Where runs of a job file are looked for.")] = Path("runs"),
+    runs_folder: Annotated[Path, typer.Option(help="Where to look for runs of a job file.")] = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
-    """Estimate what `doll plan` needs to know: J, the updates to the error target, and a gradient's time.
+    """Estimate the inputs of `doll plan` from a run: J, the updates to the error target, and the service time.
 
     Fits beta * rho^J + gamma (Eq. 10) to the held-out error of a run that has at least a dozen evaluations.
 

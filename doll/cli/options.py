@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     from doll.run.target import Target
 
 JOB_ENV: Final = "DOLL_JOB"  # for containers, whose commands are all about one job
+
+
+def duration(text: str, *names: str) -> Any:
+    """An option that takes a time such as 90m.
+
+    Args:
+        text: its help.
+        names: its spelling, where the name of the variable is not it.
+    """
+    return typer.Option(*names, parser=seconds, metavar=METAVAR, help=text, show_default=False)
+
 
 JobArgument = Annotated[
     Path | None,
@@ -51,31 +62,19 @@ BatchSizeOption = Annotated[
 ]
 DeadlineOption = Annotated[
     float | None,
-    typer.Option("--deadline", parser=seconds, metavar=METAVAR, help="Such as 5400, 90m, 1.5h.", show_default=False),
+    duration("Such as 5400, 90m, 1.5h.", "--deadline"),
 ]
 CycleOption = Annotated[
     float | None,
-    typer.Option(
-        "--cycle",
-        parser=seconds,
-        metavar=METAVAR,
-        help="Mean up + down time of spot: the mean time between two interruptions.",
-        show_default=False,
-    ),
+    duration("Mean up + down time of spot: the mean time between two interruptions.", "--cycle"),
 ]
 BootOption = Annotated[
     float | None,
-    typer.Option(
-        "--boot", parser=seconds, metavar=METAVAR, help="From the launch of a machine to a working worker.",
-        show_default=False,
-    ),
+    duration("From the launch of a machine to a working worker.", "--boot"),
 ]  # fmt: skip
 ServiceOption = Annotated[
     float | None,
-    typer.Option(
-        "--service", parser=seconds, metavar=METAVAR, help="Mean time for one batch's gradient (mu_C).",
-        show_default=False,
-    ),
+    duration("Mean time for one batch's gradient (mu_C).", "--service"),
 ]  # fmt: skip
 AlphaOption = Annotated[
     float | None,

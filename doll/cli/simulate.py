@@ -10,7 +10,6 @@ import typer
 
 from doll.cli import options
 from doll.cli.described_job import optional_job, stream_rates
-from doll.cli.durations import METAVAR, seconds
 from doll.cli.errors import usage
 from doll.cli.output import emit
 from doll.cli.progress_bar import progress_bar
@@ -34,7 +33,7 @@ def simulate(
     ] = None,
     duration: Annotated[
         float | None,
-        typer.Option(parser=seconds, metavar=METAVAR, help="Stop at this virtual time.", show_default=False),
+        options.duration("Stop at this virtual time."),
     ] = None,
     service: options.ServiceOption = None,
     compute: Annotated[ComputeTime, typer.Option(help="Distribution of gradient times.")] = ComputeTime.exponential,
@@ -49,12 +48,7 @@ def simulate(
     deadline: options.DeadlineOption = None,
     replan: Annotated[
         float,
-        typer.Option(
-            parser=seconds,
-            metavar=METAVAR,
-            help="Interval between plans [default: 1m].",
-            show_default=False,
-        ),
+        options.duration("Interval between plans [default: 1m]."),
     ] = 60.0,
     boot: options.BootOption = None,
     spot_price: options.SpotPriceOption = None,

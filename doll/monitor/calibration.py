@@ -1,4 +1,4 @@
-"""What a run teaches the planner: J(ε) with its interval, rates, service time and noise constants. Pure."""
+"""The planner's constants from a run: J(ε) with its interval, rates, service time and noise constants. Pure."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from doll.theory.queueing import Stability, stability
 Measure = Literal["error_rate", "loss"]
 Rows = Sequence[Mapping[str, float]]
 
-# Fewer than this many held-out evaluations say nothing about a curve of three constants.
+# Fewer held-out evaluations cannot determine a curve of three constants.
 MIN_EVALUATIONS = 12
 
 
 @dataclass(frozen=True)
 class Noise:
-    """Constants of Eq. (10) for plain or heavy-ball SGD, read off the fitted curve: empirical, not bounds.
+    """Constants of Eq. (10) for plain or heavy-ball SGD, from the fitted curve: empirical values, not bounds.
 
     Attributes:
         convexity: c = (1 - ρ) / η, with η = lr / (1 - momentum).
-        smoothness_times_variance: L B = 2 K b c γ / η; the curve does not tell L and B apart.
+        smoothness_times_variance: L B = 2 K b c γ / η; the curve determines only their product.
         smoothness_times_variance_high: the same at the upper end of γ's interval.
     """
 
@@ -107,10 +107,10 @@ class Calibration:
             )
             if fit is not None and self.reached_at is None and updates_to_target.point > 2 * fit.last_update:
                 lines.append(
-                    f"         beyond twice the run's {fit.last_update:g} updates: a longer pilot would tell better"
+                    f"         over twice the run's {fit.last_update:g} updates: a longer pilot run is more precise"
                 )
         elif self.target_error is None:
-            lines.append("J        give --target-error to learn the updates that it takes")
+            lines.append("J        give --target-error to estimate the number of updates")
         if fit is not None:
             lines += [
                 f"curve    {fit.curve.beta:.4g} * {fit.curve.rho:.6g}^J + {fit.curve.gamma:.4g} from update "
@@ -134,7 +134,7 @@ class Calibration:
                 f"noise    c = {self.noise.convexity:.4g}, L B = {self.noise.smoothness_times_variance:.4g}, "
                 f"at most {self.noise.smoothness_times_variance_high:.4g} (of the fitted curve)"
             )
-        lines.append("The interval is that of this run's curve; another seed, stream or model needs its own pilot.")
+        lines.append("The interval is for this run's curve; another seed, stream or model needs its own pilot run.")
         return "\n".join(lines)
 
 
@@ -149,7 +149,7 @@ def calibrate(
     step_size: float | None,
     rng: np.random.Generator,
 ) -> Calibration:
-    """Constants from the rows of a run's updates.csv and evaluations.csv (void rows are left out here).
+    """Constants from the rows of a run's updates.csv and evaluations.csv (void rows are skipped).
 
     Args:
         measure: "error_rate" (1 - held-out accuracy) or "loss" (held-out loss).
@@ -164,7 +164,7 @@ def calibrate(
     at, errors = _curve([row for row in evaluations if not row.get("void")], measure)
     fit, why = None, ""
     if len(at) < MIN_EVALUATIONS:
-        why = f"{len(at)} held-out evaluations with {measure}, {MIN_EVALUATIONS} are needed: let the pilot run longer"
+        why = f"{len(at)} held-out evaluations with {measure}, {MIN_EVALUATIONS} are needed: run the pilot for longer"
     else:
         fit = fit_tail(at, errors, rng)
     reached = first_crossing(at, errors, target_error) if target_error is not None else None
@@ -196,7 +196,7 @@ def calibrate(
 
 
 def _curve(rows: Rows, measure: Measure) -> tuple[Floats, Floats]:
-    """J and error of each evaluation. An error rate of 0 is held at half a sample of a thousand: the fit needs > 0."""
+    """J and error of each evaluation. An error rate is at least half a sample of a thousand: the fit needs > 0."""
     column = "accuracy" if measure == "error_rate" else "loss"
     pairs = [
         (row["version"], 1 - row[column] if measure == "error_rate" else row[column]) for row in rows if column in row
@@ -209,7 +209,7 @@ def _curve(rows: Rows, measure: Measure) -> tuple[Floats, Floats]:
 
 
 def _updates_to(fit: CurveFit | None, reached: float | None, target: float) -> Interval | None:
-    """J(ε): what the run itself showed where it got there, widened by the fit; else what the fit extrapolates."""
+    """J(ε): where the run reached the target, widened by the fit; else extrapolated by the fit."""
     from doll.errors import InfeasiblePlanError
 
     try:
@@ -226,7 +226,7 @@ def _updates_to(fit: CurveFit | None, reached: float | None, target: float) -> I
 
 
 def _service(rows: Rows) -> tuple[float, float]:
-    """Mean and standard deviation of a batch's gradient time over updates, seconds; NaN where nothing was noted."""
+    """Mean and standard deviation of a batch's gradient time over updates, seconds; NaN where none was recorded."""
     pairs = [(row["mean_service_s"], row.get("batches", 1.0)) for row in rows if row.get("mean_service_s", 0) > 0]
     if not pairs:
         return math.nan, math.nan

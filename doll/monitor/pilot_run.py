@@ -1,4 +1,4 @@
-"""What a pilot run's folder says about a job: its calibration, and a plan with the pilot's constants."""
+"""The folder of a pilot run: its calibration, and a plan with the pilot's constants."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def calibrate_run(folder: Path, measure: Measure | None = None, target_error: fl
             f"{folder}: expected the folder of a run with updates.csv and evaluations.csv: {error}"
         ) from error
     if not updates:
-        raise ConfigError(f"{folder / 'updates.csv'}: no updates in it: let the pilot run longer")
+        raise ConfigError(f"{folder / 'updates.csv'}: no updates in it: run the pilot for longer")
     chosen = measure or _measure(config)
     return calibrate(
         updates,

@@ -1,4 +1,4 @@
-"""Expected cost and risk over the number of workers on spot, as a PNG."""
+"""A plot of expected cost and risk over the number of workers on spot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _COST, _RISK, _CHOICE = "#4c78a8", "#e45756", "#333333"
 
 
 def draw(assessment: Assessment, path: Path) -> None:
-    """Write the picture to `path`.
+    """Write the plot to `path` as a PNG.
 
     Raises:
         ConfigError: it cannot be written.

@@ -145,7 +145,7 @@ def summary(report: Mapping[str, Any]) -> str:
     if report["error"]:
         lines.append(f"  failed: {report['error']}")
     if "cost_predicted_usd" in report:
-        lines.extend(spot_history.lines(report))
+        lines.extend(spot_history.text_lines(report))
     lines.extend(f"  note: {note}" for note in report["notes"])
     lines.extend(f"  {name}: {path}" for name, path in report["files"].items())
     if "recovery_s_by_kind" in report:

@@ -1,4 +1,4 @@
-"""What happened on a spot market: moves with their reasons, money and progress over time, and the result. Pure."""
+"""A run on a spot market: moves with their reasons, cost and progress over time, and the result. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REASONS_SHOWN = 8
 
 @dataclass(frozen=True)
 class Move:
-    """A slot whose market the planner has changed; `at_s` on the job's clock."""
+    """A change of a slot's market by the planner; `at_s` on the job's clock."""
 
     at_s: float
     slot: int
@@ -26,14 +26,14 @@ class Move:
     reason: str
 
     def text(self) -> str:
-        """For people."""
+        """As `worker 2 to on-demand: <reason>`."""
         to = self.to.replace("_", "-")
         return f"worker {self.slot} to {to}: {self.reason.removeprefix('to ').removeprefix(f'{to}: ')}"
 
 
 @dataclass(frozen=True)
 class TimelinePoint:
-    """One turn of the controller; seconds on the job's clock."""
+    """One turn of the controller; `at_s` on the job's clock."""
 
     at_s: float
     usd: float
@@ -44,14 +44,14 @@ class TimelinePoint:
 
 @dataclass
 class MarketTimeline:
-    """Feed it the controller's decisions."""
+    """Moves and points over time, from the controller's decisions."""
 
     points: list[TimelinePoint] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     _markets: tuple[str | None, ...] | None = None
 
     def feed(self, decision: Decision) -> None:
-        """One turn, while the job's clock runs."""
+        """A decision that was made while the job's clock runs."""
         at_s = decision.elapsed_s
         if decision.phase == "run":
             if self._markets is not None:
@@ -60,7 +60,7 @@ class MarketTimeline:
                         self.moves.append(Move(round(at_s, 3), slot, now, decision.reasons[slot]))
             self._markets = decision.markets
         alive = decision.alive
-        spot = sum(one.market == "spot" for one in alive)
+        spot = sum(instance.market == "spot" for instance in alive)
         point = TimelinePoint(at_s, decision.bill.usd, decision.updates_done, spot, len(alive) - spot)
         if self.points and self.points[-1].at_s == at_s:
             self.points[-1] = point
@@ -88,13 +88,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class SpotResult:
-    """How it ended, in figures that are not in the controller's decisions.
+    """The outcome of a run, as far as the controller's decisions do not show it.
 
     Attributes:
-        finish_s: when the job ended, seconds on its clock.
+        finish_s: end of the job, seconds on its clock.
         reached: its stop rule was met.
-        cost_usd: until then.
-        cost_until_terminated_usd: until the last machine was given back.
+        cost_usd: until the end of the job.
+        cost_until_terminated_usd: until the last machine was terminated.
     """
 
     finish_s: float
@@ -112,17 +112,18 @@ def report_section(
     timeline: MarketTimeline,
     machines: Sequence[Machine],
 ) -> dict[str, Any]:
-    """What `report.json` says of the market.
+    """The fields of `report.json` about the market.
 
     Args:
         predictions: by policy.
         planned: the policy that ran.
     """
     predicted = predictions[planned]
-    preempted = [one for one in machines if one.preempted]
+    preempted = [machine for machine in machines if machine.preempted]
     percent = 100.0 * result.cost_usd / result.all_on_demand_usd
     predicted_percent = 100.0 * predicted.cost_usd / result.all_on_demand_usd
     return {
+        "planned_policy": planned,
         "deadline_met": result.reached and result.finish_s <= result.deadline_s,
         "deadline_s": result.deadline_s,
         "finish_s": round(result.finish_s, 3),
@@ -138,37 +139,36 @@ def report_section(
         "moves_predicted": predicted.moves,
         "preemptions": len(preempted),
         "preemptions_predicted": predicted.preemptions,
-        "preemptions_killed": sum(one.exit_code == -signal.SIGKILL for one in preempted),
-        "preemptions_without_notice": sum(one.without_notice for one in preempted),
+        "preemptions_killed": sum(machine.exit_code == -signal.SIGKILL for machine in preempted),
+        "preemptions_without_notice": sum(machine.without_notice for machine in preempted),
         "instances": len(machines),
-        "predictions": {name: asdict(one) for name, one in predictions.items()},
-        "moves_log": [asdict(one) for one in timeline.moves],
+        "predictions": {name: asdict(prediction) for name, prediction in predictions.items()},
+        "moves_log": [asdict(move) for move in timeline.moves],
     }
 
 
-def lines(report: Mapping[str, Any]) -> list[str]:
-    """The same for people."""
+def text_lines(report: Mapping[str, Any]) -> list[str]:
+    """The same fields as lines of text."""
     met = "met" if report["deadline_met"] else "MISSED"
-    others = [one for name, one in report["predictions"].items() if one["cost_usd"] != report["cost_predicted_usd"]]
-    found = [
+    others = [prediction for name, prediction in report["predictions"].items() if name != report["planned_policy"]]
+    lines = [
         f"  deadline {clock(report['deadline_s'])}: {met}, at {report['finish_s']:.1f} s of {report['deadline_s']:g} s "
         f"(predicted {report['finish_predicted_s']:.1f} s)",
         f"  cost {report['cost_usd']:.3f} USD, {report['cost_percent']:.1f} % of {report['all_on_demand_usd']:.3f} USD "
         f"all on-demand; predicted {report['cost_predicted_usd']:.3f} USD, {report['cost_predicted_percent']:.1f} % "
         f"({report['cost_error_points']:+.1f} points)",
         *(
-            f"  {one['policy']} would have cost {one['cost_usd']:.3f} USD and ended at {one['finish_s']:.1f} s"
-            + ("" if one["finish_s"] <= report["deadline_s"] else ": too late")
-            for one in others
+            f"  predicted for {other['policy']}: {other['cost_usd']:.3f} USD, done at {other['finish_s']:.1f} s"
+            + ("" if other["finish_s"] <= report["deadline_s"] else ": too late")
+            for other in others
         ),
         f"  {report['preemptions']} preemptions (predicted {report['preemptions_predicted']}), "
-        f"{report['preemptions_without_notice']} without notice; {report['preemptions_killed']} by SIGKILL, the "
-        f"others left in time; {report['instances']} instances in all",
+        f"{report['preemptions_without_notice']} without notice; {report['preemptions_killed']} ended by SIGKILL, the "
+        f"others left in time; {report['instances']} instances in total",
         f"  {report['moves']} moves between the markets (predicted {report['moves_predicted']})",
     ]
     moves = report["moves_log"]
-    for move in moves[:_REASONS_SHOWN]:
-        found.append(f"    {move['at_s']:6.1f} s  {Move(**move).text()}")
+    lines += [f"    {move['at_s']:6.1f} s  {Move(**move).text()}" for move in moves[:_REASONS_SHOWN]]
     if len(moves) > _REASONS_SHOWN:
-        found.append(f"    and {len(moves) - _REASONS_SHOWN} more: moves_log in report.json, provision-*.jsonl")
-    return found
+        lines.append(f"    and {len(moves) - _REASONS_SHOWN} more: moves_log in report.json, provision-*.jsonl")
+    return lines

@@ -136,10 +136,10 @@ def write_report(rows: Sequence[Row], report: Mapping[str, object], folder: Path
 
 def overall(rows: Sequence[Row]) -> list[Row]:
     """One row per policy: means over trace sets and deadlines."""
-    found = []
+    means = []
     for policy in dict.fromkeys(row.policy for row in rows):
         own = [row for row in rows if row.policy == policy]
-        found.append(
+        means.append(
             Row(
                 trace_set="all",
                 deadline_ratio=math.nan,
@@ -151,7 +151,7 @@ def overall(rows: Sequence[Row]) -> list[Row]:
                 over_bound=float(np.mean([row.over_bound for row in own])),
             )
         )
-    return found
+    return means
 
 
 def to_json(rows: Sequence[Row], settings: BacktestSettings) -> dict[str, object]:

@@ -30,16 +30,16 @@ def predict(
     market: SpotMarket, planner: PlannerSettings, rates_per_s: Floats, *, leave_s: float = 0.0,
     policy: MarketPolicy | None = None,
 ) -> Prediction:  # fmt: skip
-    """Replay the job tick by tick, `planner.replan_s` long (longer for a job of days), under the planner as it is live.
+    """Replay the job under the production planner, in ticks of `planner.replan_s` (longer for a job of days).
 
-    Arrivals have no noise here, and pause while their worker is down. A slot whose machine is taken works until then;
-    the next one works `planner.boot_s` after it was launched. To the work belong half a batch of each stream and half
-    a group, which are there in the end and not learned.
+    Arrivals have no noise, and pause while their worker is down. A slot works until its machine is preempted; the next
+    machine works `planner.boot_s` after its launch. The work includes half a batch of each stream and half a group,
+    which are pending when the job ends.
 
     Args:
-        rates_per_s: λ_n, shape (N,).
-        leave_s: for so long a machine that got its notice is still billed, while its worker leaves.
-        policy: another policy in place of the planner.
+        rates_per_s: λ_n, samples per second, shape (N,).
+        leave_s: how long a machine with a notice is billed while its worker leaves.
+        policy: replayed instead of the planner.
     """
     rates = np.asarray(rates_per_s, dtype=np.float64)
     tick_s = max(planner.replan_s, planner.deadline_s / _TICKS, _SHORTEST_TICK_S)
@@ -49,25 +49,25 @@ def predict(
         deadline_s=planner.deadline_s, rates_per_s=rates, boot_s=planner.boot_s, tick_s=tick_s,
         on_demand=windows.on_demand, pool_alpha=windows.pool_alpha, pool_price=windows.pool_price,
     )  # fmt: skip
-    seen = _PreemptionRecorder(policy or Adaptive(ADAPTIVE, planner))
-    outcome = replay(seen, job, windows)
+    recorder = _PreemptionRecorder(policy or Adaptive(ADAPTIVE, planner))
+    outcome = replay(recorder, job, windows)
     finish_s, usd = float(outcome.finish_s[0]), float(outcome.usd[0])
-    taken = [(slot, at_s) for slot, at_s in seen.taken if at_s <= finish_s]
-    with_notice = sum(not market.interval(slot, at_s - tick_s).without_notice for slot, at_s in taken)
+    preempted = [(slot, at_s) for slot, at_s in recorder.preempted if at_s <= finish_s]
+    with_notice = sum(not market.interval(slot, at_s - tick_s).without_notice for slot, at_s in preempted)
     usd += with_notice * min(leave_s, market.notice_s) * float(windows.pool_price[0]) / SECONDS_PER_HOUR
-    return Prediction(seen.name, finish_s, usd, int(outcome.moves[0]), len(taken))
+    return Prediction(recorder.name, finish_s, usd, int(outcome.moves[0]), len(preempted))
 
 
 class _PreemptionRecorder:
-    """A policy for one job, and the machines that were taken from it.
+    """A policy for one job, and the preemptions of machines that it used.
 
     Attributes:
-        taken: (slot, tick at which it was gone, in seconds).
+        preempted: (slot, time of the tick at which the machine was gone, seconds).
     """
 
     def __init__(self, policy: MarketPolicy) -> None:
         self.name = policy.name
-        self.taken: list[tuple[int, float]] = []
+        self.preempted: list[tuple[int, float]] = []
         self._policy = policy
         self._used: Bools | None = None
 
@@ -76,14 +76,15 @@ class _PreemptionRecorder:
 
     def decide(self, observation: Observation) -> Choices:
         if self._used is not None:
-            self.taken += [(int(slot), observation.now_s) for slot in np.flatnonzero(self._used & ~observation.up[0])]
+            lost = np.flatnonzero(self._used & ~observation.up[0])
+            self.preempted += [(int(slot), observation.now_s) for slot in lost]
         choice = self._policy.decide(observation)
         self._used = (choice[0] == SPOT) & observation.up[0]
         return choice
 
 
 def reference_policies() -> list[MarketPolicy]:
-    """The two that need no plan."""
+    """All on-demand and all on spot, which need no plan."""
     return [AllOnDemand(), AllSpot()]
 
 

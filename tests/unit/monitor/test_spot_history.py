@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from doll import config as job_config
-from doll.monitor.spot_history import MarketTimeline, Move, Prediction, SpotResult, lines, report_section
+from doll.monitor.spot_history import MarketTimeline, Move, Prediction, SpotResult, report_section, text_lines
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import Instance, InstanceState, Order
 from doll.provisioner.fleets.processes import Machine
@@ -70,9 +70,9 @@ def test_report_and_text_agree() -> None:
     assert (section["deadline_met"], section["preemptions"], section["preemptions_killed"]) == (True, 2, 1)
     assert (section["moves"], section["moves_predicted"], section["instances"]) == (11, 1, 4)
     assert section["cost_error_points"] == pytest.approx(2.0)
-    text = "\n".join(lines(json.loads(json.dumps(section))))
+    text = "\n".join(text_lines(json.loads(json.dumps(section))))
     for words in ("met, at 95.0 s of 100 s", "70.0 % of 1.000 USD", "(+2.0 points)", "all-spot", "too late",
-                  "2 preemptions (predicted 3), 1 without notice; 1 by SIGKILL", "and 3 more"):  # fmt: skip
+                  "2 preemptions (predicted 3), 1 without notice; 1 ended by SIGKILL", "and 3 more"):  # fmt: skip
         assert words in text
     for worse in (replace(result, finish_s=100.1), replace(result, reached=False)):
         assert not report_section(worse, predictions, "adaptive", timeline, machines)["deadline_met"]
