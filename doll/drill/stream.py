@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from doll import packing
 from doll.config import DigitsSource, IdxSource, SyntheticSource
 from doll.errors import CheckpointError, DollError
-from doll.kafka.clients import kafka_settings
+from doll.kafka import topics
+from doll.kafka.publisher import Delivery, Publisher
 from doll.ledger.snapshot_counts import read_counts
 from doll.services import Services
 from doll.storage.stores import open_store
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 _NO_CLASS: Final = 255
 _HUGE: Final = 3e38  # fits into a float32; the sum of two does not
-_DELETE_S: Final = 5.0
 
 
 class Poison(NamedTuple):
@@ -70,45 +70,32 @@ class SamplesTopic:
         self._config = config
         self._services = services
         self._run_folder = run_folder
-        self._producer: Any = None
+        self._publisher: Publisher | None = None
 
     def put(self, partition: int, value: bytes, on_offset: Callable[[int], None]) -> None:
-        """Send one record and retry until Kafka acknowledges it; a later `poll` calls `on_offset` with its offset."""
-        from confluent_kafka import Producer
+        """Send one record, until Kafka has it; a later `poll` calls `on_offset` with its offset."""
+        if self._publisher is None:
+            self._publisher = Publisher(self._config, self._services)
 
-        if self._producer is None:
-            self._producer = Producer(
-                kafka_settings(self._config, self._services, acks="all", enable_idempotence=True, message_timeout_ms=0)
-            )
+        def on_delivery(delivery: Delivery) -> None:
+            if delivery.refusal:
+                raise DollError(f"Kafka refused a record of the drill: {delivery.refusal}")
+            on_offset(delivery.offset)
 
-        def on_delivery(error: Any, message: Any) -> None:
-            if error is not None:
-                raise DollError(f"Kafka refused a record of the drill: {error}")
-            on_offset(int(message.offset()))
-
-        self._producer.produce(self._config.topic("samples"), value, partition=partition, on_delivery=on_delivery)
+        self._publisher.send(self._config.topic("samples"), value, partition=partition, on_delivery=on_delivery)
 
     def poll(self) -> None:
-        """Process Kafka's acknowledgements."""
-        if self._producer is not None:
-            self._producer.poll(0)
+        """Take in what Kafka has acknowledged."""
+        if self._publisher is not None:
+            self._publisher.poll()
 
     def truncate(self, partition: int) -> int | None:
-        """Delete the records of a stream that are durable; the first offset that is left, or None if that failed."""
-        from confluent_kafka import KafkaException, TopicPartition
-        from confluent_kafka.admin import AdminClient
-
+        """Delete what is durable of a stream; the first offset that is left, None where that was not possible now."""
         until = self._durable_until(partition)
         if until is None:
             return None
-        admin = AdminClient(kafka_settings(self._config, self._services))
-        position = TopicPartition(self._config.topic("samples"), partition, until)
-        try:
-            for future in admin.delete_records([position], request_timeout=_DELETE_S).values():
-                future.result(2 * _DELETE_S)
-        except (KafkaException, TimeoutError):
-            return None
-        return until
+        topic = self._config.topic("samples")
+        return until if topics.delete_records(self._config, self._services, topic, partition, until) else None
 
     def _durable_until(self, partition: int) -> int | None:
         """The first offset that is not in the newest checkpoint; None while there is no checkpoint."""

@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
-from confluent_kafka import Consumer, KafkaException, Producer
+from confluent_kafka import Consumer, KafkaException, Producer, cimpl
 from confluent_kafka.admin import AdminClient
 
 from doll.errors import ConfigError
-from doll.kafka.topic_plan import RECORD_LIMIT_BYTES as RECORD_LIMIT_BYTES
 from doll.services import KAFKA_CA_ENV, KAFKA_ENV, KAFKA_PASSWORD_ENV, KAFKA_USER_ENV, Services
 from doll.telemetry import get_logger
 
@@ -71,6 +70,11 @@ def make_admin(config: JobConfig, services: Services) -> AdminClient:
         ConfigError: credentials are missing.
     """
     return AdminClient(kafka_settings(config, services))
+
+
+def librdkafka_path() -> str:
+    """A shared library through which librdkafka's functions are found; librdkafka's own file name differs by build."""
+    return str(cimpl.__file__)
 
 
 class Settings(dict[str, Any]):

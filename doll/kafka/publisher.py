@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from confluent_kafka import KafkaError, KafkaException
 
-from doll.kafka.clients import LINGER_MS, RECORD_LIMIT_BYTES, make_producer
+from doll.kafka.clients import LINGER_MS, make_producer
 from doll.kafka.errors import error_of
+from doll.kafka.topic_plan import RECORD_LIMIT_BYTES
 from doll.records import AnyRecord, encode
 from doll.telemetry import get_logger
 

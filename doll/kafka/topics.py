@@ -15,7 +15,6 @@ from doll.kafka import topic_settings
 from doll.kafka.acls import allow_producer
 from doll.kafka.clients import make_admin
 from doll.kafka.errors import error_of, retry_while_leaderless, translate_errors
-from doll.kafka.offsets import partition_bounds
 from doll.kafka.topic_plan import MIN_ISR_SETTING, TOPIC_KINDS, TopicKind, plan_topics
 from doll.services import Services
 from doll.telemetry import get_logger
@@ -25,9 +24,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-watermarks = partition_bounds  # until ps and consumers use `offsets`
-
 _TIMEOUT_S: Final = 15.0
+_DELETE_S: Final = 5.0
 _ZERO_TOPIC_ID: Final = "AAAAAAAAAAAAAAAAAAAAAA"  # base64 of 16 bytes of zero
 
 
@@ -244,6 +242,18 @@ def describe(config: JobConfig, services: Services) -> list[TopicInfo]:
         )
         for name in names
     ]
+
+
+def delete_records(config: JobConfig, services: Services, topic: str, partition: int, until: int) -> bool:
+    """Delete the records of a partition below offset `until`; False where Kafka does not do so within seconds."""
+    admin = make_admin(config, services)
+    where = TopicPartition(topic, partition, until)
+    try:
+        for future in admin.delete_records([where], request_timeout=_DELETE_S).values():
+            future.result(2 * _DELETE_S)
+    except (KafkaException, TimeoutError):
+        return False
+    return True
 
 
 def _metadata(admin: AdminClient, services: Services) -> Any:

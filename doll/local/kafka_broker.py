@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import base64
 import subprocess
-import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import ClassVar, Final
 
 from doll.errors import ServiceUnavailableError
+from doll.kafka.readiness import ReadinessProbe
 from doll.local import kafka_jars, processes
 from doll.local.server import LocalServer
 
-if TYPE_CHECKING:
-    from confluent_kafka.admin import AdminClient
-
-READY_TOPIC: Final = "doll-ready"  # the readiness probe writes to it
-_START_S: Final = (
-    240.0  # 3 s on an idle machine; 50 s were measured with 20 processes per core, or with a log to recover
-)
 _BIND_TRIES: Final = 5
 _TLS_PROPERTIES: Final = """\
 sasl.enabled.mechanisms=SCRAM-SHA-512
@@ -292,80 +285,3 @@ def new_cluster_id() -> str:
 
 def _endpoints(listeners: Mapping[str, int]) -> str:
     return ",".join(f"{name}://{processes.LOOPBACK}:{port}" for name, port in listeners.items())
-
-
-class ReadinessProbe:
-    """Checks that a node, or all `brokers` of a cluster, serve. An open port is not enough.
-
-    A record acknowledged to an idempotent producer shows that the node writes and assigns producer ids. A committed
-    offset shows that `__consumer_offsets` exists: while Kafka creates it, a consumer with a group may wait for minutes.
-    """
-
-    def __init__(self, address: str, cluster_id: str, alive: Callable[[], bool], brokers: int = 1) -> None:
-        self._brokers = brokers
-        self._settings = {"bootstrap.servers": address, "log_level": 0, "reconnect.backoff.max.ms": 200}
-        self._settings["error_cb"] = lambda error: None
-        self._cluster_id = cluster_id
-        self._alive = alive
-        self._deadline_s = time.monotonic() + _START_S
-
-    def run(self) -> bool:
-        """Whether it serves, before its process exits or the time is over."""
-        from confluent_kafka.admin import AdminClient
-
-        return (
-            self._retry(self._is_ours, AdminClient(self._settings))
-            and self._retry(self._writes)
-            and self._retry(self._commits)
-        )
-
-    def _retry(self, step: Callable[..., bool], *args: Any) -> bool:
-        from confluent_kafka import KafkaException
-
-        while self._alive() and time.monotonic() < self._deadline_s:
-            try:
-                if step(*args):
-                    return True
-            except KafkaException:
-                pass  # not yet: the node's components start one after another
-            time.sleep(0.05)
-        return False
-
-    def _is_ours(self, admin: AdminClient) -> bool:
-        """This run's node answers (another run may have picked the same port), and the probe's topic exists."""
-        from confluent_kafka import KafkaError, KafkaException
-        from confluent_kafka.admin import NewTopic
-
-        metadata = admin.list_topics(timeout=1.0)
-        if metadata.cluster_id != self._cluster_id or len(metadata.brokers) < self._brokers:
-            return False
-        if READY_TOPIC in metadata.topics:
-            return all(partition.leader >= 0 for partition in metadata.topics[READY_TOPIC].partitions.values())
-        topic = NewTopic(
-            READY_TOPIC, num_partitions=1, replication_factor=self._brokers, config={"retention.ms": "3600000"}
-        )
-        try:
-            admin.create_topics([topic], request_timeout=5.0)[READY_TOPIC].result()
-        except KafkaException as exc:
-            if exc.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                raise
-        return False
-
-    def _writes(self) -> bool:
-        from confluent_kafka import Producer
-
-        acked: list[bool] = []
-        producer = Producer(self._settings | {"enable.idempotence": True, "linger.ms": 0, "message.timeout.ms": 5000})
-        producer.produce(READY_TOPIC, b"ready", on_delivery=lambda error, message: acked.append(error is None))
-        producer.flush(6.0)
-        return acked == [True]
-
-    def _commits(self) -> bool:
-        from confluent_kafka import Consumer, TopicPartition
-
-        consumer = Consumer(self._settings | {"group.id": READY_TOPIC, "enable.auto.commit": False})
-        try:
-            committed = consumer.commit(offsets=[TopicPartition(READY_TOPIC, 0, 1)], asynchronous=False)
-            return bool(committed) and committed[0].error is None
-        finally:
-            consumer.close()

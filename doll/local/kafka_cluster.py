@@ -9,8 +9,9 @@ from types import TracebackType
 from typing import Final, Self
 
 from doll.errors import ServiceUnavailableError
+from doll.kafka.readiness import ReadinessProbe
 from doll.local import processes
-from doll.local.kafka_broker import ClusterMember, LocalKafka, ReadinessProbe, new_cluster_id
+from doll.local.kafka_broker import ClusterMember, LocalKafka, new_cluster_id
 
 _BIND_TRIES: Final = 5
 _GRACE_S: Final = 5.0

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from doll.errors import ServiceUnavailableError
+from doll.kafka.clients import librdkafka_path
 from doll.local import processes
 from doll.local.server import LocalServer
 
@@ -87,10 +88,7 @@ class MockKafka(LocalServer):
 
 def main() -> int:
     """The child process: writes one JSON line with the address and one for each input line; exits at end of input."""
-    from confluent_kafka import cimpl
-
-    # librdkafka's file has a different name in each build; its functions are looked up in the module that links it.
-    lib = ctypes.CDLL(cimpl.__file__)
+    lib = ctypes.CDLL(librdkafka_path())
     for function in ("rd_kafka_conf_new", "rd_kafka_new", "rd_kafka_mock_cluster_new"):
         getattr(lib, function).restype = ctypes.c_void_p
     lib.rd_kafka_mock_cluster_bootstraps.restype = ctypes.c_char_p

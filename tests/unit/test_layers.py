@@ -131,11 +131,7 @@ LONG: Mapping[str, str] = {}
 KNOWN: Mapping[str, tuple[str, ...]] = {
     "wrong_direction": (),
     "impure": (),
-    "vendors_outside": (
-        "doll.drill.stream -> confluent_kafka",
-        "doll.local.kafka_broker -> confluent_kafka",
-        "doll.local.mock_kafka -> confluent_kafka",
-    ),
+    "vendors_outside": (),
     "module_cycles": (),
     "too_long": (),
 }

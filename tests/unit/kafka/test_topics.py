@@ -18,6 +18,7 @@ from confluent_kafka.admin import (
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.clients import kafka_settings
+from doll.kafka.publisher import Publisher
 from doll.kafka.topic_plan import TOPIC_KINDS, TopicKind, plan_topics
 from doll.kafka.topic_settings import ActualTopic, find_problems
 from doll.services import Services
@@ -220,3 +221,16 @@ def test_a_compacted_topic_stops_the_job_and_a_short_retention_is_told(services:
     (said, *rest) = [text for text in topics.ensure(config, services) if "max.message.bytes" not in text]
     assert "retention.ms is 1000" in said
     assert rest == []
+
+
+@pytest.mark.integration
+def test_records_below_an_offset_are_deleted(services: Services, job_name: str) -> None:
+    config = job(job_name)
+    topics.ensure(config, services)
+    samples = config.topic("samples")
+    with Publisher(config, services) as publisher:
+        for _ in range(3):
+            publisher.send(samples, b"x")
+    assert topics.delete_records(config, services, samples, 0, 2)
+    assert (topics.describe(config, services)[0].low[0], topics.describe(config, services)[0].high[0]) == (2, 3)
+    assert not topics.delete_records(config, services, samples, 0, 99)

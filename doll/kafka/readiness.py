@@ -1,0 +1,90 @@
+"""Whether brokers that were just started serve: they answer, take records and commit offsets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient, NewTopic
+
+from doll.kafka.errors import error_of
+
+READY_TOPIC: Final = "doll-ready"  # the probe writes to it
+# 3 s on an idle machine; 50 s were measured with 20 processes per core, or with a log to recover.
+_START_S: Final = 240.0
+
+
+class ReadinessProbe:
+    """Checks that a node, or all `brokers` of a cluster, serve. An open port is not enough.
+
+    A record acknowledged to an idempotent producer shows that the node writes and assigns producer ids. A committed
+    offset shows that `__consumer_offsets` exists: while Kafka creates it, a consumer with a group may wait for minutes.
+
+    Args:
+        cluster_id: of the brokers that are expected: another program may answer on the port.
+        alive: whether the brokers' processes run.
+    """
+
+    def __init__(self, address: str, cluster_id: str, alive: Callable[[], bool], brokers: int = 1) -> None:
+        self._brokers = brokers
+        self._settings: dict[str, Any] = {
+            "bootstrap.servers": address,
+            "log_level": 0,
+            "reconnect.backoff.max.ms": 200,
+            "error_cb": lambda error: None,
+        }
+        self._cluster_id = cluster_id
+        self._alive = alive
+        self._deadline_s = time.monotonic() + _START_S
+
+    def run(self) -> bool:
+        """Whether it serves, before its process exits or the time is over."""
+        return (
+            self._retry(self._is_ours, AdminClient(self._settings))
+            and self._retry(self._writes)
+            and self._retry(self._commits)
+        )
+
+    def _retry(self, step: Callable[..., bool], *args: Any) -> bool:
+        while self._alive() and time.monotonic() < self._deadline_s:
+            try:
+                if step(*args):
+                    return True
+            except KafkaException:
+                pass  # not yet: the node's components start one after another
+            time.sleep(0.05)
+        return False
+
+    def _is_ours(self, admin: AdminClient) -> bool:
+        """This run's node answers (another run may have picked the same port), and the probe's topic exists."""
+        metadata = admin.list_topics(timeout=1.0)
+        if metadata.cluster_id != self._cluster_id or len(metadata.brokers) < self._brokers:
+            return False
+        if READY_TOPIC in metadata.topics:
+            return all(partition.leader >= 0 for partition in metadata.topics[READY_TOPIC].partitions.values())
+        topic = NewTopic(
+            READY_TOPIC, num_partitions=1, replication_factor=self._brokers, config={"retention.ms": "3600000"}
+        )
+        try:
+            admin.create_topics([topic], request_timeout=5.0)[READY_TOPIC].result()
+        except KafkaException as exc:
+            if error_of(exc).code() != KafkaError.TOPIC_ALREADY_EXISTS:
+                raise
+        return False
+
+    def _writes(self) -> bool:
+        acked: list[bool] = []
+        producer = Producer(self._settings | {"enable.idempotence": True, "linger.ms": 0, "message.timeout.ms": 5000})
+        producer.produce(READY_TOPIC, b"ready", on_delivery=lambda error, message: acked.append(error is None))
+        producer.flush(6.0)
+        return acked == [True]
+
+    def _commits(self) -> bool:
+        consumer = Consumer(self._settings | {"group.id": READY_TOPIC, "enable.auto.commit": False})
+        try:
+            committed = consumer.commit(offsets=[TopicPartition(READY_TOPIC, 0, 1)], asynchronous=False)
+            return bool(committed) and committed[0].error is None
+        finally:
+            consumer.close()
