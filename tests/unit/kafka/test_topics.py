@@ -225,7 +225,7 @@ def test_a_compacted_topic_stops_the_job_and_a_short_retention_is_told(services:
 
 @pytest.mark.integration
 def test_records_below_an_offset_are_deleted(services: Services, job_name: str) -> None:
-    config = job(job_name)
+    config = job(name=job_name, workers=3)
     topics.ensure(config, services)
     samples = config.topic("samples")
     with Publisher(config, services) as publisher:
