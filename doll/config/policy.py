@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from doll.config.plugins import Registry
 from doll.config.section import Section
@@ -18,8 +18,14 @@ POLICIES: Final = Registry(
 
 
 class PolicyConfig(Section):
-    """Base of every policy's section. Its methods are what planner, progress and reports predict with."""
+    """Base of every policy's section. Its methods are what planner, progress and reports predict with.
 
+    Attributes:
+        serial_updates: the batches of an update are granted only when the update before has been made, so that
+            Proposition 1 of the DOLL paper holds with K = `batches_per_update`.
+    """
+
+    serial_updates: ClassVar[bool] = False
     name: str
 
     def batches_per_update(self, num_workers: int) -> int:

@@ -215,7 +215,9 @@ class ProgressModel:
         return steady_update_rate(self.history.updates.valid("time_s"))
 
     def margin(self) -> Margin:
-        """Proposition 1 with the measured service time of a batch."""
+        """Proposition 1 with the measured service time of a batch; NaN where it does not hold."""
+        if not self.config.training.policy.serial_updates:
+            return Margin(math.nan, math.nan)
         rates = self.arrival_rates_per_s()
         return stability_margin(rates, self.config.data.batch_size, self.config.group_size, self.history.service_s())
 

@@ -19,7 +19,6 @@ from doll.monitor.rates import (
     steady_update_rate,
 )
 from doll.process.files import json_safe
-from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System, Trajectory
 
@@ -122,7 +121,7 @@ def summarise(system: System, alpha: float) -> Summary:
     n, updates = settings.num_workers, system.version
     k_b = group_size(settings) * settings.batch_size
     margin = Margin(math.nan, math.nan)
-    if isinstance(settings.policy, DollPolicyConfig):
+    if settings.policy.serial_updates:
         margin = stability_margin(settings.rates_per_s, settings.batch_size, group_size(settings), settings.compute_s)
     drawn = sum(rate * system.slot_up_s(worker) for worker, rate in enumerate(settings.rates_per_s))
     waiting = np.asarray(kept.waiting, float)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -57,8 +58,11 @@ def plan_request(
             if value is None
         ]
         raise ConfigError(f"plan: expected a value for {', '.join(missing)}")
-    if config is not None and config.training.policy.name != "doll":
-        notes.append(f"policy {config.training.policy.name}: planned as groups of K = {size} batches of any workers")
+    if config is not None:
+        policy = config.training.policy
+        samples_per_s = policy.update_rate_per_s(rates_per_s, batch) * size * batch
+        if group_size is None and not math.isclose(samples_per_s, sum(rates_per_s)):
+            notes.append(f"policy {policy.name}: planned as groups of K = {size} batches of any workers")
     updates = updates_to_target(config, section, notes)
     try:
         request = PlanRequest(

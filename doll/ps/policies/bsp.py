@@ -12,6 +12,7 @@ from doll.ps.policies.base import BatchId, Offer, Policy, PolicySpec, PolicyView
 class BspPolicyConfig(PolicyConfig):
     """Bulk synchronous: one batch of every live worker per update."""
 
+    serial_updates: ClassVar[bool] = True
     name: Literal["bsp"] = "bsp"
 
     def batches_per_update(self, num_workers: int) -> int:

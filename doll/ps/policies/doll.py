@@ -15,6 +15,7 @@ from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView
 class DollPolicyConfig(PolicyConfig):
     """Groups of K batches, all computed at the same version (the DOLL paper, Algorithms 3 and 4)."""
 
+    serial_updates: ClassVar[bool] = True
     name: Literal["doll"] = "doll"
     group_size: PositiveInt = Field(default=4, description="K: batches per model update")
 

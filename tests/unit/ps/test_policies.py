@@ -50,3 +50,9 @@ def test_an_unknown_name_is_a_key_error_for_code() -> None:
     with pytest.raises(KeyError):
         policy_spec("theirs")
     assert not issubclass(KeyError, ConfigError)
+
+
+def test_proposition_1_is_claimed_only_where_one_update_follows_the_other() -> None:
+    assert [config.serial_updates for config in (DollPolicyConfig(), BspPolicyConfig(), AspPolicyConfig())] == [
+        True, True, False
+    ]  # fmt: skip

@@ -57,3 +57,11 @@ def test_a_faster_market_has_higher_prices_and_shorter_cycles() -> None:
     assert len(notes) == 1
     assert apply_speed_up(job(), config.plan, notes) is config.plan
     assert len(notes) == 1
+
+
+def test_a_policy_that_the_plan_does_not_fit_is_named() -> None:
+    lockstep = job("training.policy={name: bsp}")
+    _, notes = plan_request(lockstep, changed_plan(lockstep.plan, updates=70), [50.0, 20.0])
+    assert notes == ["policy bsp: planned as groups of K = 2 batches of any workers"]
+    _, notes = plan_request(lockstep, changed_plan(lockstep.plan, updates=70), [50.0, 50.0])
+    assert notes == [], "equal streams: the slowest is as fast as the mean"
