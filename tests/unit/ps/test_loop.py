@@ -9,7 +9,6 @@ from typing import Any, cast
 import pytest
 from doll.errors import CheckpointError, FencedError
 from doll.process.health import Heartbeat
-from doll.ps import loop
 from doll.ps.events import StopRequested
 from doll.ps.kafka_channel import KafkaChannel
 from doll.ps.loop import Signals, deliver, serve
@@ -95,7 +94,7 @@ class Rig:
 @pytest.fixture
 def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     made = Rig()
-    monkeypatch.setattr(loop.time, "monotonic", lambda: made.now)
+    monkeypatch.setattr("doll.ps.loop.time.monotonic", lambda: made.now)
     return made
 
 
