@@ -5,8 +5,8 @@ Worker processes of this machine (`fleet.kind: processes`) need a fork server: `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,26 +39,32 @@ class Machines:
     placement: ec2_placement.Ec2Placement | None = None
 
 
-@contextmanager
-def open_machines(config: JobConfig, run_folder: Path) -> Iterator[Machines]:
-    """The machines of a job whose fleet is EC2 or compose.
+def open_machines(config: JobConfig, run_folder: Path) -> AbstractContextManager[Machines]:
+    """The machines of a job whose fleet has an opener.
 
     Args:
-        run_folder: where on-demand prices are cached.
+        run_folder: where a fleet may keep files, e.g. a cache of prices.
 
     Raises:
-        ConfigError: the fleet cannot be used as the job file describes it, or is another one.
+        ConfigError: the fleet cannot be used as the job file describes it, or has no opener.
     """
-    kind = config.fleet.kind
-    if kind == "ec2":
-        with closing(ec2_fleet.connect(config)) as fleet:
-            prices = ec2_prices.connect(config, fleet, run_folder=run_folder)
-            yield Machines(fleet, prices, EC2_LINUX, placement=ec2_placement.connect(config, fleet))
-    elif kind == "compose":
-        with closing(compose.connect(config)) as containers:
-            yield Machines(containers, stated_prices(config), LOCAL)
-    else:
-        raise ConfigError(f"fleet.kind: expected ec2 or compose, got {kind}")
+    opener = OPENERS.get(config.fleet.kind)
+    if opener is None:
+        raise ConfigError(f"fleet.kind: expected {' or '.join(OPENERS)}, got {config.fleet.kind}")
+    return opener(config, run_folder)
+
+
+@contextmanager
+def _open_ec2(config: JobConfig, run_folder: Path) -> Iterator[Machines]:
+    with closing(ec2_fleet.connect(config)) as fleet:
+        prices = ec2_prices.connect(config, fleet, run_folder=run_folder)
+        yield Machines(fleet, prices, EC2_LINUX, placement=ec2_placement.connect(config, fleet))
+
+
+@contextmanager
+def _open_compose(config: JobConfig, run_folder: Path) -> Iterator[Machines]:
+    with closing(compose.connect(config)) as fleet:
+        yield Machines(fleet, stated_prices(config), LOCAL)
 
 
 def stated_prices(config: JobConfig) -> PriceFeed:
@@ -71,3 +77,10 @@ def stated_prices(config: JobConfig) -> PriceFeed:
     if plan.spot_usd_per_h is None or plan.on_demand_usd_per_h is None:
         raise ConfigError("expected plan.spot_usd_per_h and plan.on_demand_usd_per_h: this fleet has no price list")
     return StatedPrices(plan.spot_usd_per_h, plan.on_demand_usd_per_h)
+
+
+OPENERS: dict[str, Callable[[JobConfig, Path], AbstractContextManager[Machines]]] = {
+    "ec2": _open_ec2,
+    "compose": _open_compose,
+}
+"""What opens the machines of each `fleet.kind`, but worker processes. A new fleet adds its opener here."""

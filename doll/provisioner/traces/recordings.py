@@ -1,4 +1,4 @@
-"""The recorded markets of a folder, each judged by itself: what can be read, and what was left out and why."""
+"""The recorded markets of a folder: what can be read, and what was skipped and why."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from typing import Final
 
 from doll.bounded import short
 from doll.errors import ConfigError
-from doll.provisioner.traces import datasets
+from doll.provisioner.traces.formats import loader_of
+from doll.provisioner.traces.formats.ec2_prices import ON_DEMAND
+from doll.provisioner.traces.formats.form import Loader
 from doll.provisioner.traces.model import AVAILABILITY, POOLS, PRICES, Pool, TraceSet, read_folder
 from doll.provisioner.traces.tables import text_lines
 
 _MOST_CHARS: Final = 1000  # of a reason
 _SUFFIXES: Final = (".csv", ".jsonl", ".txt", ".json", ".tsv")
-_NO_RECORDINGS: Final = ("readme", "license", "licence", "notice", "citation", datasets.ON_DEMAND.split(".")[0])
+_NO_RECORDINGS: Final = ("readme", "license", "licence", "notice", "citation", ON_DEMAND.split(".")[0])
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Something that was looked at and not used.
+    """A file, or a part of one, that was not used.
 
     Attributes:
-        what: the file, and where only a part of it is left out, which.
+        what: the file, and which part of it where only a part was skipped.
         why: what was expected, what came, and what to do where that helps.
     """
 
@@ -44,32 +46,33 @@ class Survey:
 
 
 def survey(folder: Path) -> Survey:
-    """All trace sets in `folder` and its sub-folders: normal form, or a public data set that is known by its form.
+    """All trace sets in `folder` and its sub-folders: normal form, or a format of `doll.provisioner.traces.formats`.
 
-    A file is known by what is in it, whatever its name. Sets of one name get the name of their folder or file too.
+    A format is recognised by the first line of a file, else by its name. Sets of one name
+    get the name of their folder or file too.
 
     Raises:
         ConfigError: this is no folder.
     """
     if not folder.is_dir():
         raise ConfigError(f"expected a folder of traces, got {folder}, which is not one; see docs/traces.md")
-    found = Survey()
+    result = Survey()
     named: list[tuple[TraceSet, Path]] = []
-    for inner in (folder, *_folders(folder, found)):
-        for path, read in _readers(inner, found):
+    for inner in (folder, *_folders(folder, result)):
+        for path, read in _readers(inner, result):
             try:
                 sets, parts = read()
             except ConfigError as error:
-                found.skipped.append(LeftOut(str(path), short(error, _MOST_CHARS)))
+                result.skipped.append(LeftOut(str(path), short(error, _MOST_CHARS)))
                 continue
-            named += [(one, path) for one in sets]
-            found.skipped += [LeftOut(f"{path}: {short(what)}", short(why, _MOST_CHARS)) for what, why in parts]
-    found.sets = _of_different_names(folder, named)
-    return found
+            named += [(recorded, path) for recorded in sets]
+            result.skipped += [LeftOut(f"{path}: {short(what)}", short(why, _MOST_CHARS)) for what, why in parts]
+    result.sets = _of_different_names(folder, named)
+    return result
 
 
 def select(folder: Path, surveyed: Survey, parts: Sequence[str] | None) -> Survey:
-    """The trace sets whose name contains one of `parts`; all without parts. What was left out stays in it.
+    """The trace sets whose name contains one of `parts`; all without parts. What was skipped stays in it.
 
     Args:
         folder: what was surveyed, for messages.
@@ -95,12 +98,12 @@ def load(folder: Path) -> list[TraceSet]:
     """The trace sets that `survey` finds, at least one.
 
     Raises:
-        ConfigError: there is none; the message says what was looked at and why it was left out.
+        ConfigError: there is none; the message lists what was skipped and why.
     """
-    found = survey(folder)
-    if not found.sets:
-        raise no_recordings_error(folder, found.skipped)
-    return found.sets
+    result = survey(folder)
+    if not result.sets:
+        raise no_recordings_error(folder, result.skipped)
+    return result.sets
 
 
 def pool_of(folder: Path, name: str | None, asked_by: str) -> Pool:
@@ -110,19 +113,19 @@ def pool_of(folder: Path, name: str | None, asked_by: str) -> Pool:
         asked_by: the option or key that names it, for the message.
 
     Raises:
-        ConfigError: there is none, or not this one; what was left out is said.
+        ConfigError: there is none, or not this one; the message lists what was skipped.
     """
-    found = survey(folder)
-    if not found.sets:
-        raise no_recordings_error(folder, found.skipped)
+    result = survey(folder)
+    if not result.sets:
+        raise no_recordings_error(folder, result.skipped)
     pools: dict[str, Pool] = {}
-    for pool in (pool for one in found.sets for pool in one.pools):
+    for pool in (pool for recorded in result.sets for pool in recorded.pools):
         pools.setdefault(pool.name, pool)
     chosen = next(iter(pools.values())) if name is None else pools.get(name)
     if chosen is None:
         names = sorted(pools)
         shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-        left = "".join(f"\n{line}" for line in left_out_text(found.skipped).splitlines())
+        left = "".join(f"\n{line}" for line in left_out_text(result.skipped).splitlines())
         raise ConfigError(f"{asked_by}: expected one of {shown}; got {name}{left}")
     return chosen
 
@@ -139,28 +142,28 @@ def no_recordings_error(folder: Path, skipped: Sequence[LeftOut]) -> ConfigError
 
 def left_out_text(skipped: Sequence[LeftOut], at_most: int = 20) -> str:
     """One line for each, for people."""
-    lines = [f"skipped: {one}" for one in skipped[:at_most]]
+    lines = [f"skipped: {item}" for item in skipped[:at_most]]
     more = len(skipped) - at_most
     return "\n".join([*lines, f"skipped: {more} more; --json lists them all"] if more > 0 else lines)
 
 
-def _folders(folder: Path, found: Survey) -> list[Path]:
+def _folders(folder: Path, result: Survey) -> list[Path]:
     try:
         return sorted(path for path in folder.iterdir() if path.is_dir())
     except OSError as error:
-        found.skipped.append(LeftOut(str(folder), f"cannot be listed: {error.strerror or error}"))
+        result.skipped.append(LeftOut(str(folder), f"cannot be listed: {error.strerror or error}"))
         return []
 
 
 Read = Callable[[], tuple[list[TraceSet], list[tuple[str, str]]]]
 
 
-def _readers(folder: Path, found: Survey) -> Iterable[tuple[Path, Read]]:
-    """What is to be read in one folder, without its sub-folders."""
+def _readers(folder: Path, result: Survey) -> Iterable[tuple[Path, Read]]:
+    """The files to be read in one folder, without its sub-folders."""
     try:
         files = sorted(path for path in folder.iterdir() if path.is_file())
     except OSError as error:
-        found.skipped.append(LeftOut(str(folder), f"cannot be listed: {error.strerror or error}"))
+        result.skipped.append(LeftOut(str(folder), f"cannot be listed: {error.strerror or error}"))
         return
     names = {path.name for path in files}
     of_the_form = {POOLS, PRICES, AVAILABILITY} if names & {POOLS, f"{POOLS}.gz"} else set()
@@ -174,40 +177,40 @@ def _readers(folder: Path, found: Survey) -> Iterable[tuple[Path, Read]]:
         if plain.lower().startswith(_NO_RECORDINGS):
             continue
         if plain != path.name and plain in names:
-            found.skipped.append(LeftOut(str(path), f"{plain} beside it is read instead"))
+            result.skipped.append(LeftOut(str(path), f"{plain} beside it is read instead"))
             continue
-        loader = _loader_of(path, plain, found)
+        loader = _loader_of(path, plain, result)
         if loader is not None:
             yield path, lambda path=path, loader=loader: loader(path)  # type: ignore[misc]
 
 
-def _loader_of(path: Path, plain: str, found: Survey) -> datasets.Loader | None:
-    """Who reads the file: by its first line, else by the name under which it was published."""
+def _loader_of(path: Path, plain: str, result: Survey) -> Loader | None:
+    """What reads the file; None, with an entry in `result`, where nothing does."""
     try:
         first = next((line for line in text_lines(path) if line.strip()), "")
     except ConfigError as error:
-        found.skipped.append(LeftOut(str(path), str(error)))
+        result.skipped.append(LeftOut(str(path), str(error)))
         return None
-    loader = datasets.of_form(first) or datasets.of_name(plain)
+    loader = loader_of(first, plain)
     if loader is None:
         why = f"of no form that is known (docs/traces.md); it begins with {short(first, 60)!r}" if first else "empty"
         if plain in (PRICES, AVAILABILITY):
             why = f"expected {POOLS} beside it, or a recording of a known form (docs/traces.md); {why}"
-        found.skipped.append(LeftOut(str(path), why))
+        result.skipped.append(LeftOut(str(path), why))
     return loader
 
 
 def _of_different_names(folder: Path, named: Sequence[tuple[TraceSet, Path]]) -> list[TraceSet]:
-    """Sets that share a name are told apart by their file, as is needed to choose one with --trace-set."""
-    count = Counter(one.name for one, _ in named)
+    """Sets that share a name get that of their folder or file too, so that --trace-set can choose one."""
+    count = Counter(recorded.name for recorded, _ in named)
     used: Counter[str] = Counter()
-    found = []
-    for one, path in named:
-        name = one.name
+    renamed = []
+    for recorded, path in named:
+        name = recorded.name
         if count[name] > 1:
             beside = path.parent.relative_to(folder)
             name = f"{name} ({beside if str(beside) != '.' else path.name})"
             used[name] += 1
             name += f" {used[name]}" if used[name] > 1 else ""
-        found.append(replace(one, name=name))
-    return found
+        renamed.append(replace(recorded, name=name))
+    return renamed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ from doll.errors import ConfigError
 from doll.provisioner.billing import EC2_LINUX, LOCAL
 from doll.provisioner.fleets.compose import ComposeFleet
 from doll.provisioner.fleets.ec2.fleet import Ec2Fleet
+from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import Order
-from doll.provisioner.machines import open_machines, stated_prices
+from doll.provisioner.machines import OPENERS, Machines, open_machines, stated_prices
+from doll.provisioner.prices.stated import StatedPrices
 from doll.theory.cost import Prices
 from fleet_rigs import ComposeRig, Ec2Rig
 from moto_overlay import REGION
@@ -106,3 +109,14 @@ def test_an_error_of_whoever_uses_it_comes_through_and_ends_the_fleet(
     with pytest.raises(ZeroDivisionError), open_machines(job("{kind: compose}"), tmp_path):
         raise ZeroDivisionError
     assert len(ends) == 1
+
+
+def test_a_new_fleet_is_one_opener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`OPENERS` is the one place that a fleet is registered in, beside its section of the job file."""
+    machines = Machines(FakeFleet(VirtualClock()), StatedPrices(0.1, 0.2), LOCAL)
+    monkeypatch.setitem(OPENERS, "compose", lambda config, run_folder: nullcontext(machines))
+    with open_machines(job("{kind: compose}"), tmp_path) as opened:
+        assert opened is machines
+    monkeypatch.delitem(OPENERS, "compose")
+    with pytest.raises(ConfigError, match=r"fleet\.kind: expected ec2, got compose"):
+        open_machines(job("{kind: compose}"), tmp_path)

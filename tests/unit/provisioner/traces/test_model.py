@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from doll.cli.app import app
 from doll.errors import ConfigError
-from doll.provisioner.traces import datasets
+from doll.provisioner.traces.formats import FORMATS, google_lifetimes, loader_of
 from doll.provisioner.traces.model import Pool, Series, TraceSet, constant, read_folder, up_at_bid, write_folder
 from doll.provisioner.traces.recordings import load, survey
 from paths import DOCS, SHARED_DATA
@@ -344,9 +344,30 @@ def test_what_is_wrong_with_a_known_recording_is_said(tmp_path: Path, name: str,
         load(tmp_path)
 
 
+def test_every_format_is_found_by_the_name_of_its_files() -> None:
+    for known in FORMATS:
+        assert loader_of("no first line of any format", known.published_as.replace("*", "x")) is known.load, known.name
+    assert loader_of("no first line of any format", "other.csv") is None
+
+
+def test_a_format_is_found_by_its_first_line_whatever_the_file_is_called() -> None:
+    """Also where what tells it comes late in a long line."""
+    skypilot = '{"data": [' + ", ".join(["1"] * 9000) + '], "gap_seconds": 60}'
+    lines = {
+        "SkyPilot availability": skypilot,
+        "EC2 spot prices": "product,spot_usd_per_hour,timestamp_utc,availability_zone,instance_type",
+        "Google lifetimes": "lifetime_s,end_event,zone,more",
+        "Bamboo events": "12, add, node-1",
+        "Bamboo counts": "2021-08-21, 10:00:01, 5",
+    }
+    assert {known.name for known in FORMATS} == lines.keys()
+    for known in FORMATS:
+        assert loader_of(lines[known.name], "vms.csv") is known.load, known.name
+
+
 def test_kaplan_meier_counts_censored_lives_as_long_as_they_were_seen() -> None:
     """Ages 1 (dead), 2 (censored), 3 (dead), 4 (dead): 3/4, then 1/2 of it, then 0."""
-    ages, survival = datasets.kaplan_meier([(3.0, True), (1.0, True), (4.0, True), (2.0, False)])
+    ages, survival = google_lifetimes.kaplan_meier([(3.0, True), (1.0, True), (4.0, True), (2.0, False)])
     assert ages.tolist() == [1.0, 3.0, 4.0]
     assert survival.tolist() == pytest.approx([0.75, 0.375, 0.0])
 
