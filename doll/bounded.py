@@ -1,4 +1,4 @@
-"""Values from outside, bounded in length and depth: one kind of error, whatever is wrong with them.
+"""External values, bounded in length and depth, with one error for whatever is wrong with them.
 
 Python's own readers say so in five ways: ValueError, UnicodeDecodeError, RecursionError, MemoryError, OverflowError. A
 service that catches four of them stops at the fifth.
@@ -17,7 +17,7 @@ MAX_DEPTH: Final = 40
 
 
 class MalformedError(ValueError):
-    """What came from outside is not what was expected; the message is one line and short."""
+    """An external value is not as expected; the message is one short line."""
 
 
 def json_value(text: str | bytes, *, max_chars: int = MAX_JSON_CHARS) -> Any:
@@ -54,14 +54,14 @@ def check_size(value: Any, *, max_values: int = MAX_VALUES, max_depth: int = MAX
     Raises:
         MalformedError: more than `max_values` values or `max_depth` levels.
     """
-    left = max_values
+    remaining = max_values
     level = [value]
     for _ in range(max_depth):
-        level = [inner for one in level if isinstance(one, Mapping | list) for inner in _inside(one)]
+        level = [inner for value in level if isinstance(value, Mapping | list) for inner in _inside(value)]
         if not level:
             return
-        left -= len(level)
-        if left < 0:
+        remaining -= len(level)
+        if remaining < 0:
             raise MalformedError(f"expected at most {max_values} values")
     raise MalformedError(f"expected at most {max_depth} levels, got more")
 
@@ -90,5 +90,5 @@ def read_text(path: Path, *, max_bytes: int) -> str:
 def short(value: object, limit: int = 200) -> str:
     """A value for a message: one line, cut off, without control characters."""
     text = " ".join(str(value).split())
-    text = "".join(one if one.isprintable() else "?" for one in text[: limit + 1])
+    text = "".join(char if char.isprintable() else "?" for char in text[: limit + 1])
     return text if len(text) <= limit else f"{text[:limit]}..."

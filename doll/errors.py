@@ -1,4 +1,4 @@
-"""Errors, grouped by what the caller can do about them."""
+"""The errors that DOLL raises, by what the caller can do about them."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import ClassVar
 
 
 class DollError(Exception):
-    """Root of all errors that DOLL raises on purpose; the command line prints it and exits with `exit_code`."""
+    """The base of all errors that DOLL raises. The command line prints it and exits with `exit_code`."""
 
     exit_code: ClassVar[int] = 1
 
 
 class ConfigError(DollError):
-    """The job file, an override or a command-line value is wrong: fix it."""
+    """The job file, an override or a command-line value is invalid."""
 
     exit_code = 2
 
 
 class ServiceUnavailableError(DollError):
-    """Kafka, Redis or a tool that is needed to start them is not there: start it, or correct the address."""
+    """Kafka, Redis or a tool that starts them is not available: start it, or correct the address."""
 
 
 class RecordError(DollError):
-    """Bytes from a topic are not a control record that this build reads: counted and refused."""
+    """Bytes from a topic are not a control record of this schema: they are counted and ignored."""
 
 
 class SchemaVersionError(RecordError):
@@ -31,38 +31,38 @@ class SchemaVersionError(RecordError):
 
 
 class BlobError(DollError):
-    """A parameter or gradient blob is missing, torn, or belongs to another job or version: refused."""
+    """A blob of weights or gradients is missing, damaged, or belongs to another job or version."""
 
 
 class SampleError(DollError):
-    """One user record is not a sample of the task: it goes to the dead-letter topic with this message as its reason."""
+    """A record is not a sample of the task: it is dead-lettered with this message as the reason."""
 
 
 class TaskError(DollError):
-    """The task, its model or its learning rate cannot go on: starting the process again would not help."""
+    """The task or its model has failed, and a restart would fail again."""
 
     exit_code = 2
 
 
 class CheckpointError(DollError):
-    """A checkpoint is unreadable, or belongs to another job or model."""
+    """A checkpoint cannot be read, or belongs to another job or model."""
 
 
 class FencedError(DollError):
-    """A newer incarnation of this process is alive: stop at once and write nothing more."""
+    """A newer process has taken over: exit, and write nothing more."""
 
 
 class IllegalEventError(DollError):
-    """An event or a policy's answer that the engine must never see (a bug). The engine is of no use after it: end the
-    process; its successor starts from the checkpoint."""
+    """An event, or an answer of a policy, that is a bug. The engine's state is invalid after it: exit; the next process
+    starts from the checkpoint."""
 
 
 class InfeasiblePlanError(DollError):
-    """Deadline, error target and budget cannot be met together: relax the constraint that binds.
+    """Deadline, error target and budget cannot be met together.
 
     Attributes:
-        constraint: what binds: "deadline", "budget", "error", "risk" or "stability"; "" where the raiser names none.
-        nearest: values that would be feasible, each alone and all else equal, by their name with its unit.
+        constraint: the binding one: "deadline", "budget", "error", "risk" or "stability"; "" if unknown.
+        nearest: for each constraint, the nearest feasible value, all else equal; names have units.
     """
 
     exit_code = 3
@@ -74,12 +74,12 @@ class InfeasiblePlanError(DollError):
 
 
 class DataLossError(DollError):
-    """Records that were not learned are gone from Kafka, and the job file does not allow that (`data.on_data_loss`)."""
+    """Records were deleted from Kafka before they were learned, and `data.on_data_loss` is stop."""
 
     exit_code = 4
 
 
 class AuditError(DollError):
-    """The ledger does not balance: an offset is missing or was applied twice."""
+    """The audit failed: an offset is missing or was applied twice."""
 
     exit_code = 4

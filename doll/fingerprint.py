@@ -1,6 +1,6 @@
-"""What must agree between a checkpoint, the parameter server and its workers, as `key=value` fields. Pure.
+"""The fingerprint of a job: what checkpoint, parameter server and workers must agree on, as `key=value` fields. Pure.
 
-The batch grid is in it: a batch is identified by its number, so its size cannot change under a running ledger.
+It contains the batch size, because batches are identified by their number.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ def make_fingerprint(
     """The fingerprint of a job and its model.
 
     Args:
-        parameters: how many trainable numbers the model has; `buffers`: how many floats in its buffers.
+        parameters: number of trainable parameters of the model.
+        buffers: number of floats in its buffers.
         shapes: checksum of the names and shapes of these tensors.
-        others: checksum of the names, shapes and types of the other buffers; None where there are none.
-        frozen: checksum of the values of frozen parameters; None where there are none.
+        others: checksum of the names, shapes and types of the other buffers; None if there are none.
+        frozen: checksum of the values of frozen parameters; None if there are none.
     """
     job, model = job_fields(config), {"parameters": parameters, "buffers": buffers, "shapes": f"{shapes:08x}"}
     model |= {key: f"{value:08x}" for key, value in (("others", others), ("frozen", frozen)) if value is not None}
@@ -58,7 +59,7 @@ def difference(expected: str, got: str) -> str:
 
 
 def differences(expected: dict[str, str], got: dict[str, str]) -> str:
-    """As `difference`, of fields; empty where they agree."""
+    """As `difference`, for fields; empty if they agree."""
     keys = [key for key in {**expected, **got} if expected.get(key) != got.get(key)]
     return ", ".join(
         f"{key}: expected {expected.get(key, 'nothing')}, got {got.get(key, 'nothing')}"

@@ -1,8 +1,8 @@
-"""Several samples in one Kafka record, for streams too fast for one record each (about 5 k samples/s per worker).
+"""Several samples in one Kafka record, for streams above about 5000 samples/s per worker.
 
 Layout, little-endian: magic `DLPK`, u8 version = 1, u8 flags = 0, u16 reserved = 0, u32 number of samples m, u32 width;
-then, where width is 0, m times u32 length; then the m samples end to end. Each sample is what an unpacked record's
-value would be.
+then, if width is 0, m times u32 length; then the m samples, concatenated. Each sample is the value that an unpacked
+record would have.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ HEADER_BYTES: Final = _HEADER.size
 
 
 class Packed(NamedTuple):
-    """The samples of one packed record: `body` holds them end to end, `width` bytes each (0: see `bounds`)."""
+    """The samples of a packed record: `body` has them concatenated, `width` bytes each (0: see `bounds`)."""
 
     num_samples: int
     width: int
     body: memoryview
-    bounds: tuple[int, ...]  # num_samples + 1 positions in `body` where width is 0, else empty
+    bounds: tuple[int, ...]  # num_samples + 1 positions in `body` if width is 0, else empty
 
     def samples(self) -> list[bytes]:
         """Each sample's bytes."""
@@ -35,7 +35,11 @@ class Packed(NamedTuple):
 
 
 def pack(samples: Sequence[bytes]) -> bytes:
-    """One record's value that holds `samples`, at least one, none empty."""
+    """The value of a record with `samples`: at least one, none of them empty.
+
+    Raises:
+        ValueError: there is no sample, or one is empty.
+    """
     if not samples or not all(samples):
         raise ValueError("expected at least one sample, none of them empty")
     lengths = [len(sample) for sample in samples]

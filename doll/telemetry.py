@@ -1,4 +1,4 @@
-"""Logging: events with fields, one JSON-free line each; set up by the command line only."""
+"""Logging: events with fields, one line each. Configured by entry points only, never on import."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ _MAX_REMEMBERED: Final = 1000
 
 
 def configure(level: str = "info", *, process: str = "") -> None:
-    """Send log lines of this process to standard error: time, level, process, event, key=value.
-
-    Called by the command line and by process entry points, never on import.
-    """
+    """Write the log of this process to standard error: time, level, process, event, key=value."""
     number = getattr(logging, level.upper(), logging.INFO)
     handler = logging.StreamHandler(sys.stderr)
     handler.addFilter(RateLimitFilter())
@@ -44,9 +41,9 @@ def configure(level: str = "info", *, process: str = "") -> None:
 
 
 class RateLimitFilter(logging.Filter):
-    """Lets each message of a library through once in 30 s: with Kafka away, aiokafka writes 70 lines a second.
+    """Passes each message of a library once in 30 s: without Kafka, aiokafka writes 70 lines a second.
 
-    Messages are told apart by their text before values are put in.
+    Messages are compared by their text before values are inserted.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,7 +55,7 @@ class RateLimitFilter(logging.Filter):
         now, key = self._clock(), (record.name, str(record.msg))
         if now - self._logged_at_s.get(key, float("-inf")) < _REPEAT_AFTER_S:
             return False
-        if len(self._logged_at_s) >= _MAX_REMEMBERED:  # a library that puts values into its texts itself
+        if len(self._logged_at_s) >= _MAX_REMEMBERED:  # a library that formats its messages itself
             self._logged_at_s.clear()
         self._logged_at_s[key] = now
         return True

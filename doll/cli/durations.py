@@ -1,4 +1,4 @@
-"""Times on the command line: one way to write them, for every option."""
+"""Times on the command line, written the same way in every option."""
 
 from __future__ import annotations
 

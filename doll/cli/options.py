@@ -14,7 +14,7 @@ from doll.cli.errors import usage
 if TYPE_CHECKING:
     from doll.run.target import Target
 
-JOB_ENV: Final = "DOLL_JOB"  # for containers, whose commands are all about one job
+JOB_ENV: Final = "DOLL_JOB"  # for containers, in which all commands are for one job
 
 
 def duration(text: str, *names: str) -> Any:
@@ -31,7 +31,7 @@ JobArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="JOB.yaml",
-        help="The job file, or the name of an example (doll example list). The same as --job.",
+        help="Job file, or name of an example (doll example list). Same as --job.",
         show_default=False,
     ),
 ]
@@ -46,7 +46,7 @@ SetOption = Annotated[
         "--set", metavar="KEY=VALUE", help="Override a key of the job file; may be repeated.", show_default=False
     ),
 ]
-# What means the same is spelled the same on every command. The types are here, the help of a command may say more.
+# An option that has one meaning has one spelling on all commands.
 WorkersOption = Annotated[
     int | None, typer.Option("--workers", "-N", min=1, help="N: streams, one worker each.", show_default=False)
 ]
@@ -97,21 +97,23 @@ SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of all rand
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on standard output, all else on standard error.")]
 RunFolderOption = Annotated[
     Path | None,
-    typer.Option("--run-folder", help="Where this process keeps its files [default: runs/<job>].", show_default=False),
+    typer.Option(
+        "--run-folder", help="Folder for the files of this process [default: runs/<job>].", show_default=False
+    ),
 ]
-FRESH_HELP: Final = "Begin anew on topics that hold an earlier run of this job, from where data.start says."
+FRESH_HELP: Final = "Begin a new generation on topics that hold an earlier run of this job, from data.start."
 FreshOption = Annotated[bool, typer.Option("--fresh", help=FRESH_HELP)]
-RunsFolderOption = Annotated[Path, typer.Option("--runs-folder", help="Where the folder of this run is made.")]
+RunsFolderOption = Annotated[Path, typer.Option("--runs-folder", help="Folder in which the run folder is created.")]
 
 
 def target(
     argument: Path | None, option: Path | None, overrides: list[str] | None, run_folder: Path | None = None
 ) -> Target:
-    """The job that the command line names, in either form, else the one that $DOLL_JOB names.
+    """The job that the command line names as argument or as option, else the job of $DOLL_JOB.
 
     Raises:
-        BadParameter: none is named, or two are.
-        ConfigError: it cannot be used.
+        BadParameter: no job is given, or two.
+        ConfigError: the job file is invalid.
     """
     from doll.run.target import open_target
 

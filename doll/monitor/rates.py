@@ -1,4 +1,4 @@
-"""Update rates: what theory says, what was measured, and how near the job is to the edge of stability.
+"""Update rates in theory and as measured, and the margin of stability.
 
 Source: the DOLL paper, Eq. (1) and Proposition 1. Symbols: λ_A arrivals at one worker (samples/s), b batch size, K
 group size, C time to turn one granted batch into a stored gradient (s).
@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from doll.theory.queueing import harmonic
 
-# Start-up that says nothing about the steady state: connections, first weights, cold caches.
+# Start-up, which differs from the steady state: connections, first weights, cold caches.
 DROP_FRACTION = 0.1
 DROP_S = 3.0
 RATE_WINDOW_S: Final = 30.0
@@ -27,7 +27,7 @@ def steady_update_rate(
 ) -> float:
     """Updates per second over the steady part of a run; NaN with fewer than two updates there.
 
-    The start is left out: the larger of `drop_fraction` of the run and `drop_s`, but never more than half of the run.
+    The start is excluded: the larger of `drop_fraction` of the run and `drop_s`, but never more than half of the run.
     n updates span n - 1 gaps, so the rate is (n - 1) / (last - first).
 
     Args:
@@ -36,7 +36,7 @@ def steady_update_rate(
     >>> steady_update_rate([0.0, 0.5, 1.0, 1.5, 2.0], drop_s=0.0, drop_fraction=0.0)
     2.0
     """
-    # As an array: this is asked for several times a second, and a long run has made 100,000 updates.
+    # As an array: this is called several times a second, and a long run has 100,000 updates.
     times = np.asarray(times_s, dtype=np.float64)
     if len(times) < 2:
         return math.nan
@@ -80,10 +80,10 @@ def stability_margin(rates_per_s: Sequence[float], batch_size: int, group_size: 
 
 
 class ArrivalRateEstimator:
-    """Arrival rates measured from the ends (high watermarks) of the partitions, for sources whose rate nobody states.
+    """Arrival rates measured from the ends (high watermarks) of the partitions, for sources without a stated rate.
 
-    The rate of a stream is the growth of its end between the first look and the last look that saw it grow, so that a
-    source that has ended does not dilute it.
+    The rate of a stream is the growth of its end between the first observation and the last one that saw it grow, so
+    that a source that has ended does not lower it.
     """
 
     def __init__(self, samples_per_record: int = 1) -> None:
@@ -94,7 +94,7 @@ class ArrivalRateEstimator:
     def observe(self, now_s: float, ends: Sequence[int]) -> None:
         """The partitions' ends as seen at `now_s` (monotonic seconds)."""
         for partition, end in enumerate(ends):
-            # The clock of a stream starts with its first growth: before that the producer was still starting.
+            # A stream is measured from its first growth on: before that, the producer was starting.
             first = self._first.get(partition)
             if first is None or (partition not in self._last and end == first[1]):
                 self._first[partition] = (now_s, end)
@@ -102,7 +102,7 @@ class ArrivalRateEstimator:
                 self._last[partition] = (now_s, end)
 
     def rates_per_s(self) -> list[float]:
-        """Samples per second of each stream; 0 where nothing has arrived yet."""
+        """Samples per second of each stream; 0 if nothing has arrived yet."""
         rates = []
         for partition in sorted(self._first):
             t0, n0 = self._first[partition]

@@ -1,7 +1,7 @@
-"""Die at a named place, for tests: every gap between two side effects has a fault point that a test can trigger.
+"""Fault points for tests: places between two side effects at which a test can have the process killed.
 
-`DOLL_FAULT=ps.after_apply@3` kills the process (SIGKILL) when it comes to that point for the third time. Where
-`DOLL_FAULT_MARKER` names a file, only the first process that gets there dies: its successor finds the file and lives.
+`DOLL_FAULT=ps.after_apply@3` kills the process (SIGKILL) when it reaches that point for the third time. If
+`DOLL_FAULT_MARKER` names a file, only the first process that gets there is killed: it creates the file.
 Without `DOLL_FAULT` a point costs one lookup.
 """
 
@@ -39,13 +39,13 @@ _hits: Counter[str] = Counter()
 
 
 def fault_point(name: str, before_exit: Callable[[], object] | None = None) -> None:
-    """Die here if the environment says so.
+    """Kill this process here if the environment says so.
 
     Args:
-        before_exit: called before dying, so that the effect that the point comes after has left this process.
+        before_exit: called first, so that the side effect before this point has left the process.
 
     Raises:
-        ConfigError: `DOLL_FAULT` is not `point@count`, or names no point.
+        ConfigError: `DOLL_FAULT` is not `point@count`, or has an unknown point.
     """
     wanted = os.environ.get(ENV)
     if not wanted:

@@ -1,9 +1,9 @@
-"""Is this process alive, and does it do its work: heartbeats, two probes over HTTP, and an end for one that is stuck.
+"""The health of this process: heartbeats, two HTTP probes, and a watchdog that ends a process that is stuck.
 
-A loop says `beat` each time it turns, whoever hears from Kafka says so too. `/healthz` answers 200 while no vital beat
-is overdue: restarting the process would help otherwise. `/readyz` answers 200 while nothing at all is overdue or waited
-for. A process whose vital beat is overdue for long ends with exit code 1: whoever runs it starts it again. Its own
-absence (SIGSTOP, a suspended machine) does not count: only time in which the watchdog itself ran.
+A loop calls `beat` in each iteration, and so does code that hears from Kafka. `/healthz` answers 200 unless a vital
+beat is overdue, which a restart may repair. `/readyz` answers 200 unless any beat is overdue or the process waits for
+something. A process whose vital beat is overdue for long exits with code 1, to be restarted by its supervisor. Time in
+which the process itself did not run (SIGSTOP, a suspended machine) does not count.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ log = get_logger(__name__)
 
 PORT_ENV: Final = "DOLL_HEALTH_PORT"
 HOST: Final = "127.0.0.1"
-BEAT_TIMEOUT_S: Final = 15.0  # a beat comes several times a second; a loaded machine may hold it up for seconds
+BEAT_TIMEOUT_S: Final = 15.0  # beats come several times a second, but may be seconds late on a loaded machine
 _CHECK_S: Final = 1.0
 _REQUEST_S: Final = 5.0
-_MAX_REQUESTS: Final = 64  # a thread each: whoever opens thousands must not end the process
+_MAX_REQUESTS: Final = 64  # each takes a thread: thousands of them must not end the process
 _OFFSETS: Final = {"ps": 0, "evaluator": 1, "producer": 2, "ps-standby": 3, "prometheus": 4, "provisioner": 5}
 _FIRST_WORKER: Final = 10
 
@@ -45,14 +45,14 @@ class _ExpectedBeat:
 
 
 class Heartbeat:
-    """What a process knows of its own progress. Safe to use from any thread; costs nothing per beat.
+    """The progress of this process. Safe to use from any thread; a beat is cheap.
 
     Args:
-        process: its name, as in the logs.
+        process: the name of the process, as in the logs.
         clock: monotonic seconds.
 
     Attributes:
-        pages: what is served beside the probes: for a path, what makes its content type and its content.
+        pages: pages served beside the probes: path to a function that returns content type and content.
     """
 
     def __init__(self, process: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,20 +63,20 @@ class Heartbeat:
         self._waiting = "starting"
 
     def expect(self, name: str, *, within_s: float = BEAT_TIMEOUT_S, vital: bool = True) -> None:
-        """From now on `name` beats at least once in `within_s`. `vital`: if it does not, a restart would help."""
+        """Expect `name` to beat at least once in `within_s`. `vital`: if it does not, a restart may repair it."""
         self._beats = {**self._beats, name: _ExpectedBeat(within_s, vital, self._clock())}
 
     def beat(self, name: str) -> None:
-        """`name` has made progress. One that is not expected is ignored."""
+        """`name` has made progress. A beat that is not expected is ignored."""
         if (expected := self._beats.get(name)) is not None:
             expected.at_s = self._clock()
 
     def set_waiting_for(self, what: str) -> None:
-        """Not ready, in good health: what for. An empty text: ready."""
+        """Healthy, but not ready, because the process waits for `what`. An empty text: ready."""
         self._waiting = what
 
     def overdue(self, *, vital: bool) -> dict[str, float]:
-        """Seconds since the last beat of each that is late, among the vital ones or the others."""
+        """Seconds since the last beat of each overdue name, among the vital ones or the others."""
         now = self._clock()
         return {
             name: now - expected.at_s
@@ -85,10 +85,10 @@ class Heartbeat:
         }
 
     def report(self) -> dict[str, Any]:
-        """What the probes say: healthy, ready, and the reasons where not."""
+        """The answer of the probes: healthy, ready, and the reasons if not."""
         now = self._clock()
         unhealthy = [f"{name}: no progress for {age_s:.0f} s" for name, age_s in self.overdue(vital=True).items()]
-        late = [f"{name}: nothing heard for {age_s:.0f} s" for name, age_s in self.overdue(vital=False).items()]
+        late = [f"{name}: no beat for {age_s:.0f} s" for name, age_s in self.overdue(vital=False).items()]
         reasons = [*unhealthy, *late, *([self._waiting] if self._waiting else [])]
         return {
             "process": self.process,
@@ -106,34 +106,34 @@ class Watchdog:
         self, heartbeat: Heartbeat, liveness_timeout_s: float, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._heartbeat = heartbeat
-        self._stuck_s = liveness_timeout_s
+        self._timeout_s = liveness_timeout_s
         self._clock = clock
-        self._looked_s = clock()
+        self._checked_s = clock()
         self._unhealthy_s = 0.0
 
     def check(self) -> str:
-        """Why this process must end, or an empty text."""
+        """Why this process must exit; empty if it need not."""
         now = self._clock()
-        awake_s = min(now - self._looked_s, 2 * _CHECK_S)
-        self._looked_s = now
+        awake_s = min(now - self._checked_s, 2 * _CHECK_S)
+        self._checked_s = now
         overdue = self._heartbeat.overdue(vital=True)
         self._unhealthy_s = self._unhealthy_s + awake_s if overdue else 0.0
-        if self._unhealthy_s <= self._stuck_s:
+        if self._unhealthy_s <= self._timeout_s:
             return ""
         return "; ".join(f"{name}: no progress for {age_s:.0f} s" for name, age_s in overdue.items())
 
 
 def port_of(config: JobConfig, process: str) -> int | None:
-    """Where the process answers probes: $DOLL_HEALTH_PORT, else counted from `health.base_port`, else nowhere.
+    """The port of the process's probes: $DOLL_HEALTH_PORT, else by `health.base_port`, else None.
 
     Raises:
-        ConfigError: the variable holds no port.
+        ConfigError: the variable is not a port.
     """
     if given := os.environ.get(PORT_ENV):
         if not given.isdecimal() or not 0 < int(given) < 65_536:
             raise ConfigError(f"{PORT_ENV}: expected a port, 1 to 65535, got {given!r}")
         return int(given)
-    if config.health.base_port is None or process == "worker":  # one that has no number yet
+    if config.health.base_port is None or process == "worker":  # a worker without a slot yet
         return None
     kind, _, number = process.rpartition("-")
     offset = _FIRST_WORKER + int(number) if kind == "worker" else _OFFSETS[process]
@@ -142,42 +142,42 @@ def port_of(config: JobConfig, process: str) -> int | None:
 
 @contextmanager
 def heartbeat_of(process: str, config: JobConfig, *, default_port: int | None = None) -> Iterator[Heartbeat]:
-    """The heartbeat of this process, watched, and answering probes on loopback where a port is given.
+    """The heartbeat of this process, with a watchdog, and with probes on loopback if a port is given.
 
     Args:
-        default_port: for a process that is of no use without one.
+        default_port: for a process that needs a port.
 
     Raises:
-        ConfigError: the port is none.
+        ConfigError: $DOLL_HEALTH_PORT is not a port.
     """
     heartbeat = Heartbeat(process)
     port = port_of(config, process) or default_port
-    over = threading.Event()
+    ended = threading.Event()
     threading.Thread(
-        target=_watch, args=(heartbeat, config.health.liveness_timeout_s, over), name="watchdog", daemon=True
+        target=_watch, args=(heartbeat, config.health.liveness_timeout_s, ended), name="watchdog", daemon=True
     ).start()
     server = None if port is None else _serve(heartbeat, port)
     try:
         yield heartbeat
     finally:
-        over.set()
+        ended.set()
         if server is not None:
             server.shutdown()
             server.server_close()
 
 
-def _watch(heartbeat: Heartbeat, liveness_timeout_s: float, over: threading.Event) -> None:
+def _watch(heartbeat: Heartbeat, liveness_timeout_s: float, ended: threading.Event) -> None:
     watchdog = Watchdog(heartbeat, liveness_timeout_s)
-    while not over.wait(_CHECK_S):
+    while not ended.wait(_CHECK_S):
         if reason := watchdog.check():
-            log.error("stuck", reason=reason, action="ending, to be started again")
-            os._exit(1)  # what is stuck would not hear anything milder
+            log.error("main_loop_stuck", reason=reason, action="exiting, to be restarted")
+            os._exit(1)  # a stuck process may not handle signals
 
 
 def _serve(heartbeat: Heartbeat, port: int) -> ThreadingHTTPServer | None:
     try:
         server = _Server((require_loopback(HOST, authenticated=False, what="health probe"), port), heartbeat)
-    except OSError as exc:  # the work is more than its probe
+    except OSError as exc:  # the process works without its probes, too
         log.warning("health_probe_unavailable", port=port, reason=exc.strerror or str(exc))
         return None
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.5}, name="health", daemon=True).start()
@@ -205,7 +205,7 @@ class _Server(ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A prober that hangs up is nobody's trouble."""
+        """Ignore clients that disconnect."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -240,4 +240,4 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Probes come every few seconds; their log would hide what matters."""
+        """Do not log probes, which come every few seconds."""

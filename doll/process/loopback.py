@@ -1,4 +1,4 @@
-"""Where our own servers may listen: on loopback, or anywhere once who asks is known."""
+"""Servers without authentication may listen on loopback only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ def require_loopback(host: str, *, authenticated: bool, what: str) -> str:
     """`host`, if a server without authentication may listen there.
 
     Args:
-        host: an IP address or `localhost`; other names may mean anything tomorrow, so they count as public.
+        host: an IP address or `localhost`; other names count as public, since they may resolve to any address.
         what: the server, for the message.
 
     Raises:
-        ConfigError: it is not loopback and nobody would be asked who they are.
+        ConfigError: it is not loopback, and the server has no authentication.
     """
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -23,7 +23,7 @@ def require_loopback(host: str, *, authenticated: bool, what: str) -> str:
         loopback = False
     if not loopback and not authenticated:
         raise ConfigError(
-            f"{what}: {host or 'every address'} can be reached from outside and nobody would be asked who they are: "
+            f"{what}: {host or 'every address'} is reachable from other machines without authentication: "
             "expected 127.0.0.1; put a proxy with authentication in front of it"
         )
     return host

@@ -1,4 +1,4 @@
-"""Keep freed memory in the process: torch frees and asks for the same tens of megabytes with every batch."""
+"""Keep freed memory in the process: torch frees and allocates the same tens of megabytes with every batch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _TOP_PAD_BYTES: Final = 16 * 1024 * 1024
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc's malloc keep what is freed, and all threads share one heap; call it before threads are started.
+    """Have glibc's malloc keep freed memory, and all threads share one heap; call it before threads are started.
 
     By default each large activation is mapped anew and its pages are filled with zeros again: 80 thousand page faults
     for one gradient of 1.2 million parameters, a third of its time (measured CPU of one gradient, 256 images: 440 ms
     before, 272 ms after; 22 and 19 ms for 24 thousand parameters). The process then
-    stays as large as it has been at its largest.
+    keeps its maximum size.
 
     Returns:
-        Whether it was done; elsewhere than on glibc nothing is.
+        Whether it was done; without glibc it is not.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -35,5 +35,5 @@ def keep_freed_memory() -> bool:
         # A thread's own heap has 64 MiB at most, and maps what does not fit.
         (_M_ARENA_MAX, 1),
     )
-    done = [mallopt(name, value) for name, value in settings]  # all of them, also where one is refused
-    return all(done)
+    results = [mallopt(name, value) for name, value in settings]  # all of them, also after a failure
+    return all(results)

@@ -1,4 +1,4 @@
-"""What `doll up` asks a broker that is not its own before it starts anything: is the job's name free there?"""
+"""Whether the topics of a broker hold an earlier run of the job; checked before `doll up` starts anything."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _REACHABLE_S: Final = 5.0
 
 
 def check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:
-    """Return if a new run of the job may begin on the broker that the job file or the environment names, if any.
+    """Check that a new run of the job may begin on the given broker, if there is one.
 
     Raises:
-        ConfigError: it holds an earlier run; with `fresh`: that run is still going, or its checkpoints are in the way.
+        ConfigError: it holds an earlier run; with `fresh`: that run is still running, or its checkpoints exist.
         CheckpointError: the checkpoint store cannot be read.
-        ServiceUnavailableError: Kafka does not answer any more.
+        ServiceUnavailableError: Kafka stops answering.
     """
     address = kafka_address(config)
     services = Services(address or "", "")
     if address is None or kafka_problem(config, services, _REACHABLE_S) is not None:
-        return  # the search for services says so, or takes another broker
-    given = config.checkpoint.folder is not None  # else the folder of the new run holds none
+        return  # `local_stack` reports that, or starts a broker
+    given = config.checkpoint.folder is not None  # else the new run folder, which has none
     store, place = open_store(config, runs_folder), checkpoint_location(config, runs_folder)
-    held = store.versions() if given else []
-    if held and not fresh:
-        admit(config, services, store, place, 0)  # the run goes on with them
+    existing = store.versions() if given else []
+    if existing and not fresh:
+        admit(config, services, store, place, 0)  # the run resumes from them
         return
-    if held:
+    if existing:
         raise ConfigError(
-            f"--fresh: {place} holds {len(held)} checkpoints of job {config.job}: expected none; give another "
-            "checkpoint.folder, move them away, or go on from them without --fresh"
+            f"--fresh: {place} has {len(existing)} checkpoints of job {config.job}: expected none; set another "
+            "checkpoint.folder, move them away, or resume from them without --fresh"
         )
     seen = read_lineage(config, services)
     if not fresh:
@@ -53,30 +53,30 @@ def check_topics(config: JobConfig, runs_folder: Path, *, fresh: bool) -> None:
                 leader_check.require_no_leader(lambda: False)
         except FencedError as exc:
             raise ConfigError(
-                f"--fresh: the earlier run of job {config.job} on Kafka at {address} is still going ({seen}): end it "
-                f"first, or take another name (--set job={config.job}-2)"
+                f"--fresh: the earlier run of job {config.job} on Kafka at {address} is still running ({seen}): stop "
+                f"it first, or use another name (--set job={config.job}-2)"
             ) from exc
 
 
 def _newest_run(runs_folder: Path, job: str, kafka: str) -> str:
-    """The newest run of this job on this broker with checkpoints; "" where there is none."""
+    """The newest run of this job on this broker that has checkpoints; "" if there is none."""
     for path in sorted(runs_folder.glob(f"{job}-*/{STACK}"), key=lambda path: path.stat().st_mtime, reverse=True):
         run = path.parent
-        if _noted_kafka(path) == kafka and (run / "job.yaml").is_file() and _is_of(run, job):
+        if _recorded_kafka(path) == kafka and (run / "job.yaml").is_file() and _is_run_of(run, job):
             return str(run)
     return ""
 
 
-def _noted_kafka(path: Path) -> str:
+def _recorded_kafka(path: Path) -> str:
     try:
         return str(read_json(path).get("kafka", ""))
     except (ConfigError, AttributeError):
         return ""
 
 
-def _is_of(run: Path, job: str) -> bool:
+def _is_run_of(run: Path, job: str) -> bool:
     try:
         config = load(run / "job.yaml")
         return config.job == job and bool(open_store(config, run).versions())
-    except Exception:  # whatever is wrong with a folder that merely has such a name
+    except Exception:  # any folder may have such a name
         return False

@@ -1,4 +1,4 @@
-"""The trained model as files that need no DOLL to be read: `model.safetensors` and `model.json`."""
+"""The trained model as files that can be read without DOLL: `model.safetensors` and `model.json`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ model.eval()
 
 
 def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[str, Any]:
-    """Write the newest checkpoint's model to `out_folder`; what `model.json` says.
+    """Write the model of the newest checkpoint to `out_folder`; returns the content of `model.json`.
 
     The tensors have the names of the module's `state_dict()`.
 
@@ -44,13 +44,13 @@ def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[
     stored = newest_weights(config, run_folder, model)
     if stored is None:
         raise CheckpointError(
-            f"no checkpoint in {checkpoint_location(config, run_folder)}: nothing has been learned yet, or the job's "
-            "checkpoint.folder or --run-folder is another one"
+            f"no checkpoint in {checkpoint_location(config, run_folder)}: nothing has been learned yet, or "
+            "checkpoint.folder or --run-folder is wrong"
         )
     model.load_weights(stored.weights)
     # Copies: safetensors refuses tensors that share memory, and all parameters are views of one vector.
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.module.state_dict().items()}
-    about = {
+    content = {
         "job": config.job,
         "version": stored.version,
         "term": stored.term,
@@ -64,6 +64,6 @@ def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[
     }
     with replacing(out_folder / "model.safetensors") as temporary:
         save_file(tensors, temporary, metadata={"job": config.job, "version": str(stored.version)})
-        temporary.chmod(0o644)  # safetensors makes it readable for its owner alone
-    write_json(out_folder / "model.json", about)
-    return about
+        temporary.chmod(0o644)  # safetensors makes it readable by its owner only
+    write_json(out_folder / "model.json", content)
+    return content

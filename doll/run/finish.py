@@ -1,4 +1,4 @@
-"""The end of a run: audit, model, plots, report, whatever state the run is in."""
+"""The results of a run that has ended: audit, model, plots, report."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def finish_run(
     forks: ForkServer,
     services: Services,
 ) -> dict[str, Any]:
-    """Audit, export, plot and report; one that fails keeps none of the others from being done.
+    """Audit, export, plot and report. If one of them fails, the others are still done.
 
-    `outcome` is completed: files, notes, and an exit code where all had gone well until here.
+    `outcome` gets the files, notes, and the exit code of a failure.
 
     Returns:
-        What `report.json` says.
+        The content of `report.json`.
     """
     problems: list[str] = []
     ledger: LedgerReport | None = None
@@ -88,7 +88,7 @@ def _export(run: RunFolder, forks: ForkServer) -> None:
     code = role.wait(EXPORT_S)
     if code != 0:
         role.kill()
-        how = "no end" if code is None else describe_exit(code)
+        how = "timeout" if code is None else describe_exit(code)
         raise ServiceUnavailableError(f"{how}: {tail(log_path, 1)}")
 
 

@@ -62,7 +62,7 @@ def run_up(
         fresh: begin a new generation on topics that hold an earlier run.
 
     Returns:
-        What `report.json` says; its `exit_code` is 0 done, 1 failed, 4 audit failed or records lost.
+        The content of `report.json`; its `exit_code` is 0 done, 1 failed, 4 audit failed or records lost.
 
     Raises:
         ConfigError: the job cannot be run this way, or its topics hold an earlier run.

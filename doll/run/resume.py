@@ -1,8 +1,8 @@
-"""`doll resume`: go on with a run in its own folder: the same topics, the newest checkpoint, one ledger over all of it.
+"""`doll resume`: resume a run in its folder, on the same topics and with one ledger, from its newest checkpoint.
 
-Order of effects: 1. the folder is ours alone; 2. what would make the ledger wrong is refused; 3. the job file with its
-overrides and the old report's new name are written; 4. as `doll up` from its second effect on. A crash anywhere leaves
-a run that can be resumed.
+Order of effects: 1. the folder is locked; 2. changes that would invalidate the ledger are refused; 3. the job file is
+written with its overrides, and the old report is renamed; 4. as `doll up` from its second effect on. After a crash at
+any point the run can be resumed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _REACHABLE_S = 5.0
 
 
 def run_resume(folder: Path, overrides: list[str]) -> dict[str, Any]:
-    """Go on with the run in `folder`; the report, as of `run_up`.
+    """Resume the run in `folder`; returns the report, as `run_up`.
 
     Raises:
-        ConfigError: no run, one that is still going, or a changed number of workers, batch size, task or optimizer.
-        ServiceUnavailableError: the run's records are gone, or its services do not answer.
-        CheckpointError: there are checkpoints and none is whole.
+        ConfigError: there is no run, it is still running, or workers, batch size, task or optimizer have changed.
+        ServiceUnavailableError: the records of the run are gone, or its services do not answer.
+        CheckpointError: all checkpoints are damaged.
     """
     target = open_target(folder, overrides)
     run, config = target.run, target.config
     if not target.is_run_folder:
-        raise ConfigError(f"{folder}: expected the folder of a run that had started (with a stack.json)")
+        raise ConfigError(f"{folder}: expected the folder of a run that has started (with a stack.json)")
     with run.locked():
         check_runnable(config)
         _check_same_ledger(run, config)
@@ -50,39 +50,39 @@ def run_resume(folder: Path, overrides: list[str]) -> dict[str, Any]:
 
 
 def _check_same_ledger(run: RunFolder, config: JobConfig) -> None:
-    """Refuse what a checkpoint, or a topic, of this run could not be gone on with.
+    """Refuse a job file that does not fit the checkpoints or topics of this run.
 
     Raises:
-        ConfigError: says what differs.
+        ConfigError: names the differences.
     """
     checkpoint = open_store(config, run.path).load_newest(None)
-    began_with = fingerprint.job_fields(load(run.job))
+    original = fingerprint.job_fields(load(run.job))
     if checkpoint is not None:
         saved = fingerprint.parse(checkpoint.fingerprint)
-        began_with = {key: saved.get(key, "nothing") for key in began_with}
-    if changed := fingerprint.differences(began_with, fingerprint.job_fields(config)):
+        original = {key: saved.get(key, "nothing") for key in original}
+    if changed := fingerprint.differences(original, fingerprint.job_fields(config)):
         raise ConfigError(
-            f"{run.path}: this run cannot go on with another ledger: {changed}; leave it as it was, or begin a new run "
+            f"{run.path}: this run cannot be resumed with these changes: {changed}; undo them, or start a new run "
             "with doll up"
         )
 
 
 def _check_newest(run: RunFolder, config: JobConfig) -> None:
-    """Refuse to go on with a run after which another one has begun on the same topics of a broker that is not ours.
+    """Refuse to resume a run if another one has begun on the same topics of an external broker.
 
     Raises:
-        ConfigError: one has.
+        ConfigError: another run has begun.
     """
     address = kafka_address(config)
     if read_json(run.stack).get("kafka_kind") == "local" or address is None:
         return
     services = Services(address, "")
-    if kafka_problem(config, services, _REACHABLE_S) is None:  # else it is said when the services are looked for
+    if kafka_problem(config, services, _REACHABLE_S) is None:  # else `local_stack` reports that
         admit(config, services, open_store(config, run.path), checkpoint_location(config, run.path), 0)
 
 
 def _on_same_broker(run: RunFolder, config: JobConfig) -> JobConfig:
-    """`config` with the address of the broker that has the run's records, where that is not one of our own.
+    """`config` with the address of the broker that has the records of the run, if it is an external one.
 
     Raises:
         ServiceUnavailableError: the records are gone.
@@ -91,13 +91,13 @@ def _on_same_broker(run: RunFolder, config: JobConfig) -> JobConfig:
     kind, address = recorded.get("kafka_kind"), recorded.get("kafka")
     if kind == "mock":
         raise ServiceUnavailableError(
-            f"{run.path}: the run's Kafka was an imitation in memory, and its records are gone; its model is in the "
+            f"{run.path}: the Kafka of this run was an in-process mock, and its records are gone; its model is in the "
             "checkpoints: doll export reads them"
         )
     if kind == "local":
         if not has_kafka_data(run.path):
             raise ServiceUnavailableError(
-                f"{run.path}: the data of the run's broker (services/kafka/data) is gone, and with it the samples that "
+                f"{run.path}: the data of the broker of this run (services/kafka/data) is gone, with the samples that "
                 "are not in the model yet; its model is in the checkpoints: doll export reads them"
             )
         return config

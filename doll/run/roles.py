@@ -1,4 +1,4 @@
-"""Entry points of the processes of a job. Arguments are plain strings and numbers: they cross a process border."""
+"""Entry points of the roles of a local run. Arguments are strings and numbers, as they are sent between processes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec
+from typing import ParamSpec
 
+from doll import telemetry
+from doll.config import JobConfig, load
 from doll.errors import DollError
+from doll.ledger.admission import AFTER_TERM_ENV
+from doll.producers.main import run_producer
 from doll.services import BLOBS_ENV, Services
-
-if TYPE_CHECKING:
-    from doll.config import JobConfig
 
 P = ParamSpec("P")
 
 
 def _role(entry: Callable[P, int]) -> Callable[P, int]:
-    """An entry point that ends with the exit code of its `DollError`: 2 tells the supervisor not to try again."""
+    """An entry point that exits with the code of its `DollError`; after 2, the supervisor does not restart it."""
 
     @functools.wraps(entry)
     def run(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -36,7 +37,7 @@ def _role(entry: Callable[P, int]) -> Callable[P, int]:
 
 @_role
 def ps_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
-    """The parameter server. Whoever starts this knows that none runs, or that this one shall replace it."""
+    """The parameter server. It replaces one that is running."""
     _log_as("ps")
     from doll.ps.main import run_ps
 
@@ -45,7 +46,7 @@ def ps_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
 
 @_role
 def ps_standby_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
-    """A parameter server in waiting."""
+    """A standby parameter server."""
     _log_as("ps-standby")
     from doll.ps.main import run_ps
 
@@ -72,16 +73,14 @@ def evaluator_role(job_path: str, kafka: str, redis: str, run_folder: str) -> in
 
 @_role
 def producer_role(job_path: str, kafka: str, redis: str, run_folder: str) -> int:
-    """The producer of the job's own source."""
+    """The producer of the job's source."""
     _log_as("producer")
-    from doll.producers.main import run_producer
-
     return run_producer(_load(job_path), _services(kafka, redis), Path(run_folder))
 
 
 @_role
 def export_role(job_path: str, run_folder: str, out_folder: str) -> int:
-    """Writes the newest checkpoint as a model, in a process that has torch loaded already."""
+    """Writes the newest checkpoint as a model, in a process that has already loaded torch."""
     _log_as("export")
     from doll.run.export import export_model
 
@@ -90,9 +89,7 @@ def export_role(job_path: str, run_folder: str, out_folder: str) -> int:
 
 
 def _after_term() -> int:
-    """Terms up to this one are of earlier runs, as whoever started this process has seen."""
-    from doll.ledger.admission import AFTER_TERM_ENV
-
+    """Terms up to this one belong to earlier runs, as the parent process has seen."""
     return int(os.environ.get(AFTER_TERM_ENV) or 0)
 
 
@@ -101,12 +98,8 @@ def _services(kafka: str, redis: str) -> Services:
 
 
 def _load(job_path: str) -> JobConfig:
-    from doll.config import load
-
     return load(Path(job_path))
 
 
 def _log_as(process: str) -> None:
-    from doll import telemetry
-
     telemetry.configure(process=process)

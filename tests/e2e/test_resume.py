@@ -54,7 +54,7 @@ def killed_run(folder: Path, job: str, *options: str, **env: str) -> Path:
         until(lambda: version(path) >= 20, err.read_text)
         refused = doll("resume", path)
         assert refused.returncode == 2, refused.stderr
-        assert "this run is still going" in refused.stderr
+        assert "this run is still running" in refused.stderr
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
@@ -118,8 +118,8 @@ def test_without_the_broker_s_data_it_says_what_is_left(tmp_path: Path) -> None:
     (run / "job.yaml").write_text(JOB.format(job="gone"))
     nothing = doll("resume", run)
     assert nothing.returncode == 2
-    assert "expected the folder of a run that had started" in nothing.stderr
-    for kind, words in (("local", "data of the run's broker .* is gone"), ("mock", "its records are gone")):
+    assert "expected the folder of a run that has started" in nothing.stderr
+    for kind, words in (("local", "data of the broker of this run .* is gone"), ("mock", "its records are gone")):
         (run / "stack.json").write_text(json.dumps({"kafka": "127.0.0.1:9", "redis": "r", "kafka_kind": kind}))
         gone = doll("resume", run)
         assert gone.returncode == 1

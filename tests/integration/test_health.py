@@ -69,7 +69,7 @@ def test_each_process_tells_whether_it_works(make_pipeline: Callable[..., Any], 
             lambda: {statuses("/readyz")[name] for name in ("ps", "worker-0", "producer")} == {503},
             "not ready while Kafka is away",
         )
-        assert any("kafka: nothing heard for" in reason for reason in ask(ports["ps"], "/readyz")[1]["reasons"])
+        assert any("kafka: no beat for" in reason for reason in ask(ports["ps"], "/readyz")[1]["reasons"])
         assert "Kafka" in ask(ports["producer"], "/readyz")[1]["reasons"]
         job.until(lambda: set(statuses("/healthz").values()) == {200}, "healthy all the same")
     finally:

@@ -137,7 +137,7 @@ def test_our_servers_listen_on_loopback_unless_they_ask_who_is_there() -> None:
         "localhost.example.org",
         "::ffff:8.8.8.8",
     ):
-        with pytest.raises(ConfigError, match=r"dashboard: .* can be reached from outside"):
+        with pytest.raises(ConfigError, match=r"dashboard: .* is reachable from other machines"):
             require_loopback(host, authenticated=False, what="dashboard")
         assert require_loopback(host, authenticated=True, what="dashboard") == host
 

@@ -52,7 +52,7 @@ def test_a_vital_beat_that_is_late_is_ill_another_one_only_not_ready() -> None:
     clock.now += 6
     report = heartbeat.report()
     assert (report["healthy"], report["ready"]) == (True, False)
-    assert report["reasons"] == ["kafka: nothing heard for 6 s"]
+    assert report["reasons"] == ["kafka: no beat for 6 s"]
     assert report["ages_s"] == {"loop": 6.0, "kafka": 6.0}
     heartbeat.beat("kafka")
     assert heartbeat.report()["ready"]
