@@ -74,7 +74,7 @@ def test_gaps_and_duplicates_change_no_bounds(
     for batch in batches:
         check(batch, origin, size)
     assert batches == feed(Batcher(origin=origin, records_per_batch=size, next_batch=0), log)
-    # All that can be told to be complete is out: records of a later batch have been seen, or its own last one.
+    # All that is known to be complete is out: records of a later batch have been seen, or its own last one.
     complete = 0 if not log else (log[-1] + 1 - origin) // size
     assert len(batches) == complete
 
@@ -90,12 +90,12 @@ def test_crashes_and_second_readings_give_every_batch_once_and_the_same(
     """Each process reads a while, dies, and the next begins at the first batch that did not come out."""
     log = [i for i in range(61) if i not in missing]
     whole = feed(Batcher(origin=0, records_per_batch=size, next_batch=0), log)
-    found: list[RawBatch[int]] = []
+    batches: list[RawBatch[int]] = []
     for lifetime in [*crashes, len(log) + 1]:
-        batcher: Batcher[int] = Batcher(origin=0, records_per_batch=size, next_batch=len(found))
-        start = len(found) * size
-        found += feed(batcher, [offset for offset in log if offset >= start][:lifetime])
-    assert found == whole
+        batcher: Batcher[int] = Batcher(origin=0, records_per_batch=size, next_batch=len(batches))
+        start = len(batches) * size
+        batches += feed(batcher, [offset for offset in log if offset >= start][:lifetime])
+    assert batches == whole
 
 
 def test_what_was_deleted_before_it_was_read_is_lost_and_no_gap() -> None:
@@ -109,7 +109,7 @@ def test_what_was_deleted_before_it_was_read_is_lost_and_no_gap() -> None:
         (2, [], [(11, 12)], [(8, 9), (9, 11)]),
         (3, [12, 13, 14, 15], [], []),
     ]
-    batcher.mark_lost(10, 18)  # told again, in part
+    batcher.mark_lost(10, 18)  # ahead again, in part
     (batch,) = feed(batcher, [18, 19])
     assert (batch.gaps, batch.lost) == ([], [(16, 18)])
 
@@ -117,22 +117,22 @@ def test_what_was_deleted_before_it_was_read_is_lost_and_no_gap() -> None:
 @given(
     holes=st.sets(st.integers(0, 60)),
     losses=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), max_size=4),
-    told=st.integers(0, 60),
+    ahead=st.integers(0, 60),
 )
 def test_each_offset_is_a_record_a_gap_or_lost_whenever_the_loss_is_told(
-    holes: set[int], losses: list[tuple[int, int]], told: int
+    holes: set[int], losses: list[tuple[int, int]], ahead: int
 ) -> None:
     spans = offset_ranges.union((lo, lo + length) for lo, length in losses)
     log = [at for at in range(61) if at not in holes and not offset_ranges.contains(spans, at)]
     batcher: Batcher[int] = Batcher(origin=0, records_per_batch=5, next_batch=0)
-    found = []
+    batches = []
     for offset in [*log, 80]:
-        # The reader is ahead of what is fed by some records, so a loss is told early, but in order.
-        while spans and offset + told >= spans[0][0]:
+        # The reader is ahead of what is fed by some records, so a loss is reported early, but in order.
+        while spans and offset + ahead >= spans[0][0]:
             batcher.mark_lost(*spans.pop(0))
-        found += list(batcher.feed(offset, offset))
+        batches += list(batcher.feed(offset, offset))
     missing = offset_ranges.union((lo, lo + length) for lo, length in losses)
-    for batch in found:
+    for batch in batches:
         lost = {o for lo, hi in batch.lost for o in range(lo, hi)}
         gaps = {o for lo, hi in batch.gaps for o in range(lo, hi)}
         read = {o for o, _ in batch.records}

@@ -45,11 +45,11 @@ def decode(task: Task, *values: bytes | None, m: int = 1, limit: int = 1000) -> 
 
 
 def test_samples_come_out_in_stream_order_as_float32() -> None:
-    found = decode(Points(), point([1, 2], 0), point([3.5, 4], 2))
-    assert (found.num_samples, found.refused) == (2, [])
-    assert found.x.dtype == np.float32
-    np.testing.assert_array_equal(found.x, [[1, 2], [3.5, 4]])
-    np.testing.assert_array_equal(found.y, [0, 2])
+    decoded = decode(Points(), point([1, 2], 0), point([3.5, 4], 2))
+    assert (decoded.num_samples, decoded.refused) == (2, [])
+    assert decoded.x.dtype == np.float32
+    np.testing.assert_array_equal(decoded.x, [[1, 2], [3.5, 4]])
+    np.testing.assert_array_equal(decoded.y, [0, 2])
 
 
 @pytest.mark.parametrize(
@@ -77,17 +77,17 @@ def test_samples_come_out_in_stream_order_as_float32() -> None:
     ],
 )
 def test_each_refusal_has_its_reason_and_leaves_the_others_alone(value: bytes | None, reason: str) -> None:
-    found = decode(Points(), GOOD, value, GOOD)
-    (refused,) = found.refused
+    decoded = decode(Points(), GOOD, value, GOOD)
+    (refused,) = decoded.refused
     assert (refused.offset, refused.samples, refused.whole) == (101, 1, True)
     assert refused.reason == reason
-    np.testing.assert_array_equal(found.x, [[1, 2], [1, 2]])
+    np.testing.assert_array_equal(decoded.x, [[1, 2], [1, 2]])
 
 
 def test_a_batch_of_nothing_usable_is_empty() -> None:
     for values in ((None, b"", b"?"), ()):
-        found = decode(Points(), *values)
-        assert (found.num_samples, len(found.refused)) == (0, len(values))
+        decoded = decode(Points(), *values)
+        assert (decoded.num_samples, len(decoded.refused)) == (0, len(values))
 
 
 def test_whatever_the_users_code_raises_is_a_reason_of_bounded_length() -> None:
@@ -97,31 +97,31 @@ def test_whatever_the_users_code_raises_is_a_reason_of_bounded_length() -> None:
                 raise SampleError("not for me")
             raise ZeroDivisionError("x" * 10_000)
 
-    found = decode(Broken(), b"a", b"told")
-    assert found.refused[0].reason == f"ZeroDivisionError: {'x' * 10_000}"[:MAX_REASON_CHARS]
-    assert found.refused[1].reason == "not for me"
+    decoded = decode(Broken(), b"a", b"told")
+    assert decoded.refused[0].reason == f"ZeroDivisionError: {'x' * 10_000}"[:MAX_REASON_CHARS]
+    assert decoded.refused[1].reason == "not for me"
 
 
 def test_without_a_declared_shape_that_of_most_samples_is_right() -> None:
-    found = decode(Anything(), point([1, 2], 0), point([1, 2, 3], 0), point([3, 4], 7), point([5, 6], [1, 2]))
-    np.testing.assert_array_equal(found.x, [[1, 2], [3, 4]])
-    assert [item.offset for item in found.refused] == [101, 103]
-    assert "(3,)" in found.refused[0].reason
+    decoded = decode(Anything(), point([1, 2], 0), point([1, 2, 3], 0), point([3, 4], 7), point([5, 6], [1, 2]))
+    np.testing.assert_array_equal(decoded.x, [[1, 2], [3, 4]])
+    assert [item.offset for item in decoded.refused] == [101, 103]
+    assert "(3,)" in decoded.refused[0].reason
 
 
 def test_packed_records() -> None:
     partly, wholly = pack([GOOD, b"?", point([1], 0)]), pack([b"?", b"??"])
-    found = decode(Points(), pack([GOOD, GOOD]), partly, wholly, GOOD, pack([GOOD] * 5), m=4)
-    assert found.num_samples == 3
-    assert [(item.offset, item.samples, item.whole) for item in found.refused] == [
+    decoded = decode(Points(), pack([GOOD, GOOD]), partly, wholly, GOOD, pack([GOOD] * 5), m=4)
+    assert decoded.num_samples == 3
+    assert [(item.offset, item.samples, item.whole) for item in decoded.refused] == [
         (101, 2, False),
         (102, 2, True),
         (103, 1, True),
         (104, 1, True),
     ]
-    assert found.refused[0].reason.startswith("JSONDecodeError")
-    assert found.refused[2].reason.startswith("expected a packed record (first bytes DLPK)")
-    assert found.refused[3].reason.startswith("expected 1 to 4 samples")
+    assert decoded.refused[0].reason.startswith("JSONDecodeError")
+    assert decoded.refused[2].reason.startswith("expected a packed record (first bytes DLPK)")
+    assert decoded.refused[3].reason.startswith("expected 1 to 4 samples")
 
 
 class Fast(Gaussian):
@@ -243,18 +243,18 @@ def test_a_fast_path_that_is_wrong_is_not_used(answer: Any) -> None:
             return answer
 
     task = Wrong()
-    found = decode(task, row(1, 2, 0), row(3, 4, 1), row(5, 6, 2))
+    decoded = decode(task, row(1, 2, 0), row(3, 4, 1), row(5, 6, 2))
     assert task.singles == 3
-    np.testing.assert_array_equal(found.x, [[1, 2], [3, 4], [5, 6]])
+    np.testing.assert_array_equal(decoded.x, [[1, 2], [3, 4], [5, 6]])
 
 
 LARGE = 16_777_217  # 2**24 + 1: float32 rounds it to its neighbour's
 
 
 def test_integers_stay_integers_so_ids_do_not_collide() -> None:
-    found = decode(Anything(), point([LARGE, 1], LARGE), point([LARGE - 1, 2], -LARGE))
-    assert found.x.dtype == np.int64
-    assert (found.x.tolist(), found.y.tolist()) == ([[LARGE, 1], [LARGE - 1, 2]], [LARGE, -LARGE])
+    decoded = decode(Anything(), point([LARGE, 1], LARGE), point([LARGE - 1, 2], -LARGE))
+    assert decoded.x.dtype == np.int64
+    assert (decoded.x.tolist(), decoded.y.tolist()) == ([[LARGE, 1], [LARGE - 1, 2]], [LARGE, -LARGE])
     assert decode(Anything(), point([1, 2], 0), point([1.5, 2], 0)).x.dtype == np.float32
 
 
@@ -275,16 +275,16 @@ def test_integers_in_blocks_too_in_an_order_that_torch_takes(kind: str) -> None:
     task = Block()
     task.kind = kind
     values = [np.array([LARGE + i, i], kind).tobytes() for i in range(3)]
-    for found in (decode(task, *values), decode(task, *values, b"")):
-        assert torch.from_numpy(found.x).tolist() == [[LARGE + i, i] for i in range(3)]
-        assert torch.from_numpy(found.y).tolist() == [LARGE + i for i in range(3)]
+    for decoded in (decode(task, *values), decode(task, *values, b"")):
+        assert torch.from_numpy(decoded.x).tolist() == [[LARGE + i, i] for i in range(3)]
+        assert torch.from_numpy(decoded.y).tolist() == [LARGE + i for i in range(3)]
 
 
 def test_an_integer_that_torch_cannot_hold_is_refused() -> None:
     task = Block()
     task.kind = "<u8"
-    found = decode(task, *(np.array([value, 0], "<u8").tobytes() for value in (1, 1 << 63)))
-    assert [(item.offset, item.reason) for item in found.refused] == [
+    decoded = decode(task, *(np.array([value, 0], "<u8").tobytes() for value in (1, 1 << 63)))
+    assert [(item.offset, item.reason) for item in decoded.refused] == [
         (101, f"expected integers below 2**63, got {1 << 63}")
     ]
 
@@ -292,10 +292,10 @@ def test_an_integer_that_torch_cannot_hold_is_refused() -> None:
 def test_one_sample_of_floats_does_not_round_the_ids_of_the_others() -> None:
     """A single producer may write 1.5, or 7.0, where all others write ids."""
     ids = [point([LARGE + i, i], i) for i in range(3)]
-    found = decode(Anything(), *ids, point([7.0, 3.0], 3.0), point([1.5, 2], 0), point([1, 2], 0.5))
-    assert found.x.dtype == np.int64
-    assert found.x.tolist() == [[LARGE + i, i] for i in range(3)] + [[7, 3], [1, 2]]
-    assert [(item.offset, item.reason) for item in found.refused] == [
+    decoded = decode(Anything(), *ids, point([7.0, 3.0], 3.0), point([1.5, 2], 0), point([1, 2], 0.5))
+    assert decoded.x.dtype == np.int64
+    assert decoded.x.tolist() == [[LARGE + i, i] for i in range(3)] + [[7, 3], [1, 2]]
+    assert [(item.offset, item.reason) for item in decoded.refused] == [
         (104, "expected integers in x as most of the batch, got [1.5, 2.0]")
     ]
     floats = decode(Anything(), point([LARGE, 1], 0), point([0.5, 1], 0), point([1.5, 2], 0))
@@ -320,9 +320,9 @@ def test_each_good_sample_knows_its_record() -> None:
 def test_samples_that_are_refused_later_are_refused_in_their_records() -> None:
     """A record of which nothing is left is refused as a whole, with what was refused before."""
     half_bad = pack([GOOD, b"bad", GOOD])
-    found = decode(Points(), half_bad, pack([GOOD] * 3), half_bad, GOOD, m=3)
-    assert found.offsets.tolist() == [100, 100, 101, 101, 101, 102, 102]
-    assert refuse(found, {1: "one", 0: "zero", 3: "three", 6: "six" * 1000}) == [
+    decoded = decode(Points(), half_bad, pack([GOOD] * 3), half_bad, GOOD, m=3)
+    assert decoded.offsets.tolist() == [100, 100, 101, 101, 101, 102, 102]
+    assert refuse(decoded, {1: "one", 0: "zero", 3: "three", 6: "six" * 1000}) == [
         Refused(100, "zero", 3, True, "harmful"),
         Refused(101, "three", 1, False, "harmful"),
         Refused(102, ("six" * 1000)[:MAX_REASON_CHARS], 1, False, "harmful"),

@@ -71,19 +71,19 @@ def test_it_equals_a_plain_torch_computation_of_the_summed_loss(
     model = FlatModel(module)
     computer = GradientComputer(Classes() if classes else Values(), model)
     x, y = data(n, classes)
-    found = computer.compute(x, y)
+    gradient = computer.compute(x, y)
     expected, loss = plain(reference, x, y, classes)
     parameters = model.num_parameters
-    np.testing.assert_allclose(found.values[:parameters], expected, rtol=2e-4, atol=2e-5)
-    assert found.loss_sum == pytest.approx(loss, rel=1e-5)
+    np.testing.assert_allclose(gradient.values[:parameters], expected, rtol=2e-4, atol=2e-5)
+    assert gradient.loss_sum == pytest.approx(loss, rel=1e-5)
     buffers = [b.numpy().ravel() for _, b in reference.named_buffers() if b.is_floating_point()]
-    floats = found.values[parameters : model.num_floats]
+    floats = gradient.values[parameters : model.num_floats]
     np.testing.assert_allclose(floats, n * np.concatenate([*buffers, np.zeros(0)]), rtol=1e-5)
     if classes:
         hits = (reference(torch.from_numpy(x)).argmax(1).numpy() == y).sum()
-        assert found.metric_sums["accuracy"] == pytest.approx(hits)
+        assert gradient.metric_sums["accuracy"] == pytest.approx(hits)
     else:
-        assert found.metric_sums == {}
+        assert gradient.metric_sums == {}
 
 
 def test_every_batch_begins_from_the_loaded_weights_and_buffers() -> None:
@@ -154,11 +154,11 @@ def test_every_process_builds_the_same_model_and_knows_when_it_is_another() -> N
     assert reseeded.flat.numpy().tobytes() != one.flat.numpy().tobytes()
     assert fingerprint(config, reseeded) == fingerprint(config, one)
     wider = build(config, Gaussian(hidden=(5,)))
-    told = difference(fingerprint(config, one), fingerprint(parse(JOB, ["data.batch_size=32"]), wider))
-    assert "parameters: expected 94, got 117" in told
-    assert "batch_size: expected 64, got 32" in told
-    assert "workers" not in told
-    assert "seed" not in told
+    text = difference(fingerprint(config, one), fingerprint(parse(JOB, ["data.batch_size=32"]), wider))
+    assert "parameters: expected 94, got 117" in text
+    assert "batch_size: expected 64, got 32" in text
+    assert "workers" not in text
+    assert "seed" not in text
 
 
 def test_a_single_usable_sample_is_learned_from_by_a_model_with_batch_norm() -> None:

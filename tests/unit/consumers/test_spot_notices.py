@@ -44,8 +44,8 @@ def job(*overrides: str) -> JobConfig:
     return parse("job: digits\ntask: {class: 'doll.tasks.digits:Digits'}\n", overrides)
 
 
-def watcher(stub: ImdsStub, told: list[float]) -> NoticeWatcher:
-    return NoticeWatcher(Imds(stub.endpoint), told.append, wall=lambda: NOW_S)
+def watcher(stub: ImdsStub, reported: list[float]) -> NoticeWatcher:
+    return NoticeWatcher(Imds(stub.endpoint), reported.append, wall=lambda: NOW_S)
 
 
 def test_reads_with_a_token_and_takes_a_new_one_when_it_expires(stub: ImdsStub) -> None:
@@ -74,7 +74,7 @@ def test_the_endpoint_comes_from_the_variable_that_boto3_reads_and_no_proxy_is_a
     assert Imds().get("instance-id") == "i-0abc"
 
 
-def test_a_machine_says_who_it_is(stub: ImdsStub) -> None:
+def test_a_machine_is_identified_by_its_tags(stub: ImdsStub) -> None:
     stub.paths.update(TAGS)
     environment: dict[str, str] = {}
     set_identity_from_tags(Imds(stub.endpoint), environment)
@@ -95,22 +95,22 @@ def test_what_stands_in_the_environment_counts_more_than_a_tag(stub: ImdsStub) -
     assert environment["DOLL_SPOT_NOTICES"] == "none"
 
 
-def test_a_machine_without_tags_is_told_what_is_missing(stub: ImdsStub) -> None:
+def test_a_machine_without_tags_reports_what_is_missing(stub: ImdsStub) -> None:
     with pytest.raises(ConfigError, match=r"no tag doll:worker: .*InstanceMetadataTags=enabled"):
         set_identity_from_tags(Imds(stub.endpoint), {})
 
 
 def test_no_notice_is_no_notice(stub: ImdsStub) -> None:
-    told: list[float] = []
-    assert not watcher(stub, told).poll()
-    assert told == []
+    reported: list[float] = []
+    assert not watcher(stub, reported).poll()
+    assert reported == []
 
 
 def test_a_notice_tells_how_much_time_is_left(stub: ImdsStub) -> None:
-    told: list[float] = []
+    reported: list[float] = []
     stub.interrupt("2027-01-15T08:02:00Z")
-    assert watcher(stub, told).poll()
-    assert told == [120.0]
+    assert watcher(stub, reported).poll()
+    assert reported == [120.0]
 
 
 @pytest.mark.parametrize(
@@ -127,10 +127,10 @@ def test_a_notice_tells_how_much_time_is_left(stub: ImdsStub) -> None:
     ],
 )
 def test_a_notice_that_names_no_time_is_one_all_the_same(stub: ImdsStub, text: str) -> None:
-    told: list[float] = []
+    reported: list[float] = []
     stub.paths["spot/instance-action"] = text
-    assert watcher(stub, told).poll()
-    assert told == [0.0]
+    assert watcher(stub, reported).poll()
+    assert reported == [0.0]
 
 
 def test_the_thread_outlives_an_answer_that_nobody_foresaw(stub: ImdsStub) -> None:
@@ -145,16 +145,16 @@ def test_the_thread_outlives_an_answer_that_nobody_foresaw(stub: ImdsStub) -> No
                 raise RecursionError("maximum recursion depth exceeded")
             return super().get(path)
 
-    told: list[float] = []
-    heard = threading.Event()
+    reported: list[float] = []
+    has_notice = threading.Event()
     stub.interrupt("2027-01-15T08:02:00Z")
     watch = NoticeWatcher(
-        Odd(stub.endpoint), lambda left_s: (told.append(left_s), heard.set()), every_s=0.01, wall=lambda: NOW_S
+        Odd(stub.endpoint), lambda left_s: (reported.append(left_s), has_notice.set()), every_s=0.01, wall=lambda: NOW_S
     )
     watch.start()
-    assert heard.wait(60.0)
+    assert has_notice.wait(60.0)
     watch.close()
-    assert told == [120.0]
+    assert reported == [120.0]
 
 
 @pytest.mark.parametrize("value", ["3\0", "x" * 300, "a\nb"])
@@ -168,33 +168,33 @@ def test_a_tag_that_is_no_word_is_refused(stub: ImdsStub, value: str) -> None:
 
 
 def test_a_notice_of_the_past_leaves_no_time(stub: ImdsStub) -> None:
-    told: list[float] = []
+    reported: list[float] = []
     stub.interrupt("2027-01-15T07:59:00Z")
-    assert watcher(stub, told).poll()
-    assert told == [0.0]
+    assert watcher(stub, reported).poll()
+    assert reported == [0.0]
 
 
 def test_a_rebalance_recommendation_is_said_once_and_does_nothing(stub: ImdsStub) -> None:
-    told: list[float] = []
+    reported: list[float] = []
     stub.paths["events/recommendations/rebalance"] = '{"noticeTime": "2027-01-15T08:00:00Z"}'
-    poll = watcher(stub, told)
+    notices = watcher(stub, reported)
     with structlog.testing.capture_logs() as logs:
-        assert not poll.poll()
-        assert not poll.poll()
+        assert not notices.poll()
+        assert not notices.poll()
     assert [entry["event"] for entry in logs] == ["rebalance_recommended"]
-    assert told == []
+    assert reported == []
 
 
 def test_a_service_that_is_silent_is_said_once_and_asked_on(stub: ImdsStub) -> None:
-    told: list[float] = []
-    poll = watcher(stub, told)
+    reported: list[float] = []
+    notices = watcher(stub, reported)
     with structlog.testing.capture_logs() as logs:
         for stub.broken in (True, True, False, True):
-            assert not poll.poll()
+            assert not notices.poll()
     assert [entry["event"] for entry in logs] == ["spot_notices_unavailable", "spot_notices_unavailable"]
     stub.broken = False
     stub.interrupt("2027-01-15T08:02:00Z")
-    assert poll.poll()
+    assert notices.poll()
 
 
 def test_a_notice_makes_the_worker_leave_within_what_the_job_file_allows(

@@ -1,4 +1,4 @@
-"""A worker's protocol, mail by mail: what is sent, computed, acknowledged; and when it ends."""
+"""A worker's protocol, record by record: what is sent, computed, acknowledged; and when it ends."""
 
 from __future__ import annotations
 

@@ -37,11 +37,11 @@ class Outbox:
     """Keeps what was mailed; Kafka acknowledges at once."""
 
     def __init__(self) -> None:
-        self.mail: list[AnyRecord] = []
+        self.commands: list[AnyRecord] = []
         self.sent = 0
 
     def send_command(self, worker: int, record: AnyRecord) -> None:
-        self.mail.append(record)
+        self.commands.append(record)
 
     def send_update(self, record: AnyRecord) -> None:
         self.sent += 1
@@ -62,7 +62,7 @@ class Run:
     def __init__(self, folder: Path, store: MemoryCheckpointStore, *overrides: str, seed: int = 0) -> None:
         self.config: JobConfig = parse(JOB, overrides)
         self.rng, self.numbers = random.Random(seed), np.random.default_rng(seed)
-        self.store, self.blobs, self.box, self.now = store, MemoryBlobs(), Outbox(), 5.0
+        self.store, self.blobs, self.outbox, self.now = store, MemoryBlobs(), Outbox(), 5.0
         model = build(self.config, load_task(self.config))
         mark = fingerprint(self.config, model)
         self.optimizer = Optimizer(model, self.config.training.optimizer)
@@ -73,7 +73,7 @@ class Run:
         self.log = FileEventLog(self.path, start)
         host = LocalModelHost(self.config, term, self.optimizer, self.blobs)
         self.server = ParameterServer(
-            self.config, engine=make_engine(self.config, start, host), host=host, store=store, outbox=self.box,
+            self.config, engine=make_engine(self.config, start, host), host=host, store=store, outbox=self.outbox,
             fingerprint=mark, clock=self.clock, event_log=self.log,
         )  # fmt: skip
         self.server.open()
@@ -88,7 +88,7 @@ class Run:
 
     def join(self, worker: int) -> None:
         self.server.feed(Join(worker=worker, instance=f"{worker}-{self.rng.random()}"))
-        welcome = next(record for record in reversed(self.box.mail) if isinstance(record, Welcome))
+        welcome = next(record for record in reversed(self.outbox.commands) if isinstance(record, Welcome))
         self.sessions[worker] = welcome.session
         first = welcome.next_batch
         self.server.feed(Announce(worker=worker, session=welcome.session, first=first, until=first + 8))
@@ -96,8 +96,8 @@ class Run:
     def play(self, updates: int) -> None:
         until = self.server.engine.version + updates
         while self.server.engine.version < until:
-            grants = [record for record in self.box.mail if isinstance(record, Grant)]
-            self.box.mail.clear()
+            grants = [record for record in self.outbox.commands if isinstance(record, Grant)]
+            self.outbox.commands.clear()
             self.rng.shuffle(grants)
             for grant in grants:
                 self.answer(grant)

@@ -53,16 +53,16 @@ checkpoint: {every_updates: 1, every_s: 1000}
 
 
 @dataclass
-class Mailbox:
-    """An outbox whose Kafka acknowledges update records only when it is told to."""
+class MemoryOutbox:
+    """An outbox whose Kafka acknowledges update records only as far as the test says."""
 
-    mail: list[tuple[int, AnyRecord]] = field(default_factory=list)
+    commands: list[tuple[int, AnyRecord]] = field(default_factory=list)
     updates: list[AnyRecord] = field(default_factory=list)
     statuses: list[ServerStatus] = field(default_factory=list)
     acknowledged: int | None = None  # None: all, at once
 
     def send_command(self, worker: int, record: AnyRecord) -> None:
-        self.mail.append((worker, record))
+        self.commands.append((worker, record))
 
     def send_update(self, record: AnyRecord) -> None:
         self.updates.append(record)
@@ -77,7 +77,7 @@ class Mailbox:
         return 0
 
     def of(self, kind: type[Any]) -> list[Any]:
-        return [record for _, record in self.mail if isinstance(record, kind)]
+        return [record for _, record in self.commands if isinstance(record, kind)]
 
 
 class Rig:
@@ -86,7 +86,7 @@ class Rig:
     def __init__(self, *overrides: str, store: MemoryCheckpointStore | None = None) -> None:
         self.config: JobConfig = parse(JOB, overrides)
         self.now = 0.0
-        self.box, self.blobs = Mailbox(), MemoryBlobs(clock=lambda: self.now)
+        self.outbox, self.blobs = MemoryOutbox(), MemoryBlobs(clock=lambda: self.now)
         self.store = store or MemoryCheckpointStore("unit")
         model = build(self.config, load_task(self.config))
         self.mark = fingerprint(self.config, model)
@@ -96,7 +96,7 @@ class Rig:
         start = Start(self.term, 0.0, (100, 200)) if checkpoint is None else Start.resume(self.term, 0.0, checkpoint)
         host = LocalModelHost(self.config, self.term, self.optimizer, self.blobs)
         self.server = ParameterServer(
-            self.config, engine=make_engine(self.config, start, host), host=host, store=self.store, outbox=self.box,
+            self.config, engine=make_engine(self.config, start, host), host=host, store=self.store, outbox=self.outbox,
             fingerprint=self.mark, clock=lambda: self.now,
         )  # fmt: skip
         self.server.open()
@@ -109,7 +109,7 @@ class Rig:
     def join(self) -> None:
         for worker in (0, 1):
             self.server.feed(Join(worker=worker, instance=f"i{worker}"))
-        self.sessions = {record.worker: record.session for record in self.box.of(Welcome)}
+        self.sessions = {record.worker: record.session for record in self.outbox.of(Welcome)}
 
     def announce(self, worker: int, first: int, until: int) -> None:
         self.server.feed(Announce(worker=worker, session=self.sessions[worker], first=first, until=until))
@@ -130,9 +130,9 @@ class Rig:
 
     def grants(self) -> list[Grant]:
         """Those since the last call."""
-        found = self.box.of(Grant)[self.answered :]
-        self.answered += len(found)
-        return found
+        grants = self.outbox.of(Grant)[self.answered :]
+        self.answered += len(grants)
+        return grants
 
     answered = 0
 
@@ -168,10 +168,10 @@ def rig() -> Any:
 
 def test_it_says_that_it_is_there_before_anything_else() -> None:
     rig = Rig()
-    (started,) = rig.box.updates
+    (started,) = rig.outbox.updates
     assert isinstance(started, TermStarted)
     assert (started.term, started.resumed_version, started.origins, started.records_per_batch) == (1, 0, (100, 200), 4)
-    assert rig.box.mail == [(0, Hello(term=1)), (1, Hello(term=1))]
+    assert rig.outbox.commands == [(0, Hello(term=1)), (1, Hello(term=1))]
     rig.server.close()
 
 
@@ -179,18 +179,18 @@ def test_the_origins_of_a_new_job_are_durable_before_anybody_hears_of_them() -> 
     """A server that starts again before its first checkpoint would take them anew, and workers keep the old ones."""
     store = MemoryCheckpointStore("unit")
     rig = Rig(store=store)
-    heard: list[int] = []
+    sent_before: list[int] = []
     keep = store.save
 
     def save(checkpoint: Checkpoint) -> None:
-        heard.append(len(rig.box.mail) + len(rig.box.updates))
+        sent_before.append(len(rig.outbox.commands) + len(rig.outbox.updates))
         keep(checkpoint)
 
-    rig.box.mail.clear()
-    rig.box.updates.clear()
+    rig.outbox.commands.clear()
+    rig.outbox.updates.clear()
     store.save = save  # type: ignore[method-assign]
     rig.server.open()
-    assert heard == [0]
+    assert sent_before == [0]
     held = store.load_newest(rig.mark)
     assert held is not None
     assert (held.version, decode_snapshot(held).origins, decode_snapshot(held).applied) == (0, (100, 200), (0, 0))
@@ -199,7 +199,7 @@ def test_the_origins_of_a_new_job_are_durable_before_anybody_hears_of_them() -> 
     heir = Rig("data.start=latest", store=store)
     heir.join()
     assert heir.server.engine.origins == (100, 200)
-    assert [(record.origin, record.next_batch) for record in heir.box.of(Welcome)] == [(100, 0), (200, 0)]
+    assert [(record.origin, record.next_batch) for record in heir.outbox.of(Welcome)] == [(100, 0), (200, 0)]
     heir.update()
     heir.turn_until(lambda: heir.server.engine.durable_version == 1)
     heir.server.close()
@@ -211,20 +211,20 @@ def test_nothing_is_heard_of_a_server_whose_origins_cannot_be_kept() -> None:
     rig = object.__new__(Rig)
     with pytest.raises(CheckpointError, match="disk full"):
         rig.__init__(store=store)  # type: ignore[misc]
-    assert (rig.box.mail, rig.box.updates) == ([], [])
+    assert (rig.outbox.commands, rig.outbox.updates) == ([], [])
     rig.server.close()
 
 
 def test_weights_are_there_before_the_grant_and_only_the_newest_are_kept(rig: Rig) -> None:
     seen = []
 
-    class Watching(Mailbox):
+    class Watching(MemoryOutbox):
         def send_command(self, worker: int, record: AnyRecord) -> None:
             if isinstance(record, Grant):
                 seen.append(rig.blobs.get(record.key) is not None)
             super().send_command(worker, record)
 
-    rig.box.__class__ = Watching
+    rig.outbox.__class__ = Watching
     for _ in range(6):
         rig.update()
     assert seen == [True] * 12
@@ -242,7 +242,7 @@ def test_weights_are_there_before_the_grant_and_only_the_newest_are_kept(rig: Ri
 def test_an_update_is_recorded_with_its_lineage(rig: Rig) -> None:
     before = rig.optimizer.weights.copy()
     rig.update(value=2.0)
-    update = rig.box.updates[-1]
+    update = rig.outbox.updates[-1]
     assert isinstance(update, Update)
     assert (update.version, update.n_samples, update.samples_total, update.batches_total) == (1, 8, 8, 2)
     assert (update.loss, update.metrics) == (2.0, {"accuracy": 0.5})
@@ -256,12 +256,12 @@ def test_an_update_is_recorded_with_its_lineage(rig: Rig) -> None:
 
 
 def test_a_checkpoint_waits_for_the_update_records_and_durable_waits_for_the_checkpoint(rig: Rig) -> None:
-    rig.box.acknowledged = 1  # the TermStarted record only
+    rig.outbox.acknowledged = 1  # the TermStarted record only
     rig.update()
     for _ in range(3):
         rig.server.run_periodic()
     assert rig.store.saved == []
-    assert rig.box.of(Durable) == []
+    assert rig.outbox.of(Durable) == []
 
     release = threading.Event()
     save = rig.store.save
@@ -271,24 +271,24 @@ def test_a_checkpoint_waits_for_the_update_records_and_durable_waits_for_the_che
         save(checkpoint)
 
     rig.store.save = slow  # type: ignore[method-assign]
-    rig.box.acknowledged = 2
+    rig.outbox.acknowledged = 2
     for _ in range(3):
         rig.server.run_periodic()
-    assert rig.box.of(Durable) == []  # ordered, being written, not durable
+    assert rig.outbox.of(Durable) == []  # ordered, being written, not durable
 
     release.set()
-    rig.turn_until(lambda: bool(rig.box.of(Durable)))
+    rig.turn_until(lambda: bool(rig.outbox.of(Durable)))
     assert rig.store.saved == [(1, 1)]
-    assert rig.box.of(Durable) == [Durable(term=1, worker=worker, until=1) for worker in (0, 1)]
+    assert rig.outbox.of(Durable) == [Durable(term=1, worker=worker, until=1) for worker in (0, 1)]
 
 
 def test_what_a_checkpoint_holds_is_one_moment_also_when_learning_goes_on(rig: Rig) -> None:
     """Weights, optimizer and counts of the version that was ordered, not of the one at which it is written."""
-    rig.box.acknowledged = 1
+    rig.outbox.acknowledged = 1
     rig.update()
     weights = rig.optimizer.weights.copy()
     rig.update()
-    rig.box.acknowledged = None
+    rig.outbox.acknowledged = None
     rig.turn_until(lambda: rig.server.engine.durable_version >= 1)
     held = rig.store.load_newest(rig.mark)
     assert held is not None
@@ -353,7 +353,7 @@ def test_batches_without_a_usable_sample_make_a_version_and_change_no_weight(rig
     rig.announce(1, 0, 1)
     for grant in rig.grants():
         rig.answer(grant, key="")
-    update = rig.box.updates[-1]
+    update = rig.outbox.updates[-1]
     assert isinstance(update, Update)
     assert (update.version, update.n_samples, update.loss) == (1, 0, 0.0)
     assert update.members[0].dead == (100,)
@@ -370,7 +370,7 @@ def test_a_model_that_diverges_ends_the_server_and_leaves_the_checkpoint_intact(
     assert held is not None
     assert held.version == 1
     assert held.tensors["weights"].tobytes() == weights.tobytes()
-    assert not any(isinstance(record, Update) and record.version == 2 for record in rig.box.updates)
+    assert not any(isinstance(record, Update) and record.version == 2 for record in rig.outbox.updates)
 
 
 def test_a_fenced_server_stops_and_saves_nothing(rig: Rig) -> None:
@@ -379,7 +379,7 @@ def test_a_fenced_server_stops_and_saves_nothing(rig: Rig) -> None:
     with pytest.raises(FencedError, match="term 1 is over: term 2"):
         rig.turn_until(lambda: False)
     assert rig.store.saved == []
-    assert rig.box.of(Durable) == []
+    assert rig.outbox.of(Durable) == []
 
 
 def test_a_superseded_server_with_nothing_to_save_stops_too(rig: Rig) -> None:
@@ -397,11 +397,11 @@ def test_a_checkpoint_that_cannot_be_saved_is_not_durable(rig: Rig) -> None:
     rig.update()
     with structlog.testing.capture_logs() as logs:
         while len([entry for entry in logs if entry["event"] == "checkpoint_not_saved"]) < 3:
-            assert rig.box.of(Durable) == []
+            assert rig.outbox.of(Durable) == []
             rig.pass_time(0.5)
             rig.server.run_periodic()
     rig.now += 1.0
-    rig.turn_until(lambda: bool(rig.box.of(Durable)))
+    rig.turn_until(lambda: bool(rig.outbox.of(Durable)))
     assert rig.store.saved == [(1, 1)]
 
 
@@ -416,26 +416,26 @@ def test_a_store_that_stays_away_ends_the_server(rig: Rig) -> None:
     with pytest.raises(CheckpointError, match="disk full"):
         rig.turn_until(later)
     assert 60 < rig.now < 65
-    assert rig.box.of(Durable) == []
+    assert rig.outbox.of(Durable) == []
 
 
 def test_the_end_comes_when_the_last_version_is_durable() -> None:
     rig = Rig("stop.updates=2")
     rig.join()
-    rig.box.acknowledged = 0
+    rig.outbox.acknowledged = 0
     rig.update()
     rig.update()
     for _ in range(3):
         rig.server.run_periodic()
     assert rig.server.engine.finished is None
-    assert not any(isinstance(record, Finished) for record in rig.box.updates)
-    rig.box.acknowledged = None
+    assert not any(isinstance(record, Finished) for record in rig.outbox.updates)
+    rig.outbox.acknowledged = None
     rig.turn_until(lambda: rig.server.engine.finished is not None)
-    finished = rig.box.updates[-1]
+    finished = rig.outbox.updates[-1]
     assert isinstance(finished, Finished)
     assert (finished.version, finished.reason) == (2, "updates: 2 reached")
     assert rig.store.saved[-1] == (1, 2)
-    assert [worker for worker, record in rig.box.mail if isinstance(record, Stop)] == [0, 1]
+    assert [worker for worker, record in rig.outbox.commands if isinstance(record, Stop)] == [0, 1]
     pointer = rig.blobs.get(latest_key("unit"))
     assert pointer is not None
     assert decode_latest(pointer).version == 2  # the evaluator's last word is about it
@@ -446,10 +446,10 @@ def test_leaving_saves_only_what_kafka_has_records_of() -> None:
     rig = Rig("checkpoint.every_updates=1000")
     rig.join()
     rig.update()
-    rig.box.acknowledged = 1
+    rig.outbox.acknowledged = 1
     rig.server.save_now()
     assert rig.store.saved == []
-    rig.box.acknowledged = None
+    rig.outbox.acknowledged = None
     rig.server.save_now()
     assert rig.store.saved == [(1, 1)]
     rig.server.close()
@@ -475,21 +475,21 @@ def test_a_successor_goes_on_from_the_checkpoint_and_does_the_rest_again() -> No
     rig.join()
     rig.update(1.0)
     rig.turn_until(lambda: rig.server.engine.durable_version == 1)
-    rig.box.acknowledged = 0
+    rig.outbox.acknowledged = 0
     rig.update(2.0)
     weights = rig.optimizer.weights.copy()
     rig.server.close()
 
     heir = Rig(store=rig.store)
-    (started,) = heir.box.updates
+    (started,) = heir.outbox.updates
     assert isinstance(started, TermStarted)
     assert (started.term, started.resumed_version, started.origins) == (2, 1, (100, 200))
     assert started.resumed_batches == 2
     heir.join()
-    assert [record.next_batch for record in heir.box.of(Welcome)] == [1, 1]
+    assert [record.next_batch for record in heir.outbox.of(Welcome)] == [1, 1]
     heir.update(2.0)
     assert heir.optimizer.weights.tobytes() == weights.tobytes()  # momentum went with the checkpoint
-    assert all(grant.key.startswith("doll:unit:w:2:") for grant in heir.box.of(Grant))
+    assert all(grant.key.startswith("doll:unit:w:2:") for grant in heir.outbox.of(Grant))
     heir.server.close()
 
 
@@ -508,13 +508,13 @@ def test_crash_after_the_checkpoint_before_durable_is_said_in_the_next_welcome()
     rig.store.save = save  # type: ignore[method-assign]
     rig.server.run_periodic()
     assert saved.wait(300)
-    assert rig.box.of(Durable) == []  # it died here
+    assert rig.outbox.of(Durable) == []  # it died here
     release.set()
     rig.server.close()
     del rig.store.save
     heir = Rig(store=rig.store)
     heir.join()
-    assert [record.next_batch for record in heir.box.of(Welcome)] == [1, 1]
+    assert [record.next_batch for record in heir.outbox.of(Welcome)] == [1, 1]
     heir.server.close()
 
 
@@ -522,8 +522,8 @@ def test_an_older_incarnation_is_fenced(rig: Rig) -> None:
     rig.announce(0, 0, 1)
     old = rig.sessions[0]
     rig.server.feed(Join(worker=0, instance="newer"))
-    assert rig.box.of(Fence) == [Fence(term=1, worker=0, instance="i0")]
-    welcome = rig.box.of(Welcome)[-1]
+    assert rig.outbox.of(Fence) == [Fence(term=1, worker=0, instance="i0")]
+    welcome = rig.outbox.of(Welcome)[-1]
     assert (welcome.instance, welcome.session > old) == ("newer", True)
     rig.server.feed(Announce(worker=0, session=old, first=0, until=2))
     assert rig.server.engine.counters["refused_fenced"] == 1
@@ -533,7 +533,7 @@ def test_it_measures_itself_once_a_second(rig: Rig) -> None:
     rig.now = 2.0
     rig.server.run_periodic()
     rig.server.run_periodic()
-    (status,) = rig.box.statuses
+    (status,) = rig.outbox.statuses
     assert (status.term, status.version, status.durable_version, status.counters["joined"]) == (1, 0, 0, 2)
     assert [worker.is_live for worker in status.workers] == [True, True]
     assert status.workers[1].session > 0
