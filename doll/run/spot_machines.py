@@ -1,0 +1,164 @@
+"""The machines of a spot run: a controller on a fleet of worker processes and a replayed market.
+
+Everything here uses one clock, which stands still until the market opens: what a laptop takes to start its processes is
+not part of the market. Times are of this machine; market time runs `fleet.speed_up` times faster, and is what is billed
+(see `doll.provisioner.traces.market`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from doll.config import JobConfig
+from doll.kafka.job_records import JobRecords
+from doll.local.forks import ForkServer
+from doll.local.supervisor import RoleSpec
+from doll.monitor.spot_history import MarketTimeline
+from doll.provisioner.billing import LOCAL, bill
+from doll.provisioner.controller import Controller
+from doll.provisioner.decision import Decision
+from doll.provisioner.fleets.port import Instance
+from doll.provisioner.fleets.processes import Machine, ProcessFleet
+from doll.provisioner.prices.trace import TracePrices
+from doll.provisioner.state_store import FileStateStore
+from doll.provisioner.status import instance_text
+from doll.provisioner.traces.job_market import MarketProbe
+from doll.provisioner.traces.market import MarketClock
+from doll.run.spot import SpotRun
+from doll.run.spot_clock import PausedClock
+from doll.run.spot_leaves import LeaveReporter
+from doll.services import Services
+
+
+class SpotMachines:
+    """Launches worker processes as machines, and terminates them at the end.
+
+    Attributes:
+        clock: of the run; it starts when the market opens.
+        timeline: moves and points since then.
+        decision: the last one; None before the first turn.
+
+    Raises:
+        ServiceUnavailableError: Kafka does not answer.
+    """
+
+    def __init__(
+        self, config: JobConfig, spot_run: SpotRun, folder: Path, services: Services, forks: ForkServer,
+        spec: Callable[[Instance], RoleSpec],
+    ) -> None:  # fmt: skip
+        self.clock = PausedClock()
+        self.timeline = MarketTimeline()
+        self.decision: Decision | None = None
+        self._spot_run = spot_run
+        self._market = spot_run.market
+        self._market_clock = MarketClock()
+        self._prices = TracePrices(self._market, self._market_clock)
+        self._drain_s = config.worker.drain_s
+        self._fleet = ProcessFleet(
+            forks, spec, folder, market=self._market, market_clock=self._market_clock, boot_s=spot_run.fleet.boot_s,
+            drain_s=self._drain_s, clock=self.clock,
+        )  # fmt: skip
+        self._controller = Controller(
+            spot_run.settings, self._fleet, self._prices, FileStateStore(folder, config.job),
+            probe=MarketProbe(self._market, lambda: self._market_clock.since(self.clock())),
+        )  # fmt: skip
+        self._job_records = JobRecords(config, services, {})
+        self._job_records.read_history()  # skip the records of an earlier run on the same topics
+        self._leave_reporter = LeaveReporter(config, services)
+
+    def poll(self) -> None:
+        """Let preemptions and ends of processes happen, and read the job's records. Call it several times a second."""
+        self._fleet.poll()
+        for timed_record in self._job_records.poll(0.0):
+            self._controller.feed(timed_record.record, self.clock.at(timed_record.at_s))
+            self._leave_reporter.feed(timed_record.record)
+        self._leave_reporter.report(self._fleet.machines)
+
+    def turn(self, *, draining: bool = False) -> Decision:
+        """One turn of the controller."""
+        self.decision = self._controller.turn(self.clock(), draining=draining)
+        if self.clock.runs:
+            self.timeline.feed(self.decision)
+        return self.decision
+
+    def open_market(self, delivered: float) -> None:
+        """Open the market and start the clock, as of the first of the samples that the source has delivered."""
+        rates = self._spot_run.settings.rates_per_s
+        ready_rate = sum(float(rates[slot]) for slot in self.ready_slots)
+        self._market_clock.open(self.clock())
+        self.clock.start(ago_s=delivered / max(ready_rate, float(rates.min())))
+
+    def close(self) -> None:
+        """Terminate all machines and make the last bill."""
+        if not self.clock.runs:
+            self.clock.start()  # the fleet kills what ignores SIGTERM by this clock
+        self.turn(draining=True)
+        self._fleet.wait_until_ended(self._drain_s + 5.0)
+        self.turn(draining=True)  # the last bill
+        self._fleet.close()
+        self._job_records.close()
+        self._leave_reporter.close()
+
+    @property
+    def machines(self) -> tuple[Machine, ...]:
+        """All machines of the run, in the order of their launches."""
+        return self._fleet.machines
+
+    @property
+    def preemptions(self) -> int:
+        return sum(machine.preempted for machine in self._fleet.machines)
+
+    @property
+    def opened_s(self) -> float | None:
+        """When the market opened, on the run's clock; None before."""
+        return self._market_clock.opened_s
+
+    @property
+    def ready_slots(self) -> set[int]:
+        """Slots whose worker is ready."""
+        if self.decision is None:
+            return set()
+        return {instance.slot for instance in self.decision.alive if instance.id in self.decision.ready}
+
+    @property
+    def all_ready(self) -> bool:
+        """Every slot has a ready worker, or waits for spot as planned."""
+        if self.decision is None or self.decision.phase != "run":
+            return False
+        waiting = {
+            slot
+            for slot, wanted in enumerate(self.decision.markets)
+            if wanted == "spot" and not self._market.is_up(slot, 0.0)
+        }
+        return self.ready_slots | waiting == set(range(self._market.num_slots))
+
+    def pids(self) -> dict[str, int]:
+        """The processes that run, by the names of their workers."""
+        return {
+            f"worker-{machine.instance.slot}.{machine.instance.incarnation}": machine.pid
+            for machine in self._fleet.machines
+            if machine.pid is not None and machine.instance.ended_s is None
+        }
+
+    def text(self, slot: int) -> str:
+        """The machines of a slot in words, and whether spot is available to it."""
+        now_s = self.clock()
+        ready = self.decision.ready if self.decision is not None else ()
+        texts = [
+            instance_text(
+                instance.market, instance.incarnation, instance.state, is_ready=instance.id in ready,
+                has_notice=instance.notice_s is not None, age_s=now_s - instance.launched_s,
+            )
+            for instance in (machine.instance for machine in self._fleet.machines)
+            if instance.slot == slot and instance.ended_s is None
+        ]  # fmt: skip
+        available = self._market.is_up(slot, self._market_clock.since(now_s))
+        return f"{' + '.join(texts) or 'none'}{'' if available else ' (no spot available)'}"
+
+    def usd_until(self, end_s: float) -> float:
+        """Cost of all machines until a time of the run's clock, counted as in predictions and Eq. (16)."""
+        instances = [machine.instance for machine in self._fleet.machines if machine.instance.launched_s < end_s]
+        ended = [dataclasses.replace(instance, ended_s=min(instance.ended_s or end_s, end_s)) for instance in instances]
+        return bill(ended, self._prices.series, LOCAL, end_s).usd
