@@ -1,1 +1,1 @@
-"""Kafka: the one package that builds clients: topics, readers, senders."""
+"""Kafka: the only package that imports its client library: clients, topics, readers, publishers."""

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-# For control records: what is sent in one breath (the grants of a group, an announcement and a push) travels in one
-# request. A broker spends more on a request than this wait costs a round.
+# For control records: those that are sent together (the grants of a group, an announcement and a push) share one
+# request. A request costs the broker more than this wait costs a round.
 LINGER_MS: Final = 0.5
 # At level 3 librdkafka writes a line each 50 ms while a broker is unreachable; `error_cb` reports it once instead.
 _LIBRDKAFKA_CRITICAL: Final = 2
@@ -160,7 +160,7 @@ def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> st
             admin.list_topics(timeout=max(min(left_s, _METADATA_WAIT_S), 0.001))
             return None
         except KafkaException as exc:
-            admin.poll(0)  # hands over the reasons that librdkafka has kept
+            admin.poll(0)  # runs error_cb for the reasons that librdkafka has queued
             reason = errors[-1] if errors else exc.args[0].str()
         refusal = next((text for text in reversed(errors) if _is_refusal(text)), None)
         if refusal is not None and (left_s <= 0.0 or _is_final(refusal)):
@@ -177,10 +177,10 @@ def kafka_problem(config: JobConfig, services: Services, timeout_s: float) -> st
 
 
 def _is_refusal(reason: str) -> bool:
-    """Whether librdkafka's reason is about who we are: a log-in or a certificate, not a broker that is away."""
+    """Whether librdkafka's reason is a log-in or a certificate, not an unreachable broker."""
     return "SASL" in reason or "ertificate" in reason or "SSL" in reason
 
 
 def _is_final(refusal: str) -> bool:
-    """Whether trying again is idle; a handshake that broke off may be a broker that is still starting."""
+    """Whether trying again is useless; a handshake that broke off may be a broker that is still starting."""
     return "uthentication" in refusal or "verify failed" in refusal

@@ -1,4 +1,4 @@
-"""Hear of the end of a job, for processes that have no other reason to end."""
+"""Notices the end of a job, for processes that have no other reason to end."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _POLL_S: Final = 0.5
 def on_finish(config: JobConfig, services: Services, call: Callable[[], None]) -> Iterator[None]:
     """Within the context: `call` is called, in a thread, once when the job finishes.
 
-    A job that had finished before is about to go on, or why would this process have been started?
+    A Finished record from before is ignored: this process was started because the job goes on.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer at the start. Later it is waited for.
     """
-    over = threading.Event()
+    exited = threading.Event()
 
     def watch() -> None:
-        while not over.is_set():
-            for topic_record in tail.poll(_POLL_S):
-                if isinstance(topic_record.record, Finished):
-                    log.info("job_finished", version=topic_record.record.version, reason=topic_record.record.reason)
+        while not exited.is_set():
+            for timed in tail.poll(_POLL_S):
+                if isinstance(timed.record, Finished):
+                    log.info("job_finished", version=timed.record.version, reason=timed.record.reason)
                     call()
                     return
 
@@ -44,5 +44,5 @@ def on_finish(config: JobConfig, services: Services, call: Callable[[], None]) -
         try:
             yield
         finally:
-            over.set()
+            exited.set()
             thread.join()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class JobRecords(RecordReader):
-    """All records of a job that say how it stands. Use as a context manager.
+    """All control records of a job. Use as a context manager.
 
     Args:
         positions: next offset by `topic/partition`; from the earliest that is kept for those that are not in it.

@@ -25,7 +25,7 @@ class RangeReader:
     """One consumer that reads given ranges of offsets; it joins no group and commits nothing.
 
     Attributes:
-        problems: what is no record of its topic, one sentence each.
+        problems: values that are no record of their topic, one sentence each.
     """
 
     def __init__(self, config: JobConfig, services: Services, stall_timeout_s: float = STALL_S) -> None:
@@ -44,12 +44,12 @@ class RangeReader:
         """First offset that is kept, and one above the last.
 
         Raises:
-            ServiceUnavailableError: the broker does not say.
+            ServiceUnavailableError: the broker does not answer.
         """
         return partition_bounds(self._consumer, self._services.kafka, topic, partition, self._stall_s)
 
     def records(self, topic: str, kinds: tuple[type, ...], bounds: tuple[int, int] | None = None) -> Iterator[Any]:
-        """All control records of a topic with one partition, from its beginning to its end as it now stands.
+        """All control records of a topic with one partition, from its beginning to its present end.
 
         Args:
             bounds: as `bounds` returned them at another moment.
@@ -102,7 +102,8 @@ class RangeReader:
                     elif time.monotonic() - last_message_s > self._stall_s:
                         raise ServiceUnavailableError(
                             f"Kafka at {self._services.kafka} has sent nothing of {topic}, partition {partition}, for "
-                            f"{self._stall_s:g} s, but holds records from offset {at} to {hi - 1}: is the broker up?"
+                            f"{self._stall_s:g} s, but holds records from offset {at} to {hi - 1}: is the "
+                            "broker running?"
                         )
             finally:
                 self._consumer.unassign()

@@ -104,7 +104,7 @@ class Reader:
             self._consumer.close()
             raise
         self._partitions = {tuple(partition): partition for partition in self.ends}
-        # Always with an explicit offset: without one, nothing may come while the broker is young.
+        # Always with explicit offsets: without them a broker that has just started may deliver nothing.
         self._consumer.assign([TopicPartition(*partition, offset) for partition, offset in self.positions.items()])
 
     def __enter__(self) -> Reader:

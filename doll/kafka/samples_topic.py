@@ -64,7 +64,7 @@ def describe_samples(
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
-        ConfigError: the topic was deleted and created again, or cut short; says what to do.
+        ConfigError: the topic was deleted and created again, or cut short; the message says what to do.
     """
     name, num = config.topic("samples"), config.data.workers
     topic_id = topics.topic_id(config, services, "samples")

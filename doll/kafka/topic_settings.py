@@ -1,9 +1,9 @@
-"""What the settings of a topic that is there already mean for the job: what it cannot live with, and what is unwise.
+"""Checks the settings of topics that exist: which of them the job cannot run with, and which are unwise.
 
-An error is what would break the ledger or stop the job for ever: compaction deletes records that were not learned, and
-refuses records without a key; an `updates` that deletes forgets who has served the job and what was learned; more
-replicas that must be in sync than there are can never be written. All else is a warning: nothing is wrong yet, but
-less survives than the job file asks for.
+Fatal is what would break the ledger or block the job: compaction deletes records that were not learned, and refuses
+records without a key; an `updates` with retention loses who has served the job and what was learned; a topic with fewer
+replicas than min.insync.replicas can never be written. Everything else is a warning: less survives than the job file
+asks for.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType
+
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
-    from confluent_kafka.admin import AdminClient
-
     from doll.kafka.topic_plan import TopicPlan
 
 log = get_logger(__name__)
@@ -41,7 +42,7 @@ class ActualTopic:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something about a topic; `fatal`: the job must not run so."""
+    """A problem of a topic; `fatal`: the job must not run with it."""
 
     fatal: bool
     text: str
@@ -77,9 +78,9 @@ def find_problems(topic: TopicPlan, kind: str, actual: ActualTopic, replication_
         )
     elif actual.in_sync < in_sync:
         add_finding(
-            False, f"{actual.in_sync} replicas are in sync and {in_sync} must be: writers wait until brokers are back"
+            False, f"{actual.in_sync} replicas are in sync and {in_sync} must be: writers wait until enough are"
         )
-    elif actual.replicas > 2 and in_sync < 2:  # of two, one must be allowed to be away
+    elif actual.replicas > 2 and in_sync < 2:  # of two, one must be allowed to fail
         add_finding(
             False,
             "min.insync.replicas is 1: what one broker alone has acknowledged is lost with it",
@@ -111,7 +112,7 @@ def _check_retention(topic: TopicPlan, kind: str, actual: ActualTopic, add_findi
         add_finding(
             True,
             f"retention.ms is {kept_ms} and retention.bytes {kept_bytes}, expected -1 for both: it is the job's "
-            "ledger, and what is deleted of it can be neither audited nor gone on with",
+            "ledger, and without its older records the job can be neither audited nor resumed",
             "retention.ms=-1,retention.bytes=-1",
         )
     elif kind == "dead" and (kept_ms >= 0 or kept_bytes >= 0):
@@ -144,10 +145,7 @@ def _number(actual: ActualTopic, name: str, default: int) -> int:
 
 
 def fetch(admin: AdminClient, topics: Mapping[str, Any], timeout_s: float) -> dict[str, ActualTopic]:
-    """The settings of `topics` (name -> metadata), by name; nothing where the broker does not tell, which is logged."""
-    from confluent_kafka import KafkaException
-    from confluent_kafka.admin import ConfigResource, ResourceType
-
+    """The settings of `topics` (name -> metadata), by name; empty, and logged, where the broker refuses."""
     resources = {name: ConfigResource(ResourceType.TOPIC, name) for name in topics}
     if not resources:
         return {}

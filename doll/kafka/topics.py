@@ -158,7 +158,7 @@ def exists(config: JobConfig, services: Services, name: str) -> bool:
 def topic_id(config: JobConfig, services: Services, kind: TopicKind) -> str:
     """Kafka's own id of one of the job's topics: another one once the topic was deleted and created again.
 
-    "" where Kafka does not say: it is older than 2.8, or is librdkafka's mock.
+    "" where Kafka has none: it is older than 2.8, or is librdkafka's mock.
 
     Raises:
         ServiceUnavailableError: the topic does not exist, or Kafka does not answer.

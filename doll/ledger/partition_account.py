@@ -116,7 +116,7 @@ class PartitionAccount:
             (unlettered, "dead by their update, but there is no dead letter"),
             (self._unlettered_parts(), "refused in part by their update, but there is no dead letter"),
             (strays, "dead-lettered, but outside the job's part of the log"),
-            (offset_ranges.intersect(offset_ranges.union([*gaps, *lost]), dead), "dead and without a record at once"),
+            (offset_ranges.intersect(offset_ranges.union([*gaps, *lost]), dead), "both dead and without a record"),
             (
                 offset_ranges.intersect(lost, _span(low, end)) if known else [],
                 "deleted by their update, but still in the log",

@@ -12,7 +12,7 @@ class LiveWorkers:
     """Follows the `metrics` topic. A worker that was never reported is not live.
 
     Raises:
-        ServiceUnavailableError: the topic is not there, or the broker does not answer.
+        ServiceUnavailableError: the topic does not exist, or the broker does not answer.
     """
 
     def __init__(self, config: JobConfig, services: Services) -> None:

@@ -1,6 +1,6 @@
 """Where a file source goes on when its producer starts again: each record says how far its stream has read the file.
 
-Offsets do not tell: other producers, replayed dead letters and markers of transactions take offsets too, and
+Offsets cannot say it: other producers, replayed dead letters and markers of transactions take offsets too, and
 retention deletes. So a record of a file carries a header, `doll-position: <source> <next>`: the source's name, and the
 position in the stream's part of the file behind the record's last sample. Kafka keeps a producer's records of one
 partition in order and without a gap, so the last header in a partition tells what of its stream has arrived. It
@@ -83,7 +83,7 @@ def find_positions(config: JobConfig, services: Services) -> list[int]:
 
 
 def _newest_position(reader: RangeReader, topic: str, stream: int, origin: int, name: str, repeats: bool) -> int:
-    """The newest position in one partition, looked for from its end."""
+    """The newest position in one partition, searched from its end."""
     low, high = reader.bounds(topic, stream)
     first = max(low, origin)
     until, width = high, _FIRST_WINDOW

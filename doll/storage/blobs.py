@@ -15,7 +15,7 @@ from typing import Final, Literal, NamedTuple, Protocol, TypeAlias
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from isal.isal_zlib import crc32  # zlib's crc32, ten times as fast (ADR 0010): each blob is summed twice
+from isal.isal_zlib import crc32  # zlib's crc32, ten times as fast (ADR 0010): each blob is checked twice
 
 from doll.errors import BlobError
 
@@ -35,8 +35,8 @@ _KINDS: Final = {"w": "weights", "g": "gradient"}
 class Blobs(Protocol):
     """Where weights and gradients wait between two processes: a cache with time to live, never the truth.
 
-    Calls block while the service is away, and raise `ServiceUnavailableError` where waiting is given up. Every one may
-    be repeated.
+    Calls block while the service is unreachable, and raise `ServiceUnavailableError` where waiting is given up. Each
+    may be repeated.
     """
 
     def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
@@ -50,7 +50,7 @@ class Blobs(Protocol):
         """What is under `key`; None where nothing is (any more)."""
 
     def delete(self, *keys: str) -> None:
-        """Forget `keys`; a key that is not there is no error."""
+        """Delete `keys`; a key that is not there is no error."""
 
 
 def weights_key(job: str, term: int, version: int) -> str:
@@ -126,9 +126,9 @@ def decode_blob(data: Buffer, *, job: str, kind: Kind, version: int, numel: int)
     view = memoryview(data)
     if crc32(view[: HEADER_BYTES - 4]) != header_crc:
         raise BlobError(f"{what}: the header's checksum does not match: changed on the way")
-    came = (job_.rstrip(b"\0").decode("utf-8", "replace"), kind_.decode("latin-1"), dtype, version_, numel_)
+    actual = (job_.rstrip(b"\0").decode("utf-8", "replace"), kind_.decode("latin-1"), dtype, version_, numel_)
     names = ("job", "kind", "dtype", "version", "numel")
-    for name, expected, got in zip(names, (job, kind, FLOAT32, version, numel), came, strict=True):
+    for name, expected, got in zip(names, (job, kind, FLOAT32, version, numel), actual, strict=True):
         if expected != got:
             raise BlobError(f"{what}: expected {name} {expected!r}, got {got!r}")
     body = view[HEADER_BYTES:]

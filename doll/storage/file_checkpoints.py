@@ -6,7 +6,7 @@ can appear.
 
 Order of effects of `save`: 1. write and fsync a temporary file; 2. take the lock; 3. look for a higher term; 4. rename;
 5. fsync the folder; 6. drop the lock; 7. delete old checkpoints. A crash before 4 leaves a temporary file that a later
-term's save removes; after 4, the checkpoint is there, whole; after 5, also through a power cut.
+term's save removes; after 4, the checkpoint is there, whole; after 5, also after a power failure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Parameter blobs in Redis: calls wait, with growing pauses, while Redis is away, and say so once.
+"""Parameter blobs in Redis: calls wait, with growing pauses, while Redis is unreachable, and log it once.
 
 Redis is a cache here: what it held is lost when it restarts, and its readers then get None. Large values go from the
 caller's array to the socket and from the socket to an array without a copy on the way: redis-py's default packer
@@ -31,12 +31,12 @@ _FIRST_READ_BYTES: Final = 4096
 
 
 class RedisBlobs:
-    """`Blobs` over one synchronous Redis client, which becomes this object's own. Safe to share between threads.
+    """`Blobs` over one synchronous Redis client, which this object closes. Safe to share between threads.
 
     Args:
         client: without `decode_responses`.
-        give_up: asked before each new attempt while Redis is away; True ends the wait with `ServiceUnavailableError`.
-            Default: wait for ever.
+        give_up: called before each new attempt while Redis is unreachable; True ends the wait with
+            `ServiceUnavailableError`. Default: wait for ever.
         sleep: pauses for so many seconds; an argument for tests.
     """
 
@@ -48,17 +48,17 @@ class RedisBlobs:
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         self._client = client
-        self._client.set_retry(Retry(NoBackoff(), 0))  # one loop of retries, ours: it can be given up and it logs
+        self._client.set_retry(Retry(NoBackoff(), 0))  # only our own loop retries: it can be given up, and it logs
         self._give_up = give_up
         self._sleep = sleep
-        self._away = False
+        self._unreachable = False
 
     def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
         """Store `parts`, joined, under `key` for `ttl_s` seconds. May be repeated.
 
         Raises:
             BlobError: above `MAX_BLOB_BYTES`.
-            ServiceUnavailableError: Redis refuses (memory, access), or is away and waiting was given up.
+            ServiceUnavailableError: Redis refuses (memory, access), or is unreachable and waiting was given up.
         """
         size = sum(map(len, parts))
         if size > MAX_BLOB_BYTES:
@@ -75,7 +75,7 @@ class RedisBlobs:
         """What is under `key`, or None. May be repeated.
 
         Raises:
-            ServiceUnavailableError: Redis refuses, or is away and waiting was given up.
+            ServiceUnavailableError: Redis refuses, or is unreachable and waiting was given up.
         """
         name = key.encode()
         command = b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name)
@@ -119,18 +119,20 @@ class RedisBlobs:
                 ) from exc
             except (redis.ConnectionError, redis.TimeoutError, redis.ReadOnlyError) as exc:
                 if self._give_up():
-                    raise ServiceUnavailableError(f"Redis is away ({exc}): start it, or correct redis.address") from exc
-                # The first failure may only be a connection that died while it was idle: try again at once.
-                if pause_s and not self._away:
-                    self._away = True
+                    raise ServiceUnavailableError(
+                        f"Redis is unreachable ({exc}): start it, or correct redis.address"
+                    ) from exc
+                # The first failure may only be a connection that broke while it was idle: try again without a pause.
+                if pause_s and not self._unreachable:
+                    self._unreachable = True
                     log.warning("redis_unavailable", error=str(exc), hint="waiting until it is back")
                 self._sleep(pause_s)
                 pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
             except redis.RedisError as exc:
                 raise ServiceUnavailableError(f"Redis refuses a command: {exc}") from exc
             else:
-                if self._away:
-                    self._away = False
+                if self._unreachable:
+                    self._unreachable = False
                     log.info("redis_available")
                 return result
 
@@ -166,7 +168,7 @@ def _read_value(connection: Any) -> memoryview | None:
 
 
 def _nonempty(read: S) -> S:
-    """What a socket gave, unless that is nothing: then the other side has closed."""
+    """What a socket returned, unless it is empty: then the other side has closed."""
     if not read:
         raise redis.ConnectionError("Connection closed by server.")
     return read

@@ -191,12 +191,12 @@ class S3CheckpointStore(BaseCheckpointStore):
         for key in keys:
             try:
                 self._client.delete_object(Bucket=self._bucket, Key=self._prefix + checkpoint_name(*key))
-            except (BotoCoreError, ClientError) as exc:  # the checkpoint is safe; what is old only costs money
+            except (BotoCoreError, ClientError) as exc:  # the new checkpoint is safe; old ones only cost money
                 log.warning("checkpoint_not_deleted", file=checkpoint_name(*key), error=str(exc))
 
     @contextmanager
     def _translate_errors(self, what: str) -> Iterator[None]:
-        """boto3's errors in words: they name the operation and S3's reason, and hold no secret."""
+        """boto3's errors as CheckpointError: they name the operation and S3's reason, and hold no secret."""
         from botocore.exceptions import BotoCoreError, ClientError
 
         try:
@@ -210,7 +210,7 @@ def _client() -> Any:
     from botocore.config import Config
 
     retries: Any = {"mode": "standard", "total_max_attempts": _ATTEMPTS}
-    # A session of our own: boto3's default one is not to be made by two threads at once.
+    # A new session: two threads must not create boto3's default session at the same time.
     return boto3.session.Session().client(
         "s3", config=Config(connect_timeout=_CONNECT_S, read_timeout=_READ_S, retries=retries)
     )

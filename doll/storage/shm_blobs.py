@@ -1,10 +1,10 @@
 """Parameter blobs in shared memory: files of one folder on tmpfs, for processes on one machine (ADR 0007).
 
 A blob is written to a file of its own and renamed, so that a reader sees all of it or none; the reader maps it, and
-checks its checksums as it would Redis's. What does not fit goes to another store (Redis), and what is not here is
-looked for there. Like Redis this is a cache: whatever is gone is computed or published again.
+checks its checksums as it would Redis's. What does not fit goes to another store (Redis), and a key that is not here is
+looked up there. Like Redis this is a cache: what is gone is computed or published again.
 
-Beside 4.8 MB through Redis (7 ms of CPU per batch there, and its sockets on both sides), this costs one copy.
+It costs one copy per blob; 4.8 MB through Redis cost 7 ms of CPU there, and sockets on both sides.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _PARTS_AT_ONCE: Final = 1000  # IOV_MAX is 1024
 
 
 class ShmBlobs:
-    """`Blobs` in the files of `folder`, which is ours alone. Safe to share between threads.
+    """`Blobs` in the files of `folder`. Safe to share between threads.
 
     Args:
-        folder: on tmpfs; nobody but us may enter it. Made again where it has been wiped.
-        limit_bytes: what all blobs in it may take together, as far as one second's knowledge goes.
-        fallback: takes what does not fit. It becomes this object's own.
+        folder: on tmpfs, accessible only to this user. It is created again if somebody removes it.
+        limit_bytes: what all blobs in it may take together; checked against a scan that is at most a second old.
+        fallback: takes what does not fit; closed with this store.
         clock: seconds since the machine's start, the same in all processes; an argument for tests.
 
     Raises:
@@ -97,7 +97,7 @@ class ShmBlobs:
             os.close(descriptor)
 
     def delete(self, *keys: str) -> None:
-        """Forget `keys`. May be repeated. The memory is free when the last reader has let go of it."""
+        """Delete `keys`. May be repeated. The memory is free when the last reader has unmapped it."""
         if elsewhere := [key for key in keys if not self._unlink(key)]:
             self._fallback.delete(*elsewhere)
 
@@ -108,11 +108,11 @@ class ShmBlobs:
             close()
 
     def _path(self, key: str) -> str:
-        # A digest: no key, whatever is in it, can name a file elsewhere or one that is too long.
+        # A digest: no key can name a file elsewhere, or one whose name is too long.
         return f"{self._folder}/{hashlib.blake2b(key.encode(), digest_size=20).hexdigest()}"
 
     def _unlink(self, key: str) -> bool:
-        """Whether it was there."""
+        """Whether the key was there."""
         try:
             os.unlink(self._path(key))
         except FileNotFoundError:
@@ -120,8 +120,8 @@ class ShmBlobs:
         return True
 
     def _try_write(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
-        """Whether the machine had the memory for it."""
-        for folder_may_be_gone in (True, False):  # somebody may have wiped it
+        """Whether there was memory for it."""
+        for folder_may_be_gone in (True, False):  # somebody may have removed it
             try:
                 self._write(key, parts, ttl_s)
                 return True
@@ -139,7 +139,7 @@ class ShmBlobs:
         descriptor = os.open(unfinished, flags, 0o600)
         try:
             _write_all(descriptor, parts)
-            # The time of its last change says when it expires, on a clock that nobody sets back.
+            # Its modification time says when it expires, on a clock that is never set back.
             os.utime(descriptor, ns=(0, max(0, round((self._clock() + ttl_s) * 1e9))))
             os.rename(unfinished, self._path(key))
         except BaseException:
@@ -151,7 +151,7 @@ class ShmBlobs:
         self._used_bytes += sum(map(len, parts))
 
     def _fits(self, size: int) -> bool:
-        """Whether `size` bytes more are within the limit; what has expired is removed now and then."""
+        """Whether `size` bytes more are within the limit; expired blobs are removed once a second."""
         if self._clock() - self._scanned_s >= _SCAN_EVERY_S or self._used_bytes + size > self._limit_bytes:
             self._scanned_s = self._clock()
             self._used_bytes = self._remove_expired()

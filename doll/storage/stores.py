@@ -1,7 +1,4 @@
-"""The one place that knows where a job's checkpoints are (a folder, or S3) and its blobs (shared memory, or Redis).
-
-Free of torch.
-"""
+"""Opens a job's checkpoint store (a folder, or S3) and its blob store (shared memory, or Redis). Free of torch."""
 
 from __future__ import annotations
 
@@ -19,15 +16,13 @@ if TYPE_CHECKING:
     from doll.storage.redis_blobs import RedisBlobs
     from doll.storage.shm_blobs import ShmBlobs
 
-S3 = "s3://"
-
 
 def checkpoint_location(config: JobConfig, run_folder: Path) -> Path | str:
     """A folder, or `s3://bucket/prefix`: as the job file says, else `checkpoints/` in the run folder."""
-    place = config.checkpoint.folder
-    if place is None:
+    folder = config.checkpoint.folder
+    if folder is None:
         return run_folder / "checkpoints"
-    return config.path(place) if isinstance(place, Path) else place
+    return config.path(folder) if isinstance(folder, Path) else folder
 
 
 def open_store(config: JobConfig, run_folder: Path) -> CheckpointStore:
@@ -36,26 +31,26 @@ def open_store(config: JobConfig, run_folder: Path) -> CheckpointStore:
     Raises:
         CheckpointError: it is in S3 and boto3 cannot be set up (region, credentials file).
     """
-    place, keep = checkpoint_location(config, run_folder), config.checkpoint.keep
-    if isinstance(place, Path):
-        return FileCheckpointStore(place, config.job, keep=keep)
+    location, keep = checkpoint_location(config, run_folder), config.checkpoint.keep
+    if isinstance(location, Path):
+        return FileCheckpointStore(location, config.job, keep=keep)
     from doll.storage.s3_checkpoints import S3CheckpointStore
 
-    return S3CheckpointStore(place, config.job, keep=keep)
+    return S3CheckpointStore(location, config.job, keep=keep)
 
 
 def open_blobs(
     config: JobConfig, services: Services, *, give_up: Callable[[], bool], timeout_s: float = 10.0
 ) -> ShmBlobs | RedisBlobs:
-    """The job's blob store: in shared memory where whoever started this process has a folder there, else in Redis.
+    """The job's blob store: in shared memory where `services.blobs` names a folder, else in Redis.
 
     Args:
-        give_up: asked while Redis is away; see `RedisBlobs`.
+        give_up: called while Redis is unreachable; see `RedisBlobs`.
         timeout_s: for Redis; see `connect_redis`.
 
     Raises:
         ConfigError: `blobs.kind` is shm and there is no folder.
-        ServiceUnavailableError: the folder is not ours alone.
+        ServiceUnavailableError: the folder is another user's, or open to others.
     """
     from doll.storage.redis_blobs import RedisBlobs
     from doll.storage.redis_client import connect_redis

@@ -26,10 +26,10 @@ def read_file(
         header: leave out the first line.
         repeat: begin again at the end.
         skip: leave out so many lines, counted over all repetitions; they are read, but for whole repetitions.
-        max_bytes: of a longer line one byte more than that is kept, so that whoever refuses long records refuses it.
+        max_bytes: of a longer line one byte more than that is kept, so that a check of the length refuses it.
 
     Raises:
-        ConfigError: at once when the file cannot be read or holds no line; later when it is damaged further on.
+        ConfigError: immediately when the file cannot be read or holds no line; later when it is damaged further on.
     """
     once = _lines(path, header, max_bytes)
     first = next(once, None)
@@ -39,7 +39,7 @@ def read_file(
     skipped = sum(1 for _ in itertools.islice(lines, skip))
     if not repeat:
         return lines
-    if skipped < skip:  # so many lines has the file
+    if skipped < skip:  # the file has so many lines
         lines = itertools.islice(_lines(path, header, max_bytes), skip % skipped, None)
     again = itertools.chain.from_iterable(_lines(path, header, max_bytes) for _ in itertools.count())
     return itertools.chain(lines, again)
@@ -74,11 +74,11 @@ def read_pipe(descriptor: int, *, max_bytes: int, timeout_s: float = 0.02) -> It
     A last line without line end counts as a line.
 
     Args:
-        max_bytes: of a longer line one byte more than that is kept, so that whoever refuses long records refuses it.
+        max_bytes: of a longer line one byte more than that is kept, so that a check of the length refuses it.
     """
     rest = bytearray()  # of the line under way
     while True:
-        # Never a blocking read: whoever asks for lines must be able to stop.
+        # Never a blocking read: the caller must be able to stop.
         if not select.select([descriptor], [], [], timeout_s)[0]:
             yield None
             continue
