@@ -1,1 +1,1 @@
-"""Measurements of DOLL against yardsticks; see docs/benchmarks.md."""
+"""Benchmarks of DOLL against reference programs; see docs/benchmarks.md."""

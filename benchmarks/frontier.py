@@ -1,9 +1,9 @@
-"""Cost against moves: the planner at several reserves of slack, beside the baselines, on every trace set of a folder.
+"""Cost against moves: the planner at several reserves of slack, and the baselines, on every trace set of a folder.
 
     python -m benchmarks.frontier ../shared/data [--only NAME ...] [--seed N] [--out FOLDER]
 
 A point per (`slack_reserve`, `return_reserve`), the default marked. Per set, over its deadlines: moves over those of
-Uniform Progress, and percent points of cost over the cheapest rival that met every deadline. `least` is the number of
+Uniform Progress, percent points of cost over the cheapest baseline that met every deadline. `least` is the number of
 moves that a policy which knows the future needs if it begins all on spot: each slot that moves at least once gains at
 most the time for which it has no spot machine.
 """
@@ -58,7 +58,7 @@ def least_moves(trace_set: TraceSet, ratio: float, settings: BacktestSettings) -
 
 def points(rows: Sequence[Row], sets: Sequence[TraceSet], settings: BacktestSettings) -> list[dict[str, float | str]]:
     """One line per set and policy, over the set's deadlines."""
-    found: list[dict[str, float | str]] = []
+    lines: list[dict[str, float | str]] = []
     for trace_set in sets:
         own = [row for row in rows if row.trace_set == trace_set.name]
         uniform = sum(row.moves_per_job for row in own if row.policy == "uniform-progress")
@@ -75,12 +75,12 @@ def points(rows: Sequence[Row], sets: Sequence[TraceSet], settings: BacktestSett
             mine = [row for row in own if row.policy == policy]
             moves = sum(row.moves_per_job for row in mine)
             over = [row.cost_percent - best[row.deadline_ratio] for row in mine]
-            found.append({
+            lines.append({
                 "trace_set": trace_set.name, "policy": policy, "met_percent": min(row.met_percent for row in mine),
                 "points_over_best": float(np.mean(over)), "worst_points": max(over), "moves_per_job": moves,
                 "moves_share": moves / uniform if uniform else math.nan, "least_moves": least,
             })  # fmt: skip
-    return found
+    return lines
 
 
 def draw(lines: Sequence[dict[str, float | str]], path: Path) -> None:
@@ -110,7 +110,7 @@ def draw(lines: Sequence[dict[str, float | str]], path: Path) -> None:
         axes.axvline(float(own["greedy"]["least_moves"]) / uniform, color="#999999", linestyle=":", label="least")
         axes.axvspan(-0.05, 1 / 3, ymax=1.0, color="#54a24b", alpha=0.08)
         axes.axhline(5.0, color="#54a24b", linewidth=0.8)
-        axes_style(axes, name, "moves / Uniform Progress's", "points over best rival")
+        axes_style(axes, name, "moves / Uniform Progress's", "points over best baseline")
     for axes in grid[len(names) :]:
         axes.set_axis_off()
     grid[0].legend(fontsize=7, frameon=False)
@@ -128,8 +128,8 @@ def main(arguments: list[str] | None = None) -> int:
         "--out", type=Path, default=Path(__file__).parent / "results", help="folder of frontier.csv, .png"
     )
     options = parser.parse_args(arguments)
-    sets = [found for found in load(options.folder)
-            if options.only is None or any(part in found.name for part in options.only)]  # fmt: skip
+    sets = [trace_set for trace_set in load(options.folder)
+            if options.only is None or any(part in trace_set.name for part in options.only)]  # fmt: skip
     settings = BacktestSettings(seed=options.seed, windows=options.windows)
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("replaying", total=len(cells(sets, settings)))

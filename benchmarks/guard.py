@@ -1,4 +1,4 @@
-"""The guard on healthy runs: how far their gradients stray from what is usual, what it looks into, what it refuses.
+"""The sample guard on healthy runs: gradients relative to the usual one, inspected batches, refused samples.
 
 `python -m benchmarks.guard` learns from the streams of the examples, without the services, with the code that workers
 and parameter server run. Nothing of a healthy stream may be refused.
@@ -52,31 +52,31 @@ RUNS: dict[str, tuple[str, int, list[str]]] = {
 
 
 class RecordingGuard(Guard):
-    """Counts what it looks into, and how long gradients are."""
+    """Counts inspected batches and records the norms of gradients."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.ratios: list[float] = []
-        self.looked = 0
-        self.look_s = self.check_s = 0.0
+        self.inspected = 0
+        self.inspect_s = self.check_s = 0.0
 
     def _is_unusual(self, gradient: Gradient, count: int) -> bool:
         started = time.perf_counter()
-        found = super()._is_unusual(gradient, count)
+        is_unusual = super()._is_unusual(gradient, count)
         self.check_s += time.perf_counter() - started
         if self._canary is not None:
             self.ratios.append(gradient.norm / count / max(self._norms.usual, 1e-300))
-        return found
+        return is_unusual
 
     def _spikes(self, samples: Samples) -> dict[int, str]:
         started = time.perf_counter()
-        found = super()._spikes(samples)
-        self.looked += 1
-        self.look_s += time.perf_counter() - started
-        return found
+        spikes = super()._spikes(samples)
+        self.inspected += 1
+        self.inspect_s += time.perf_counter() - started
+        return spikes
 
     def lengths(self, samples: Samples) -> tuple[float, float]:
-        """The longest gradient of a sample in terms of the batch's median, and of what the guard takes for usual."""
+        """The largest gradient of a sample, relative to the batch's median and to the guard's usual gradient."""
         norms = self._norms_of(samples)
         ordinary = samples.few() if self._canary is None else self._canary
         wrong = Samples(ordinary.x, self._wrong_targets(ordinary.y))
@@ -129,8 +129,8 @@ def watch(name: str, data: Path, updates: int | None = None) -> dict[str, Any]:
                 break
             decoded = decode_records(task, values, samples_per_record=1, max_record_bytes=1 << 20)
             if version % 25 == 0 and not gradients:
-                found = guards[worker].lengths(Samples(decoded.x, decoded.y))
-                longest = (max(longest[0], found[0]), max(longest[1], found[1]))
+                lengths = guards[worker].lengths(Samples(decoded.x, decoded.y))
+                longest = (max(longest[0], lengths[0]), max(longest[1], lengths[1]))
             started = time.perf_counter()
             gradient, bad = guards[worker].compute(decoded.x, decoded.y)
             compute_s += time.perf_counter() - started
@@ -152,15 +152,15 @@ def watch(name: str, data: Path, updates: int | None = None) -> dict[str, Any]:
         "largest_batch_ratio": round(max(ratios), 2),
         "largest_sample_to_batch_median": round(longest[0], 1),
         "largest_sample_ratio": round(longest[1], 2),
-        "looked_into": sum(guard.looked for guard in guards),
+        "inspected": sum(guard.inspected for guard in guards),
         "refused": refused,
         "ms_per_batch": round(1e3 * compute_s / batches, 2),
-        "looking_percent": round(100 * sum(guard.look_s for guard in guards) / compute_s, 2),
+        "inspecting_percent": round(100 * sum(guard.inspect_s for guard in guards) / compute_s, 2),
     }
 
 
 def cost(rounds: int = 40) -> dict[str, float]:
-    """Milliseconds that the guard adds to a usual batch of 32 of the paper's network: the norm, and its books."""
+    """Milliseconds that the guard adds to a usual batch of 32 of the paper's network: the norm, and bookkeeping."""
     config = load(EXAMPLES / "emnist.yaml")  # its files are not read
     task = load_task(config)
     computer = GradientComputer(task, build(config, task))
@@ -176,13 +176,13 @@ def cost(rounds: int = 40) -> dict[str, float]:
         times.append(1e3 * (time.perf_counter() - started))
     computer.compute = lambda x, y, **_: gradient  # type: ignore[method-assign]
     values = torch.from_numpy(gradient.values)
-    book_ms = _mean_ms(lambda: guard.compute(x, y))
+    bookkeeping_ms = _mean_ms(lambda: guard.compute(x, y))
     norm_ms = _mean_ms(lambda: float(torch.dot(values, values)))
     return {
         "compute_ms": min(times),
         "norm_ms": norm_ms,
-        "book_ms": book_ms,
-        "percent": 100 * (norm_ms + book_ms) / min(times),
+        "bookkeeping_ms": bookkeeping_ms,
+        "percent": 100 * (norm_ms + bookkeeping_ms) / min(times),
     }
 
 

@@ -1,6 +1,6 @@
-"""Runs one measurement at a time on services of its own: DOLL's real roles, yardsticks, and who used the CPU meanwhile.
+"""Runs one measurement at a time on its own services: DOLL's roles, reference programs, and the CPU time of each.
 
-Everything starts as `doll up` starts it (fork server, local Kafka, local Redis) and ends with the `Bench`.
+Everything is started as by `doll up` (fork server, local Kafka, local Redis) and stopped with the `Bench`.
 """
 
 from __future__ import annotations
@@ -29,25 +29,26 @@ from doll.local.stack import Stack, local_stack
 from doll.producers.sender import SampleSender
 from doll.records import Finished, Update
 from doll.services import BLOBS_ENV
+from doll.storage.redis_client import connect_redis
 
 from benchmarks.data import records
 
 _RUN_S = 180.0
 _NOTE_S = 0.2
 _POOL_RECORDS = 8192
-WARM_S = 2.5  # of a DOLL run, left out: joining, first batches, cold caches
+WARM_S = 2.5  # excluded at the beginning of a DOLL run: joining, first batches, cold caches
 
 
 @dataclass
 class Usage:
-    """CPU seconds used during a measurement, by whom; `others` is everything that this benchmark did not start."""
+    """CPU seconds during a measurement, by process; `others` is everything that this benchmark did not start."""
 
     seconds: float = 0.0
     cpu_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def others(self) -> float:
-        """Share of the whole machine that went to others."""
+        """Share of the whole machine that other processes used."""
         return self.cpu_s.get("others", 0.0) / max(self.seconds * (os.cpu_count() or 1), 1e-9)
 
 
@@ -80,7 +81,7 @@ class Bench:
             probe = job("bench-probe", task="doll.tasks.digits:Digits")
             self.stack = self._open.enter_context(local_stack(probe, self.folder, self._say))
             # The first role waits until torch is loaded, so that no measurement does.
-            self.run_roles([("probe", "benchmarks.yardsticks:bare_loop", [self.out("probe"), True, 0, 0.0, 0.1])])
+            self.run_roles([("probe", "benchmarks.references:bare_loop", [self.out("probe"), True, 0, 0.0, 0.1])])
         except BaseException:
             self._open.close()
             raise
@@ -107,10 +108,10 @@ class Bench:
         return role
 
     def run_roles(self, specs: Sequence[tuple[str, str, Sequence[Any]]]) -> Usage:
-        """Start all, wait until all have ended well; what they used.
+        """Start all, wait until all have exited with code 0, and return their CPU usage.
 
         Raises:
-            RuntimeError: one failed or did not end; the message shows its log.
+            RuntimeError: one failed or did not exit; the message shows its log.
         """
         sampler = CpuSampler(self._names)
         roles = [self.start(*spec) for spec in specs]
@@ -122,22 +123,22 @@ class Bench:
                 late = time.monotonic() > deadline_s
                 for role in roles:
                     if role.poll() not in (None, 0) or (late and role.poll() is None):
-                        how = "does not end" if role.exitcode is None else f"ended with {role.exitcode}"
+                        how = "did not exit" if role.exitcode is None else f"ended with {role.exitcode}"
                         raise RuntimeError(f"{role.name} {how}:\n{processes.tail(role.log_path)}")
         finally:
             for role in roles:
                 role.kill()
         return sampler.read()
 
-    # --- yardsticks
+    # --- reference programs
 
     def bare(self, small: bool, seconds: float, *, tuned: bool = True) -> tuple[float, Usage]:
-        """Samples/s of 2 independent loops; not `tuned`: with malloc as it comes."""
+        """Samples/s of 2 independent loops; not `tuned`: with the default malloc settings."""
         start_s = time.monotonic() + 1.5
         outs = [self.out("bare") for _ in range(2)]
         usage = self.run_roles(
             [
-                (f"bare-{rank}", "benchmarks.yardsticks:bare_loop", [out, small, rank, start_s, seconds, tuned])
+                (f"bare-{rank}", "benchmarks.references:bare_loop", [out, small, rank, start_s, seconds, tuned])
                 for rank, out in enumerate(outs)
             ]
         )
@@ -148,7 +149,7 @@ class Bench:
         port, outs = processes.free_port(), [self.out("ddp") for _ in range(2)]
         usage = self.run_roles(
             [
-                (f"ddp-{rank}", "benchmarks.yardsticks:ddp", [out, small, rank, group_size, updates, 3, port])
+                (f"ddp-{rank}", "benchmarks.references:ddp", [out, small, rank, group_size, updates, 3, port])
                 for rank, out in enumerate(outs)
             ]
         )
@@ -158,17 +159,15 @@ class Bench:
         """Samples/s of the bare Redis parameter server with 2 workers."""
         self.flush_redis()
         out, url = self.out("redis-ps"), self.stack.services.redis
-        server = ("bareps", "benchmarks.yardsticks:redis_server", [out, small, url, group_size, updates, 3])
+        server = ("bareps", "benchmarks.references:redis_server", [out, small, url, group_size, updates, 3])
         workers = [
-            (f"bareworker-{rank}", "benchmarks.yardsticks:redis_worker", [small, url, rank, group_size])
+            (f"bareworker-{rank}", "benchmarks.references:redis_worker", [small, url, rank, group_size])
             for rank in range(2)
         ]
         usage = self.run_roles([server, *workers])
         return _rate(out), usage
 
     def flush_redis(self) -> None:
-        from doll.storage.redis_client import connect_redis
-
         client = connect_redis(self.stack.services)
         client.flushall()
         client.close()
@@ -176,7 +175,7 @@ class Bench:
     # --- DOLL
 
     def fill(self, config: JobConfig, make: Callable[[int], list[bytes]], samples: int) -> None:
-        """Put samples on the job's topic until each partition has had at least `samples`."""
+        """Write samples to the job's topic until each partition has at least `samples`."""
         topics.ensure(config, self.stack.services)
         have = self._filled.get(config.job, 0)
         if have >= samples:
@@ -194,9 +193,9 @@ class Bench:
         self._filled[config.job] = samples
 
     def learn(self, config: JobConfig, *, produce: bool = False, warm_s: float = WARM_S) -> LearningResult:
-        """Run the job's parameter server and workers until its stop rule; `produce` starts its own source too.
+        """Run the job's parameter server and workers until its stop rule; `produce` starts its source too.
 
-        Runs of one job name use the same topics, each a checkpoint folder of its own: each begins at the first sample.
+        Runs of one job name use the same topics, with separate checkpoint folders: each begins at the first sample.
         """
         topics.ensure(config, self.stack.services)
         self.flush_redis()
@@ -213,7 +212,7 @@ class Bench:
             ]
             try:
                 if produce:
-                    time.sleep(3.0)  # as `doll up`, which waits until the workers are there
+                    time.sleep(3.0)  # as `doll up`, which waits for the workers
                     roles.append(self.start("producer", "doll.run.roles:producer_role", args))
                 updates, usage = self._collect(tail, config, roles, warm_s)
                 for role in roles:
@@ -233,12 +232,12 @@ class Bench:
         warm = False
         deadline_s = time.monotonic() + _RUN_S
         while time.monotonic() < deadline_s:
-            for one in tail.poll(0.2):
-                if one.offset < tail.ends[one.topic]:
+            for entry in tail.poll(0.2):
+                if entry.offset < tail.ends[entry.topic]:
                     continue  # of an earlier run
-                match one.record:
+                match entry.record:
                     case Update():
-                        updates.append(one.record)
+                        updates.append(entry.record)
                     case Finished():
                         steady = [update for update in updates if update.time_s >= updates[0].time_s + warm_s]
                         if len(steady) < 3:
@@ -279,7 +278,7 @@ class Bench:
 
 
 class CpuSampler:
-    """CPU seconds from now on: of the processes that `names` names, of this one, and of all others on the machine."""
+    """CPU seconds from now on: of the processes in `names`, of this one, and of all others on the machine."""
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names = names
@@ -291,7 +290,7 @@ class CpuSampler:
         self._before_s = dict(self._seen_s)
 
     def note(self) -> None:
-        """Take down what ours have used; call it now and then, for a process that has ended tells nothing any more."""
+        """Record the CPU times; call it regularly, since those of an exited process are not available."""
         for pid in (os.getpid(), *self._names):
             with contextlib.suppress(psutil.Error):
                 times = psutil.Process(pid).cpu_times()
@@ -315,12 +314,12 @@ def _busy_s() -> float:
 
 
 def idle_share(seconds: float = 1.0) -> float:
-    """Share of the machine that nobody uses, over the next `seconds`."""
+    """Idle share of the machine over the next `seconds`."""
     return float(psutil.cpu_times_percent(seconds).idle) / 100.0
 
 
 def job(name: str, *, task: str, args: dict[str, Any] | None = None, **sections: Any) -> JobConfig:
-    """A job file in Python; what is not given has the defaults that a user gets."""
+    """A job file in Python; missing keys have the defaults."""
     return JobConfig.model_validate({"job": name, "task": {"class": task, "args": args or {}}, **sections})
 
 

@@ -18,4 +18,6 @@ class HeldOutGaussian(Gaussian):
     def holdout(self) -> Iterable[Sample]:
         """1,000 samples of their own."""
         planes = class_planes(self._features, self.num_classes, child_rng(0, CONCEPT))
-        return [self.decode(one) for one in itertools.islice(samples(planes, 0.0, np.random.default_rng(47)), 1000)]
+        return [
+            self.decode(record) for record in itertools.islice(samples(planes, 0.0, np.random.default_rng(47)), 1000)
+        ]

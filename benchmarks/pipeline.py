@@ -1,4 +1,4 @@
-"""How fast the pipeline learns, against yardsticks, in one run: `python -m benchmarks.pipeline` (or `make bench`).
+"""Throughput of the pipeline and of reference programs, in one run: `python -m benchmarks.pipeline` (or `make bench`).
 
 Sections: A throughput against bare loops, DDP and a bare Redis parameter server; B intake without gradients; C time at
 the parameter server; D latency of an update; E update rate against theory. See docs/benchmarks.md.
@@ -29,7 +29,7 @@ from benchmarks.harness import Bench, LearningResult, Usage, idle_share, image_r
 BATCH = 256
 RESULTS = Path(__file__).parent / "results"
 EMNIST = "doll.tasks.emnist:Emnist"
-# Packed as a stream of about the rate of the row would be; the docs say what unpacked records cost.
+# Packed as streams of about these rates would be; docs/benchmarks.md has the cost of unpacked records.
 PACKING = {"cnn": 16, "small": 32}
 MODELS = {"cnn": False, "small": True}
 TARGET_RATIOS = {("cnn", 8): 0.95, ("small", 8): 0.90}
@@ -37,7 +37,7 @@ GROUP_SIZES = (2, 8)
 
 
 class Runner:
-    """Runs sections and keeps every repetition's figures."""
+    """Runs sections and keeps the results of every repetition."""
 
     def __init__(self, bench: Bench, args: argparse.Namespace, say: Callable[[str], None]) -> None:
         self.bench = bench
@@ -47,7 +47,7 @@ class Runner:
         self.rates: dict[str, float] = {}  # samples/s of the bare loops, to size the other runs
 
     def measure(self, section: str, name: str, call: Callable[[], tuple[float, Usage, dict[str, Any]]]) -> float:
-        """One measurement, when the machine is idle, or when waiting for that was in vain; its figure."""
+        """Measure when the machine is idle, or after `--wait-s` in any case; return the result."""
         waited_s = time.monotonic()
         while (idle := idle_share()) < 0.85 and time.monotonic() - waited_s < self.args.wait_s:
             pass

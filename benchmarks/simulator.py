@@ -28,21 +28,21 @@ from doll.theory.planning import best_assignment
 
 CYCLE_S = 1000.0
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
-# What users type: the paper's setting, without a job file.
+# The paper's setting, without a job file.
 _PLAN = (
     "plan -N 64 --rate 125 -K 20 -b 256 -J 10000 --alpha 0.9 --deadline 6720 --spot-price 0.158 --on-demand-price 0.286"
 )
 
 
-def yardstick() -> list[dict[str, object]]:
-    """What this machine gives at this moment: a busy neighbour makes seconds of the processor longer too."""
+def reference() -> list[dict[str, object]]:
+    """The machine's speed at this moment: contention for a core increases CPU seconds, too."""
 
     def additions() -> None:
         total = 0
         for number in range(3_000_000):
             total += number
 
-    return [{"case": "yardstick, 3 million additions", "cpu_s": min(_cpu_s(additions) for _ in range(3)), "ok": True}]
+    return [{"case": "reference, 3 million additions", "cpu_s": min(_cpu_s(additions) for _ in range(3)), "ok": True}]
 
 
 def theorem_5() -> list[dict[str, object]]:
@@ -98,7 +98,7 @@ def plan() -> list[dict[str, object]]:
 
 
 def backtest() -> list[dict[str, object]]:
-    """On two cores: half of the processor time of both, which is the time that it takes when the machine is idle."""
+    """On two cores: half of the CPU time of both, which is the elapsed time on an idle machine."""
     from doll.provisioner.traces.recordings import load
     from doll.simulation.adaptive import backtest_policies
     from doll.simulation.backtest import BacktestSettings
@@ -111,9 +111,9 @@ def backtest() -> list[dict[str, object]]:
     loading = time.process_time() - begin
     rows = backtest_on(2, sets, BacktestSettings(), backtest_policies)
     cpu, wall = _all_cpu_s() - before, time.perf_counter() - wall
-    found, idle = verdict(rows), loading + (cpu - loading) / 2
+    judgement, idle = verdict(rows), loading + (cpu - loading) / 2
     return [{"case": "backtest on two cores", "cpu_s": cpu, "wall_s": wall, "idle_machine_s": idle, "limit_s": 60.0,
-             "verdict": found.text, "ok": idle < 60 and found.ok}]  # fmt: skip
+             "verdict": judgement.text, "ok": idle < 60 and judgement.ok}]  # fmt: skip
 
 
 def _cpu_s(work: Callable[[], object]) -> float:
@@ -135,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="without 10 000 workers and the backtest")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
-    rows = [*yardstick(), *theorem_5(), *plan(), *simulations(options.quick)]
+    rows = [*reference(), *theorem_5(), *plan(), *simulations(options.quick)]
     if SHARED.is_dir() and not options.quick:
         rows += backtest()
     for row in rows:

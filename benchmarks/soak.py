@@ -1,12 +1,12 @@
-"""An hour at full speed with preemptions: does anything grow? `python -m benchmarks.soak` (or `make bench-soak`).
+"""Memory growth in an hour at full speed with preemptions: `python -m benchmarks.soak` (or `make bench-soak`).
 
     python -m benchmarks.soak [--seconds 3600] [--out FOLDER]
-    python -m benchmarks.soak --table FOLDER        # the table of a soak that is over, or still runs
+    python -m benchmarks.soak --table FOLDER        # the table of a run that has ended or still runs
 
-It is `doll up` on a job whose source sends as fast as it is learned, disturbed as on a spot market: every few seconds a
-worker is told to leave or killed and its successor starts; the parameter server and Redis die a few times. Worker 0 is
-left alone: an hour in one process. Every few seconds the private memory (USS), open files, threads and processor time
-of each process and the sizes of topics and folders are appended to `soak.csv`; at the end each series gets a verdict
+It is `doll up` on a job whose source sends as fast as samples are learned, with faults as on a spot market: every few
+seconds a worker gets SIGTERM or SIGKILL and its successor starts; the parameter server and Redis are killed a few
+times. Worker 0 runs for the hour in one process. Every few seconds the private memory (USS), open files, threads and
+CPU time of each process and the sizes of topics and folders are appended to `soak.csv`; at the end each series gets a verdict
 (`benchmarks/steadiness.py`), and the ledger is audited.
 """
 
@@ -44,22 +44,22 @@ if TYPE_CHECKING:
     from doll.monitor.display import Display
 
 WORKERS: Final = 3
-COLUMNS: Final = ("time_s", "of", "measure", "life", "value")
+COLUMNS: Final = ("time_s", "of", "measure", "process", "value")
 EVERY_S: Final = 5.0
 _GAP_S: Final = 12.0  # from a recovery to the next fault
-# Small enough that topics are at their steady size within the warm-up. What is not learned yet is far less.
+# Small enough that topics reach their steady size within the warm-up. Unread records need far less.
 _RETENTION: Final = {
     "samples": {"retention.bytes": "33554432", "segment.bytes": "4194304"},
     **{kind: {"retention.bytes": "1048576", "segment.bytes": "1048576"} for kind in ("events", "commands", "metrics")},
 }
-# The source is stopped while a worker has more than this to read, and goes on when all have less than the other.
+# The source stops when a worker has more unread records than this, and continues when all have fewer than the next.
 _PAUSE_RECORDS: Final = 1500
 _RESUME_RECORDS: Final = 300
-_SILENT_S: Final = 4.0  # no word of the parameter server: nobody knows what is unread
+_SILENT_S: Final = 4.0  # without reports of the parameter server for this long, the unread records are unknown
 
 
 def soak_job() -> JobConfig:
-    """A small network at full speed: as many updates, records and messages as two cores can make."""
+    """A small network at full speed: as many updates, records and messages as two cores can process."""
     return job(
         "soak",
         task="benchmarks.heldout_task:HeldOutGaussian",
@@ -75,9 +75,10 @@ def soak_job() -> JobConfig:
 
 
 def plan(seconds: float, workers: int) -> tuple[Fault, ...]:
-    """Preemptions of all workers but the first in turn, half of them without notice; the server and Redis now and then.
+    """Preemptions of all workers except the first, in turn, half of them without notice; a few of the server and Redis.
 
-    The parameter server dies at a third and two thirds of the time, so that it has long lives too.
+    The parameter server is killed after a third and preempted after two thirds of the time, so that each of its
+    processes runs for long.
     """
     kinds = {kind.name: kind for kind in FAULT_KINDS}
     many = 100 + round(seconds / _GAP_S)
@@ -100,7 +101,7 @@ def plan(seconds: float, workers: int) -> tuple[Fault, ...]:
 
 
 class Soak(FaultInjector):
-    """Disturbs a run, keeps its source at the speed of its workers, and takes down what everything uses."""
+    """Injects faults into a run, keeps its source at the speed of its workers, and records resource usage."""
 
     def __init__(
         self, config: JobConfig, run: RunFolder, display: Display, *, seconds: float, csv_path: Path, relays: RoleRelays
@@ -206,10 +207,10 @@ class Soak(FaultInjector):
     def _sizes(self, stack: Stack) -> Iterator[tuple[str, float]]:
         run = self._run.path
         services = run / "services"
-        yield "run folder", sum(_bytes_of(one) for one in run.iterdir() if one.is_file()) / 1e6
+        yield "run folder", sum(_bytes_of(file) for file in run.iterdir() if file.is_file()) / 1e6
         yield "logs", _bytes_of(run / "logs") / 1e6
         yield "checkpoints", _bytes_of(run / "checkpoints") / 1e6
-        yield "kafka's and redis's logs", sum(_bytes_of(one) for one in services.glob("*/*.log")) / 1e6
+        yield "kafka's and redis's logs", sum(_bytes_of(file) for file in services.glob("*/*.log")) / 1e6
         topics: defaultdict[str, int] = defaultdict(int)
         prefix = f"doll.{self._job.job}."
         for partition in (services / "kafka" / "data").glob("*-*"):
@@ -221,14 +222,14 @@ class Soak(FaultInjector):
 
 
 def end_faults(soak: Soak, supervisor: Supervisor) -> None:
-    """Let go of what is held and see who has left; the time is over, and nothing new is broken."""
+    """End suspensions and check leaving processes; the time is over, and no more faults are injected."""
     now = time.time()
     soak._end_suspensions(now)
     soak._check_leaving(supervisor, now)
 
 
 def limit_topics(config: JobConfig, stack: Stack) -> None:
-    """Have the broker keep little, as a job does that runs for longer than its retention."""
+    """Set a small retention, as in a job that runs for longer than its retention."""
     from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
     from doll.kafka.clients import kafka_settings
 
@@ -253,10 +254,10 @@ def _signal(pid: int, number: int) -> None:
 
 
 def _bytes_of(path: Path) -> int:
-    """What is allocated on the disk: Kafka reserves its index files and does not fill them."""
+    """Allocated bytes on disk: Kafka reserves index files without filling them."""
     try:
         if path.is_dir():
-            return sum(_bytes_of(one) for one in path.iterdir())
+            return sum(_bytes_of(file) for file in path.iterdir())
         return path.stat().st_blocks * 512
     except FileNotFoundError:
         return 0  # deleted meanwhile
@@ -275,16 +276,16 @@ def _redis_bytes(stack: Stack) -> int | None:
         client.close()
 
 
-# --- what came of it
+# --- results
 
 
 def read(path: Path) -> dict[tuple[str, str], list[Point]]:
-    """The series of a `soak.csv`; a last line that is cut off is left out."""
+    """The series of a `soak.csv`; an incomplete last line is ignored."""
     series: defaultdict[tuple[str, str], list[Point]] = defaultdict(list)
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             try:
-                point = Point(float(row["time_s"]), int(row["life"]), float(row["value"]))
+                point = Point(float(row["time_s"]), int(row["process"]), float(row["value"]))
             except (TypeError, ValueError):
                 continue
             series[row["of"], row["measure"]].append(point)
@@ -336,7 +337,7 @@ def conclude(folder: Path) -> list[Row]:
 
 
 def soak(seconds: float, folder: Path) -> int:
-    """Run it; 0 if the audit balances and nothing grows."""
+    """Run it; 0 if the audit passes and nothing grows."""
     folder.mkdir(parents=True, exist_ok=True)
     config = soak_job()
 

@@ -30,8 +30,9 @@ _KEPT = (
 )  # fmt: skip
 _COLUMNS = (
     ("seed", "{seed}"), ("deadline", "{met}"), ("end s", "{finish_s:.1f}"), ("predicted", "{finish_predicted_s:.1f}"),
-    ("cost %", "{cost_percent:.1f}"), ("predicted", "{cost_predicted_percent:.1f}"), ("off", "{cost_error_points:+.1f}"),
-    ("moves", "{moves}"), ("preempted", "{preemptions}"), ("killed", "{preemptions_killed}"),
+    ("cost %", "{cost_percent:.1f}"), ("predicted", "{cost_predicted_percent:.1f}"),
+    ("error", "{cost_error_points:+.1f}"), ("moves", "{moves}"), ("preempted", "{preemptions}"),
+    ("killed", "{preemptions_killed}"),
     ("accuracy", "{accuracy:.3f}"), ("missing", "{missing}"), ("twice", "{twice}"), ("load", "{load:.0f}"),
 )  # fmt: skip
 

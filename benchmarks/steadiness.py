@@ -1,8 +1,8 @@
-"""Is a measured series flat? A robust slope after warm-up, and a verdict against a stated bound. Pure.
+"""Whether a measured series is flat: a robust slope after warm-up, compared with a bound. Pure.
 
-The slope is Theil and Sen's: the median over pairs of samples. A series of a process has a new life with each process:
-pairs within one life count, where a life is long enough; else all samples are one series (workers that are replaced
-each minute are of the same age on average at any time).
+The slope is the Theil-Sen estimator: the median over pairs of samples. A role's series has a segment for each process.
+Pairs within a segment count if it is long enough; otherwise all samples are one series (workers that are replaced every
+minute have the same mean age at any time).
 """
 
 from __future__ import annotations
@@ -16,40 +16,40 @@ from typing import Final
 
 import numpy as np
 
-WARM_UP: Final = 0.15  # of the whole time; a life that begins later gets as long again, at most `LIFE_WARM_UP_S`
-LIFE_WARM_UP_S: Final = 300.0
-_LONG_LIFE: Final = 0.15  # of the whole time: from here on a life's own slope counts
+WARM_UP: Final = 0.15  # share of the whole time; a process that starts later gets the same, at most `PROCESS_WARM_UP_S`
+PROCESS_WARM_UP_S: Final = 300.0
+_LONG_SEGMENT: Final = 0.15  # share of the whole time from which a process's own slope counts
 _POINTS: Final = 400  # pairs grow with the square
 _HOUR_S: Final = 3600.0
 
 # Flat: the growth in an hour is below this share of the level, or below the floor of the measure.
 SHARE: Final = 0.03
 FLOORS: Final[Mapping[str, float]] = {"memory MB": 6.0, "files": 2.0, "threads": 1.0, "size MB": 4.0}
-# What grows because it records each update: bytes for each, at most.
+# Series with a row for each update: maximum bytes per update.
 BY_DESIGN: Final[Mapping[tuple[str, str], float]] = {
     ("topic updates", "size MB"): 4000.0,
     ("run folder", "size MB"): 400.0,
     ("evaluator", "memory MB"): 300.0,
     ("up", "memory MB"): 300.0,
 }
-# What has a limit of its own and moves below it: Java with 512 MB of heap, and topics, whose retention cuts whole
-# segments off, each of them two or three open files.
+# Series with a limit, below which they vary: Java with 512 MB of heap, and topics, whose retention deletes whole
+# segments of two or three open files each.
 LIMITS: Final[Mapping[tuple[str, str], float]] = {
     ("kafka", "memory MB"): 700.0,
     ("kafka", "files"): 250.0,
     ("topic samples", "size MB"): 250.0,
-    ("topic down", "size MB"): 12.0,
-    ("topic up", "size MB"): 8.0,
+    ("topic commands", "size MB"): 12.0,
+    ("topic events", "size MB"): 8.0,
     ("topic metrics", "size MB"): 4.0,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One value. `life` tells processes of one role apart; a thing that is no process has life 0 for ever."""
+    """One value. `process` distinguishes processes of one role; it is 0 for series that do not belong to a process."""
 
     time_s: float
-    life: int
+    process: int
     value: float
 
 
@@ -62,7 +62,7 @@ class Row:
         per_hour: growth in an hour.
         bound: the most that counts as flat.
         bytes_per_update: where it grows by design.
-        lives: processes that were seen.
+        processes: number of processes.
     """
 
     of: str
@@ -72,7 +72,7 @@ class Row:
     last: float
     per_hour: float
     bound: float
-    lives: int
+    processes: int
     bytes_per_update: float | None = None
 
     @property
@@ -93,21 +93,21 @@ class Row:
 
 
 def slope_per_hour(points: Sequence[Point], total_s: float) -> float:
-    """Growth per hour after warm-up; NaN where too little is left."""
-    lives: dict[int, list[Point]] = defaultdict(list)
+    """Growth per hour after warm-up; NaN if too few samples are left."""
+    segments: dict[int, list[Point]] = defaultdict(list)
     for point in points:
-        lives[point.life].append(point)
-    warm_s = min(WARM_UP * total_s, LIFE_WARM_UP_S)
+        segments[point.process].append(point)
+    warm_s = min(WARM_UP * total_s, PROCESS_WARM_UP_S)
     slopes: list[np.ndarray] = []
-    for life in lives.values():
-        # The first life of each is as old as the run: the whole warm-up is its own.
-        kept = _after(life, max(WARM_UP * total_s, life[0].time_s + warm_s))
-        if kept and kept[-1].time_s - kept[0].time_s >= _LONG_LIFE * total_s:
+    for segment in segments.values():
+        # The first process starts with the run, so the run's warm-up is its own.
+        kept = _after(segment, max(WARM_UP * total_s, segment[0].time_s + warm_s))
+        if kept and kept[-1].time_s - kept[0].time_s >= _LONG_SEGMENT * total_s:
             slopes.append(_pairs(kept))
     if not slopes:
         slopes = [_pairs(_after(points, WARM_UP * total_s))]
-    found = np.concatenate(slopes)
-    return float(np.median(found)) * _HOUR_S if len(found) else math.nan
+    all_slopes = np.concatenate(slopes)
+    return float(np.median(all_slopes)) * _HOUR_S if len(all_slopes) else math.nan
 
 
 def _after(points: Sequence[Point], time_s: float) -> list[Point]:
@@ -118,9 +118,9 @@ def _pairs(points: Sequence[Point]) -> np.ndarray:
     thin = points[:: max(1, math.ceil(len(points) / _POINTS))]
     times = np.array([point.time_s for point in thin])
     values = np.array([point.value for point in thin])
-    one, other = np.triu_indices(len(thin), 1)
-    apart = times[other] - times[one]
-    slopes: np.ndarray = (values[other] - values[one])[apart > 0] / apart[apart > 0]
+    first, second = np.triu_indices(len(thin), 1)
+    gap_s = times[second] - times[first]
+    slopes: np.ndarray = (values[second] - values[first])[gap_s > 0] / gap_s[gap_s > 0]
     return slopes
 
 
@@ -128,8 +128,8 @@ def judge(series: Mapping[tuple[str, str], Sequence[Point]], total_s: float, upd
     """A verdict on each series that has samples after warm-up.
 
     Args:
-        series: by what it is of and what is measured.
-        updates_per_s: of the run, for what grows with each update.
+        series: by owner and measure.
+        updates_per_s: update rate of the run, for series with a row per update.
     """
     rows = []
     for (of, measure), points in series.items():
@@ -142,7 +142,7 @@ def judge(series: Mapping[tuple[str, str], Sequence[Point]], total_s: float, upd
         rows.append(
             Row(
                 of, measure, points[0].value, level, points[-1].value, per_hour,
-                max(FLOORS[measure], SHARE * level), len({point.life for point in points}),
+                max(FLOORS[measure], SHARE * level), len({point.process for point in points}),
                 each if (of, measure) in BY_DESIGN else None,
             )
         )  # fmt: skip
@@ -152,13 +152,13 @@ def judge(series: Mapping[tuple[str, str], Sequence[Point]], total_s: float, upd
 def markdown(rows: Iterable[Row]) -> str:
     """The verdicts as a table for docs/results.md."""
     lines = [
-        "| of | measure | median | last | growth in an hour | flat up to | processes | |",
+        "| process | measure | median | last | growth per hour | flat up to | processes | |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         verdict = f"**{row.verdict}**" if row.verdict == "GROWS" else row.verdict
         lines.append(
             f"| {row.of} | {row.measure} | {row.level:,.1f} | {row.last:,.1f} | {row.per_hour:+,.2f} | "
-            f"{row.bound:,.1f} | {row.lives} | {verdict} |"
+            f"{row.bound:,.1f} | {row.processes} | {verdict} |"
         )
     return "\n".join(lines)

@@ -1,10 +1,10 @@
-"""Which packages of requirements.lock have a wheel for the image's Python on arm64: asks the registry.
+"""Query the registry for packages of requirements.lock with a wheel for the image's Python on arm64.
 
     .venv/bin/python deploy/wheels.py       # writes wheels.txt
 
-The Dockerfile installs wheels only, and builds from source what its stage `compile` names. A package of the lock that
-has no wheel for arm64 would end the build on every Mac and every Graviton, and nobody with an x86-64 machine would see
-it. So the answers are kept beside the lock, and tests/unit/test_dependencies.py compares the two without a network.
+The Dockerfile installs wheels only, and builds the packages of its stage `compile` from source. A package of the lock
+without a wheel for arm64 would break the build on every Mac and Graviton, unnoticed on x86-64. So the answers are in
+the repository, and tests/unit/test_dependencies.py compares them with the lock without network access.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ ENVIRONMENT: Final = {
 
 
 def pins(lock: str) -> Iterator[tuple[str, str]]:
-    """Name and version of each package that the lock gives to Linux on arm64."""
+    """Name and version of each package of the lock for Linux on arm64."""
     for name, version, marker in re.findall(r"^([a-z0-9.-]+)==([^ ]+)(?: ; (.*))? \\$", lock, re.MULTILINE):
         if not marker or Marker(marker).evaluate(ENVIRONMENT):
             yield name, version
 
 
 def parse_table(table: str) -> dict[str, str]:
-    """`wheel` or `source` by name==version, as the table says."""
+    """`wheel` or `source` by name==version, from the table."""
     return dict(line.split() for line in table.splitlines() if line and not line.startswith("#"))
 
 
@@ -59,7 +59,7 @@ def has_wheel(pin: str) -> bool:
         and "no usable wheels" not in result.stderr
         and "matching platform tag" not in result.stderr
     ):
-        raise SystemExit(f"the registry does not say whether {pin} has a wheel:\n{result.stderr}")
+        raise SystemExit(f"cannot determine whether {pin} has a wheel:\n{result.stderr}")
     return result.returncode == 0
 
 

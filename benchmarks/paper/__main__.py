@@ -2,7 +2,7 @@
 
     python -m benchmarks.paper [--quick] [--out FOLDER] [--processes N] [--only NAME ...]
 
-A whole run without --quick and --only renews the marked section of docs/results.md and the pictures in docs/paper/.
+A whole run without --quick and --only updates the marked section of docs/results.md and the figures in docs/paper/.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -62,22 +62,21 @@ def run_all(names: Sequence[str], folder: Path, quick: bool, processes: int, con
     return [json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in SCRIPTS if name in names]
 
 
-def markdown(found: Iterable[dict[str, Any]]) -> str:
+def markdown(results: Sequence[dict[str, Any]]) -> str:
     """The tables of docs/results.md."""
-    found = list(found)
-    checks = [check for one in found for check in one["checks"] if check["ok"] is not None]
+    checks = [check for result in results for check in result["checks"] if check["ok"] is not None]
     passed = sum(check["ok"] for check in checks)
     lines = [
         f"`make paper`: {passed} of {len(checks)} checks pass. Costs are fractions of the cost with all on-demand. "
-        "“formula” is the corrected form of docs/theory.md or, where a criterion names it, the value that the "
-        "specification's reference simulation found.",
+        "“formula” is the corrected form of docs/theory.md or, where a criterion names it, the value of a separate "
+        "reference simulation.",
     ]
-    for one in found:
-        lines += ["", f"### {one['title']}", ""]
-        if one["name"] in _PICTURES:
-            lines += [f"![{one['title']}](paper/{one['name']}.png)", ""]
+    for result in results:
+        lines += ["", f"### {result['title']}", ""]
+        if result["name"] in _PICTURES:
+            lines += [f"![{result['title']}](paper/{result['name']}.png)", ""]
         lines += ["| | paper | formula | ours | criterion | |", "|---|---|---|---|---|---|"]
-        for check in one["checks"]:
+        for check in result["checks"]:
             mark = {True: "pass", False: "**FAIL**", None: ""}[check["ok"]]
             cells = (
                 check["what"],
@@ -86,15 +85,15 @@ def markdown(found: Iterable[dict[str, Any]]) -> str:
                 mark,
             )
             lines.append("| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |")
-        lines += ["", *(f"- {note}" for note in one["notes"])]
+        lines += ["", *(f"- {note}" for note in result["notes"])]
     return "\n".join(lines)
 
 
-def renew(document: Path, text: str) -> None:
-    """Put `text` between the marks of `document`.
+def update_section(document: Path, text: str) -> None:
+    """Replace the text between the marks of `document`.
 
     Raises:
-        ValueError: the marks are not there.
+        ValueError: the marks are missing.
     """
     before, begin, rest = document.read_text(encoding="utf-8").partition(_BEGIN)
     _, end, after = rest.partition(_END)
@@ -116,15 +115,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     console = Console()
     if options.write_docs:
-        found = [json.loads((options.out / f"{name}.json").read_text(encoding="utf-8")) for name in SCRIPTS]
+        results = [json.loads((options.out / f"{name}.json").read_text(encoding="utf-8")) for name in SCRIPTS]
     else:
-        found = run_all(options.only, options.out, options.quick, max(1, options.processes), console)
-    failed = [f"{one['name']}: {check['what']}" for one in found for check in one["checks"] if check["ok"] is False]
-    console.print(f"{len(found)} scripts, files in {options.out}", markup=False, highlight=False)
+        results = run_all(options.only, options.out, options.quick, max(1, options.processes), console)
+    failed = [f"{result['name']}: {check['what']}" for result in results for check in result["checks"]
+              if check["ok"] is False]  # fmt: skip
+    console.print(f"{len(results)} scripts, files in {options.out}", markup=False, highlight=False)
     for line in failed:
         console.print(f"FAIL  {line}", markup=False, highlight=False)
-    if len(found) == len(SCRIPTS) and not any(one["quick"] for one in found):
-        renew(DOCS / "results.md", markdown(found))
+    if len(results) == len(SCRIPTS) and not any(result["quick"] for result in results):
+        update_section(DOCS / "results.md", markdown(results))
         (DOCS / "paper").mkdir(exist_ok=True)
         for name in _PICTURES:
             shutil.copyfile(options.out / f"{name}.png", DOCS / "paper" / f"{name}.png")

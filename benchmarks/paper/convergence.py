@@ -1,6 +1,6 @@
 """Eq. (10) and (9): the error bound of the mean-gradient step, production optimizer, 20 000 quadratics at once.
 
-Criteria (digest 6): error at most the bound at every J; stationary value within 5 % of η B/(2 K b (2 - η c)).
+Criteria: error at most the bound at every J; stationary value within 5 % of η B/(2 K b (2 - η c)).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Fig. 3b: preemptions do not change what is learned per update, and stretch the time by (15). Real gradients.
 
 The production engine, gradient and optimizer in virtual time on an endless stream of randomly transformed 8 x 8 digits:
-N = 8, K = 4, b = 32. Criteria (digest 6): held-out accuracy at the end differs by less than 1 point with and without
+N = 8, K = 4, b = 32. Criteria: held-out accuracy at the end differs by less than 1 point with and without
 preemption, for SGD and Adam; mean time to J longer by N/(N - (1 - α)N_s) ± 3 % over 30 runs or more.
 """
 
@@ -41,13 +41,13 @@ def run(quick: bool) -> Result:
     for name, optimizer in OPTIMIZERS:
         ends = {}
         for spot, alpha in SPOT:
-            found = [_learn(optimizer, updates, spot, alpha, seed) for seed in range(seeds)]
-            accuracies = np.array([[error.accuracy for _, error in learner.errors] for learner in found], float)
-            versions = [version for version, _ in found[0].errors]
+            learners = [_learn(optimizer, updates, spot, alpha, seed) for seed in range(seeds)]
+            accuracies = np.array([[error.accuracy for _, error in learner.errors] for learner in learners], float)
+            versions = [version for version, _ in learners[0].errors]
             mean = accuracies.mean(axis=0)
             label = f"{name}, no preemption" if spot == 0 else f"{name}, {spot} of {WORKERS} on spot, α = {alpha:g}"
             curves[label] = list(zip(versions, mean.tolist(), strict=True))
-            # The mean over the last quarter: what one evaluation happens to be does not decide.
+            # The mean over the last quarter, so that a single evaluation does not decide.
             ends[spot, alpha] = float(mean[-max(1, len(mean) // 4) :].mean())
             rows += [
                 {"kind": "accuracy", "optimizer": name, "spot": spot, "alpha": alpha, "x": version, "y": accuracy}

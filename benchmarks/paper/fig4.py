@@ -1,6 +1,6 @@
 """Fig. 4: rates λ_n ~ U(1, 250) drawn for each run, Theorem 5 with the deadline relative to the draw's own θ_0.
 
-Criteria (digest 6): mean cost over on-demand 0.690, 0.770 and 0.691 within 1 point, in the paper's order.
+Criteria: mean cost over on-demand 0.690, 0.770 and 0.691 within 1 point, in the paper's order.
 """
 
 from __future__ import annotations
@@ -44,23 +44,23 @@ def run(quick: bool) -> Result:
         rng = np.random.default_rng((4, index))
         rates = unequal(draws, rng)
         spot, formulas = mixes(rates, SAMPLES, setting.alpha, setting.ratio * theta_0, HIGH)
-        found = fluid(Mix(spot), chain(draws, ticks_for(theta_0), N, setting.alpha, rng), rates, SAMPLES, HIGH)
+        costs = fluid(Mix(spot), chain(draws, ticks_for(theta_0), N, setting.alpha, rng), rates, SAMPLES, HIGH)
         spots, formula = spot.sum(axis=1), float(formulas.mean())
-        dots[setting] = (found, formula)
+        dots[setting] = (costs, formula)
         rows += [
             {
                 "alpha": setting.alpha,
                 "deadline_ratio": setting.ratio,
                 "draw": draw,
                 "num_spot": int(spots[draw]),
-                "cost_ratio": float(found.cost[draw]),
+                "cost_ratio": float(costs.cost[draw]),
                 "formula": float(formulas[draw]),
-                "runtime_ratio": float(found.runtime[draw]),
+                "runtime_ratio": float(costs.runtime[draw]),
             }
             for draw in range(draws)
         ]
         number, expected = _EXPECTED[setting]
-        ours, mean = float(found.cost.mean()), float(spots.mean())
+        ours, mean = float(costs.cost.mean()), float(spots.mean())
         close = abs(ours - expected) < points / 100
         checks += [
             Check(
@@ -72,7 +72,7 @@ def run(quick: bool) -> Result:
                 close,
             ),
             Check(f"{setting}: mean N_s", None, number, mean, "± 2", abs(mean - number) < 2),
-            Check(f"{setting}: standard deviation of the cost", None, None, float(found.cost.std()), "", None),
+            Check(f"{setting}: standard deviation of the cost", None, None, float(costs.cost.std()), "", None),
         ]
     means = [dots[setting][0].cost.mean() for setting in SETTINGS]
     ordered = bool(max(means[0], means[2]) < means[1] < 1)
@@ -81,7 +81,7 @@ def run(quick: bool) -> Result:
     totals = np.random.default_rng(4).uniform(1, 250, (2000, N)).sum(axis=1)
     share = float(np.mean(totals * 1.05 * theta_0 < SAMPLES))
     checks.append(
-        Check("draws that no mix can do in 1.05 · 6400 s", None, 0.24, share, "± 0.03", abs(share - 0.24) < 0.03)
+        Check("draws without a feasible mix for 1.05 · 6400 s", None, 0.24, share, "± 0.03", abs(share - 0.24) < 0.03)
     )
     notes = [
         "A deadline fixed at 1.05 · 6400 s would be infeasible for a quarter of the draws, so it is set for each draw.",
@@ -93,10 +93,10 @@ def run(quick: bool) -> Result:
 
 def _draw(figure: Figure, dots: dict[Setting, tuple[Costs, float]]) -> None:
     axes = figure.subplots()
-    for index, (setting, (found, formula)) in enumerate(dots.items()):
-        axes.scatter(found.runtime, found.cost, s=10, alpha=0.5, color=f"C{index}", label=str(setting))
+    for index, (setting, (costs, formula)) in enumerate(dots.items()):
+        axes.scatter(costs.runtime, costs.cost, s=10, alpha=0.5, color=f"C{index}", label=str(setting))
         label = "(22), mean" if index == 0 else None
-        axes.scatter([found.runtime.mean()], [formula], marker="x", s=70, color=FORMULA, label=label)
+        axes.scatter([costs.runtime.mean()], [formula], marker="x", s=70, color=FORMULA, label=label)
         label = "paper, measured" if index == 0 else None
         axes.axhline(setting.paper_unequal, color=PAPER, linewidth=0.8, linestyle="--", label=label)
     axes_style(axes, "Fig. 4: rates ~ U(1, 250), one draw per run", "runtime / θ_0", "cost / on-demand")

@@ -1,6 +1,6 @@
 """Theorem 4, Corollary 2 and Theorem 5 against exhaustive oracles, and the numbers of the paper's setting.
 
-Criteria (digest 6): 0 mismatches in 100 000 random problems each; the table of digest 1.6 to four decimals.
+Criteria: 0 mismatches in 100 000 random problems each; the reference values of `TABLE` to four decimals.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Sweep:
     """Random problems against an oracle.
 
     Attributes:
-        infeasible: problems that no mix can do (and the planner refused).
+        infeasible: problems without a feasible mix (which the planner refused).
         telling: problems on which a slip would show: an N_s exactly on the deadline, or an optimum inside.
         wrong: what did not agree, in words.
     """
@@ -62,7 +62,7 @@ class Sweep:
 
 def theorem_4(cases: int, seed: int = 4) -> Sweep:
     """Theorem 4 and both sides of Corollary 2 against all N_s, in whole numbers: the oracle needs no rounding."""
-    rng, found = np.random.default_rng(seed), Sweep(cases)
+    rng, sweep = np.random.default_rng(seed), Sweep(cases)
     for case in range(cases):
         # Availability p/q and deadline ratio u/v are fractions.
         workers, q, v = int(rng.integers(1, 40)), int(rng.choice([1, 2, 10, 20, 997])), int(rng.choice([1, 8, 20, 100]))
@@ -76,23 +76,23 @@ def theorem_4(cases: int, seed: int = 4) -> Sweep:
         try:
             chosen = best_num_spot(1000.0, 2.0, workers, alpha, deadline, prices)
         except InfeasiblePlanError:
-            found.infeasible += 1
-            found.expect(not in_time.any(), f"{where}: refused")
+            sweep.infeasible += 1
+            sweep.expect(not in_time.any(), f"{where}: refused")
             continue
         if not in_time.any():
-            found.expect(False, f"{where}: not refused")
+            sweep.expect(False, f"{where}: not refused")
             continue
-        found.telling += bool((slack[1:] == 0).any())
+        sweep.telling += bool((slack[1:] == 0).any())
         costs = cost_usd(spots, 1000.0, 2.0, workers, alpha, prices)
-        found.expect(bool(in_time[chosen]), f"{where}: late")
+        sweep.expect(bool(in_time[chosen]), f"{where}: late")
         # Ties (α = 0) may go either way: the cost decides, not the number.
-        found.expect(bool(costs[chosen] <= costs[in_time].min() * (1 + 1e-12)), f"{where}: not the cheapest")
+        sweep.expect(bool(costs[chosen] <= costs[in_time].min() * (1 + 1e-12)), f"{where}: not the cheapest")
         if alpha > 0:
-            found.expect(chosen == (spots[in_time].max() if prices.spot_is_cheaper else 0), f"{where}: another N_s")
+            sweep.expect(chosen == (spots[in_time].max() if prices.spot_is_cheaper else 0), f"{where}: another N_s")
         bounds, relative = cost_ratio(ratio, workers, alpha, prices), costs[chosen] / costs[0]
-        found.expect(bool(bounds.lower <= relative * (1 + 1e-9)), f"{where}: below Corollary 2")
-        found.expect(bool(relative <= bounds.upper * (1 + 1e-9)), f"{where}: above Corollary 2")
-    return found
+        sweep.expect(bool(bounds.lower <= relative * (1 + 1e-9)), f"{where}: below Corollary 2")
+        sweep.expect(bool(relative <= bounds.upper * (1 + 1e-9)), f"{where}: above Corollary 2")
+    return sweep
 
 
 def rates(rng: np.random.Generator, count: int) -> np.ndarray:
@@ -110,7 +110,7 @@ def rates(rng: np.random.Generator, count: int) -> np.ndarray:
 
 def theorem_5(cases: int, seed: int = 5) -> Sweep:
     """Theorem 5 against every prefix of the sorted streams, and that the cost has one local minimum."""
-    rng, found = np.random.default_rng(seed), Sweep(cases)
+    rng, sweep = np.random.default_rng(seed), Sweep(cases)
     for case in range(cases):
         streams = rates(rng, int(rng.integers(1, 30)))
         alpha, prices = float(rng.random()), Prices(float(rng.random()), float(rng.uniform(0.05, 1.0)))
@@ -122,25 +122,25 @@ def theorem_5(cases: int, seed: int = 5) -> Sweep:
         try:
             best = best_assignment(1000.0, streams, alpha, deadline, prices)
         except InfeasiblePlanError:
-            found.infeasible += 1
-            found.expect(not in_time.any(), f"{where}: refused")
+            sweep.infeasible += 1
+            sweep.expect(not in_time.any(), f"{where}: refused")
             continue
         if not in_time.any():
-            found.expect(False, f"{where}: not refused")
+            sweep.expect(False, f"{where}: not refused")
             continue
-        found.expect(bool(times[best.num_spot] <= deadline * (1 + 1e-9)), f"{where}: late")
-        found.expect(bool(costs[best.num_spot] <= costs[in_time].min() * (1 + 1e-9)), f"{where}: not the cheapest")
-        found.expect(best.num_spot == np.count_nonzero(best.spot), f"{where}: mask and number differ")
-        found.expect(bool(np.isclose(best.expected_cost_usd, costs[best.num_spot])), f"{where}: another cost")
-        found.expect(bool(np.isclose(best.expected_runtime_s, times[best.num_spot])), f"{where}: another runtime")
+        sweep.expect(bool(times[best.num_spot] <= deadline * (1 + 1e-9)), f"{where}: late")
+        sweep.expect(bool(costs[best.num_spot] <= costs[in_time].min() * (1 + 1e-9)), f"{where}: not the cheapest")
+        sweep.expect(best.num_spot == np.count_nonzero(best.spot), f"{where}: mask and number differ")
+        sweep.expect(bool(np.isclose(best.expected_cost_usd, costs[best.num_spot])), f"{where}: another cost")
+        sweep.expect(bool(np.isclose(best.expected_runtime_s, times[best.num_spot])), f"{where}: another runtime")
         if best.num_spot:
             slowest = streams[best.spot].max() <= streams[~best.spot].min(initial=np.inf)
-            found.expect(bool(slowest), f"{where}: not the slowest")
-        found.telling += 0 < int(np.argmin(costs)) < len(streams)
+            sweep.expect(bool(slowest), f"{where}: not the slowest")
+        sweep.telling += 0 < int(np.argmin(costs)) < len(streams)
         steps = np.diff(costs)
         turns = np.sign(steps)[np.abs(steps) > 1e-12 * costs[:-1]]
-        found.expect(np.count_nonzero(np.diff(turns) < 0) == 0, f"{where}: two local minima")
-    return found
+        sweep.expect(np.count_nonzero(np.diff(turns) < 0) == 0, f"{where}: two local minima")
+    return sweep
 
 
 def run(quick: bool) -> Result:
@@ -148,7 +148,7 @@ def run(quick: bool) -> Result:
     checks: list[Check] = []
     rows: list[dict[str, Value]] = []
     for setting, expected in zip(SETTINGS, TABLE, strict=True):
-        found = numbers(setting.alpha, setting.ratio)
+        values = numbers(setting.alpha, setting.ratio)
         names = (
             "n_c",
             "N_s",
@@ -160,10 +160,16 @@ def run(quick: bool) -> Result:
             "N_s at 5 % risk",
             "its cost ratio",
         )
-        for name, ours, formula in zip(names, found, expected, strict=True):
+        for name, ours, formula in zip(names, values, expected, strict=True):
             digits = 3 if name == "n_c" else 4
             rows.append(
-                {"alpha": setting.alpha, "deadline_ratio": setting.ratio, "what": name, "digest": formula, "ours": ours}
+                {
+                    "alpha": setting.alpha,
+                    "deadline_ratio": setting.ratio,
+                    "what": name,
+                    "formula": formula,
+                    "ours": ours,
+                }
             )
             if name != "n_c":
                 checks.append(
@@ -184,13 +190,13 @@ def run(quick: bool) -> Result:
         )
     notes = [
         "(18) as printed gives a negative floor for infeasible deadlines, divides by zero at α = 1, and loses a worker "
-        "to float rounding (N = 2, α = 0.1); (19) is a bound on cost from below, no promise of savings.",
+        "to floating-point rounding (N = 2, α = 0.1); (19) is a lower bound on cost, not a guarantee of savings.",
     ]
     return Result("Theorems 4 and 5, Corollary 2", checks, rows, _draw, notes)
 
 
 def numbers(alpha: float, ratio: float) -> tuple[float, ...]:
-    """One line of the digest's table."""
+    """One line of the table, as in `TABLE`."""
     deadline = ratio * on_demand_runtime_s(SAMPLES, RATE, N)
     spot = best_num_spot(SAMPLES, RATE, N, alpha, deadline, HIGH)
     safe = best_num_spot_at_risk(SAMPLES, RATE, N, alpha, deadline, HIGH, cycle_s=CYCLE_S, z=1.645)

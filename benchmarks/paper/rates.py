@@ -1,6 +1,6 @@
 """Eq. (1) and Proposition 1: the update rate, and when the queue grows. Event simulation with the production engine.
 
-Criteria (digest 6): rate within 0.5 % of (1) in four settings; the queue is bounded where K b μ_A / N > E[S], and grows
+Criteria: rate within 0.5 % of (1) in four settings; the queue is bounded where K b μ_A / N > E[S], and grows
 where it is smaller.
 """
 
@@ -63,15 +63,15 @@ def run(quick: bool) -> Result:
     for load in LOADS:
         compute_s = load * interval / harmonic(K)
         system = _system(N, K, B, RATE, compute_s, seconds=seconds)
-        found = summarise(system, 1.0)
-        grew, grows = found.queue_growth > 1.5, load > 1
+        summary = summarise(system, 1.0)
+        grew, grows = summary.queue_growth > 1.5, load > 1
         margin = stability(N * RATE, K, B, compute_s)
         checks.append(
             Check(
                 f"queue at μ_C = {1000 * compute_s:.0f} ms, necessary margin {margin.necessary:.2f}: end over middle",
                 None,
                 None,
-                found.queue_growth,
+                summary.queue_growth,
                 "grows" if grows else "bounded",
                 grew == grows,
             )
@@ -84,8 +84,8 @@ def run(quick: bool) -> Result:
                 "rate": RATE,
                 "load": load,
                 "formula": 1 / interval,
-                "ours": found.rate_measured,
-                "max_waiting": found.max_waiting_batches,
+                "ours": summary.rate_measured,
+                "max_waiting": summary.max_waiting_batches,
             }
         )
         traces[load] = (system.trajectory.time_s, system.trajectory.waiting)

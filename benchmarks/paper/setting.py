@@ -70,7 +70,7 @@ class Mix:
 
 
 class PaperAdaptive:
-    """Section V-C made precise (digest 1.8): the production planner under Theorem 4/5 on what is left, once a minute.
+    """Section V-C made precise: the production planner with Theorem 4/5 on the remaining work, once a minute.
 
     Nothing is added to the paper's rule: no guard, no margin, no hysteresis, and moves cost nothing.
     """
@@ -125,9 +125,12 @@ def mixes(
     rates: npt.NDArray[np.float64], samples: float, alpha: float, deadline_s: float, prices: Prices
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
     """Theorem 5 for each run: who is on spot, shape (runs, N), and (22) over all on-demand's cost, shape (runs,)."""
-    found = [best_assignment(samples, streams, alpha, deadline_s, prices) for streams in rates]
+    assignments = [best_assignment(samples, streams, alpha, deadline_s, prices) for streams in rates]
     full_usd = all_on_demand_usd(samples, prices)
-    return np.array([mix.spot for mix in found]), np.array([mix.expected_cost_usd / full_usd for mix in found])
+    return (
+        np.array([mix.spot for mix in assignments]),
+        np.array([mix.expected_cost_usd / full_usd for mix in assignments]),
+    )
 
 
 def all_on_demand_usd(samples: float, prices: Prices) -> float:

@@ -1,6 +1,6 @@
 """Theorem 1: the distribution of the updates done, corrected against printed. Event simulation, production engine.
 
-Criterion (digest 6): variance over 1500 runs within 15 % of t λ_U c²/(K b) + N/(6K²) + 1/12; the printed one is more
+Criterion: variance over 1500 runs within 15 % of t λ_U c²/(K b) + N/(6K²) + 1/12; the printed one is more
 than 10 times off.
 """
 

@@ -1,21 +1,21 @@
 # terraform apply -var-file=example.tfvars
 #
-# A stack for jobs of some hours: Kafka on three small machines of our own, the cache on the control host, one NAT
-# gateway. About 0.41 $/h in us-east-1 before the first worker (README.md, What it costs).
+# A stack for jobs of some hours: self-managed Kafka on three small machines, the cache on the control host, one NAT
+# gateway. About 0.41 $/h in us-east-1 before the first worker (README.md, Costs).
 
 name   = "clicks"
 region = "us-east-1"
 
-# Pushed after the first apply; any tag but latest.
+# Pushed after the first apply; any tag except latest.
 image_tag = "2026-11-21"
 
-# Up in minutes. For a standing system: msk.
+# Ready in minutes. For a long-lived system: msk.
 kafka_mode         = "self_managed"
 kafka_broker_count = 3
 
 cache_mode = "self_managed"
 
-# Six or more types of one size, so that some pool has spot capacity.
+# Six or more types of similar size, so that some pool has spot capacity.
 worker_instance_types = ["c5.xlarge", "c5a.xlarge", "c6i.xlarge", "c6a.xlarge", "m5.xlarge", "m6i.xlarge"]
 
 # alarm_email          = "oncall@example.com"

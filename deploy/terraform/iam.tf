@@ -1,5 +1,5 @@
-# Who may do what: three roles, in one place. The actions are what the code calls; what is deliberately absent stands in
-# README.md. tests/deploy/test_terraform.py holds this list against the code's own.
+# Permissions of the three roles. The actions are those that the code calls; docs/aws.md lists what is deliberately absent.
+# tests/deploy/test_terraform.py compares this list with the code.
 
 locals {
   arn         = "arn:${data.aws_partition.this.partition}"
@@ -8,8 +8,8 @@ locals {
 }
 
 data "aws_iam_policy_document" "control" {
-  # checkov:skip=CKV_AWS_356: Describe actions, prices, quotas and PutMetricData know no resources
-  # checkov:skip=CKV_AWS_111: what launches is bounded by the cluster's tag, the launch template and the subnets
+  # checkov:skip=CKV_AWS_356: Describe actions, prices, quotas and PutMetricData do not support resources
+  # checkov:skip=CKV_AWS_111: launches are restricted by the cluster's tag, the launch template and the subnets
   statement {
     sid = "Read"
     actions = [
@@ -26,7 +26,7 @@ data "aws_iam_policy_document" "control" {
     resources = ["*"]
   }
 
-  # What a launch uses; none of it is made by the launch, so none of it carries our tag.
+  # Existing resources that a launch uses; they do not carry the cluster's tag.
   statement {
     sid     = "LaunchFrom"
     actions = ["ec2:CreateFleet", "ec2:RunInstances"]
@@ -42,7 +42,7 @@ data "aws_iam_policy_document" "control" {
     )
   }
 
-  # What a launch makes: only with our tag on all four.
+  # Resources that a launch creates: only with the cluster's tag on all four.
   statement {
     sid     = "LaunchTagged"
     actions = ["ec2:CreateFleet", "ec2:RunInstances"]
@@ -77,7 +77,7 @@ data "aws_iam_policy_document" "control" {
     }
   }
 
-  # The stack's own machines carry doll:stack, not this tag: the provisioner cannot end its own host or a broker.
+  # The stack's own machines carry doll:stack, not this tag: the provisioner cannot terminate its own host or a broker.
   statement {
     sid       = "TerminateOwn"
     actions   = ["ec2:TerminateInstances"]
@@ -170,7 +170,7 @@ data "aws_iam_policy_document" "control" {
   source_policy_documents = [data.aws_iam_policy_document.boot.json, data.aws_iam_policy_document.iam_client.json]
 }
 
-# No ec2:* at all: which slot a worker is stands in its instance's tags, which it reads from the metadata service.
+# No ec2:* actions: a worker reads its slot from its instance's tags in the metadata service.
 data "aws_iam_policy_document" "worker" {
   statement {
     sid       = "Job"
@@ -211,9 +211,9 @@ data "aws_iam_policy_document" "kafka" {
   source_policy_documents = [data.aws_iam_policy_document.boot.json]
 }
 
-# What every host of ours does when it starts: modules/boot/files/common.sh.
+# Permissions of every host's boot: modules/boot/files/common.sh.
 data "aws_iam_policy_document" "boot" {
-  # checkov:skip=CKV_AWS_356: ecr:GetAuthorizationToken knows no resources
+  # checkov:skip=CKV_AWS_356: ecr:GetAuthorizationToken does not support resources
   statement {
     sid       = "Registry"
     actions   = ["ecr:GetAuthorizationToken"]
@@ -251,8 +251,8 @@ data "aws_iam_policy_document" "boot" {
   }
 }
 
-# With msk and msk_serverless: for the roles of machines that feed events. IAM's patterns, other than Kafka's, can name the
-# samples of all jobs and no other topic.
+# With msk and msk_serverless: for the roles of producers' machines. IAM's patterns, unlike Kafka's, can match the samples
+# topics of all jobs and no other topic.
 data "aws_iam_policy_document" "producer" {
   count = var.kafka_mode == "self_managed" ? 0 : 1
 
@@ -279,11 +279,11 @@ resource "aws_iam_policy" "producer" {
   count = var.kafka_mode == "self_managed" ? 0 : 1
 
   name        = "${var.name}-producer"
-  description = "Write events to the samples topics of doll's jobs, and nothing else"
+  description = "Write to the samples topics of doll's jobs only"
   policy      = data.aws_iam_policy_document.producer[0].json
 }
 
-# With msk_serverless, which knows clients by their roles only.
+# With msk_serverless, which identifies clients by their roles only.
 data "aws_iam_policy_document" "iam_client" {
   dynamic "statement" {
     for_each = var.kafka_mode == "msk_serverless" ? {

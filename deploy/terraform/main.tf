@@ -2,12 +2,12 @@ provider "aws" {
   region = var.region
 
   default_tags {
-    # Not doll:cluster: that is the provisioner's, and whatever carries it may be terminated.
+    # Not doll:cluster: that is the provisioner's tag, and it may terminate whatever carries it.
     tags = { "doll:stack" = var.name }
   }
 }
 
-# The same again, under a name: Terraform 1.11 cannot mock ephemeral resources, so tests mock all but these.
+# The same provider under an alias: Terraform 1.11 cannot mock ephemeral resources, so tests mock all others.
 provider "aws" {
   alias  = "passwords"
   region = var.region
@@ -45,11 +45,11 @@ locals {
   image             = join(startswith(var.image_tag, "sha256:") ? "@" : ":", [module.storage.repository_url, var.image_tag])
   kafka_client_port = { self_managed = 9092, msk = 9096, msk_serverless = 9098 }[var.kafka_mode]
 
-  # External producers: SCRAM as a user of their own, or IAM.
+  # External producers: SCRAM with a separate user, or IAM.
   producer_port = { self_managed = 9092, msk = 9098, msk_serverless = 9098 }[var.kafka_mode]
   producer_user = "doll-producer"
 
-  # Fixed addresses, out of what is reserved for them: no worker is given one while its owner is being replaced. Node i of
+  # Fixed addresses from the reserved ranges, so that no worker gets one while its owner is being replaced. Node i of
   # Kafka is in subnet i modulo their number.
   control_ip = cidrhost(module.network.reserved_cidrs[0], 2)
   kafka_ips  = [for i in range(3) : cidrhost(module.network.reserved_cidrs[i % var.zone_count], 3 + i)]
@@ -135,9 +135,9 @@ module "worker_boot" {
   source = "./modules/boot"
 
   environment = {
-    AWS_REGION    = var.region
-    DOLL_STACK_NAME     = var.name
-    DOLL_BUCKET   = module.storage.bucket
+    AWS_REGION            = var.region
+    DOLL_STACK_NAME       = var.name
+    DOLL_BUCKET           = module.storage.bucket
     DOLL_ORPHAN_TIMEOUT_S = var.worker_orphan_minutes * 60
   }
   scripts = ["worker", "orphan"]
@@ -177,7 +177,7 @@ module "control" {
 }
 
 locals {
-  # Whose certificates come from an authority of ours.
+  # Services whose certificates are signed by the stack's own authorities.
   authorities = concat(
     var.kafka_mode == "self_managed" ? ["kafka"] : [],
     var.cache_mode == "self_managed" ? ["cache"] : [],
@@ -185,15 +185,15 @@ locals {
 
   environment = merge(
     {
-      DOLL_KAFKA            = module.kafka.bootstrap
-      DOLL_REDIS            = module.cache.url
+      DOLL_KAFKA                 = module.kafka.bootstrap
+      DOLL_REDIS                 = module.cache.url
       DOLL_BOOT_CERT_AUTHORITIES = join(" ", local.authorities)
-      DOLL_BOOT_BUCKET      = module.storage.bucket
-      DOLL_BOOT_IMAGE       = local.image
-      DOLL_BOOT_KAFKA_IMAGE = var.kafka_mode == "self_managed" ? var.kafka_image : ""
-      DOLL_BOOT_CACHE_IMAGE = var.cache_mode == "self_managed" ? var.cache_image : ""
-      DOLL_BOOT_CACHE_MB    = tostring(var.cache_memory_mb)
-      DOLL_BOOT_LOG_GROUP   = module.storage.roles_log_group.name
+      DOLL_BOOT_BUCKET           = module.storage.bucket
+      DOLL_BOOT_IMAGE            = local.image
+      DOLL_BOOT_KAFKA_IMAGE      = var.kafka_mode == "self_managed" ? var.kafka_image : ""
+      DOLL_BOOT_CACHE_IMAGE      = var.cache_mode == "self_managed" ? var.cache_image : ""
+      DOLL_BOOT_CACHE_MB         = tostring(var.cache_memory_mb)
+      DOLL_BOOT_LOG_GROUP        = module.storage.roles_log_group.name
     },
     contains(local.authorities, "kafka") ? { DOLL_KAFKA_CA = "/run/doll/ca/kafka.pem" } : {},
     contains(local.authorities, "cache") ? { DOLL_REDIS_CA = "/run/doll/ca/cache.pem" } : {},
@@ -232,10 +232,10 @@ resource "aws_iam_service_linked_role" "spot" {
   aws_service_name = "spot.amazonaws.com"
 }
 
-# doll logs in with SCRAM-SHA-512, which MSK Serverless does not offer.
+# doll authenticates with SCRAM-SHA-512, which MSK Serverless does not support.
 check "serverless_needs_iam_login" {
   assert {
     condition     = var.kafka_mode != "msk_serverless"
-    error_message = "MSK Serverless takes IAM log-ins only, and doll's clients log in with SCRAM-SHA-512: the cluster and the roles' rights are made, but doll cannot log in yet (README.md, Kafka)."
+    error_message = "MSK Serverless supports IAM only, and doll's clients use SCRAM-SHA-512: the cluster and the permissions are created, but doll cannot connect yet (README.md, Kafka)."
   }
 }

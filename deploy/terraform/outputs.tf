@@ -4,12 +4,12 @@ output "environment" {
 }
 
 output "settings" {
-  description = "Job settings that follow from the stack, --set of every command on its hosts (SSM parameter /doll/NAME/settings)."
+  description = "Job settings of the stack, passed by --set to every command on its hosts (SSM parameter /doll/NAME/settings)."
   value       = local.settings
 }
 
 output "names" {
-  description = "What else is asked for by name."
+  description = "Names and ids of resources."
   value = {
     bucket               = module.storage.bucket
     repository           = module.storage.repository_url
@@ -36,14 +36,14 @@ output "names" {
 }
 
 output "next" {
-  description = "What to do next, in this order. `terraform output -json next` gives it to a script."
+  description = "The next steps, in this order; for scripts: `terraform output -json next`."
   value = {
     "1_log_in_to_registry" = "aws ecr get-login-password --region ${var.region} | docker login --username AWS --password-stdin ${split("/", module.storage.repository_url)[0]}"
     "2_push_image"         = "docker build --platform ${local.arm64[var.worker_instance_types[0]] ? "linux/arm64" : "linux/amd64"} -t ${local.image} . && docker push ${local.image}"
     "3_push_job"           = "tar -czf - -C FOLDER_WITH_JOB_YAML . | aws s3 cp --region ${var.region} - s3://${module.storage.bucket}/job/job.tar.gz"
     "4_watch_it_start"     = "aws logs tail --region ${var.region} --follow ${module.storage.roles_log_group.name}"
     "5_shell_on_control"   = "aws ssm start-session --region ${var.region} --target ${module.control.instance_id}"
-    "apply_changes"      = "aws ssm send-command --region ${var.region} --instance-ids ${module.control.instance_id} --document-name AWS-RunShellScript --parameters 'commands=[\"systemctl restart --no-block ${join(" ", module.control.restart_units)}\"]'"
+    "apply_changes"        = "aws ssm send-command --region ${var.region} --instance-ids ${module.control.instance_id} --document-name AWS-RunShellScript --parameters 'commands=[\"systemctl restart --no-block ${join(" ", module.control.restart_units)}\"]'"
     "before_destroy"       = "aws ssm send-command --region ${var.region} --instance-ids ${module.control.instance_id} --document-name AWS-RunShellScript --parameters 'commands=[\"/opt/doll/drain.sh\"]'"
   }
 }

@@ -1,7 +1,7 @@
 # --- the stack ---
 
 variable "name" {
-  description = "Name of the stack and of its cluster: prefix of all names, value of the tags doll:stack and doll:cluster."
+  description = "Name of the stack and of its cluster: prefix of all resource names, value of the tags doll:stack and doll:cluster."
   type        = string
 
   validation {
@@ -39,7 +39,7 @@ variable "force_destroy" {
 }
 
 variable "create_spot_service_linked_role" {
-  description = "Create AWSServiceRoleForEC2Spot. An account that has used spot before has it, and a second one cannot be made."
+  description = "Create AWSServiceRoleForEC2Spot. An account that has used spot before has it, and only one can exist."
   type        = bool
   default     = false
 }
@@ -53,12 +53,12 @@ variable "vpc_cidr" {
 
   validation {
     condition     = can(cidrnetmask(var.vpc_cidr)) && try(tonumber(split("/", var.vpc_cidr)[1]) >= 16 && tonumber(split("/", var.vpc_cidr)[1]) <= 20, false)
-    error_message = "Expected an IPv4 range of /16 to /20 such as 10.64.0.0/16; a sixteenth of it is one zone's private subnet."
+    error_message = "Expected an IPv4 range of /16 to /20 such as 10.64.0.0/16; one zone's private subnet is a sixteenth of it."
   }
 }
 
 variable "nat_mode" {
-  description = "single: one NAT gateway. per_az: one per zone. none: interface endpoints instead, for images that are all in the stack's own repository."
+  description = "single: one NAT gateway. per_az: one per zone. none: interface endpoints instead; all images must then be in the stack's repository."
   type        = string
   default     = "single"
 
@@ -69,7 +69,7 @@ variable "nat_mode" {
 }
 
 variable "producer_cidrs" {
-  description = "Address ranges outside the stack (of a peered VPC, say) that may reach Kafka to feed events."
+  description = "Address ranges outside the stack, for example of a peered VPC, from which producers may reach Kafka."
   type        = list(string)
   default     = []
 
@@ -87,14 +87,14 @@ variable "image_tag" {
 
   validation {
     condition     = can(regex("^([A-Za-z0-9_][A-Za-z0-9._-]{0,127}|sha256:[0-9a-f]{64})$", var.image_tag)) && var.image_tag != "latest"
-    error_message = "Expected a tag or sha256:<64 hex digits>, and not latest: which code runs must not change by itself."
+    error_message = "Expected a tag or sha256:<64 hex digits>, and not latest: the running code must not change implicitly."
   }
 }
 
 # --- workers ---
 
 variable "worker_instance_types" {
-  description = "Instance types that a worker may run on, of about one size: the more of them, the more often spot has one."
+  description = "Instance types for workers, of similar size: more types make spot capacity more likely."
   type        = list(string)
   default     = ["c5.xlarge", "c5a.xlarge", "c6i.xlarge", "c6a.xlarge", "m5.xlarge", "m6i.xlarge"]
 
@@ -115,7 +115,7 @@ variable "worker_instance_types" {
 }
 
 variable "worker_ami_id" {
-  description = "Machine image of the workers, with docker; null: Amazon's newest for ECS. One with doll's image in it boots a minute faster."
+  description = "Machine image of the workers, with docker; null: Amazon's newest for ECS. An image that contains doll's image boots a minute faster."
   type        = string
   default     = null
 
@@ -137,20 +137,20 @@ variable "worker_volume_gb" {
 }
 
 variable "worker_orphan_minutes" {
-  description = "A worker that sees no sign of life of the parameter server for this long powers its machine off."
+  description = "A worker without a heartbeat of the parameter server for this long shuts its machine down."
   type        = number
   default     = 20
 
   validation {
     condition     = var.worker_orphan_minutes >= 10 && var.worker_orphan_minutes <= 1440
-    error_message = "Expected 10 to 1440 minutes: replacing the control host takes a few."
+    error_message = "Expected 10 to 1440 minutes: replacing the control host takes several."
   }
 }
 
 # --- Kafka ---
 
 variable "kafka_mode" {
-  description = "msk: Amazon MSK, provisioned, for a standing system. self_managed: KRaft on EC2, up in minutes, for jobs of hours. msk_serverless: see README.md first."
+  description = "msk: Amazon MSK, provisioned, for long-lived systems. self_managed: KRaft on EC2, ready in minutes, for jobs of hours. msk_serverless: see README.md first."
   type        = string
   default     = "msk"
 
@@ -161,13 +161,13 @@ variable "kafka_mode" {
 }
 
 variable "kafka_broker_count" {
-  description = "Brokers. self_managed: 1 (a machine lost is data lost) or 3; fixed by the first apply. msk: a multiple of zone_count."
+  description = "Brokers. self_managed: 1 (data is lost with its machine) or 3; fixed by the first apply. msk: a multiple of zone_count."
   type        = number
   default     = 3
 
   validation {
     condition     = var.kafka_mode != "self_managed" || contains([1, 3], var.kafka_broker_count)
-    error_message = "Expected 1 or 3 with kafka_mode self_managed: a quorum of two is lost with either."
+    error_message = "Expected 1 or 3 with kafka_mode self_managed: two nodes lose their quorum when either fails."
   }
 
   validation {
@@ -177,7 +177,7 @@ variable "kafka_broker_count" {
 }
 
 variable "kafka_volume_gb" {
-  description = "Disk of each broker, GB: retention (data.retention_hours) times rate times record size times 3 copies over the brokers, and half as much again."
+  description = "Disk of each broker, GB: retention (data.retention_hours) times rate times record size times 3 copies over the brokers, times 1.5."
   type        = number
   default     = 100
 
@@ -210,7 +210,7 @@ variable "kafka_image" {
 
   validation {
     condition     = var.nat_mode != "none" || var.kafka_mode != "self_managed" || strcontains(var.kafka_image, ".dkr.ecr.")
-    error_message = "With nat_mode none, hosts reach no public registry: push Kafka's image into the stack's repository and name it here."
+    error_message = "With nat_mode none, hosts cannot reach public registries: push Kafka's image into the stack's repository and set it here."
   }
 }
 
@@ -256,7 +256,7 @@ variable "cache_image" {
 
   validation {
     condition     = var.nat_mode != "none" || var.cache_mode != "self_managed" || strcontains(var.cache_image, ".dkr.ecr.")
-    error_message = "With nat_mode none, hosts reach no public registry: push Valkey's image into the stack's repository and name it here."
+    error_message = "With nat_mode none, hosts cannot reach public registries: push Valkey's image into the stack's repository and set it here."
   }
 }
 
@@ -285,7 +285,7 @@ variable "elasticache_node_type" {
 # --- control host ---
 
 variable "control_instance_type" {
-  description = "Machine of parameter server, provisioner, evaluator and self-managed cache; always on-demand, of the workers' architecture unless doll's image is made for both."
+  description = "Instance type of the host of parameter server, provisioner, evaluator and self-managed cache; on-demand, of the workers' architecture unless doll's image supports both."
   type        = string
   default     = "m6i.xlarge"
 
@@ -306,21 +306,21 @@ variable "control_volume_gb" {
   }
 }
 
-# --- watching ---
+# --- monitoring ---
 
 variable "alarm_email" {
-  description = "Who gets the alarms, after confirming AWS's mail; null: nobody."
+  description = "E-mail address for alarms, which must confirm AWS's subscription; null: none."
   type        = string
   default     = null
 
   validation {
     condition     = var.alarm_email == null || can(regex("^[^@ ]+@[^@ ]+$", var.alarm_email))
-    error_message = "Expected a mail address."
+    error_message = "Expected an e-mail address."
   }
 }
 
 variable "budget_usd_per_month" {
-  description = "AWS tells when the month's forecast passes it, USD; 0: no budget. The job's own limit is plan.budget_usd in the job file."
+  description = "AWS notifies when the month's forecast exceeds it, USD; 0: no budget. The job's own limit is plan.budget_usd in the job file."
   type        = number
   default     = 0
 
@@ -331,12 +331,12 @@ variable "budget_usd_per_month" {
 }
 
 variable "log_retention_days" {
-  description = "Days that CloudWatch keeps logs."
+  description = "Days for which CloudWatch keeps logs."
   type        = number
   default     = 30
 
   validation {
     condition     = contains([1, 3, 5, 7, 14, 30, 60, 90, 120, 150, 180, 365, 400, 545, 731, 1096, 1827, 2192, 2557, 2922, 3288, 3653], var.log_retention_days)
-    error_message = "Expected one of CloudWatch's own: 1, 3, 5, 7, 14, 30, 60, 90, 120, 150, 180, 365, 400, 545, 731, 1096, ..."
+    error_message = "Expected one of CloudWatch's values: 1, 3, 5, 7, 14, 30, 60, 90, 120, 150, 180, 365, 400, 545, 731, 1096, ..."
   }
 }

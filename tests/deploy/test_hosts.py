@@ -89,7 +89,7 @@ def test_a_worker_with_a_spot_notice_waits_to_be_taken(make_host: Callable[..., 
     """EC2 does not bill the first hour of a machine that it takes, but that of one which ends itself."""
     host = make_host()
     _, told = host.run("worker", FAKE_NOTICE="1", DOLL_INTERRUPTION_WAIT_S="0.1")
-    assert "waiting to be taken" in told
+    assert "waiting for EC2 to stop this machine" in told
     assert host.calls[-1] == "systemctl poweroff"
 
 
@@ -98,7 +98,7 @@ def test_a_job_archive_without_a_job_file_is_waited_for_not_run(make_host: Calla
     host = make_host()
     process = host.start("worker")
     assert process.stdout is not None
-    assert any("holds no job.yaml" in line for line in process.stdout)  # and not: the end of its output
+    assert any("expected job.yaml at the top" in line for line in process.stdout)  # and not: the end of its output
     push_job(account, {"job.yaml": b"job: t\n"})
     process.communicate(timeout=240)
     assert len(host.calls_of("docker run")) == 1
@@ -238,22 +238,22 @@ def test_workers_are_counted_where_no_provisioner_runs(make_host: Callable[..., 
     assert host.run("control")[0] == 0
     code, told = host.run("heartbeat")
     assert code == 0, told
-    assert "no provisioner has decided anything" in told
+    assert "no decision of a provisioner" in told
     assert len(host.calls_of("aws cloudwatch put-metric-data --namespace DOLL --metric-name")) == 1
 
 
 @pytest.mark.parametrize(
     ("ill", "expected"),
     [
-        ({}, {"ps": 0, "evaluate": 0, "provision": 0}),
-        ({"FAKE_PROVISION": "activating"}, {"ps": 0, "evaluate": 0, "provision": 1}),  # it fails and is started again
-        ({"FAKE_PROVISION": "failed"}, {"ps": 0, "evaluate": 0, "provision": 1}),
+        ({}, {"ps": 0, "evaluator": 0, "provisioner": 0}),
+        ({"FAKE_PROVISION": "activating"}, {"ps": 0, "evaluator": 0, "provisioner": 1}),  # it fails again and again
+        ({"FAKE_PROVISION": "failed"}, {"ps": 0, "evaluator": 0, "provisioner": 1}),
         (
             {"FAKE_PROVISION": "inactive"},
-            {"ps": 0, "evaluate": 0, "provision": 0},
+            {"ps": 0, "evaluator": 0, "provisioner": 0},
         ),  # the job is over, or a person did it
-        ({"FAKE_SICK": "8082"}, {"ps": 0, "evaluate": 0, "provision": 1}),
-        ({"FAKE_SICK": "8080", "FAKE_GONE": "1"}, {"ps": 1, "evaluate": 0, "provision": 0}),
+        ({"FAKE_SICK": "8082"}, {"ps": 0, "evaluator": 0, "provisioner": 1}),
+        ({"FAKE_SICK": "8080", "FAKE_GONE": "1"}, {"ps": 1, "evaluator": 0, "provisioner": 0}),
     ],
 )
 @pytest.mark.parametrize("budget", ["", "plan: {deadline_s: 60, budget_usd: 5}\n"])
@@ -271,7 +271,7 @@ def test_a_silent_role_is_told_and_a_budget_without_a_provisioner_ends_the_worke
     assert not ParamValidator().validate({"Namespace": "DOLL", "MetricData": data}, shape).has_errors()
     assert {one["Dimensions"][1]["Value"]: one["Value"] for one in data} == expected
     assert {one["MetricName"] for one in data} == {"RoleSilent"}
-    alive = not expected["ps"] and not (expected["provision"] and budget)
+    alive = not expected["ps"] and not (expected["provisioner"] and budget)
     assert (account / "bucket/job/heartbeat").exists() == alive
 
 

@@ -124,11 +124,11 @@ override_module {
 run "msk_is_the_default" {
   assert {
     condition     = output.environment.DOLL_KAFKA == "b-1.test:9096,b-2.test:9096,b-3.test:9096"
-    error_message = "clients are sent elsewhere than to MSK"
+    error_message = "clients do not use MSK's addresses"
   }
   assert {
     condition     = output.settings["kafka.security"] == "sasl_ssl" && output.settings["kafka.replication_factor"] == "3"
-    error_message = "Kafka is not spoken to with TLS and log-in, or records have not three copies"
+    error_message = "Kafka is used without TLS and authentication, or records do not have three replicas"
   }
   assert {
     condition     = output.settings["fleet.launch_template_version"] == "3"
@@ -136,11 +136,11 @@ run "msk_is_the_default" {
   }
   assert {
     condition     = output.names.producer_bootstrap == "b-1.test:9098,b-2.test:9098,b-3.test:9098" && output.names.producer_policy != null && output.settings["kafka.producer_user"] == ""
-    error_message = "external producers do not log in to MSK with a role of their own"
+    error_message = "external producers do not use IAM with MSK"
   }
   assert {
     condition     = output.environment.DOLL_REDIS == "rediss://10.64.128.10:6379/0" && output.environment.DOLL_REDIS_CA == "/run/doll/ca/cache.pem"
-    error_message = "the cache is not on the control host, or its authority is not told"
+    error_message = "the cache is not on the control host, or its authority is missing"
   }
   assert {
     condition     = !contains(keys(output.environment), "DOLL_KAFKA_CA")
@@ -163,11 +163,11 @@ run "self_managed_kafka_in_two_zones" {
   }
   assert {
     condition     = output.environment.DOLL_KAFKA_CA == "/run/doll/ca/kafka.pem" && output.environment.DOLL_BOOT_CERT_AUTHORITIES == "kafka cache"
-    error_message = "clients do not learn of our own authorities"
+    error_message = "clients do not get the stack's authorities"
   }
   assert {
     condition     = output.settings["kafka.producer_user"] == "doll-producer" && output.names.producer_secret == "doll/test/producer" && output.names.producer_policy == null
-    error_message = "external producers have no user of their own"
+    error_message = "external producers have no separate user"
   }
 }
 
@@ -179,11 +179,11 @@ run "one_broker_and_elasticache" {
   }
   assert {
     condition     = output.environment.DOLL_KAFKA == "10.64.128.11:9092" && output.settings["kafka.replication_factor"] == "1"
-    error_message = "one broker holds more than one copy"
+    error_message = "a single broker has more than one replica"
   }
   assert {
     condition     = output.environment.DOLL_REDIS == "rediss://master.test.cache:6379/0" && output.environment.DOLL_BOOT_CACHE_IMAGE == ""
-    error_message = "clients are not sent to ElastiCache, or a cache of our own would start beside it"
+    error_message = "clients do not use ElastiCache, or a self-managed cache starts as well"
   }
 }
 
@@ -202,16 +202,16 @@ run "serverless_and_all_that_is_optional" {
   }
   assert {
     condition     = strcontains(output.environment.DOLL_BOOT_IMAGE, "doll-test@sha256:")
-    error_message = "a digest is not taken as one"
+    error_message = "a digest is not recognized"
   }
   assert {
     condition     = output.names.worker_architecture == "linux/arm64"
-    error_message = "Graviton types are not seen as arm64"
+    error_message = "Graviton types are not recognized as arm64"
   }
   expect_failures = [check.serverless_needs_iam_login]
 }
 
-# --- what is refused ---
+# --- invalid values ---
 
 run "wrong_values" {
   command = plan

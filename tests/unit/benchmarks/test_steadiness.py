@@ -12,11 +12,11 @@ HOUR_S = 3600.0
 
 
 def line(
-    per_hour: float, *, start: float = 100.0, life: int = 0, lo: float = 0.0, hi: float = HOUR_S, noise: float = 0.2
+    per_hour: float, *, start: float = 100.0, process: int = 0, lo: float = 0.0, hi: float = HOUR_S, noise: float = 0.2
 ) -> list[Point]:
     rng = random.Random(1)
     times = [lo + 5.0 * at for at in range(round((hi - lo) / 5.0))]
-    return [Point(at, life, start + per_hour * (at - lo) / HOUR_S + rng.gauss(0, noise)) for at in times]
+    return [Point(at, process, start + per_hour * (at - lo) / HOUR_S + rng.gauss(0, noise)) for at in times]
 
 
 def test_a_leak_is_found_through_noise_and_spikes() -> None:
@@ -32,9 +32,9 @@ def test_what_grows_while_it_warms_up_is_flat() -> None:
 
 
 def test_deaths_do_not_hide_a_leak_and_are_none() -> None:
-    leaking = [point for n in range(3) for point in line(30.0, life=n, lo=1200.0 * n, hi=1200.0 * (n + 1))]
+    leaking = [point for n in range(3) for point in line(30.0, process=n, lo=1200.0 * n, hi=1200.0 * (n + 1))]
     assert slope_per_hour(leaking, HOUR_S) == pytest.approx(30.0, rel=0.1)
-    short = [point for n in range(60) for point in line(0.0, life=n, lo=60.0 * n, hi=60.0 * (n + 1))]
+    short = [point for n in range(60) for point in line(0.0, process=n, lo=60.0 * n, hi=60.0 * (n + 1))]
     assert abs(slope_per_hour(short, HOUR_S)) < 1.0
 
 

@@ -1,5 +1,5 @@
-# The cloud-init document of a host: plain scripts and systemd units, what they need to know, and what to start. It holds
-# nothing that changes while the host lives: image, addresses and secrets are fetched when the units start.
+# The cloud-init document of a host: scripts, systemd units, their settings, and the units to start. It contains
+# nothing that changes during the host's lifetime: image, addresses and secrets are fetched when the units start.
 
 locals {
   environment = join("", [for key in sort(keys(var.environment)) : "${key}=${var.environment[key]}\n"])
@@ -23,7 +23,7 @@ locals {
       local.units,
     )
     runcmd = concat(
-      # The image is made for ECS and brings its agent, which has no cluster to join here.
+      # The machine image is made for ECS and contains its agent, which has no cluster to join here.
       [["systemctl", "mask", "--now", "--no-block", "ecs.service"], ["systemctl", "daemon-reload"]],
       [for unit in var.start : ["systemctl", "enable", "--now", "--no-block", unit]],
     )

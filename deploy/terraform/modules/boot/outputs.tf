@@ -4,6 +4,6 @@ output "document" {
 
   precondition {
     condition     = length(base64gzip(local.document)) <= 16384
-    error_message = "EC2 takes 16 KiB of user data."
+    error_message = "Expected at most 16 KiB of user data, EC2's limit."
   }
 }

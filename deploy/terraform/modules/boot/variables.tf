@@ -1,5 +1,5 @@
 variable "environment" {
-  description = "What the scripts read from /etc/doll/boot.env; no secrets."
+  description = "Settings that the scripts read from /etc/doll/boot.env; no secrets."
   type        = map(string)
 
   validation {

@@ -1,11 +1,11 @@
-# self_managed runs on the control host (modules/control): the parameter server is single anyway, and the cache holds
-# nothing that cannot be computed again.
+# self_managed runs on the control host (modules/control): the parameter server is a single host anyway, and everything in
+# the cache can be computed again.
 
 locals {
   elasticache = var.mode == "elasticache" ? 1 : 0
 }
 
-# ElastiCache has no write-only password: in this mode, and in no other, the state holds one. Kept as it was first made.
+# ElastiCache has no write-only password: in this mode only, the state contains one. It does not change after its creation.
 data "aws_secretsmanager_random_password" "this" {
   count = local.elasticache
 
@@ -53,7 +53,7 @@ resource "aws_elasticache_user_group" "this" {
 }
 
 resource "aws_elasticache_replication_group" "this" {
-  # checkov:skip=CKV_AWS_31: who asks is known by the user group, which replaces the auth token
+  # checkov:skip=CKV_AWS_31: clients are authenticated by the user group, which replaces the auth token
   count = local.elasticache
 
   replication_group_id       = "doll-${var.name}"
@@ -76,7 +76,7 @@ resource "aws_elasticache_replication_group" "this" {
   snapshot_retention_limit   = 0
 }
 
-# doll's keys end by their time to live: none is to be thrown away to make room.
+# doll's keys expire by their time to live: none may be evicted.
 resource "aws_elasticache_parameter_group" "this" {
   count = local.elasticache
 

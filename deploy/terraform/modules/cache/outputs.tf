@@ -8,7 +8,7 @@ output "url" {
 }
 
 output "password" {
-  description = "Password of ElastiCache's user; null where the stack makes one that no state holds."
+  description = "Password of ElastiCache's user; null with self_managed, whose password is not in the state."
   value       = var.mode == "elasticache" ? terraform_data.password[0].output : null
   sensitive   = true
 }

@@ -4,7 +4,7 @@ variable "name" {
 }
 
 variable "mode" {
-  description = "self_managed: beside the parameter server, nothing to make here. elasticache: Valkey, two zones."
+  description = "self_managed: on the control host, no resources here. elasticache: Valkey, two zones."
   type        = string
 }
 
@@ -19,7 +19,7 @@ variable "security_group_id" {
 }
 
 variable "kms_key_arn" {
-  description = "Key of what is stored."
+  description = "Encryption key of stored data."
   type        = string
 }
 

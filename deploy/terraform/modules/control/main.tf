@@ -1,9 +1,9 @@
-# Parameter server, provisioner, evaluator and, where it is self-managed, the cache: one on-demand machine. What must
-# survive it is in the bucket (checkpoints) and in Kafka.
+# Parameter server, provisioner, evaluator and the self-managed cache on one on-demand machine. Persistent data is in the
+# bucket (checkpoints) and in Kafka.
 
-# Hosts read both each time their services start, so a change needs no new machine.
+# Hosts read both parameters when their services start, so a change needs no new machine.
 resource "aws_ssm_parameter" "environment" {
-  # checkov:skip=CKV2_AWS_34: it holds no secret; secrets are in Secrets Manager
+  # checkov:skip=CKV2_AWS_34: it contains no secret; secrets are in Secrets Manager
   # checkov:skip=CKV_AWS_337: same
   name        = "/doll/${var.name}/environment"
   description = "Environment of doll's containers, a docker env file"
@@ -12,10 +12,10 @@ resource "aws_ssm_parameter" "environment" {
 }
 
 resource "aws_ssm_parameter" "settings" {
-  # checkov:skip=CKV2_AWS_34: it holds no secret
+  # checkov:skip=CKV2_AWS_34: it contains no secret
   # checkov:skip=CKV_AWS_337: same
   name        = "/doll/${var.name}/settings"
-  description = "Job settings that follow from the stack, one --set in each line"
+  description = "Job settings of the stack, one --set per line"
   type        = "String"
   value       = join("", [for key in sort(keys(var.settings)) : "${key}=${var.settings[key]}\n"])
 }
@@ -37,7 +37,7 @@ module "boot" {
 
   environment = {
     AWS_REGION      = var.region
-    DOLL_STACK_NAME       = var.name
+    DOLL_STACK_NAME = var.name
     DOLL_PRIVATE_IP = var.private_ip
   }
   scripts = ["control", "cache", "role", "heartbeat", "doll", "drain"]
@@ -50,7 +50,7 @@ module "boot" {
 }
 
 resource "aws_instance" "this" {
-  # checkov:skip=CKV_AWS_126: the alarms go by status checks, which come each minute in any case
+  # checkov:skip=CKV_AWS_126: the alarms use status checks, which are sent every minute anyway
   ami                    = var.ami_id
   instance_type          = var.instance_type
   subnet_id              = var.subnet_id
@@ -75,7 +75,7 @@ resource "aws_instance" "this" {
   tags = { Name = "${var.name}-control" }
 
   lifecycle {
-    # A new image of Amazon's must not replace the machine under a running job; user data is read at the first boot only.
+    # A new machine image of Amazon must not replace the host of a running job; user data is read at the first boot only.
     ignore_changes = [ami, user_data_base64]
   }
 

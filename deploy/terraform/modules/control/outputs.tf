@@ -9,6 +9,6 @@ output "role_name" {
 }
 
 output "restart_units" {
-  description = "Units that take up what has changed, in the order to name them to systemctl restart."
+  description = "Units to restart after changes, in the order for systemctl restart."
   value       = concat(["doll-boot", "doll-cache"], [for role in local.roles : "doll-role@${role}"])
 }

@@ -9,7 +9,7 @@ variable "region" {
 }
 
 variable "ami_id" {
-  description = "Image of the machine: it must have docker."
+  description = "Machine image; it must contain docker."
   type        = string
 }
 
@@ -24,36 +24,36 @@ variable "volume_gb" {
 }
 
 variable "subnet_id" {
-  description = "Private subnet, the one that the workers prefer too."
+  description = "Private subnet, which the workers prefer too."
   type        = string
 }
 
 variable "private_ip" {
-  description = "Address, fixed: workers find the cache there."
+  description = "Fixed address: workers connect to the cache there."
   type        = string
 }
 
 variable "security_group_ids" {
-  description = "Security groups: control, and cache where the cache is self-managed."
+  description = "Security groups: control, and cache if it is self-managed."
   type        = list(string)
 }
 
 variable "policy_json" {
-  description = "What the host may do."
+  description = "IAM policy of the host."
   type        = string
 }
 
 variable "environment" {
-  description = "docker env file of all of doll's containers; names that begin with DOLL_BOOT_ are the boot scripts'."
+  description = "docker env file of all of doll's containers; names that begin with DOLL_BOOT_ are for the boot scripts."
   type        = map(string)
 }
 
 variable "settings" {
-  description = "Job settings that follow from this stack, key to value in YAML: `--set` of every command."
+  description = "Job settings of this stack, key to value in YAML, passed by `--set` to every command."
   type        = map(string)
 }
 
 variable "network_ready" {
-  description = "The way out of the private subnets: the host boots after it."
+  description = "Egress of the private subnets: the host boots after it."
   type        = any
 }

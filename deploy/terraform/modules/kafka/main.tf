@@ -21,11 +21,11 @@ module "role" {
   policy_json = var.policy_json
 }
 
-# The log outlives its machine: a node that is replaced finds its data again.
+# The log persists when its machine is replaced.
 resource "aws_ebs_volume" "data" {
-  # checkov:skip=CKV_AWS_189: encrypted with the account's own key for volumes; a key of ours would add a way to lose the log
+  # checkov:skip=CKV_AWS_189: encrypted with the account's key for volumes; a separate key would add a way to lose the log
   # checkov:skip=CKV2_AWS_2: it is encrypted
-  # checkov:skip=CKV2_AWS_9: three copies of each record, in three zones; a backup of a stream of hours is old when it is made
+  # checkov:skip=CKV2_AWS_9: three copies of each record, in three zones; a backup of a stream that is kept for hours is not useful
   for_each = local.nodes
 
   availability_zone = each.value.zone
@@ -42,7 +42,7 @@ module "boot" {
 
   environment = {
     AWS_REGION      = var.region
-    DOLL_STACK_NAME       = var.name
+    DOLL_STACK_NAME = var.name
     DOLL_NODE       = each.key
     DOLL_NODES      = var.broker_count
     DOLL_PRIVATE_IP = each.value.private_ip
@@ -55,7 +55,7 @@ module "boot" {
 }
 
 resource "aws_instance" "node" {
-  # checkov:skip=CKV_AWS_126: the alarms go by status checks, which come each minute in any case
+  # checkov:skip=CKV_AWS_126: the alarms use status checks, which are sent every minute anyway
   for_each = local.nodes
 
   ami                    = var.ami_id
@@ -82,7 +82,7 @@ resource "aws_instance" "node" {
   tags = { Name = "${var.name}-kafka-${each.key}" }
 
   lifecycle {
-    # A new image of Amazon's must not replace a broker; user data is read at the first boot only.
+    # A new machine image of Amazon must not replace a broker; user data is read at the first boot only.
     ignore_changes = [ami, user_data_base64]
   }
 
@@ -96,7 +96,7 @@ resource "aws_volume_attachment" "data" {
   volume_id   = aws_ebs_volume.data[each.key].id
   instance_id = aws_instance.node[each.key].id
 
-  # A broker that is stopped first writes a clean end of its log.
+  # A broker that is stopped first shuts its log down cleanly.
   stop_instance_before_detaching = true
 }
 

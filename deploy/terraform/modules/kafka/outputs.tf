@@ -17,7 +17,7 @@ output "producer_bootstrap" {
 }
 
 output "cluster_arn" {
-  description = "MSK cluster; null where Kafka is self-managed."
+  description = "MSK cluster; null if Kafka is self-managed."
   value       = try(coalesce(one(aws_msk_cluster.this[*].arn), one(aws_msk_serverless_cluster.this[*].arn)), null)
 }
 

@@ -39,7 +39,7 @@ variable "security_group_id" {
 }
 
 variable "kms_key_arn" {
-  description = "Key of what MSK stores."
+  description = "Encryption key of MSK's data."
   type        = string
 }
 
@@ -54,7 +54,7 @@ variable "instance_type" {
 }
 
 variable "ami_id" {
-  description = "self_managed: image of the nodes; it must have docker."
+  description = "self_managed: machine image of the nodes; it must contain docker."
   type        = string
 }
 
@@ -64,12 +64,12 @@ variable "region" {
 }
 
 variable "policy_json" {
-  description = "self_managed: what a node may do."
+  description = "self_managed: IAM policy of a node."
   type        = string
 }
 
 variable "network_ready" {
-  description = "self_managed: the way out of the private subnets; nodes boot after it."
+  description = "self_managed: egress of the private subnets; nodes boot after it."
   type        = any
 }
 
@@ -84,6 +84,6 @@ variable "msk_kafka_version" {
 }
 
 variable "msk_secret_arn" {
-  description = "msk: secret with the clients' user name and password, its name beginning with AmazonMSK_."
+  description = "msk: secret with the clients' user name and password; its name begins with AmazonMSK_."
   type        = string
 }

@@ -1,5 +1,5 @@
 locals {
-  # Public subnets are the first /20s (of a /16), private ones follow, so that adding a zone moves none.
+  # Public subnets are the first /20s (of a /16), private ones follow, so that adding a zone changes none.
   newbits = 4
   public  = { for i, zone in var.zones : zone => cidrsubnet(var.vpc_cidr, local.newbits, i) }
   private = { for i, zone in var.zones : zone => cidrsubnet(var.vpc_cidr, local.newbits, i + 8) }
@@ -21,7 +21,7 @@ resource "aws_vpc" "this" {
   tags = { Name = var.name }
 }
 
-# Emptied: what names no group of its own reaches nothing.
+# Without rules: resources without an explicit group have no access.
 resource "aws_default_security_group" "this" {
   vpc_id = aws_vpc.this.id
 }
@@ -58,8 +58,8 @@ resource "aws_subnet" "private" {
   tags = { Name = "${var.name}-private-${each.key}" }
 }
 
-# AWS gives none of these addresses to a machine that asks for no certain one: they are for hosts whose address is fixed.
-# Of each subnet .8 to .15; the first four are AWS's own.
+# Reserved for hosts with a fixed address: AWS does not assign these addresses automatically. They are .8 to .15 of each
+# subnet; AWS itself uses the first four.
 resource "aws_ec2_subnet_cidr_reservation" "fixed" {
   for_each = aws_subnet.private
 
@@ -138,7 +138,7 @@ resource "aws_route_table_association" "private" {
 
 # --- endpoints ---
 
-# Free, and it carries checkpoints, image layers and Amazon Linux's packages past the NAT gateway.
+# Free of charge. Checkpoints, image layers and Amazon Linux's packages bypass the NAT gateway.
 resource "aws_vpc_endpoint" "s3" {
   vpc_id            = aws_vpc.this.id
   service_name      = "com.amazonaws.${data.aws_region.this.name}.s3"
@@ -161,7 +161,7 @@ resource "aws_vpc_endpoint" "interface" {
   tags = { Name = "${var.name}-${each.key}" }
 }
 
-# --- who may talk to whom ---
+# --- permitted connections ---
 
 resource "aws_security_group" "control" {
   # checkov:skip=CKV2_AWS_5: the control module attaches it
@@ -179,7 +179,7 @@ resource "aws_security_group" "control" {
 resource "aws_security_group" "worker" {
   # checkov:skip=CKV2_AWS_5: the workers' launch template attaches it
   name_prefix = "${var.name}-worker-"
-  description = "Workers: nothing may connect to them"
+  description = "Workers: no inbound access"
   vpc_id      = aws_vpc.this.id
 
   tags = { Name = "${var.name}-worker" }
@@ -203,7 +203,7 @@ resource "aws_security_group" "kafka" {
 }
 
 resource "aws_security_group" "cache" {
-  # checkov:skip=CKV2_AWS_5: the cache module attaches it, or the control host where the cache is self-managed
+  # checkov:skip=CKV2_AWS_5: the cache module attaches it, or the control host if the cache is self-managed
   name_prefix = "${var.name}-cache-"
   description = "Redis protocol, with TLS"
   vpc_id      = aws_vpc.this.id
@@ -216,9 +216,9 @@ resource "aws_security_group" "cache" {
 }
 
 resource "aws_security_group" "producer" {
-  # checkov:skip=CKV2_AWS_5: users attach it to the machines that feed events
+  # checkov:skip=CKV2_AWS_5: users attach it to producers' machines
   name_prefix = "${var.name}-producer-"
-  description = "For machines that feed events: attach it, and they may reach Kafka"
+  description = "For producers' machines: access to Kafka"
   vpc_id      = aws_vpc.this.id
 
   tags = { Name = "${var.name}-producer" }
@@ -244,7 +244,7 @@ resource "aws_security_group" "endpoints" {
 }
 
 locals {
-  # from, to, port: both halves of each permitted path.
+  # from, to, port: both directions of each permitted path.
   paths = {
     worker_kafka      = { from = aws_security_group.worker.id, to = aws_security_group.kafka.id, port = var.kafka_client_port, what = "Kafka clients" }
     control_kafka     = { from = aws_security_group.control.id, to = aws_security_group.kafka.id, port = var.kafka_client_port, what = "Kafka clients" }
@@ -255,7 +255,7 @@ locals {
     control_cache     = { from = aws_security_group.control.id, to = aws_security_group.cache.id, port = 6379, what = "Redis protocol with TLS" }
   }
 
-  # Hosts of ours; ElastiCache and MSK need no way out.
+  # The stack's hosts; ElastiCache and MSK need no egress.
   reach_aws = {
     control = aws_security_group.control.id
     worker  = aws_security_group.worker.id

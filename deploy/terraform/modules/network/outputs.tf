@@ -9,7 +9,7 @@ output "private_subnet_ids" {
 }
 
 output "reserved_cidrs" {
-  description = "Addresses of the private subnets that only a host with a fixed address gets, in the same order."
+  description = "Reserved addresses of the private subnets for hosts with a fixed address, in the same order."
   value       = [for zone in var.zones : aws_ec2_subnet_cidr_reservation.fixed[zone].cidr_block]
 }
 
@@ -24,9 +24,9 @@ output "security_group_ids" {
   }
 }
 
-# Hosts fetch packages and images at boot: the way out must be there first.
+# Hosts fetch packages and images at boot, so egress must exist first.
 output "ready" {
-  description = "Whatever boots a host depends on it: routes, endpoints and rules are in place."
+  description = "Dependency of everything that boots a host: routes, endpoints and rules exist."
   value = {
     routes    = [for route in aws_route.nat : route.id]
     tables    = [for association in aws_route_table_association.private : association.id]

@@ -24,22 +24,22 @@ variable "endpoint_services" {
 }
 
 variable "kafka_client_port" {
-  description = "TCP port on which Kafka answers its clients."
+  description = "TCP port of Kafka for clients."
   type        = number
 }
 
 variable "producer_port" {
-  description = "Port on which the brokers take external producers."
+  description = "Port of the brokers for external producers."
   type        = number
 }
 
 variable "producer_cidrs" {
-  description = "Address ranges that may reach Kafka to feed events."
+  description = "Address ranges of external producers."
   type        = list(string)
 }
 
 variable "flow_log_group_arn" {
-  description = "Log group that gets the VPC's flow logs."
+  description = "Log group of the VPC's flow logs."
   type        = string
 }
 

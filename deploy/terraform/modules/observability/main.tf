@@ -1,4 +1,4 @@
-# Notices of the spot market for the provisioner, and alarms for people.
+# Interruption notices for the provisioner, and alarms.
 
 # --- EventBridge -> SQS: the events carry no tags, so all spot instances of the account are in the queue ---
 
@@ -12,7 +12,7 @@ locals {
 
 resource "aws_sqs_queue" "notices" {
   name = "doll-${var.name}-notices"
-  # A notice is of use for two minutes: what is older the provisioner learns from the list of instances.
+  # A notice is valid for two minutes; after that the provisioner sees the interruption in the list of instances.
   message_retention_seconds  = 300
   receive_wait_time_seconds  = 20
   visibility_timeout_seconds = 30
@@ -74,7 +74,7 @@ resource "aws_sns_topic_subscription" "email" {
   endpoint  = var.alarm_email
 }
 
-# The control host counts them each minute while the parameter server runs; no job, no measurement, no alarm.
+# The control host counts them every minute while the parameter server runs. Without a job there are no data and no alarm.
 resource "aws_cloudwatch_metric_alarm" "no_workers" {
   alarm_name          = "doll-${var.name}-no-workers"
   alarm_description   = "The parameter server runs, and for 15 minutes there has been no worker: doll status, then the provisioner's decisions"
@@ -91,13 +91,13 @@ resource "aws_cloudwatch_metric_alarm" "no_workers" {
   ok_actions          = [aws_sns_topic.alarms.arn]
 }
 
-# The control host tells each minute of each role whether it is silent; 0 also where it has ended or was stopped by hand.
-# Where the host tells nothing at all, the parameter server counts as silent.
+# Every minute the control host reports for each role whether it is silent; 0 also if it has ended or was stopped manually.
+# If the host reports nothing, the parameter server counts as silent.
 resource "aws_cloudwatch_metric_alarm" "role_silent" {
   for_each = {
-    ps        = "The parameter server is silent: nothing is learned. journalctl -u doll-role@ps"
-    evaluate  = "The evaluator is silent: the job goes on without held-out errors. journalctl -u doll-role@evaluate"
-    provision = "The provisioner is silent: nobody replaces workers or watches the budget. journalctl -u doll-role@provision; or end the workers: /opt/doll/drain.sh"
+    ps          = "The parameter server is silent: nothing is learned. journalctl -u doll-role@ps"
+    evaluator   = "The evaluator is silent: the job continues without held-out errors. journalctl -u doll-role@evaluate"
+    provisioner = "The provisioner is silent: workers are not replaced, and the budget is not enforced. journalctl -u doll-role@provision; or terminate the workers: /opt/doll/drain.sh"
   }
 
   alarm_name          = "doll-${var.name}-${each.key}-silent"
@@ -117,7 +117,7 @@ resource "aws_cloudwatch_metric_alarm" "role_silent" {
 
 resource "aws_cloudwatch_metric_alarm" "control_host" {
   alarm_name          = "doll-${var.name}-control-host"
-  alarm_description   = "The control host is sick: EC2 moves it to other hardware; the job goes on from the newest checkpoint"
+  alarm_description   = "The control host fails its system check: EC2 moves it to other hardware; the job continues from the newest checkpoint"
   namespace           = "AWS/EC2"
   metric_name         = "StatusCheckFailed_System"
   dimensions          = { InstanceId = var.control_instance_id }
@@ -130,10 +130,10 @@ resource "aws_cloudwatch_metric_alarm" "control_host" {
   alarm_actions       = ["arn:${data.aws_partition.this.partition}:automate:${var.region}:ec2:recover", aws_sns_topic.alarms.arn]
 }
 
-# Notices are read within seconds: an old one says that no provisioner reads them.
+# Notices are read within seconds: an old one means that no provisioner reads them.
 resource "aws_cloudwatch_metric_alarm" "notices_unread" {
   alarm_name          = "doll-${var.name}-notices-unread"
-  alarm_description   = "Spot notices lie unread for two minutes: is the provisioner (doll-role@provision) up?"
+  alarm_description   = "Interruption notices have been unread for two minutes: check the provisioner (doll-role@provision)"
   namespace           = "AWS/SQS"
   metric_name         = "ApproximateAgeOfOldestMessage"
   dimensions          = { QueueName = aws_sqs_queue.notices.name }
@@ -148,7 +148,7 @@ resource "aws_cloudwatch_metric_alarm" "notices_unread" {
 
 data "aws_partition" "this" {}
 
-# By tag: activate `doll:stack` as a cost allocation tag in the billing console first. What the workers cost is under
+# By tag: activate `doll:stack` as a cost allocation tag in the billing console first. The cost of the workers is under
 # `doll:cluster`, the provisioner's own tag.
 resource "aws_budgets_budget" "this" {
   count = var.budget_usd_per_month > 0 ? 1 : 0
@@ -229,7 +229,7 @@ resource "aws_cloudwatch_dashboard" "this" {
       {
         type = "metric", x = 0, y = 6, width = 12, height = 6
         properties = {
-          title   = "Availability of spot (alpha), as estimated", region = var.region, stat = "Average", period = 60, view = "timeSeries"
+          title   = "Estimated availability of spot (alpha)", region = var.region, stat = "Average", period = 60, view = "timeSeries"
           yAxis   = { left = { min = 0, max = 1 } }
           metrics = [["DOLL", "doll_provisioner_availability", "Cluster", var.name, { label = "alpha" }]]
         }
@@ -241,7 +241,7 @@ resource "aws_cloudwatch_dashboard" "this" {
           yAxis = { left = { min = 0 } }
           metrics = [
             ["DOLL", "doll_provisioner_spent_usd", "Cluster", var.name, { label = "spent" }],
-            ["DOLL", "doll_provisioner_all_on_demand_usd", "Cluster", var.name, { label = "the same work, all on demand" }],
+            ["DOLL", "doll_provisioner_all_on_demand_usd", "Cluster", var.name, { label = "the same work, all on-demand" }],
           ]
         }
       },

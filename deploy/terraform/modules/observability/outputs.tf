@@ -1,5 +1,5 @@
 output "queue_url" {
-  description = "Queue of the spot market's notices."
+  description = "Queue of the interruption notices."
   value       = aws_sqs_queue.notices.url
 }
 

@@ -24,7 +24,7 @@ variable "roles_log_group" {
 }
 
 variable "alarm_email" {
-  description = "Who gets the alarms; null: nobody, they show on the console only."
+  description = "E-mail address for alarms; null: none, alarms are shown on the console only."
   type        = string
 }
 

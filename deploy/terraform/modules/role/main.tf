@@ -1,4 +1,4 @@
-# What a host may do, as its instance profile: the policy that it is given, and logging in by Session Manager.
+# Role and instance profile of a host: its policy, and access by Session Manager.
 
 data "aws_iam_policy_document" "trust" {
   statement {
@@ -22,10 +22,10 @@ resource "aws_iam_role_policy" "this" {
   policy = var.policy_json
 }
 
-# Not AWS's AmazonSSMManagedInstanceCore: it reads every parameter of the account, and hosts run their users' code.
-# Shells and commands (Run Command of agents from 3.3.40 on) both go by ssmmessages.
+# Not AWS's AmazonSSMManagedInstanceCore, which can read every parameter of the account: hosts run users' code.
+# Shells and commands (Run Command of agents from 3.3.40 on) both use ssmmessages.
 data "aws_iam_policy_document" "session_manager" {
-  # checkov:skip=CKV_AWS_356: these actions know no resources
+  # checkov:skip=CKV_AWS_356: these actions do not support resources
   # checkov:skip=CKV_AWS_111: same
   statement {
     sid = "SessionManager"

@@ -9,6 +9,6 @@ variable "host" {
 }
 
 variable "policy_json" {
-  description = "What the host may do."
+  description = "IAM policy of the host."
   type        = string
 }

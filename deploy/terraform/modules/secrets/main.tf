@@ -1,5 +1,5 @@
-# Passwords are made here, go straight into Secrets Manager (write-only arguments) and are in no state or plan.
-# Hosts read them at boot. What is in a secret changes when its version does: with the modes, and at no other time.
+# Passwords are generated here and written to Secrets Manager (write-only arguments); they are in no state or plan. Hosts
+# read them at boot. A secret changes only when its version does, that is when the modes change.
 
 locals {
   version = 1 + index(["self_managed", "msk", "msk_serverless"], var.kafka_mode) + 10 * index(["self_managed", "elasticache"], var.cache_mode)
@@ -32,7 +32,7 @@ ephemeral "aws_secretsmanager_random_password" "cache" {
 }
 
 resource "aws_secretsmanager_secret" "clients" {
-  # checkov:skip=CKV2_AWS_57: brokers and cache take the password when they are made; docs/security.md says how to change it
+  # checkov:skip=CKV2_AWS_57: brokers and cache read the password when they are created; docs/security.md describes the rotation
   name                    = "doll/${var.name}/clients"
   description             = "User names and passwords of doll's own clients, as a docker env file"
   kms_key_id              = var.kms_key_arn
@@ -50,8 +50,8 @@ resource "aws_secretsmanager_secret_version" "clients" {
   ENV
 }
 
-# For machines that feed events: a user who may write samples and nothing else, and nothing of the cache. With MSK they
-# use their IAM roles instead.
+# For producers' machines: a user who can write samples only, without access to the cache. With MSK they use their IAM roles
+# instead.
 resource "aws_secretsmanager_secret" "producer" {
   # checkov:skip=CKV2_AWS_57: as above
   count = var.kafka_mode == "self_managed" ? 1 : 0
@@ -73,7 +73,7 @@ resource "aws_secretsmanager_secret_version" "producer" {
   ENV
 }
 
-# The same user, in the form and under the name that MSK asks for.
+# The same user, in the format and with the name that MSK requires.
 resource "aws_secretsmanager_secret" "msk" {
   # checkov:skip=CKV2_AWS_57: as above
   count = var.kafka_mode == "msk" ? 1 : 0
@@ -95,9 +95,9 @@ resource "aws_secretsmanager_secret_version" "msk" {
   })
 }
 
-# Filled at boot by the one host that owns the authority; Terraform never sees a key.
+# Written at boot by the host that owns the authority; Terraform never has a key.
 resource "aws_secretsmanager_secret" "authority" {
-  # checkov:skip=CKV2_AWS_57: an authority is not rotated by itself: its clients must know the new one first
+  # checkov:skip=CKV2_AWS_57: an authority is not rotated automatically: its clients need the new certificate first
   for_each = local.empty
 
   name                    = "doll/${var.name}/${each.key}-authority"

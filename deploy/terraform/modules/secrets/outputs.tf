@@ -9,7 +9,7 @@ output "clients_name" {
 }
 
 output "producer_arn" {
-  description = "Secret with the user name and password of external producers; null where they use IAM."
+  description = "Secret with the user name and password of external producers; null if they use IAM."
   value       = one(aws_secretsmanager_secret.producer[*].arn)
 }
 
@@ -19,11 +19,11 @@ output "producer_name" {
 }
 
 output "msk_arn" {
-  description = "Secret that MSK reads; null where there is none."
+  description = "Secret that MSK reads; null if there is none."
   value       = var.kafka_mode == "msk" ? aws_secretsmanager_secret_version.msk[0].arn : null
 }
 
 output "authority_arns" {
-  description = "Secrets of our own certificate authorities: kafka, cache."
+  description = "Secrets of the stack's certificate authorities: kafka, cache."
   value       = { for key, secret in aws_secretsmanager_secret.authority : key => secret.arn }
 }

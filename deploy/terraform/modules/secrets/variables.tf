@@ -24,7 +24,7 @@ variable "cache_mode" {
 }
 
 variable "cache_password" {
-  description = "Password of the cache's user, where somebody else has set it; null: one is made."
+  description = "Password of the cache's user if it is set elsewhere; null: one is generated."
   type        = string
   sensitive   = true
 }

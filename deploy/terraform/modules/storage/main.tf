@@ -12,7 +12,7 @@ locals {
 # --- one key for bucket, logs, secrets, images and alarms ---
 
 data "aws_iam_policy_document" "key" {
-  # checkov:skip=CKV_AWS_109: a key policy must let the account's administrators manage the key, or nobody can
+  # checkov:skip=CKV_AWS_109: a key policy must allow the account's administrators to manage the key
   # checkov:skip=CKV_AWS_111: same
   # checkov:skip=CKV_AWS_356: in a key policy, * means this key
   statement {
@@ -76,9 +76,9 @@ resource "aws_kms_alias" "this" {
 # --- bucket: checkpoints, the job, certificates of the authorities ---
 
 resource "aws_s3_bucket" "this" {
-  # checkov:skip=CKV_AWS_18: a job's own bucket, closed to others; CloudTrail data events tell who read it where that is asked for
-  # checkov:skip=CKV_AWS_144: a checkpoint lost with its region is a run to repeat, not data lost: the stream is in Kafka
-  # checkov:skip=CKV2_AWS_62: nobody waits for these objects
+  # checkov:skip=CKV_AWS_18: a job's own bucket, closed to others; CloudTrail data events can log access if needed
+  # checkov:skip=CKV_AWS_144: a checkpoint that is lost with its region means a run to repeat, not lost data: the stream is in Kafka
+  # checkov:skip=CKV2_AWS_62: nothing consumes events of these objects
   bucket_prefix = "doll-${var.name}-"
   force_destroy = var.force_destroy
 }
@@ -123,7 +123,7 @@ resource "aws_s3_bucket_ownership_controls" "this" {
 resource "aws_s3_bucket_lifecycle_configuration" "this" {
   bucket = aws_s3_bucket.this.id
 
-  # The parameter server keeps its newest checkpoints and deletes the others: their old versions are of no use for long.
+  # The parameter server keeps its newest checkpoints and deletes the others: old versions are kept for a short time.
   rule {
     id     = "old-versions"
     status = "Enabled"
@@ -205,7 +205,7 @@ resource "aws_ecr_lifecycle_policy" "this" {
 # --- logs ---
 
 resource "aws_cloudwatch_log_group" "this" {
-  # checkov:skip=CKV_AWS_338: how long logs are worth keeping is the user's choice (log_retention_days)
+  # checkov:skip=CKV_AWS_338: the retention is the user's choice (log_retention_days)
   for_each = toset(["roles", "flows"])
 
   name              = "/doll/${var.name}/${each.key}"

@@ -14,7 +14,7 @@ output "bucket_arn" {
 }
 
 output "repository_url" {
-  description = "Where the image is pushed to."
+  description = "Repository to which the image is pushed."
   value       = aws_ecr_repository.this.repository_url
 }
 

@@ -9,6 +9,6 @@ variable "force_destroy" {
 }
 
 variable "log_retention_days" {
-  description = "Days that CloudWatch keeps logs."
+  description = "Days for which CloudWatch keeps logs."
   type        = number
 }

@@ -1,4 +1,4 @@
-# A launch template only. Which instance types, which market, how many and when: the provisioner decides.
+# A launch template only. The provisioner chooses instance types, markets and numbers.
 
 module "role" {
   source = "../role"
@@ -10,7 +10,7 @@ module "role" {
 
 resource "aws_launch_template" "this" {
   name        = "doll-${var.name}-worker"
-  description = "Worker of ${var.name}: no market and no instance type on purpose"
+  description = "Worker of ${var.name}, without market and instance type"
   image_id    = var.ami_id
   user_data   = base64gzip(var.user_data)
 
@@ -21,7 +21,7 @@ resource "aws_launch_template" "this" {
     arn = module.role.profile_arn
   }
 
-  # Containers share the host's network, so that one hop is enough. The slot comes with the tags.
+  # Containers share the host's network, so one hop is enough. The tags contain the slot.
   metadata_options {
     http_endpoint               = "enabled"
     http_tokens                 = "required"
@@ -36,7 +36,7 @@ resource "aws_launch_template" "this" {
     security_groups             = [var.security_group_id]
   }
 
-  # With AWS's own key for volumes: a key of ours would need a grant for spot's service-linked role.
+  # With AWS's key for volumes: a separate key would need a grant for spot's service-linked role.
   block_device_mappings {
     device_name = "/dev/xvda"
 

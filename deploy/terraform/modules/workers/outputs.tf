@@ -9,11 +9,11 @@ output "launch_template_arn" {
 }
 
 output "launch_template_version" {
-  description = "Newest version of the launch template; the provisioner launches from this one until it is told otherwise."
+  description = "Newest version of the launch template, from which the provisioner launches."
   value       = aws_launch_template.this.latest_version
 }
 
 output "role_arn" {
-  description = "Role of the workers, which the provisioner passes on."
+  description = "Role of the workers, which the provisioner passes to EC2."
   value       = module.role.role_arn
 }

@@ -4,7 +4,7 @@ variable "name" {
 }
 
 variable "ami_id" {
-  description = "Image of the machines: it must have docker."
+  description = "Machine image; it must contain docker."
   type        = string
 }
 
@@ -24,6 +24,6 @@ variable "user_data" {
 }
 
 variable "policy_json" {
-  description = "What a worker may do."
+  description = "IAM policy of a worker."
   type        = string
 }

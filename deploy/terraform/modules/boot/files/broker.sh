@@ -1,8 +1,8 @@
 #!/bin/bash
-# One node of the self-managed Kafka: KRaft, broker and controller in one. Clients log in with SCRAM-SHA-512 over TLS;
-# nodes know each other by certificates of our own authority, which node 1 creates. Whoever has no ACL may do nothing:
-# doll's own user is a super user, the user of external producers gets its ACL from doll, topic by topic.
-# Run at each boot: certificates are new each time, data and cluster id stay on the data volume.
+# One node of the self-managed Kafka: KRaft, broker and controller in one process. Clients authenticate with SCRAM-SHA-512
+# over TLS, nodes with certificates of the stack's authority, which node 1 creates. Users without an ACL have no access:
+# doll's user is a super user, and doll adds an ACL per topic for the user of external producers.
+# Runs at each boot: certificates are new each time, data and cluster id stay on the data volume.
 # shellcheck source=common.sh
 . "${DOLL_ROOT:-}/opt/doll/common.sh"
 
@@ -10,7 +10,7 @@ kafka=$root/var/lib/kafka # the data volume
 conf=$run/kafka
 kafka_uid=1000 # appuser of apache/kafka
 
-# The volume is attached after the machine has started; it is formatted once, when it holds nothing at all.
+# The volume is attached after the machine has started; it is formatted once, if it is empty.
 mount_volume() {
   local device=$root/dev/disk/by-id/nvme-Amazon_Elastic_Block_Store_${DOLL_VOLUME_ID//-/}
   mountpoint --quiet "$kafka" && return
@@ -19,7 +19,7 @@ mount_volume() {
   mkdir -p "$kafka" && mount -o noatime "$device" "$kafka"
 }
 
-# The nodes of a cluster share an id; it follows from the authority, which they share already.
+# All nodes of a cluster need the same id; it is derived from the authority, which they share.
 cluster_id() { openssl x509 -in "$conf/ca.pem" -outform DER | openssl dgst -md5 -binary | base64 | tr '+/' '-_' | tr -d '='; }
 
 properties() {
@@ -63,14 +63,14 @@ kafka_run() {
     --volume "$conf:$conf:ro" --volume "$kafka:$kafka" --env LOG_DIR=/tmp/kafka "$@"
 }
 
-# file of a secret: one user, as words for kafka-storage.sh, one a line
+# file of a secret: one user, as arguments for kafka-storage.sh, one per line
 scram_user() {
   printf -- '--add-scram\nSCRAM-SHA-512=[name=%s,password=%s]\n' \
     "$(sed -n 's/^DOLL_KAFKA_USERNAME=//p' "$1")" "$(sed -n 's/^DOLL_KAFKA_PASSWORD=//p' "$1")"
 }
 
-# The users are written into the first metadata, before the first client asks. A node that has its data has them all.
-# The tool reads them from a file: the words of a command can be read by everybody on a machine.
+# The users are written to the initial metadata, before the first client connects. A node with data has them already.
+# The tool reads them from a file, because every user of a machine can read the arguments of a command.
 format_data() {
   local code=0
   [ -f "$kafka/data/meta.properties" ] && return
@@ -95,7 +95,7 @@ chown -R "$kafka_uid:$kafka_uid" "$conf" "$kafka/data"
 insist pull "$(setting DOLL_BOOT_KAFKA_IMAGE)"
 insist format_data
 
-# Half of the memory for Java's heap, up to 6 GB: the rest caches the log.
+# Half of the memory for Java's heap, up to 6 GB; the rest caches the log.
 heap_mb=$(awk '/^MemTotal:/ {mb = int($2 / 2048); print (mb > 6144 ? 6144 : mb)}' /proc/meminfo)
 docker rm --force doll-kafka > /dev/null 2>&1 || true
 kafka_run --name doll-kafka --ulimit nofile=100000:100000 --env "KAFKA_HEAP_OPTS=-Xms${heap_mb}m -Xmx${heap_mb}m" \

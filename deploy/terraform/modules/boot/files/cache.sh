@@ -1,12 +1,12 @@
 #!/bin/bash
-# Valkey with TLS: a cache without persistence, of DOLL_BOOT_CACHE_MB. It never throws a key away to make room: doll's
-# keys end by their time to live, and a refused write is told and tried again.
+# Valkey with TLS: a cache without persistence, of DOLL_BOOT_CACHE_MB. It does not evict keys: doll's keys expire by their
+# time to live, and a refused write is reported and retried.
 # shellcheck source=common.sh
 . "${DOLL_ROOT:-}/opt/doll/common.sh"
 
 image=$(setting DOLL_BOOT_CACHE_IMAGE)
 if [ -z "$image" ]; then
-  say "the cache is not ours to run"
+  say "the cache is not self-managed"
   exit 0
 fi
 docker rm --force doll-cache > /dev/null 2>&1 || true

@@ -1,30 +1,30 @@
 # shellcheck shell=bash
-# What every host of the stack does at boot. Sourced by the scripts beside it, which cloud-init puts into /opt/doll.
+# Functions of every host's boot scripts. Sourced by the other scripts, which cloud-init writes to /opt/doll.
 #
-# What is no secret comes from two SSM parameters: `environment` (a docker env file) and `settings` (`--set` lines for
-# doll). Passwords come from one secret, also a docker env file, into a folder in memory that only root reads. So user
-# data holds neither, and a host gets what has changed when its services start again.
+# Settings come from two SSM parameters: `environment` (a docker env file) and `settings` (`--set` lines for doll).
+# Passwords come from one secret, also a docker env file, and are written to a folder in memory that only root can read.
+# So user data contains neither, and a host picks up changes when its services restart.
 
 set -euo pipefail
 umask 077
 
-root=${DOLL_ROOT:-} # a folder in which tests play the host
+root=${DOLL_ROOT:-} # a folder, in tests
 run=$root/run/doll
 state=$root/var/lib/doll
 uid=10001 # of the image's user
 pause_s=${DOLL_RETRY_INTERVAL_S:-10}
 
-# DOLL_STACK_NAME, AWS_REGION and what the host's own role needs
+# DOLL_STACK_NAME, AWS_REGION and the settings of the host's role
 # shellcheck source=/dev/null
 . "$root/etc/doll/boot.env"
 export AWS_REGION AWS_DEFAULT_REGION=$AWS_REGION AWS_PAGER=""
 
 say() { printf 'doll: %s\n' "$*" >&2; }
 
-# Until it works: at boot, roles, endpoints and other hosts may take minutes. What it waits for is in the journal.
+# Retry until it works: at boot, roles, endpoints and other hosts may take minutes. The journal shows what it waits for.
 insist() {
   until "$@"; do
-    say "trying again in $pause_s s: $1"
+    say "retrying in $pause_s s: $1"
     sleep "$pause_s"
   done
 }
@@ -55,7 +55,7 @@ fetch_secret() {
     mv "$2.new" "$2"
 }
 
-# The certificates of the authorities that Kafka's and the cache's own certificates come from, where they are ours.
+# The certificates of the stack's own authorities, which sign the certificates of Kafka and the cache.
 fetch_authorities() {
   local object
   for object in $(setting DOLL_BOOT_CERT_AUTHORITIES); do
@@ -64,7 +64,7 @@ fetch_authorities() {
   done
 }
 
-# image, of our own registry or a public one
+# image, from the stack's registry or a public one
 pull() {
   if [[ $1 == *.dkr.ecr.* ]]; then
     aws ecr get-login-password | docker login --username AWS --password-stdin "${1%%/*}" > /dev/null || return
@@ -72,27 +72,27 @@ pull() {
   docker pull --quiet "$1" > /dev/null
 }
 
-# job.tar.gz: job.yaml, and the files that it names (the task's Python file, say)
+# job.tar.gz: job.yaml, and the files that it names (for example the task's Python file)
 fetch_job() {
   local new=$state/job.new
   rm -rf "$new" && mkdir -p "$new" &&
     aws s3 cp --quiet "s3://$(setting DOLL_BOOT_BUCKET)/job/job.tar.gz" "$state/job.tar.gz" &&
     tar --extract --gzip --no-same-owner --file "$state/job.tar.gz" --directory "$new" || return
   if [ ! -f "$new/job.yaml" ]; then
-    say "job.tar.gz holds no job.yaml at its top"
+    say "expected job.yaml at the top of job.tar.gz"
     return 1
   fi
   chmod -R u=rwX,go=rX "$new" && rm -rf "$state/job" && mv "$new" "$state/job"
 }
 
-# What every host does first.
+# The first step of every host.
 get_settings() {
   need aws awscli-2
   insist fetch_environment
   insist fetch_secret clients "$run/secrets"
 }
 
-# What run_doll needs. At the first apply, image and job are pushed after the hosts are up: they are waited for.
+# Prerequisites of run_doll. At the first apply, image and job are pushed after the hosts have started, so it waits for them.
 get_doll() {
   insist fetch_authorities
   insist pull "$(setting DOLL_BOOT_IMAGE)"
@@ -101,18 +101,18 @@ get_doll() {
   chown "$uid:$uid" "$state/run"
 }
 
-# name of the container, port of its probes, words of the doll command: run it in the foreground. Exit code: the command's.
+# name of the container, port of its probes, arguments of doll: run it in the foreground. Exit code: the command's.
 run_doll() {
   local name=$1 port=$2 line job
   shift 2
-  # Each job has its checkpoints to itself: one of another job would be refused.
+  # Each job has its own checkpoints: those of another job would be refused.
   job=$(sed -n "s/^job: *[\"']\{0,1\}\([A-Za-z0-9_-]*\).*/\1/p" "$state/job/job.yaml")
   local sets=(--set "checkpoint.folder=s3://$(setting DOLL_BOOT_BUCKET)/checkpoints/${job:?expected job: NAME in job.yaml}")
   while IFS= read -r line; do
     if [ -n "$line" ]; then sets+=(--set "$line"); fi
   done < "$run/settings"
   docker rm --force "$name" > /dev/null 2>&1 || true
-  # Containers share the host's network: metadata is one hop away, and nothing is published.
+  # Containers share the host's network: the metadata service is one hop away, and no port is published.
   docker run --rm --init --name "$name" --network host --user "$uid:$uid" --read-only --tmpfs /tmp --cap-drop ALL \
     --security-opt no-new-privileges --env-file "$run/environment" --env-file "$run/secrets" \
     --env "AWS_REGION=$AWS_REGION" --env "DOLL_HEALTH_PORT=$port" \
@@ -130,35 +130,35 @@ metadata() {
     curl --silent --fail --max-time 5 --header "X-aws-ec2-metadata-token: $token" "${imds%/}/latest/meta-data/$1"
 }
 
-# folder, secret that keeps the authority's key, name, `create` or `await`: our own certificate authority in the folder.
-# One host creates it, once; all others wait for it. The certificate goes to where clients fetch it.
+# folder, secret of the authority's key, name, `create` or `await`: the stack's certificate authority in the folder.
+# One host creates it, once; all others wait for it. The certificate is uploaded to the bucket for clients.
 authority() {
-  local folder=$1 secret=$2 name=$3 who=$4 told
+  local folder=$1 secret=$2 name=$3 mode=$4 output
   while :; do
-    if told=$(aws secretsmanager get-secret-value --secret-id "$secret" --query SecretString --output text 2>&1 > "$folder/authority.pem"); then
+    if output=$(aws secretsmanager get-secret-value --secret-id "$secret" --query SecretString --output text 2>&1 > "$folder/authority.pem"); then
       break
     fi
-    # Only where it surely has no value yet: a second authority would cut off all who know the first.
-    if [[ $who == create && $told == *ResourceNotFoundException* ]]; then
+    # Only if the secret certainly has no value: a second authority would invalidate all certificates of the first.
+    if [[ $mode == create && $output == *ResourceNotFoundException* ]]; then
       openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -noenc -days 3650 -subj "/CN=DOLL $DOLL_STACK_NAME $name" \
         -addext "keyUsage=critical,keyCertSign,cRLSign" -keyout "$folder/new.key" -out "$folder/new.crt" 2> /dev/null
       cat "$folder/new.key" "$folder/new.crt" > "$folder/new.pem"
       aws secretsmanager put-secret-value --secret-id "$secret" --secret-string "file://$folder/new.pem" > /dev/null ||
-        say "cannot keep the new authority"
+        say "cannot store the new authority"
       rm -f "$folder"/new.*
     else
-      say "waiting for the certificate authority: $told"
+      say "waiting for the certificate authority: $output"
       sleep "$pause_s"
     fi
   done
   openssl x509 -in "$folder/authority.pem" -out "$folder/ca.pem"
-  if [ "$who" = create ]; then
+  if [ "$mode" = create ]; then
     insist aws s3 cp --quiet "$folder/ca.pem" "s3://$(setting DOLL_BOOT_BUCKET)/ca/$name.pem"
   fi
 }
 
-# folder with an authority, common name, IP address: server.key (PKCS 8), server.crt and server.pem (both, then the
-# authority's). A new one at each start, for 398 days. The authority's key is forgotten.
+# folder with an authority, common name, IP address: writes server.key (PKCS 8), server.crt and server.pem (both, then the
+# authority's certificate). A new one at each start, valid for 398 days. The authority's key is deleted from the host.
 certificate() {
   local folder=$1
   openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:P-256 -noenc -subj "/CN=$2" \

@@ -1,11 +1,11 @@
 #!/bin/bash
-# Get what the roles of the control host need, and wait for what is not there yet.
+# Fetch the prerequisites of the control host's roles, and wait for those that do not exist yet.
 # shellcheck source=common.sh
 . "${DOLL_ROOT:-}/opt/doll/common.sh"
 
 get_settings
 if [ -n "$(setting DOLL_BOOT_CACHE_IMAGE)" ]; then
-  # Certificate and user of the cache beside us; doll's own user may touch its keys only.
+  # Certificate and user of the cache on this host; doll's user has access to its own keys only.
   need openssl openssl
   mkdir -p "$run/cache"
   authority "$run/cache" "doll/$DOLL_STACK_NAME/cache-authority" cache create

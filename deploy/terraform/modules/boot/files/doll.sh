@@ -1,5 +1,5 @@
 #!/bin/bash
-# Any command of doll, on this host's job: doll.sh status, doll.sh audit, doll.sh provision status --run-folder /var/lib/doll
+# Any command of doll on this host's job: doll.sh status, doll.sh audit, doll.sh provision status --run-folder /var/lib/doll
 # shellcheck source=common.sh
 . "${DOLL_ROOT:-}/opt/doll/common.sh"
 

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Hand all workers back and see that none is left: run it before `terraform destroy`, which knows nothing of them. The
-# provisioner is stopped first, and stays so: it would buy others.
+# Terminate all workers and wait until they are gone. Run it before `terraform destroy`, which does not know them. The
+# provisioner is stopped and disabled first, since it would launch new ones.
 # shellcheck source=common.sh
 . "${DOLL_ROOT:-}/opt/doll/common.sh"
 

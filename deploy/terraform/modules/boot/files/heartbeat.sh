@@ -1,11 +1,11 @@
 #!/bin/bash
-# Each minute: which roles of this host are silent, for the alarms. While the parameter server runs also a sign of life for
-# the workers, how many of them there are, and what the provisioner measures for the dashboard. Workers are counted by
-# tag and state, not as the provisioner sees it: an alarm must not depend on what it watches.
+# Every minute: which roles of this host are silent, for the alarms. While the parameter server runs also a heartbeat for
+# the workers, their number, and the provisioner's metrics for the dashboard. Workers are counted by tag and state, not
+# by the provisioner: an alarm must not depend on what it monitors.
 # shellcheck source=common.sh
 . "${DOLL_ROOT:-}/opt/doll/common.sh"
 
-# name of a role, port of its probes: 1 where it should work and does not, 0 where it works, has ended or was stopped
+# command of a role, port of its probes: 1 if it should work and does not, 0 if it works, has ended or was stopped
 silent() {
   case $(systemctl is-active "doll-role@$1" || true) in
     active)
@@ -16,23 +16,24 @@ silent() {
   esac
 }
 
-told="" provisioner=1
-for role in ps:8080 evaluate:8081 provision:8082; do
-  value=$(silent "${role%:*}" "${role#*:}")
-  if [ "${role%:*}" = provision ]; then provisioner=$value; fi
-  told+="${told:+,}{\"MetricName\":\"RoleSilent\",\"Value\":$value,\"Dimensions\":[{\"Name\":\"Cluster\",\"Value\":\"$DOLL_STACK_NAME\"},"
-  told+="{\"Name\":\"Role\",\"Value\":\"${role%:*}\"}]}"
+metrics="" provisioner=1
+for entry in ps:ps:8080 evaluator:evaluate:8081 provisioner:provision:8082; do
+  IFS=: read -r role command port <<< "$entry"
+  value=$(silent "$command" "$port")
+  if [ "$role" = provisioner ]; then provisioner=$value; fi
+  metrics+="${metrics:+,}{\"MetricName\":\"RoleSilent\",\"Value\":$value,\"Dimensions\":[{\"Name\":\"Cluster\",\"Value\":\"$DOLL_STACK_NAME\"},"
+  metrics+="{\"Name\":\"Role\",\"Value\":\"$role\"}]}"
 done
-aws cloudwatch put-metric-data --namespace DOLL --metric-data "[$told]"
+aws cloudwatch put-metric-data --namespace DOLL --metric-data "[$metrics]"
 
 if [ -z "$(docker ps --quiet --filter name=^doll-ps$)" ]; then
-  say "no parameter server runs: no sign of life"
+  say "no parameter server runs: no heartbeat"
   exit 0
 fi
-# A budget is kept by the provisioner alone. Where it fails for good, workers are given no sign of life: they power
-# themselves off after DOLL_ORPHAN_TIMEOUT_S, and what the job has learned stays.
+# Only the provisioner enforces a budget. If it keeps failing, workers get no heartbeat: they shut down after
+# DOLL_ORPHAN_TIMEOUT_S, and the model is kept.
 if [ "$provisioner" = 1 ] && grep --quiet 'budget_usd: *[0-9]' "$state/job/job.yaml"; then
-  say "the provisioner is silent and the job has a budget: no sign of life for the workers"
+  say "the provisioner is silent and the job has a budget: no heartbeat for the workers"
 else
   date +%s > "$run/heartbeat"
   aws s3 cp --quiet "$run/heartbeat" "s3://$(setting DOLL_BOOT_BUCKET)/job/heartbeat"
@@ -42,18 +43,18 @@ count=$(aws ec2 describe-instances --query 'Reservations[].Instances[].InstanceI
 aws cloudwatch put-metric-data --namespace DOLL --metric-name WorkersRunning --unit Count --value "$count" \
   --dimensions "Cluster=$DOLL_STACK_NAME"
 
-# For the dashboard: measurements of the provisioner's last turn, under the names that `doll prometheus` gives them. From
-# inside its container: where none runs, the graphs end.
-if ! told=$(timeout 30 docker exec doll-provision \
+# For the dashboard: metrics of the provisioner's newest decision, named as in `doll prometheus`. They are read in its
+# container, so the graphs end if none runs.
+if ! status=$(timeout 30 docker exec doll-provision \
   doll provision status --json --job /job/job.yaml --run-folder /var/lib/doll); then
-  say "no provisioner has decided anything: nothing told of it"
+  say "no decision of a provisioner: no metrics of it"
   exit 0
 fi
 aws cloudwatch put-metric-data --namespace DOLL --metric-data "$(python3 -c '
 import json, sys
-found, (cluster, *names) = json.load(sys.stdin), sys.argv[1:]
-of = [{"Name": "Cluster", "Value": cluster}]
+decision, (cluster, *names) = json.load(sys.stdin), sys.argv[1:]
+dimensions = [{"Name": "Cluster", "Value": cluster}]
 print(json.dumps([
-    {"MetricName": f"doll_provisioner_{name}", "Value": found[name], "Timestamp": found["time_s"], "Dimensions": of}
-    for name in names if name in found
-]))' "$DOLL_STACK_NAME" availability instances_spot spent_usd all_on_demand_usd <<< "$told")"
+    {"MetricName": f"doll_provisioner_{name}", "Value": decision[name], "Timestamp": decision["time_s"], "Dimensions": dimensions}
+    for name in names if name in decision
+]))' "$DOLL_STACK_NAME" availability instances_spot spent_usd all_on_demand_usd <<< "$status")"

@@ -1,5 +1,5 @@
 #!/bin/bash
-# ps, evaluate or provision, in the foreground. Their probes are on loopback, one port each: they share the host's.
+# ps, evaluate or provision, in the foreground. Their probes are on the host's loopback, one port each.
 # shellcheck source=common.sh
 . "${DOLL_ROOT:-}/opt/doll/common.sh"
 

@@ -1,10 +1,10 @@
 #!/bin/bash
-# One worker slot, until it ends; then the machine goes. The slot and its incarnation are in the instance's tags, which
-# `doll worker --from-imds` reads; it also watches for the spot notice.
+# Run one worker until it ends, then shut the machine down. Slot and incarnation are in the instance's tags, which
+# `doll worker --from-imds` reads; it also polls for an interruption notice.
 # shellcheck source=common.sh
 . "${DOLL_ROOT:-}/opt/doll/common.sh"
 
-# Exit codes that another try does not mend: finished, wrong job file, infeasible.
+# Exit codes without a retry: finished, invalid job file, infeasible plan.
 final() { [[ $1 == 0 || $1 == 2 || $1 == 3 ]]; }
 
 get_settings
@@ -14,14 +14,14 @@ code=1
 for attempt in 1 2 3 4 5; do
   code=0
   run_doll doll-worker 8080 worker --from-imds || code=$?
-  say "try $attempt has ended with exit code $code"
+  say "attempt $attempt: exit code $code"
   if final "$code"; then break; fi
   sleep "$pause_s"
 done
-# A machine that EC2 takes in its first hour is free, one that ends itself is not: with a notice, wait to be taken.
+# A machine that EC2 interrupts in its first hour is free, one that shuts down is not: with a notice, wait for EC2.
 if metadata spot/instance-action > /dev/null; then
-  say "spot has given notice: waiting to be taken"
+  say "interruption notice: waiting for EC2 to stop this machine"
   sleep "${DOLL_INTERRUPTION_WAIT_S:-300}"
 fi
-say "powering off: nothing left to do here"
+say "shutting down: the worker has ended"
 systemctl poweroff

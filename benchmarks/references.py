@@ -1,4 +1,4 @@
-"""What DOLL is measured against: bare torch loops, torch DDP over gloo, and a bare parameter server on Redis.
+"""Reference programs: bare torch loops, torch DDP over gloo, and a bare parameter server on Redis.
 
 All learn the same model from the same batches (uint8, in memory) with one thread per process, and run as processes
 forked from one that has torch loaded, as DOLL's own do. Each function here is the target of such a process; it writes
@@ -17,14 +17,14 @@ from benchmarks.data import batches
 
 BATCH_SIZE = 256
 LEARNING_RATE = 0.01
-_POOL = 16  # batches that are gone through in turn
+_POOL = 16  # batches, used in turn
 _REDIS_WAIT_S = 30
 
 
 def bare_loop(out: str, small: bool, rank: int, start_s: float, seconds: float, tuned: bool = True) -> None:
-    """One independent loop: an optimizer step on every batch, nobody to wait for. Starts at monotonic `start_s`.
+    """One independent loop: an optimizer step on every batch, no synchronization. Starts at monotonic `start_s`.
 
-    `tuned`: malloc keeps freed memory, as in DOLL's workers and all other yardsticks; else as torch comes.
+    `tuned`: malloc keeps freed memory, as in DOLL's workers and all other reference programs; else the default.
     """
     step, pool = _local_step(small, rank, tuned)
     for x, y in pool[:2]:
