@@ -6,8 +6,8 @@
 It is `doll up` on a job whose source sends as fast as samples are learned, with faults as on a spot market: every few
 seconds a worker gets SIGTERM or SIGKILL and its successor starts; the parameter server and Redis are killed a few
 times. Worker 0 runs for the hour in one process. Every few seconds the private memory (USS), open files, threads and
-CPU time of each process and the sizes of topics and folders are appended to `soak.csv`; at the end each series gets a verdict
-(`benchmarks/steadiness.py`), and the ledger is audited.
+CPU time of each process and the sizes of topics and folders are appended to `soak.csv`; at the end each series gets a
+verdict (`benchmarks/steadiness.py`), and the ledger is audited.
 """
 
 from __future__ import annotations

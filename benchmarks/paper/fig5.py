@@ -110,9 +110,9 @@ def run(quick: bool) -> Result:
     checks.append(Check("bound (19), equal rates, high price", 0.798, bound, None, "", None))
     notes = [
         "Prices are constant, so re-planning gains nothing from them. It narrows the runtime about sixfold. The "
-        "savings of one to three points come from DOLL's choice of slots: of the slots on spot, those that are down move "
-        "first, and lose nothing by it. With the paper's choice (any N_s slots) a separate reference simulation found no "
-        "savings.",
+        "savings of one to three points come from DOLL's choice of slots: of the slots on spot, those that are down "
+        "move first, and lose nothing by it. With the paper's choice (any N_s slots) a separate reference simulation "
+        "found no savings.",
         "Adaptive runs end just before the deadline: a plan needs a margin or a guard, and DOLL's has both.",
         "56.54 % is nearly π_s/π_o = 55.2 %: all on spot from beginning to end, which by (15) takes 1.11 θ_0.",
     ]
