@@ -31,12 +31,12 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Join(Record, frozen=True, omit_defaults=True):
-    """A worker process is there. `session` is 0 in a new process, else the session it already holds (after a Hello)."""
+    """A worker process has started, or answers a Hello: `session` is 0 in a new process, else the one it holds."""
 
     worker: int
     instance: str  # tells two processes apart: [name of the machine, ":",] random id
     session: int = 0
-    incarnation: int = 0  # of the slot's machine, from the provisioner; 0: nobody numbers them
+    incarnation: int = 0  # of the worker's machine, from the provisioner; 0: it has none
 
 
 class Announce(Record, frozen=True):
@@ -84,7 +84,7 @@ class Nack(Record, frozen=True):
 
 
 class Alive(Record, frozen=True):
-    """Sent every second from the worker's event loop: the process is up and its loop turns."""
+    """Sent every second from the worker's event loop: the process is live and its loop turns."""
 
     worker: int
     session: int
@@ -94,7 +94,7 @@ class Alive(Record, frozen=True):
 
 
 class Leave(Record, frozen=True):
-    """The worker goes: what it holds is not granted any more; its next incarnation announces it again."""
+    """The worker leaves: its batches are not granted; its next process announces them again."""
 
     worker: int
     session: int
@@ -114,16 +114,14 @@ class Evaluated(Record, frozen=True):
 
 
 class Welcome(Record, frozen=True, omit_defaults=True):
-    """Answer to Join: the session to use, and where the durable model stands in this worker's stream."""
+    """Answer to Join: the session to use, and where to read on in this worker's stream."""
 
     term: int
     worker: int
     instance: str
     session: int
     origin: int  # offset at which the job began on this partition
-    next_batch: (
-        int  # first batch that is not applied in the durable model: read from origin + next_batch * records_per_batch
-    )
+    next_batch: int  # first that is not in the durable model: read from origin + next_batch * records_per_batch
     fingerprint: str  # of task, model, batch size: a worker of another job file refuses to start
     incarnation: int = 0  # as in the Join
     samples_id: str = ""  # Kafka's id of the samples topic; "": not known
@@ -153,7 +151,7 @@ class NewVersion(Record, frozen=True):
 
 
 class Durable(Record, frozen=True):
-    """Batches below `until` are in a checkpoint: acknowledge them to Kafka and drop them."""
+    """Batches below `until` are in a checkpoint: acknowledge them to Kafka and release them."""
 
     term: int
     worker: int
@@ -167,7 +165,7 @@ class Hello(Record, frozen=True):
 
 
 class Fence(Record, frozen=True):
-    """This process has been replaced by a newer incarnation of the same worker: exit."""
+    """This process has been replaced by a newer one of the same worker: exit."""
 
     term: int
     worker: int
@@ -281,7 +279,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     worker: int
     is_live: bool  # its lease has not run out and it has not left
     session: int = 0  # 0: no process of this worker has joined yet
-    incarnation: int = 0  # of its machine, from the provisioner; 0: nobody numbers them
+    incarnation: int = 0  # of its machine, from the provisioner; 0: it has none
     restarts: int = 0  # processes that have taken over from an earlier one of this worker
     live_since_s: float = 0.0  # Unix seconds; 0 while it is not live
     silent_s: float = 0.0  # since its last record; 0 while it is not live
@@ -310,10 +308,10 @@ class ServerStatus(Record, frozen=True):
 
 
 class ProvisionDecision(Record, frozen=True):
-    """What the provisioner decided in one turn: for people and dashboards, and for a successor that lost its file.
+    """What the provisioner decided in one turn: for people and dashboards, and for a successor without its state file.
 
-    It goes to `metrics`, whose older readers count and skip what they do not know; the audit takes what it does not
-    know on `updates` for damage.
+    It goes to `metrics`, whose readers skip records that they do not know; the audit treats an unknown record on
+    `updates` as damage.
     """
 
     turn: int
@@ -327,7 +325,7 @@ class ProvisionDecision(Record, frozen=True):
     reason_of: tuple[int, ...] = ()  # per slot, index in `reasons`
     incarnations: tuple[int, ...] = ()  # highest used, per slot
     actions: tuple[str, ...] = ()  # what was done, in words
-    alarms: tuple[str, ...] = ()  # what a person must mend
+    alarms: tuple[str, ...] = ()  # what a person must fix
     instances: int = 0  # alive
     num_spot: int = 0  # of those on spot
     samples_done: float = 0.0  # in the model

@@ -1,7 +1,7 @@
-"""Everything that one parameter server was told, kept in a file: the run can be replayed to the bit.
+"""Every event of one parameter server, kept in a file: the run can be replayed to the bit.
 
 The file is a sequence of length-prefixed MessagePack entries, each one event with its time and, for a fetched
-gradient, its blob. Before them stands what the server started from: the checkpoint, or the origins of a new job.
+gradient, its blob. The first entry is what the server started from: the checkpoint, or the origins of a new job.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LogEntry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FileEventLog:
-    """Writes entries to `path`, which must not exist. What is written outlives the process, also after SIGKILL."""
+    """Writes entries to `path`, which must not exist. An entry survives the end of the process, also by SIGKILL."""
 
     def __init__(self, path: Path, start: Start) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def _items(path: Path) -> Iterator[bytes]:
         while len(head := file.read(_LENGTH.size)) == _LENGTH.size:
             (length,) = _LENGTH.unpack(head)
             left -= _LENGTH.size + length
-            if left < 0:  # also of a length that is damaged: not to be asked for
+            if left < 0:  # a torn entry, or a damaged length
                 return
             data = file.read(length)
             yield data

@@ -1,8 +1,8 @@
-"""What the engine is told and what it asks for.
+"""The engine's input and output: events and actions.
 
-Events are facts: the records that workers and the evaluator send (`doll.records`), and those below, which the runner
-makes. All of them are encodable, so a run's event log can be kept and replayed. Actions are orders that the runner
-carries out; where an order has an outcome that matters, the runner reports it as an event.
+Events are the records that workers and the evaluator send (`doll.records`) and those below, which the parameter server
+makes. All of them can be encoded, so an event log can be kept and replayed. Actions are what the parameter server does
+next; the outcome of FetchGradient and StoreCheckpoint comes back as an event.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class CheckpointStored(Record, frozen=True):
 
 
 class Tick(Record, frozen=True):
-    """Time has passed. Leases, timeouts and checkpoints fall due only here, so that a replay sees the same."""
+    """Time has passed. Leases and timeouts expire only here, so that a replay does the same."""
 
 
 class StopRequested(Record, frozen=True):
-    """Somebody (Ctrl-C, SIGTERM) wants the job to end in order."""
+    """End the job in order: Ctrl-C or SIGTERM."""
 
     reason: str
 
@@ -69,7 +69,7 @@ class SendWelcome:
 
 @dataclass(frozen=True, slots=True)
 class SendFence:
-    """Tell an older incarnation to exit."""
+    """Tell a process that has been replaced to exit."""
 
     worker: int
     instance: str
@@ -77,7 +77,7 @@ class SendFence:
 
 @dataclass(frozen=True, slots=True)
 class SendHello:
-    """Ask this worker to join again: its messages do not fit what the engine knows of it."""
+    """Ask this worker to join again: its messages do not fit the state that the engine has of it."""
 
     worker: int
 
@@ -109,7 +109,7 @@ class PublishWeights:
 
 @dataclass(frozen=True, slots=True)
 class RepublishWeights:
-    """The weights of the current version are gone from the blob store: put them there again."""
+    """The weights of the current version are missing in the blob store: publish them again."""
 
     version: int
 
@@ -125,7 +125,7 @@ class FetchGradient:
 
 @dataclass(frozen=True, slots=True)
 class DropGradient:
-    """A gradient that will not be applied: its blob can go."""
+    """A gradient that will not be applied: delete its blob."""
 
     key: str
     reason: str
@@ -172,7 +172,7 @@ class SendDurable:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The job is over and its last version is durable: tell everybody and end."""
+    """The job has ended and its last version is durable: tell all processes, and exit."""
 
     reason: str
     version: int
@@ -185,7 +185,7 @@ EngineAction = (
 
 
 class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """All that the engine must remember over a restart. What is not applied is announced again by its worker."""
+    """The engine's part of a checkpoint. Batches that are not applied are announced again by their workers."""
 
     version: int
     origins: tuple[int, ...]

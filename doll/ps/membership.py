@@ -32,7 +32,7 @@ class Worker:
         left: it has sent Leave: only a new Join brings it back.
         stalled: it let a grant time out: it gets no other until it has finished something.
         waiting: batches that may be granted now; kept by the engine.
-        retained, lag: as its last Alive says.
+        retained, lag: as in its last Alive.
     """
 
     __slots__ = (
@@ -167,7 +167,7 @@ class Membership:
         return worker
 
     def remove(self, worker: Worker) -> None:
-        """The worker is live no longer."""
+        """The worker has left, or its lease has run out."""
         self._counters["workers_lost"] += 1
         worker.present = False
         self._last_heard.pop(worker.number, None)

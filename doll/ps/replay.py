@@ -32,8 +32,8 @@ def replay(
 
     Args:
         config: the job file that the server ran with.
-        on_update: told of the first version and of each later one: its number and its weights, float32, shape (numel,);
-            they are the live array, so copy what is to be kept.
+        on_update: called for the first version and each later one: its number and its weights, float32, shape (numel,);
+            this is the live array, so copy what is kept.
 
     Raises:
         RecordError: not an event log of this build.

@@ -1,4 +1,4 @@
-"""What a parameter server starts from: a checkpoint, or the origins of a new job; and the engine that comes of it."""
+"""What a parameter server starts from: a checkpoint, or the origins of a new job; and the engine made from it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
         now: its monotonic clock, seconds.
         origins: first offset of the job in each partition; empty where there is a checkpoint.
         checkpoint: as `encode_checkpoint` writes it, or b"" for a new job.
-        generation: of a new job, see `doll.ledger.generations`; else the checkpoint says it.
-        samples_id: Kafka's id of the samples topic, for a job whose checkpoint does not know it; "": not known.
+        generation: of a new job, see `doll.ledger.generations`; a checkpoint has its own.
+        samples_id: Kafka's id of the samples topic, for a job whose checkpoint has none; "": not known.
     """
 
     term: int
@@ -35,7 +35,7 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def resume(cls, term: int, now: float, checkpoint: Checkpoint, samples_id: str = "") -> Start:
-        """Go on from `checkpoint`."""
+        """Resume from `checkpoint`."""
         return cls(term, now, (), b"".join(encode_checkpoint(checkpoint)), samples_id=samples_id)
 
 

@@ -1,4 +1,4 @@
-"""Can the live workers make the next update at all? Pure; a job that waits in vain must not look idle."""
+"""Whether the live workers can make the next update at all, and a report when they cannot. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def shortfall(engine: Engine) -> int:
 
 
 class StallDetector:
-    """Since when no update can be made. Feed it the time a few times a second."""
+    """Since when no update can be made. Call `check` about once a second."""
 
     def __init__(self, policy: PolicyConfig, now: float) -> None:
         self._policy = policy
@@ -38,7 +38,7 @@ class StallDetector:
         self._reported = False
 
     def check(self, engine: Engine, now: float) -> str | None:
-        """What to report: once, when it has lasted for `STALL_REPORT_S`; then again only after it was over."""
+        """What to report: once, after `STALL_REPORT_S`; again only after an update was possible."""
         missing = shortfall(engine)
         if not missing:
             self._last_possible_s, self._reported = now, False

@@ -1,9 +1,9 @@
-"""One simulated job: the production engine and policy, moved by an event queue in virtual time.
+"""One simulated job: the production engine and policy, driven by an event queue in virtual time.
 
-Per batch there are two events, its completion at the worker and the end of its gradient; samples are not simulated one
-by one, since the time in which b samples arrive can be drawn at once. The engine hears what it would hear in life:
-Join, Announce, Push and Leave. There is no blob to fetch, and a checkpoint is durable at once. Gradients carry no
-numbers, unless a learner (`doll.simulation.learning`) computes them.
+A batch takes two events, its completion at the worker and the end of its gradient; samples are not simulated one by
+one, since the time in which b samples arrive is one draw. The engine gets the records of a real job: Join, Announce,
+Push and Leave. There is no blob to fetch, and a checkpoint is durable immediately. Gradients carry no numbers, unless a
+learner (`doll.simulation.learning`) computes them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Gradients(Protocol):
         ...
 
     def drop(self, grant: SendGrant) -> None:
-        """The worker is gone and will not deliver."""
+        """The worker was lost: no gradient of this grant follows."""
         ...
 
     def apply(self, update: ApplyUpdate) -> None:
@@ -71,7 +71,7 @@ class Gradients(Protocol):
 
 @dataclass
 class Trajectory:
-    """What is kept of a run: one row per update, and integrals over the run."""
+    """Time series of a run: one entry per update."""
 
     time_s: list[float] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)  # batches queued at the update
@@ -87,7 +87,7 @@ class System:
         now: virtual seconds since the start.
         spot: which slots are preemptible.
         up: which workers are up.
-        spot_available: where a preemptible machine is to be had, used or not.
+        spot_available: slots for which a preemptible machine is available, used or not.
         moves: changes of market after the start.
         preemptions: machines taken away from slots that used them.
     """
@@ -105,7 +105,7 @@ class System:
         """
         Args:
             spot: preemptible slots; default: none.
-            preemption: when preemptible machines are there; needed where a slot is or may become preemptible.
+            preemption: when preemptible machines are available; required where a slot is or may become preemptible.
             provisioner: moves slots between the markets while the job runs.
             boot_s: from a machine's start to a working worker; it is billed.
             learner: learns from the batches that make the updates.
@@ -130,23 +130,23 @@ class System:
         self._fill: Draw = samples_time(rng, settings.batch_size, settings.arrival_scv)
         self._compute: Draw = compute_time(rng, settings.compute_s, settings.compute)
         self._mean_gap_s = [1.0 / rate for rate in settings.rates_per_s]
-        # Where each stream stands. Its next batch is complete at `_complete_at`; `_left_s` was left of that when
+        # Where each stream stands. Its next batch is complete at `_complete_at`; `_remaining_s` of that were left when
         # arrivals paused.
         self.complete = [0] * n
         self._announced = [0] * n
         self._complete_at = [0.0] * n
-        self._left_s = [0.0] * n
-        self._turn = [0] * n  # a batch event of an earlier turn is void
-        # What each worker computes: a queue of granted batches, the first of which is under way while the worker is up.
+        self._remaining_s = [0.0] * n
+        self._batch_event = [0] * n  # number of the current one: earlier ones are void
+        # What each worker computes: granted batches in order; the first is under way while the worker is up.
         self._granted: list[deque[SendGrant]] = [deque() for _ in range(n)]
-        self._work = [0] * n  # a compute event of an earlier number is void
+        self._compute_event = [0] * n  # as above
         self.up = [True] * n
         self.num_up = n
         self.spot_available = [True] * n
         self._booted_at = [0.0] * n
         self._session = [0] * n
         self._num_instances = [0] * n
-        # Money and up-time, booked before every change.
+        # Money and up-time until `_accrued_at`.
         self._accrued_at = 0.0
         self._usd = 0.0
         self._up_worker_s = 0.0
@@ -154,7 +154,7 @@ class System:
         self._num_spot_available = sum(self.spot)
         self._up_s = [0.0] * n  # of each slot, until `_up_since` where it is up
         self._up_since = [0.0] * n
-        self._queue: list[tuple[float, int, int, int]] = []  # (time, kind, worker, turn)
+        self._queue: list[tuple[float, int, int, int]] = []  # (time, kind, worker, number)
         policy = make_policy(settings.policy)
         engine_settings = EngineSettings(
             num_workers=n, records_per_batch=settings.batch_size, max_pending_batches=_UNBOUNDED, lease_s=_FOREVER_S,
@@ -189,26 +189,26 @@ class System:
     # --- the run ----------------------------------------------------------------------------------------------------
 
     def run(self, progress: Callable[[int, float], None] | None = None) -> Trajectory:
-        """Run to the end that the settings name. `progress(updates, seconds)` is called now and then."""
+        """Run to the end that the settings name. `progress(updates, seconds)` is called every 4096 events."""
         end_s = self.settings.seconds if self.settings.seconds is not None else _FOREVER_S
         queue, engine = self._queue, self.engine
         count = 0
         while queue and engine.finished is None:
-            time, kind, worker, turn = heappop(queue)
+            time, kind, worker, number = heappop(queue)
             if time > end_s:
                 self.now = end_s
                 break
             self.now = time
             if kind == _BATCH:
-                if turn == self._turn[worker]:
+                if number == self._batch_event[worker]:
                     self._on_batch(worker)
             elif kind == _COMPUTED:
-                if turn == self._work[worker]:
+                if number == self._compute_event[worker]:
                     self._on_computed(worker)
             elif kind == _SPAN:
                 self._on_span(worker)
             elif kind == _BOOTED:
-                self._settle(worker)
+                self._update_worker(worker)
             else:
                 self._on_plan()
             count += 1
@@ -224,11 +224,11 @@ class System:
         for worker in range(n):
             spans = self._spans[worker]
             if spans is not None:
-                there, seconds = next(spans)
-                self.spot_available[worker] = there
+                available, seconds = next(spans)
+                self.spot_available[worker] = available
                 self._queue.append((seconds, _SPAN, worker, 0))
-            self._left_s[worker] = self._first_batch_s(b) * self._mean_gap_s[worker]
-            self._complete_at[worker] = self._left_s[worker]
+            self._remaining_s[worker] = self._first_batch_s(b) * self._mean_gap_s[worker]
+            self._complete_at[worker] = self._remaining_s[worker]
             if self.spot[worker] and not self.spot_available[worker]:
                 self.up[worker] = False
                 self.num_up -= 1
@@ -272,7 +272,7 @@ class System:
         self.complete[worker] += 1
         at = self.now + self._fill() * self._mean_gap_s[worker]
         self._complete_at[worker] = at
-        heappush(self._queue, (at, _BATCH, worker, self._turn[worker]))
+        heappush(self._queue, (at, _BATCH, worker, self._batch_event[worker]))
         if self.up[worker]:
             self._announce(worker)
 
@@ -292,7 +292,7 @@ class System:
             self._begin(worker)
 
     def _begin(self, worker: int) -> None:
-        heappush(self._queue, (self.now + self._compute(), _COMPUTED, worker, self._work[worker]))
+        heappush(self._queue, (self.now + self._compute(), _COMPUTED, worker, self._compute_event[worker]))
 
     def _on_computed(self, worker: int) -> None:
         granted = self._granted[worker]
@@ -308,12 +308,12 @@ class System:
     def _on_update(self, update: ApplyUpdate) -> None:
         if self._learner is not None:
             self._learner.apply(update)
-        kept = self.trajectory
-        kept.time_s.append(self.now)
-        kept.waiting.append(self.engine.num_waiting)
-        kept.up.append(self.num_up)
-        kept.group_s.append(self.now - update.batches[0].granted_at_s)
-        kept.usd.append(self.usd)
+        trajectory = self.trajectory
+        trajectory.time_s.append(self.now)
+        trajectory.waiting.append(self.engine.num_waiting)
+        trajectory.up.append(self.num_up)
+        trajectory.group_s.append(self.now - update.batches[0].granted_at_s)
+        trajectory.usd.append(self.usd)
 
     # --- machines come and go ---------------------------------------------------------------------------------------
 
@@ -328,35 +328,35 @@ class System:
         return usd_per_hour / 3600.0
 
     def _accrue(self) -> None:
-        """Book what was spent and how many were up since the last change; to be called before a change."""
+        """Add the cost and the up-time since the last change; call it before a change."""
         self._usd, self._up_worker_s, self._accrued_at = self.usd, self.up_worker_s, self.now
 
     def _on_span(self, worker: int) -> None:
         spans = self._spans[worker]
         assert spans is not None
-        there, seconds = next(spans)
+        available, seconds = next(spans)
         heappush(self._queue, (self.now + seconds, _SPAN, worker, 0))
-        if there == self.spot_available[worker]:
+        if available == self.spot_available[worker]:
             return
-        self.spot_available[worker] = there
+        self.spot_available[worker] = available
         if self.spot[worker]:
             self._accrue()
-            self._num_spot_available += 1 if there else -1
-            if there:
+            self._num_spot_available += 1 if available else -1
+            if available:
                 self._boot(worker)
             else:
                 self.preemptions += 1
-            self._settle(worker)
+            self._update_worker(worker)
 
     def _boot(self, worker: int) -> None:
         self._booted_at[worker] = self.now + self.boot_s
         if self.boot_s > 0:
             heappush(self._queue, (self._booted_at[worker], _BOOTED, worker, 0))
 
-    def _settle(self, worker: int) -> None:
-        """Bring the worker up or down as its machine is."""
-        there = self.spot_available[worker] if self.spot[worker] else True
-        wanted = there and self.now >= self._booted_at[worker]
+    def _update_worker(self, worker: int) -> None:
+        """Start or stop the worker as its machine starts or stops."""
+        available = self.spot_available[worker] if self.spot[worker] else True
+        wanted = available and self.now >= self._booted_at[worker]
         if wanted != self.up[worker]:
             (self._worker_started if wanted else self._worker_lost)(worker)
 
@@ -366,7 +366,7 @@ class System:
         heappush(self._queue, (self.now + provisioner.every_s, _PLAN, 0, 0))
         for worker, spot in enumerate(provisioner.decide(self)):
             if spot != self.spot[worker]:
-                # Break before make: the old machine is given back, then the new one boots.
+                # The old machine is terminated first; then the new one boots.
                 self._accrue()
                 self.moves += self.now > 0  # the first choice is no move
                 self.spot[worker] = spot
@@ -375,17 +375,17 @@ class System:
                     self._num_spot_available += 1 if spot else -1
                 if self.now > 0:
                     self._boot(worker)
-                self._settle(worker)
+                self._update_worker(worker)
 
     def _worker_lost(self, worker: int) -> None:
         self._accrue()
         self._up_s[worker] += self.now - self._up_since[worker]
         self.up[worker] = False
         self.num_up -= 1
-        self._work[worker] += 1  # a gradient under way is lost
+        self._compute_event[worker] += 1  # a gradient under way is lost
         if self.settings.arrivals_pause:
-            self._turn[worker] += 1
-            self._left_s[worker] = self._complete_at[worker] - self.now
+            self._batch_event[worker] += 1
+            self._remaining_s[worker] = self._complete_at[worker] - self.now
         if self.settings.replacement:
             if self._learner is not None:
                 for grant in self._granted[worker]:
@@ -399,9 +399,9 @@ class System:
         self.up[worker] = True
         self.num_up += 1
         if self.settings.arrivals_pause:
-            at = self.now + self._left_s[worker]
+            at = self.now + self._remaining_s[worker]
             self._complete_at[worker] = at
-            heappush(self._queue, (at, _BATCH, worker, self._turn[worker]))
+            heappush(self._queue, (at, _BATCH, worker, self._batch_event[worker]))
         if self.settings.replacement:
             self._join(worker)
         elif self._granted[worker]:
@@ -409,7 +409,7 @@ class System:
         self._announce(worker)
 
     def _join(self, worker: int) -> None:
-        """A new machine embodies this worker: it announces again what is not durable."""
+        """A new machine runs this worker: it announces again what is not durable."""
         self._num_instances[worker] += 1
         for action in self._handle(Join(worker=worker, instance=f"{worker}.{self._num_instances[worker]}")):
             if type(action) is SendWelcome:

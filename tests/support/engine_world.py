@@ -80,7 +80,7 @@ class World:
         self.processes: list[Process] = []
         self.instances = 0
         self.launched = [0] * workers  # incarnation of the newest machine of each slot
-        self.heard = [0] * workers  # the highest incarnation that the engine has been told of
+        self.heard = [0] * workers  # the highest incarnation that has joined
         self.acknowledged = list(self.origins)
         self.start_ps()
         for n in range(workers):

@@ -39,7 +39,7 @@ class BspPolicyConfig(PolicyConfig):
 class Bsp(Policy):
     """One batch of every live worker per round.
 
-    A worker that goes down leaves the round; the gradient that it pushed before stays in it.
+    A worker that is lost leaves the round; the gradient that it pushed before stays in it.
     """
 
     name: ClassVar[str] = "bsp"

@@ -36,8 +36,8 @@ class DollPolicyConfig(PolicyConfig):
 class Doll(Policy):
     """Groups of K batches.
 
-    The group is whatever is held or being computed. When a batch drops out (its owner went down, its gradient was
-    lost) the group has a free place, which the next waiting batch takes at the same version. Places go to workers with
+    The group is what is held or being computed. When a batch drops out (its worker or its gradient was lost), the next
+    waiting batch takes its place at the same version. Places go to workers with
     the fewest batches in the group, so that gradients are computed in parallel; then in order of announcement.
     """
 

@@ -32,7 +32,7 @@ def settings(workers: int = 3, **changes: object) -> EngineSettings:
 
 
 class Bench:
-    """An engine whose workers are moved by hand; gradients are found unless told otherwise."""
+    """An engine whose workers are moved by hand; gradients arrive unless a test says otherwise."""
 
     def __init__(self, policy: Policy, workers: int = 3, **changes: object) -> None:
         self.now = 0.0
@@ -42,7 +42,7 @@ class Bench:
         self.sessions: dict[int, int] = {}
         self.grants: dict[tuple[int, int], ev.SendGrant] = {}
 
-    def tell(self, event: ev.Event) -> list[ev.EngineAction]:
+    def handle(self, event: ev.Event) -> list[ev.EngineAction]:
         actions = self.engine.handle(event, self.now)
         self.engine.check_invariants()
         for action in actions:
@@ -52,11 +52,11 @@ class Bench:
 
     def join(self, *workers: int) -> None:
         for worker in workers:
-            (welcome,) = only(self.tell(Join(worker=worker, instance=f"w{worker}")), ev.SendWelcome)
+            (welcome,) = only(self.handle(Join(worker=worker, instance=f"w{worker}")), ev.SendWelcome)
             self.sessions[worker] = welcome.session
 
     def announce(self, worker: int, first: int, until: int) -> list[ev.EngineAction]:
-        return self.tell(Announce(worker=worker, session=self.sessions[worker], first=first, until=until))
+        return self.handle(Announce(worker=worker, session=self.sessions[worker], first=first, until=until))
 
     def push(self, worker: int, batch: int, **changes: object) -> list[ev.EngineAction]:
         grant = self.grants[worker, batch]
@@ -64,9 +64,9 @@ class Bench:
             "worker": worker, "session": self.sessions[worker], "batch": batch, "term": 1, "grant": grant.grant,
             "version": grant.version, "key": f"g{grant.grant}", "n_samples": 4, "loss_sum": 4.0,
         }  # fmt: skip
-        actions = self.tell(Push(**{**values, **changes}))  # type: ignore[arg-type]
+        actions = self.handle(Push(**{**values, **changes}))  # type: ignore[arg-type]
         for fetch in only(actions, ev.FetchGradient):
-            actions = actions + self.tell(ev.GradientFetched(grant=fetch.grant))
+            actions = actions + self.handle(ev.GradientFetched(grant=fetch.grant))
         return actions
 
 
@@ -104,7 +104,7 @@ def test_of_a_worker_that_may_hold_more_than_the_server_allows_only_so_many_coun
     for batch in range(4):
         actions = bench.push(0, batch)
     (stored,) = only(actions, ev.StoreCheckpoint)
-    bench.tell(ev.CheckpointStored(version=stored.version))
+    bench.handle(ev.CheckpointStored(version=stored.version))
     assert granted(bench.announce(0, 4, 2**40)) == [(0, 4), (0, 5), (0, 6), (0, 7)]
     assert only(bench.announce(0, 9, 10), ev.SendHello) == [], "no hole: what lies between was not let in"
 
@@ -117,7 +117,7 @@ def test_a_worker_that_goes_is_replaced_at_the_same_version() -> None:
     bench.announce(1, 0, 1)
     bench.push(0, 0)
     bench.announce(2, 0, 1)
-    actions = bench.tell(Leave(worker=1, session=bench.sessions[1], cause="spot"))
+    actions = bench.handle(Leave(worker=1, session=bench.sessions[1], cause="spot"))
     assert granted(actions) == [(2, 0)]
     (update,) = only(bench.push(2, 0), ev.ApplyUpdate)
     assert [item.push.worker for item in update.batches] == [0, 2]
@@ -128,7 +128,7 @@ def test_a_silent_worker_loses_its_grants_with_its_lease_and_may_come_back() -> 
     bench.join(0)
     bench.announce(0, 0, 1)
     bench.now = LEASE_S + 1
-    bench.tell(ev.Tick())
+    bench.handle(ev.Tick())
     assert bench.engine.num_computing == 0
     late = bench.push(0, 0)
     assert only(late, ev.ApplyUpdate) == [], "the grant was taken back: a late gradient is refused"
@@ -143,9 +143,11 @@ def test_a_grant_that_takes_too_long_goes_to_somebody_else() -> None:
     bench.announce(1, 0, 1)
     bench.now = TIMEOUT_S - 1
     for worker in (0, 1):
-        bench.tell(Alive(worker=worker, session=bench.sessions[worker]))
+        bench.handle(Alive(worker=worker, session=bench.sessions[worker]))
     bench.now = TIMEOUT_S + 1
-    assert granted(bench.tell(ev.Tick())) == [(1, 0)], "worker 0 is stuck: it gets nothing until it is heard to finish"
+    assert granted(bench.handle(ev.Tick())) == [(1, 0)], (
+        "worker 0 is stuck: it gets nothing until it is heard to finish"
+    )
 
 
 def test_a_lost_gradient_takes_later_batches_of_its_worker_back_too() -> None:
@@ -165,8 +167,8 @@ def test_a_lost_gradient_takes_later_batches_of_its_worker_back_too() -> None:
         n_samples=4,
         loss_sum=0.0,
     )
-    bench.tell(push)
-    actions = bench.tell(ev.GradientLost(grant=grant.grant, reason="gone"))
+    bench.handle(push)
+    actions = bench.handle(ev.GradientLost(grant=grant.grant, reason="gone"))
     assert granted(actions) == [(0, 0), (0, 1)]
     assert bench.engine.counters["requeued_blob_lost"] == 2
 
@@ -193,36 +195,36 @@ def test_a_newer_incarnation_fences_the_older_and_reads_on_from_the_durable_batc
     bench.announce(0, 0, 2)
     bench.push(0, 0)
     old = bench.sessions[0]
-    actions = bench.tell(Join(worker=0, instance="second"))
+    actions = bench.handle(Join(worker=0, instance="second"))
     assert [fence.instance for fence in only(actions, ev.SendFence)] == ["w0"]
     (welcome,) = only(actions, ev.SendWelcome)
     assert welcome.session > old
     assert welcome.next_batch == 0, "batch 0 is applied, but no checkpoint has it yet"
-    assert only(bench.tell(Join(worker=0, instance="w0", session=old)), ev.SendFence)
-    assert bench.tell(Announce(worker=0, session=old, first=0, until=2)) == []
-    assert granted(bench.tell(Announce(worker=0, session=welcome.session, first=0, until=2))) == [(0, 1)]
+    assert only(bench.handle(Join(worker=0, instance="w0", session=old)), ev.SendFence)
+    assert bench.handle(Announce(worker=0, session=old, first=0, until=2)) == []
+    assert granted(bench.handle(Announce(worker=0, session=welcome.session, first=0, until=2))) == [(0, 1)]
 
 
 def test_an_older_machine_that_starts_again_does_not_get_its_slot_back() -> None:
     bench = Bench(Doll(1), workers=1)
-    only(bench.tell(Join(worker=0, instance="i-1:a", incarnation=1)), ev.SendWelcome)
-    (welcome,) = only(bench.tell(Join(worker=0, instance="i-2:b", incarnation=2)), ev.SendWelcome)
+    only(bench.handle(Join(worker=0, instance="i-1:a", incarnation=1)), ev.SendWelcome)
+    (welcome,) = only(bench.handle(Join(worker=0, instance="i-2:b", incarnation=2)), ev.SendWelcome)
     for _ in range(2):
-        actions = bench.tell(Join(worker=0, instance="i-1:c", incarnation=1))
+        actions = bench.handle(Join(worker=0, instance="i-1:c", incarnation=1))
         assert [fence.instance for fence in only(actions, ev.SendFence)] == ["i-1:c"]
         assert not only(actions, ev.SendWelcome)
     assert bench.engine.counters["refused_fenced"] == 2
-    bench.tell(Announce(worker=0, session=welcome.session, first=0, until=1))
+    bench.handle(Announce(worker=0, session=welcome.session, first=0, until=1))
     assert bench.engine.num_computing == 1, "the newer machine goes on undisturbed"
     # Its own process may start again, and a process that nobody has numbered may take over, as ever.
-    assert only(bench.tell(Join(worker=0, instance="i-2:d", incarnation=2)), ev.SendWelcome)
-    assert only(bench.tell(Join(worker=0, instance="by hand")), ev.SendWelcome)
-    assert only(bench.tell(Join(worker=0, instance="i-1:e", incarnation=1)), ev.SendFence)
+    assert only(bench.handle(Join(worker=0, instance="i-2:d", incarnation=2)), ev.SendWelcome)
+    assert only(bench.handle(Join(worker=0, instance="by hand")), ev.SendWelcome)
+    assert only(bench.handle(Join(worker=0, instance="i-1:e", incarnation=1)), ev.SendFence)
 
 
 def test_incarnations_survive_a_restart_of_the_server() -> None:
     bench = Bench(Doll(1), workers=2)
-    bench.tell(Join(worker=1, instance="i-7:a", incarnation=7))
+    bench.handle(Join(worker=1, instance="i-7:a", incarnation=7))
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(bench.engine.snapshot(0.0)), type=ev.EngineSnapshot)
     again = Engine(settings(2), Doll(1), term=2, now=0.0, snapshot=state)
     assert only(again.handle(Join(worker=1, instance="i-6:b", incarnation=6), 0.0), ev.SendFence)
@@ -238,7 +240,7 @@ def test_restarts_and_since_when_a_worker_is_live() -> None:
     worker = bench.engine.worker(0)
     assert (worker.restarts, worker.live_since_s) == (0, 5.0)
     bench.now = 7.0
-    bench.tell(Join(worker=0, instance="second"))
+    bench.handle(Join(worker=0, instance="second"))
     assert (worker.restarts, worker.live_since_s) == (1, 7.0)
     again = Engine(settings(2), Doll(1), term=2, now=0.0, snapshot=bench.engine.snapshot(7.0))
     assert again.snapshot(0.0).restarts == (1, 0)
@@ -247,9 +249,9 @@ def test_restarts_and_since_when_a_worker_is_live() -> None:
 def test_a_later_machine_that_a_restarted_server_has_forgotten_wins_over_an_older_one() -> None:
     """The checkpoint is of before machine 2 joined; machine 1 joins the next server first and gets a higher session."""
     bench = Bench(Doll(1), workers=1)
-    bench.tell(Join(worker=0, instance="i-1:a", incarnation=1))
+    bench.handle(Join(worker=0, instance="i-1:a", incarnation=1))
     snapshot = bench.engine.snapshot(0.0)
-    (held,) = only(bench.tell(Join(worker=0, instance="i-2:b", incarnation=2)), ev.SendWelcome)
+    (held,) = only(bench.handle(Join(worker=0, instance="i-2:b", incarnation=2)), ev.SendWelcome)
     again = Engine(settings(1), Doll(1), term=2, now=0.0, snapshot=snapshot)
     (older,) = only(again.handle(Join(worker=0, instance="i-1:c", incarnation=1), 0.0), ev.SendWelcome)
     assert older.session > held.session
@@ -273,7 +275,7 @@ def test_a_process_that_two_servers_have_welcomed_is_not_fenced_as_its_own_prede
 def test_sessions_of_a_later_server_are_higher_whatever_the_earlier_one_handed_out() -> None:
     first = Bench(Doll(1), workers=1)
     first.join(0)
-    first.tell(Join(worker=0, instance="b"))
+    first.handle(Join(worker=0, instance="b"))
     second = Engine(settings(1), Doll(1), term=2, now=0.0, origins=[0])
     (welcome,) = only(second.handle(Join(worker=0, instance="c"), 0.0), ev.SendWelcome)
     assert welcome.session > 1 << 20
@@ -289,9 +291,9 @@ def test_durable_is_said_only_after_the_checkpoint() -> None:
     (save,) = only(actions, ev.StoreCheckpoint)
     assert (save.version, save.snapshot.applied) == (2, (2,))
     bench.push(0, 2)
-    assert [(item.worker, item.until) for item in only(bench.tell(ev.CheckpointStored(version=2)), ev.SendDurable)] == [
-        (0, 2)
-    ]
+    assert [
+        (item.worker, item.until) for item in only(bench.handle(ev.CheckpointStored(version=2)), ev.SendDurable)
+    ] == [(0, 2)]
 
 
 def test_a_full_worker_makes_a_checkpoint_due() -> None:
@@ -315,7 +317,7 @@ def test_missing_weights_are_published_again_and_the_batch_is_granted_again() ->
     bench.join(0)
     bench.announce(0, 0, 1)
     grant = bench.grants[0, 0].grant
-    actions = bench.tell(Nack(worker=0, session=bench.sessions[0], batch=0, term=1, grant=grant, reason="weights"))
+    actions = bench.handle(Nack(worker=0, session=bench.sessions[0], batch=0, term=1, grant=grant, reason="weights"))
     assert [type(action) for action in actions] == [ev.RepublishWeights, ev.SendGrant]
 
 
@@ -326,8 +328,8 @@ def test_bsp_waits_for_every_live_worker_and_keeps_the_push_of_one_that_left() -
         bench.announce(worker, 0, 2)
     bench.push(0, 0)
     bench.push(1, 0)
-    bench.tell(Leave(worker=1, session=bench.sessions[1], cause="spot"))
-    actions = bench.tell(Leave(worker=2, session=bench.sessions[2], cause="spot"))
+    bench.handle(Leave(worker=1, session=bench.sessions[1], cause="spot"))
+    actions = bench.handle(Leave(worker=2, session=bench.sessions[2], cause="spot"))
     (update,) = only(actions, ev.ApplyUpdate)
     assert [item.push.worker for item in update.batches] == [0, 1]
     assert granted(actions) == [(0, 1)]
@@ -360,15 +362,15 @@ def test_stop_rules_end_the_job_after_a_last_checkpoint(stop: StopConfig, reason
     bench.announce(0, 0, 1)
     actions = bench.push(0, 0)
     bench.now = 6.0
-    actions += bench.tell(Evaluated(term=1, version=1, loss=0.4, accuracy=0.95))
-    actions += bench.tell(ev.Tick())
+    actions += bench.handle(Evaluated(term=1, version=1, loss=0.4, accuracy=0.95))
+    actions += bench.handle(ev.Tick())
     (save,) = only(actions, ev.StoreCheckpoint)
     assert only(actions, ev.Finish) == []
-    actions = bench.tell(ev.CheckpointStored(version=save.version))
+    actions = bench.handle(ev.CheckpointStored(version=save.version))
     (finish,) = only(actions, ev.Finish)
     assert finish.reason.startswith(reason)
     assert only(actions, ev.SendDurable)
-    assert bench.tell(ev.Tick()) == [], "nothing comes after the end"
+    assert bench.handle(ev.Tick()) == [], "nothing comes after the end"
 
 
 def test_a_server_that_starts_again_on_a_finished_job_adds_nothing() -> None:
@@ -384,7 +386,7 @@ def test_a_server_that_starts_again_on_a_finished_job_adds_nothing() -> None:
 
 def test_an_evaluation_of_another_server_does_not_stop_the_job() -> None:
     bench = Bench(Doll(1), workers=1, stop=StopConfig(accuracy=0.9))
-    bench.tell(Evaluated(term=0, version=0, loss=0.1, accuracy=1.0))
+    bench.handle(Evaluated(term=0, version=0, loss=0.1, accuracy=1.0))
     assert bench.engine.stopping is None
 
 

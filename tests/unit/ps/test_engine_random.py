@@ -31,8 +31,8 @@ class Unnumbered(Engine):
         super()._on_join(structs.replace(event, incarnation=0), now, actions)
 
 
-def test_an_engine_that_gives_a_slot_back_to_an_older_machine_is_found_out() -> None:
-    def found(seed: int) -> bool:
+def test_an_engine_that_gives_a_slot_back_to_an_older_machine_is_caught() -> None:
+    def caught(seed: int) -> bool:
         world = World("doll")
         world.engine_class = Unnumbered
         world.start_ps()
@@ -42,7 +42,7 @@ def test_an_engine_that_gives_a_slot_back_to_an_older_machine_is_found_out() -> 
             return "an older machine gets its slot back" in str(error)
         return False
 
-    assert any(found(seed) for seed in range(20))
+    assert any(caught(seed) for seed in range(20))
 
 
 def test_the_random_runs_reach_the_refusals_and_returns() -> None:

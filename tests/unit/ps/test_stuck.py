@@ -1,4 +1,4 @@
-"""A group that the live workers cannot fill is told, not waited for in silence (digest 5.4)."""
+"""A group that the live workers cannot fill is reported, not waited for in silence."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class Bench:
             self.join(worker)
 
     def join(self, worker: int, instance: str = "a") -> None:
-        for action in self.tell(Join(worker=worker, instance=f"{instance}{worker}")):
+        for action in self.handle(Join(worker=worker, instance=f"{instance}{worker}")):
             if isinstance(action, ev.SendWelcome):
                 self.sessions[worker] = action.session
 
     def announce(self, worker: int, until: int) -> list[ev.SendGrant]:
-        found = self.tell(Announce(worker=worker, session=self.sessions[worker], first=0, until=until))
-        return [action for action in found if isinstance(action, ev.SendGrant)]
+        actions = self.handle(Announce(worker=worker, session=self.sessions[worker], first=0, until=until))
+        return [action for action in actions if isinstance(action, ev.SendGrant)]
 
     def push(self, grants: Sequence[ev.SendGrant]) -> None:
         for grant in grants:
-            self.tell(
+            self.handle(
                 Push(
                     worker=grant.worker, session=grant.session, batch=grant.batch, term=1, grant=grant.grant,
                     version=grant.version, key="", n_samples=0, loss_sum=0.0,
                 )
             )  # fmt: skip
 
-    def tell(self, event: ev.Event, now: float = 1.0) -> list[ev.EngineAction]:
+    def handle(self, event: ev.Event, now: float = 1.0) -> list[ev.EngineAction]:
         actions = self.engine.handle(event, now)
         self.engine.check_invariants()
         return actions
@@ -63,7 +63,7 @@ def test_waiting_for_data_is_not_being_stuck() -> None:
 def test_a_group_larger_than_what_one_worker_can_hold_needs_the_other() -> None:
     bench = Bench()
     bench.announce(0, 3)
-    bench.tell(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
+    bench.handle(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
     assert shortfall(bench.engine) == 2
     bench.join(1, "b")
     assert shortfall(bench.engine) == 0
@@ -77,7 +77,7 @@ def test_a_group_under_way_counts_what_it_has() -> None:
     mine = [grant for grant in grants if grant.worker == 0]
     bench.push(mine)
     assert shortfall(bench.engine) == 0
-    bench.tell(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
+    bench.handle(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
     assert len(mine) == 3
     assert bench.engine.num_held == 3
     assert shortfall(bench.engine) == 2  # worker 0 is full: its three are held in the group
@@ -87,24 +87,24 @@ def test_what_is_in_the_model_makes_room() -> None:
     bench = Bench(group_size=3)
     bench.push(bench.announce(0, 3))
     assert bench.engine.version == 1
-    bench.tell(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
+    bench.handle(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
     assert shortfall(bench.engine) == 0
 
 
-def test_it_is_told_once_when_it_lasts_and_again_when_it_comes_back() -> None:
+def test_it_is_reported_once_when_it_lasts_and_again_when_it_comes_back() -> None:
     bench = Bench()
     stuck = StallDetector(DollPolicyConfig(), now=0.0)
-    bench.tell(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
+    bench.handle(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
     assert stuck.check(bench.engine, STALL_REPORT_S / 2) is None
-    told = stuck.check(bench.engine, STALL_REPORT_S)
-    assert told is not None
-    assert "2 batches more" in told
-    assert "1 live workers of 2" in told
+    report = stuck.check(bench.engine, STALL_REPORT_S)
+    assert report is not None
+    assert "2 batches more" in report
+    assert "1 live workers of 2" in report
     assert stuck.check(bench.engine, 2 * STALL_REPORT_S) is None
     bench.join(1, "b")
     assert stuck.check(bench.engine, 3 * STALL_REPORT_S) is None
     assert stuck.stalled_s(3 * STALL_REPORT_S) == 0
-    bench.tell(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
+    bench.handle(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
     assert stuck.check(bench.engine, 3.5 * STALL_REPORT_S) is None
     assert stuck.check(bench.engine, 4 * STALL_REPORT_S) is not None
 
@@ -113,8 +113,8 @@ def let_its_grant_time_out(bench: Bench, worker: int) -> None:
     """Its process is alive, and its gradient does not come."""
     for other in (0, 1):
         alive = Alive(worker=other, session=bench.sessions[other])
-        bench.tell(alive, now=32.0)
-    bench.tell(ev.Tick(), now=32.0)
+        bench.handle(alive, now=32.0)
+    bench.handle(ev.Tick(), now=32.0)
     assert bench.engine.worker(worker).stalled
 
 
@@ -127,9 +127,9 @@ def test_bsp_is_stuck_when_a_worker_that_is_up_owes_a_gradient_and_does_not_give
     assert bench.engine.num_held == 1
     assert shortfall(bench.engine) == 1
     stuck = StallDetector(BspPolicyConfig(), now=0.0)
-    told = stuck.check(bench.engine, STALL_REPORT_S)
-    assert told is not None
-    assert "policy bsp needs a batch of every live worker, and 1 of 2 give none" in told
+    report = stuck.check(bench.engine, STALL_REPORT_S)
+    assert report is not None
+    assert "policy bsp needs a batch of every live worker, and 1 of 2 give none" in report
     bench.push(second)  # late: refused, but it is well again, and gets its batch once more
     assert shortfall(bench.engine) == 0
     assert stuck.check(bench.engine, 2 * STALL_REPORT_S) is None
@@ -141,7 +141,7 @@ def test_bsp_is_stuck_when_one_stream_has_no_records_and_the_others_are_full() -
     assert shortfall(bench.engine) == 0  # slower streams are waited for: the other still has room
     bench.announce(0, 3)
     assert shortfall(bench.engine) == 1
-    bench.tell(Alive(worker=1, session=bench.sessions[1], lag=1))
+    bench.handle(Alive(worker=1, session=bench.sessions[1], lag=1))
     assert shortfall(bench.engine) == 0  # it has something to read
     bench.push(bench.announce(1, 1))
     assert bench.engine.version == 1
@@ -162,8 +162,8 @@ def test_without_any_worker_every_policy_is_stuck() -> None:
     for policy in (Doll(1), Bsp(), Asp()):
         bench = Bench(policy=policy)
         for worker in (0, 1):
-            bench.tell(Leave(worker=worker, session=bench.sessions[worker], cause="sigterm"))
+            bench.handle(Leave(worker=worker, session=bench.sessions[worker], cause="sigterm"))
         assert shortfall(bench.engine) == 1
-        told = StallDetector(DollPolicyConfig(), now=0.0).check(bench.engine, STALL_REPORT_S)
-        assert told is not None
-        assert "the 0 live workers of 2" in told
+        report = StallDetector(DollPolicyConfig(), now=0.0).check(bench.engine, STALL_REPORT_S)
+        assert report is not None
+        assert "the 0 live workers of 2" in report
