@@ -62,7 +62,7 @@ BatchSizeOption = Annotated[
 ]
 DeadlineOption = Annotated[
     float | None,
-    duration("Such as 5400, 90m, 1.5h.", "--deadline"),
+    duration("Deadline from the start of the job, such as 5400, 90m or 1.5h.", "--deadline"),
 ]
 CycleOption = Annotated[
     float | None,

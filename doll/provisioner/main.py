@@ -14,6 +14,7 @@ from doll.config import JobConfig
 from doll.errors import ConfigError, DollError, ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.job_records import JobRecords
+from doll.kafka.publisher import Publisher
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
@@ -92,7 +93,7 @@ class Provisioner:
                 topics_id=topics.topic_id(config, services, "updates"),
             )  # fmt: skip
             self._job_records = stack.enter_context(JobRecords(config, services, self._controller.positions))
-            self._publisher = None if setup.dry_run else DecisionPublisher(config, services)
+            self._publisher = None if setup.dry_run else _publisher(config, services)
             if self._publisher is not None:
                 stack.callback(self._publisher.close)
             self._open = stack.pop_all()
@@ -216,6 +217,11 @@ class Provisioner:
                 urgent = urgent or isinstance(timed_record.record, Finished | Leave | Welcome)
             if urgent and time.monotonic() - start_s >= min(_URGENT_AFTER_S, seconds):
                 return
+
+
+def _publisher(config: JobConfig, services: Services) -> DecisionPublisher:
+    publisher = Publisher(config, services, linger_ms=5, message_timeout_ms=30_000)
+    return DecisionPublisher(publisher, config.topic("metrics"))
 
 
 class JobFile:

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from doll.kafka.publisher import Publisher
 from doll.process.heartbeats import HEARTBEAT_EVERY_S, LEFT
 from doll.records import AnyRecord, Metric
-from doll.services import Services
 
 if TYPE_CHECKING:
-    from doll.config import JobConfig
     from doll.provisioner.decision import Decision
 
 SOURCE = "provisioner"
 
 
 class DecisionPublisher:
-    """Sends without waiting: what Kafka does not take is in the journal all the same."""
+    """Sends without waiting; decisions that Kafka does not take are in the journal.
 
-    def __init__(self, config: JobConfig, services: Services) -> None:
-        self._publisher = Publisher(config, services, linger_ms=5, message_timeout_ms=30_000)
-        self._topic = config.topic("metrics")
-        self._sent_s = time.monotonic()
+    Args:
+        topic: the job's `metrics`.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, publisher: Publisher, topic: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._publisher = publisher
+        self._topic = topic
+        self._clock = clock
+        self._sent_s = clock()
 
     def publish(self, decision: Decision, *, last: bool) -> None:
         """Send a decision.
@@ -36,12 +41,12 @@ class DecisionPublisher:
         self._send(decision.record(), Metric(source=SOURCE, values=values, time_s=decision.now_s))
 
     def heartbeat(self) -> None:
-        """Send a heartbeat if none was sent for `HEARTBEAT_EVERY_S`; call it often."""
-        if time.monotonic() - self._sent_s >= HEARTBEAT_EVERY_S:
-            self._sent_s = time.monotonic()
+        """Send a heartbeat if nothing was sent for `HEARTBEAT_EVERY_S`; call it often."""
+        if self._clock() - self._sent_s >= HEARTBEAT_EVERY_S:
             self._send(Metric(source=SOURCE, values={}, time_s=time.time()))
 
     def _send(self, *records: AnyRecord) -> None:
+        self._sent_s = self._clock()
         for record in records:
             self._publisher.try_send(self._topic, record)
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from doll.config import JobConfig
 from doll.kafka.publisher import Publisher
 from doll.provisioner.fleets.processes import Machine
 from doll.records import AnyRecord, Leave, Welcome
-from doll.services import Services
 
 
 class LeaveReporter:
     """Sends Leave for workers whose machine was killed; the owner of the machine knows it before the lease ends."""
 
-    def __init__(self, config: JobConfig, services: Services) -> None:
-        self._publisher = Publisher(config, services, linger_ms=0)
-        self._topic = config.topic("events")
+    def __init__(self, publisher: Publisher, topic: str) -> None:
+        """
+        Args:
+            topic: the job's `events`.
+        """
+        self._publisher = publisher
+        self._topic = topic
         self._sessions: dict[str, tuple[int, int]] = {}  # worker and its session, by the name of its machine
         self._reported: set[str] = set()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from doll.config import JobConfig
 from doll.kafka.job_records import JobRecords
+from doll.kafka.publisher import Publisher
 from doll.local.forks import ForkServer
 from doll.local.supervisor import RoleSpec
 from doll.monitor.spot_history import MarketTimeline
@@ -66,7 +67,7 @@ class SpotMachines:
         )  # fmt: skip
         self._job_records = JobRecords(config, services, {})
         self._job_records.read_history()  # skip the records of an earlier run on the same topics
-        self._leave_reporter = LeaveReporter(config, services)
+        self._leave_reporter = LeaveReporter(Publisher(config, services, linger_ms=0), config.topic("events"))
 
     def poll(self) -> None:
         """Let preemptions and ends of processes happen, and read the job's records. Call it several times a second."""

@@ -37,13 +37,13 @@ def run_json(*args: str) -> tuple[int, dict[str, object]]:
 
 
 def test_the_papers_job() -> None:
-    code, found = run_json(*PAPER, "--deadline", "112m")
+    code, content = run_json(*PAPER, "--deadline", "112m")
     assert code == 0
-    assert (found["feasible"], found["binding"], found["num_spot"]) == (True, "deadline", 30)
-    assert found["savings"] == pytest.approx(1 - 0.8019, abs=5e-5)
-    assert found["cost_ratio_bounds"][0] == pytest.approx(0.7986, abs=5e-5)  # type: ignore[index]
-    assert found["static"]["miss_prob"] == pytest.approx(0.42, abs=0.05)  # type: ignore[index]
-    assert found["adaptive"]["miss_prob"] < 1e-6  # type: ignore[index]
+    assert (content["feasible"], content["binding"], content["num_spot"]) == (True, "deadline", 30)
+    assert content["savings"] == pytest.approx(1 - 0.8019, abs=5e-5)
+    assert content["cost_ratio_bounds"][0] == pytest.approx(0.7986, abs=5e-5)  # type: ignore[index]
+    assert content["static"]["miss_prob"] == pytest.approx(0.42, abs=0.05)  # type: ignore[index]
+    assert content["adaptive"]["miss_prob"] < 1e-6  # type: ignore[index]
 
 
 def test_text_names_streams_reasons_and_margin() -> None:
@@ -57,31 +57,31 @@ def test_text_names_streams_reasons_and_margin() -> None:
 
 
 def test_infeasible_deadline_exits_3_and_says_what_would_do() -> None:
-    code, found = run_json(*PAPER, "--deadline", "6000")
+    code, content = run_json(*PAPER, "--deadline", "6000")
     assert code == 3
-    assert (found["feasible"], found["binding"], found["num_spot"]) == (False, "deadline", 0)
-    assert found["nearest"]["deadline_s"] == pytest.approx(6400)  # type: ignore[index]
-    assert found["adaptive"] is None
+    assert (content["feasible"], content["binding"], content["num_spot"]) == (False, "deadline", 0)
+    assert content["nearest"]["deadline_s"] == pytest.approx(6400)  # type: ignore[index]
+    assert content["adaptive"] is None
 
 
 def test_infeasible_budget_names_a_deadline_that_would_do() -> None:
-    code, found = run_json(*PAPER, "--deadline", "6720", "--budget", "22")
+    code, content = run_json(*PAPER, "--deadline", "6720", "--budget", "22")
     assert code == 3
-    assert found["binding"] == "budget"
-    later = found["nearest"]["deadline_s"]  # type: ignore[index]
-    code, found = run_json(*PAPER, "--deadline", str(later), "--budget", "22")
+    assert content["binding"] == "budget"
+    later = content["nearest"]["deadline_s"]  # type: ignore[index]
+    code, content = run_json(*PAPER, "--deadline", str(later), "--budget", "22")
     assert code == 0
 
 
 def test_risk_takes_workers_off_spot() -> None:
-    _, found = run_json(*PAPER, "--deadline", "6720", "--risk", "0.05")
-    assert (found["num_spot"], found["binding"]) == (26, "risk")
+    _, content = run_json(*PAPER, "--deadline", "6720", "--risk", "0.05")
+    assert (content["num_spot"], content["binding"]) == (26, "risk")
 
 
 def test_unstable_system_gets_advice() -> None:
-    _, found = run_json(*PAPER, "--deadline", "6720", "--service", "0.2")
-    assert found["stability"]["verdict"] == "unstable"  # type: ignore[index]
-    assert "raise b to at least 1601" in " ".join(found["advice"])  # type: ignore[arg-type]
+    _, content = run_json(*PAPER, "--deadline", "6720", "--service", "0.2")
+    assert content["stability"]["verdict"] == "unstable"  # type: ignore[index]
+    assert "raise b to at least 1601" in " ".join(content["advice"])  # type: ignore[arg-type]
 
 
 def test_plot(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_without_j_it_says_how_to_measure_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["plan", "-J", "10"], "--rate"),
         (["plan", "--rate", "1,x"], "--rate: expected numbers"),
@@ -116,10 +116,10 @@ def test_without_j_it_says_how_to_measure_it(tmp_path: Path) -> None:
         ([*PAPER, "--set", "a=b"], "--set: expected a job file"),
     ],
 )
-def test_wrong_usage_is_named(args: list[str], said: str) -> None:
+def test_wrong_usage_is_named(args: list[str], message: str) -> None:
     code, _, err = run(*args)
     assert code == 2
-    assert said in " ".join(err.replace("│", " ").split())
+    assert message in " ".join(err.replace("│", " ").split())
 
 
 def test_plan_imports_no_torch_and_no_scipy() -> None:
@@ -156,25 +156,25 @@ def pilot(folder: Path, updates: int = 300, noise: float = 0.05) -> Path:
 def test_calibrate_finds_the_constants(tmp_path: Path) -> None:
     run_folder = pilot(tmp_path / "pilot-20260101-000000")
     true = Decay(0.985, 0.85, 0.01).updates_to(0.03)
-    code, found = run_json("calibrate", str(run_folder), "--target-error", "0.03")
+    code, content = run_json("calibrate", str(run_folder), "--target-error", "0.03")
     assert code == 0
-    wanted = found["updates_to_target"]
+    wanted = content["updates_to_target"]
     assert wanted["point"] == pytest.approx(true, rel=0.1)  # type: ignore[index]
     assert wanted["low"] <= true <= wanted["high"]  # type: ignore[index]
-    assert found["service_s"] == pytest.approx(0.02, rel=0.05)
-    assert found["total_rate_per_s"] == pytest.approx(500, rel=0.01)
+    assert content["service_s"] == pytest.approx(0.02, rel=0.05)
+    assert content["total_rate_per_s"] == pytest.approx(500, rel=0.01)
     # η = 0.1 / (1 - 0.9) = 1, so c = 1 - ρ.
-    assert found["noise"]["convexity"] == pytest.approx(0.015, rel=0.2)  # type: ignore[index]
+    assert content["noise"]["convexity"] == pytest.approx(0.015, rel=0.2)  # type: ignore[index]
     code, out, _ = run("calibrate", str(tmp_path / "pilot-20260101-000000"))
     assert "give --target-error" in out
 
 
 def test_plan_takes_j_from_a_pilot(tmp_path: Path) -> None:
     folder = pilot(tmp_path / "runs" / "pilot-20260101-000000")
-    code, found = run_json("plan", str(folder), "--pilot", str(folder), "--target-error", "0.03", "--deadline", "100")
+    code, content = run_json("plan", str(folder), "--pilot", str(folder), "--target-error", "0.03", "--deadline", "100")
     assert code == 0
-    assert found["updates"] == pytest.approx(Decay(0.985, 0.85, 0.01).updates_to(0.03), rel=0.1)
-    assert found["stability"]["sufficient"] == pytest.approx(32 / 500 / 0.02, rel=0.05)  # type: ignore[index]
+    assert content["updates"] == pytest.approx(Decay(0.985, 0.85, 0.01).updates_to(0.03), rel=0.1)
+    assert content["stability"]["sufficient"] == pytest.approx(32 / 500 / 0.02, rel=0.05)  # type: ignore[index]
     job = tmp_path / "job.yaml"
     job.write_text(JOB)
     code, named = run_json("calibrate", str(job), "--runs-folder", str(tmp_path / "runs"), "--target-error", "0.03")
