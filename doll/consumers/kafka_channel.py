@@ -19,6 +19,7 @@ from doll.kafka.offsets import partition_bounds
 from doll.kafka.publisher import Publisher
 from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import Partition, Reader, RecordDecoder
+from doll.process.metric_names import LOST_FROM, LOST_UNTIL, worker_source
 from doll.records import AnyRecord, DeadLetter, Fence, Hello, Join, Metric, Stop, Welcome
 from doll.services import Services
 from doll.telemetry import get_logger
@@ -80,8 +81,8 @@ class WorkerChannel:
 
     def report_lost(self, lo: int, hi: int) -> None:
         """Report on `metrics` that offsets [lo, hi) were deleted before this worker could read them."""
-        values = {"lost_from": float(lo), "lost_until": float(hi)}
-        metric = Metric(source=f"worker-{self._worker}", values=values, time_s=time.time())
+        values = {LOST_FROM: float(lo), LOST_UNTIL: float(hi)}
+        metric = Metric(source=worker_source(self._worker), values=values, time_s=time.time())
         self._publisher.send(self._config.topic("metrics"), metric, key=self._key)
 
     def poll(self) -> None:

@@ -17,6 +17,7 @@ from doll.evaluation.evaluator import Evaluation, Evaluator
 from doll.evaluation.stored_weights import newest_weights
 from doll.kafka.publisher import Publisher
 from doll.kafka.tail import Tail
+from doll.process import metric_names as names
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.heartbeats import HEARTBEAT_EVERY_S
 from doll.process.signals import stop_requested
@@ -101,7 +102,7 @@ def _follow(
                 heartbeat.beat("kafka")
         if time.monotonic() >= heartbeat_at_s:
             heartbeat_at_s = time.monotonic() + HEARTBEAT_EVERY_S
-            publisher.try_send(config.topic("metrics"), Metric(source="evaluator", values={}, time_s=time.time()))
+            publisher.try_send(config.topic("metrics"), Metric(source=names.EVALUATOR, values={}, time_s=time.time()))
         entries = tail.poll(POLL_S)
         evaluator.feed([entry.record for entry in entries])
         publisher.poll()
@@ -130,9 +131,9 @@ def _publish(config: JobConfig, evaluator: Evaluator, publisher: Publisher, eval
     running, window = evaluator.history.prequential.running(), evaluator.history.prequential.windowed()
     values = {
         **error.metrics,
-        "version": float(evaluation.version),
-        "term": float(evaluation.term),
-        "loss": error.loss,
+        names.VERSION: float(evaluation.version),
+        names.TERM: float(evaluation.term),
+        names.LOSS: error.loss,
         "evaluate_s": evaluation.seconds,
         "prequential_loss": running.loss,
         "prequential_window_loss": window.loss,
@@ -141,4 +142,4 @@ def _publish(config: JobConfig, evaluator: Evaluator, publisher: Publisher, eval
     known = {name: value for name, value in values.items() if not math.isnan(value)}
     # While Kafka is unreachable the queue may fill: a metric that is dropped is followed by the next one.
     publisher.try_send(config.topic("events"), evaluated, key=b"evaluator")
-    publisher.try_send(config.topic("metrics"), Metric(source="evaluator", values=known, time_s=evaluation.time_s))
+    publisher.try_send(config.topic("metrics"), Metric(source=names.EVALUATOR, values=known, time_s=evaluation.time_s))

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from typing import Final
 
 from doll.process.heartbeats import LEFT
+from doll.process.metric_names import EVALUATOR, PRODUCER, PROVISIONER, TERM, worker_source
 from doll.records import AnyRecord, Metric, ServerStatus, TermStarted
 
 HEARTBEAT_TIMEOUTS_S: Final[Mapping[str, float]] = {
     "ps": 30.0,
-    "producer": 60.0,
-    "evaluator": 120.0,
-    "provisioner": 120.0,
+    PRODUCER: 60.0,
+    EVALUATOR: 120.0,
+    PROVISIONER: 120.0,
 }
 """How long a role may be silent: the evaluator is while it evaluates, the provisioner while its fleet answers."""
 _WORKER_HEARTBEAT_TIMEOUT_S: Final = 30.0
@@ -39,9 +40,9 @@ class RoleHeartbeats:
                 self._seen("ps", record.time_s)
                 for worker in record.workers:
                     if worker.is_live:
-                        self._last_seen_s[f"worker-{worker.worker}"] = record.time_s - worker.silent_s
+                        self._last_seen_s[worker_source(worker.worker)] = record.time_s - worker.silent_s
             case Metric() if record.source in HEARTBEAT_TIMEOUTS_S:
-                if record.values.get("term", self._generation) < self._generation:
+                if record.values.get(TERM, self._generation) < self._generation:
                     return  # of an earlier run
                 if record.values.get(LEFT):
                     self._last_seen_s.pop(record.source, None)

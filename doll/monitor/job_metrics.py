@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from doll.bounded import short
 from doll.monitor.heartbeats import RoleHeartbeats
 from doll.monitor.loss_trend import LossTrend
+from doll.process.metric_names import TERM, worker_of, worker_source
 from doll.records import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update
 from doll.telemetry import get_logger
 
@@ -50,9 +51,8 @@ class Sample(NamedTuple):
 
 def samples_of(source: str, values: Mapping[str, float]) -> Iterator[Sample]:
     """The samples of a `Metric` record. The source `worker-3` becomes a label: `doll_worker_...{worker="3"}`."""
-    kind, _, number = source.rpartition("-")
-    of_worker = kind == "worker" and number.isdecimal()
-    prefix, labels = ("worker", (("worker", number),)) if of_worker else (source, ())
+    worker = worker_of(source)
+    prefix, labels = (source, ()) if worker is None else ("worker", (("worker", str(worker)),))
     for name, value in values.items():
         yield Sample(f"doll_{_prometheus_name(prefix)}_{_prometheus_name(name)}", labels, value)
 
@@ -71,7 +71,7 @@ def server_samples(status: ServerStatus) -> Iterator[Sample]:
         }
         if worker.is_live:
             values["silent_s"] = worker.silent_s
-        yield from samples_of(f"worker-{worker.worker}", values)
+        yield from samples_of(worker_source(worker.worker), values)
 
 
 def _prometheus_name(name: str) -> str:
@@ -134,7 +134,7 @@ class JobMetrics:
     def _measured(self, record: Metric) -> None:
         if len(record.source) > _MAX_NAME_CHARS or any(len(name) > _MAX_NAME_CHARS for name in record.values):
             log.warning("metric_refused", source=short(record.source, 60), reason="a name is too long")
-        elif record.values and record.values.get("term", self._generation) >= self._generation:
+        elif record.values and record.values.get(TERM, self._generation) >= self._generation:
             samples = samples_of(record.source, record.values)
             self._put(record.source, (*samples, _measured_at(record.source, record.time_s)))
 
@@ -164,7 +164,7 @@ class JobMetrics:
                 "store_s": member.store_s,
                 "wait_s": member.wait_s,
             }
-            self._put(f"member {member.worker}", tuple(samples_of(f"worker-{member.worker}", values)))
+            self._put(f"member {member.worker}", tuple(samples_of(worker_source(member.worker), values)))
 
     def _put(self, source: str, samples: tuple[Sample, ...]) -> None:
         if source not in self._by_source and len(self._by_source) >= _MAX_SOURCES:

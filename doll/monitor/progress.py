@@ -20,6 +20,7 @@ from doll.monitor.rates import (
     stability_margin,
     steady_update_rate,
 )
+from doll.process import metric_names as names
 from doll.records import AnyRecord, Metric, ServerStatus, TermStarted, Update
 
 EVENTS_KEPT = 6
@@ -113,7 +114,7 @@ class ProgressModel:
                 if self.history.is_current(record.term):
                     self._set_status(record)
             case Metric():
-                term = record.values.get("term")
+                term = record.values.get(names.TERM)
                 if record.values and (term is None or self.history.is_current(int(term))):
                     self._measured(record)
             case _:
@@ -137,7 +138,7 @@ class ProgressModel:
 
     def _measured(self, record: Metric) -> None:
         self._metrics[record.source] = record.values
-        if record.source == "evaluator":
+        if record.source == names.EVALUATOR:
             self._evaluated(record)
         elif (lost := _lost(record)) is not None:
             self.add_lost(*lost)
@@ -173,13 +174,13 @@ class ProgressModel:
 
     def _evaluated(self, record: Metric) -> None:
         values = record.values
-        if "version" in values and "loss" in values:
+        if names.VERSION in values and names.LOSS in values:
             self.history.evaluated(
                 time_s=record.time_s,
-                term=int(values.get("term", self.history.term)),
-                version=int(values["version"]),
-                loss=values["loss"],
-                accuracy=values.get("accuracy"),
+                term=int(values.get(names.TERM, self.history.term)),
+                version=int(values[names.VERSION]),
+                loss=values[names.LOSS],
+                accuracy=values.get(names.ACCURACY),
             )
 
     def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
@@ -274,8 +275,8 @@ class ProgressModel:
             durable_version=None if self._status is None else self._status.durable_version,
             waiting_batches=None if self._status is None else self._status.waiting_batches,
             workers=self.worker_lines(),
-            sent=_int_or_none(self.metric("producer", "delivered_total")),
-            send_rate_per_s=_or_nan(self.metric("producer", "rate_per_s")),
+            sent=_int_or_none(self.metric(names.PRODUCER, names.DELIVERED_TOTAL)),
+            send_rate_per_s=_or_nan(self.metric(names.PRODUCER, names.RATE_PER_S)),
             eta_s=self._eta_s(measured),
             ps_restarts=history.restarts,
             events=tuple(self._events),
@@ -292,11 +293,11 @@ class ProgressModel:
 
 def _lost(record: Metric) -> Range | None:
     """The records that a worker reports as lost when it stops because of them."""
-    lo, hi = (record.values.get(name, math.nan) for name in ("lost_from", "lost_until"))
-    worker = record.source.removeprefix("worker-")
-    if not (worker.isdecimal() and math.isfinite(lo) and math.isfinite(hi)):
+    lo, hi = (record.values.get(name, math.nan) for name in (names.LOST_FROM, names.LOST_UNTIL))
+    worker = names.worker_of(record.source)
+    if worker is None or not (math.isfinite(lo) and math.isfinite(hi)):
         return None
-    return Range(int(worker), int(lo), int(hi))
+    return Range(worker, int(lo), int(hi))
 
 
 def _int_or_none(value: float | None) -> int | None:

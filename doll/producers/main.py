@@ -18,6 +18,7 @@ from doll.kafka.job_end import on_finish
 from doll.process.files import write_json
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.heartbeats import LEFT
+from doll.process.metric_names import DELIVERED_TOTAL, RATE_PER_S
 from doll.process.signals import stop_requested
 from doll.producers.live_workers import LiveWorkers
 from doll.producers.pacing import Pacer
@@ -168,9 +169,9 @@ class _Run:
         self._sender.send_metric(
             {
                 "sent_total": counts.sent,
-                "delivered_total": counts.delivered,
+                DELIVERED_TOTAL: counts.delivered,
                 "failed_total": counts.failed,
-                "rate_per_s": rate_per_s,
+                RATE_PER_S: rate_per_s,
                 "behind_s": self._behind_s,
                 **({LEFT: 1.0} if last else {}),
             },

@@ -12,6 +12,7 @@ from doll import records
 from doll.errors import ServiceUnavailableError
 from doll.kafka.publisher import ClientError, Delivery, Publisher
 from doll.kafka.topic_plan import plan_topics
+from doll.process.metric_names import PRODUCER
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -80,7 +81,7 @@ class SampleSender:
 
     def send_metric(self, values: Mapping[str, float], time_s: float) -> None:
         """Put measurements on the `metrics` topic. They are dropped when the queue is full: samples go first."""
-        metric = records.Metric(source="producer", values=values, time_s=time_s)
+        metric = records.Metric(source=PRODUCER, values=values, time_s=time_s)
         self._connected().try_send(self._metrics_topic, metric)
 
     def poll(self, timeout_s: float = 0.0) -> None:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 from doll.kafka.publisher import Publisher
 from doll.process.heartbeats import HEARTBEAT_EVERY_S, LEFT
+from doll.process.metric_names import PROVISIONER
 from doll.records import AnyRecord, Metric
 
 if TYPE_CHECKING:
     from doll.provisioner.decision import Decision
-
-SOURCE = "provisioner"
 
 
 class DecisionPublisher:
@@ -38,12 +37,12 @@ class DecisionPublisher:
                 machines behind: its silence must be noticed.
         """
         values = {**decision.measurements(), **({LEFT: 1.0} if last else {})}
-        self._send(decision.record(), Metric(source=SOURCE, values=values, time_s=decision.now_s))
+        self._send(decision.record(), Metric(source=PROVISIONER, values=values, time_s=decision.now_s))
 
     def heartbeat(self) -> None:
         """Send a heartbeat if nothing was sent for `HEARTBEAT_EVERY_S`; call it often."""
         if self._clock() - self._sent_s >= HEARTBEAT_EVERY_S:
-            self._send(Metric(source=SOURCE, values={}, time_s=time.time()))
+            self._send(Metric(source=PROVISIONER, values={}, time_s=time.time()))
 
     def _send(self, *records: AnyRecord) -> None:
         self._sent_s = self._clock()

@@ -22,6 +22,7 @@ from doll.monitor import spot_plot
 from doll.monitor.display import Display
 from doll.monitor.progress import JobSnapshot
 from doll.monitor.spot_history import SpotResult, report_section
+from doll.process.metric_names import DELIVERED_TOTAL, PRODUCER
 from doll.provisioner.billing import all_on_demand_usd
 from doll.provisioner.fleets.port import Instance
 from doll.provisioner.state_store import FileStateStore
@@ -65,8 +66,8 @@ class SpotWorkerPool(NoHook):
         if isinstance(record, Finished):
             if self._finished_s is None:
                 self._finished_s, self._finished_version = machines.clock.at(record.time_s), record.version
-        elif record.source == "producer" and not machines.clock.runs:
-            self._open_market(machines, record.values.get("delivered_total", 0.0))
+        elif record.source == PRODUCER and not machines.clock.runs:
+            self._open_market(machines, record.values.get(DELIVERED_TOTAL, 0.0))
 
     def tick(self, supervisor: Supervisor, stack: Stack) -> str | None:
         if self._machines is None:

@@ -21,6 +21,7 @@ from doll.monitor.progress import JobSnapshot, ProgressModel
 from doll.monitor.run_report import summary
 from doll.monitor.text import one_line, worker_table
 from doll.process.files import read_json
+from doll.process.metric_names import TERM
 from doll.records import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update
 from doll.run.target import Target
 from doll.service_checks import require_services
@@ -175,7 +176,7 @@ def _of_this_run(target: Target, records: list[AnyRecord]) -> list[AnyRecord]:
     metrics = [
         record
         for record in records
-        if (isinstance(record, Metric) and record.values.get("term", until) < until)
+        if (isinstance(record, Metric) and record.values.get(TERM, until) < until)
         or (isinstance(record, ServerStatus) and record.term < until)
     ]
     return [*updates, *metrics]

@@ -1,0 +1,39 @@
+"""Sources and names of `Metric` records that other processes read; a process adds names of its own beside them."""
+
+from __future__ import annotations
+
+from typing import Final
+
+PRODUCER: Final = "producer"
+EVALUATOR: Final = "evaluator"
+PROVISIONER: Final = "provisioner"
+
+TERM: Final = "term"
+"""The term of the parameter server whose model was measured."""
+VERSION: Final = "version"
+LOSS: Final = "loss"
+"""Held-out loss."""
+ACCURACY: Final = "accuracy"
+"""Held-out accuracy, if the task has one."""
+DELIVERED_TOTAL: Final = "delivered_total"
+"""Samples of the producer that Kafka has acknowledged."""
+RATE_PER_S: Final = "rate_per_s"
+"""Samples per second that the producer sends."""
+LOST_FROM: Final = "lost_from"
+LOST_UNTIL: Final = "lost_until"
+"""Offsets [from, until) of its partition that a worker stops for, because they were deleted."""
+
+
+def worker_source(worker: int) -> str:
+    """The source of a worker's metrics."""
+    return f"worker-{worker}"
+
+
+def worker_of(source: str) -> int | None:
+    """The worker of a source; None if it is another role's.
+
+    >>> worker_of("worker-3"), worker_of("producer")
+    (3, None)
+    """
+    role, _, number = source.partition("-")
+    return int(number) if role == "worker" and number.isascii() and number.isdecimal() and len(number) <= 9 else None
