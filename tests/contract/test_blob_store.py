@@ -159,7 +159,9 @@ def test_gives_up_when_told(own_redis: LocalRedis) -> None:
     store = RedisBlobs(client_of(own_redis), give_up=stopping.is_set, sleep=Pauses(3, stopping.set))
     own_redis.kill()
     for call in (lambda: store.get("a"), lambda: store.put("a", [b"1"], 60), lambda: store.delete("a")):
-        with pytest.raises(ServiceUnavailableError, match=r"Redis is unreachable .* start it, or correct redis\.address"):
+        with pytest.raises(
+            ServiceUnavailableError, match=r"Redis is unreachable .* start it, or correct redis\.address"
+        ):
             call()
 
 
