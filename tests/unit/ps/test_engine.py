@@ -416,3 +416,92 @@ def test_messages_before_a_restarted_server_knows_the_worker_ask_it_to_join() ->
         only(again.handle(Join(worker=0, instance="w0", session=bench.sessions[0]), 0.0), ev.SendWelcome)[0].session
         == bench.sessions[0]
     )
+
+
+class _OneBehind(Asp):
+    """Weights may be one version old."""
+
+    def min_version(self, view: PolicyView, worker: int) -> int:
+        return max(0, view.version - 1)
+
+
+def test_a_push_may_use_any_version_from_the_oldest_that_its_grant_allows_to_the_current_one() -> None:
+    bench = Bench(_OneBehind(), workers=2)
+    bench.join(0, 1)
+    bench.announce(0, 0, 3)
+    bench.push(0, 0)
+    assert (bench.grants[0, 1].version, bench.grants[0, 1].min_version) == (1, 0)
+    (update,) = only(bench.push(0, 1, version=0), ev.ApplyUpdate)
+    assert update.batches[0].push.version == 0
+    assert (bench.grants[0, 2].version, bench.grants[0, 2].min_version) == (2, 1)
+    for version in (0, 3):
+        assert only(bench.push(0, 2, version=version), ev.FetchGradient) == []
+    bench.announce(1, 0, 1)
+    bench.push(1, 0)
+    assert only(bench.push(0, 2, version=3), ev.ApplyUpdate), "newer than its grant: it is the current one by now"
+
+
+def test_a_policy_that_wants_a_version_that_is_not_made_yet_is_a_bug() -> None:
+    class Impatient(Asp):
+        def min_version(self, view: PolicyView, worker: int) -> int:
+            return view.version + 1
+
+    bench = Bench(Impatient(), workers=1)
+    bench.join(0)
+    with pytest.raises(IllegalEventError, match="policy asp wants version 1 at least, expected 0 to 0"):
+        bench.announce(0, 0, 1)
+
+
+class _Counting(Asp):
+    """Counts how often it was asked for its state; knows who is to hear of a version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def recipients(self, view: PolicyView) -> tuple[int, ...]:
+        self.count += 1
+        return (1,) if view.version == 2 else ()
+
+    def state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def restore(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_a_policy_says_who_is_sent_a_version_once_for_each() -> None:
+    policy = _Counting()
+    bench = Bench(policy, workers=2)
+    bench.join(0, 1)
+    bench.announce(0, 0, 3)
+    sent = [only(bench.push(0, batch), ev.PublishWeights) for batch in range(3)]
+    assert sent == [[], [ev.PublishWeights(version=2, workers=(1,))], []]
+    assert policy.count == 3
+
+
+def test_state_of_a_policy_is_in_the_snapshot_and_of_another_policy_is_left_out() -> None:
+    bench = Bench(_Counting(), workers=1)
+    bench.join(0)
+    bench.announce(0, 0, 1)
+    bench.push(0, 0)
+    snapshot = bench.engine.snapshot(0.0)
+    assert (snapshot.policy, snapshot.policy_state) == ("asp", {"count": 1})
+    stored = msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot), type=ev.EngineSnapshot)
+    again = _Counting()
+    Engine(settings(1), again, term=2, now=0.0, snapshot=stored)
+    assert again.count == 1
+    other = Engine(settings(1), Doll(1), term=2, now=0.0, snapshot=stored)
+    assert other.snapshot(0.0).policy_state is None
+    with pytest.raises(ValueError, match=r"policy asp keeps no state, got \['count'\]"):
+        Engine(settings(1), Asp(), term=2, now=0.0, snapshot=stored)
+
+
+def test_a_free_place_goes_to_the_worker_with_the_fewest_batches_in_the_group() -> None:
+    bench = Bench(Doll(4))
+    bench.join(0, 1, 2)
+    bench.announce(0, 0, 3)
+    assert granted(bench.announce(1, 0, 3)) == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    bench.announce(2, 0, 1)
+    actions = bench.handle(Leave(worker=0, session=bench.sessions[0], cause="spot"))
+    assert granted(actions) == [(2, 0), (1, 2)], "worker 1 announced earlier, and has two"

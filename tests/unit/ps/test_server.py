@@ -31,6 +31,7 @@ from doll.records import (
     Hello,
     Join,
     Nack,
+    NewVersion,
     Push,
     ServerStatus,
     Stop,
@@ -539,6 +540,15 @@ def test_it_measures_itself_once_a_second(rig: Rig) -> None:
     assert status.workers[1].session > 0
     assert 0 < status.leader_since_s <= status.time_s
     assert status.time_s - status.workers[1].live_since_s == pytest.approx(rig.now), "Unix seconds of its Join"
+
+
+def test_a_version_that_its_policy_sends_is_published_before_any_grant_of_it(rig: Rig) -> None:
+    rig.server.engine.policy.recipients = lambda view: (1,)  # type: ignore[method-assign]
+    rig.update()
+    (record,) = rig.outbox.of(NewVersion)
+    assert (record.worker, record.term, record.version) == (1, 1, 1)
+    assert rig.blobs.get(record.key) is not None
+    assert rig.grants() == []
 
 
 def test_a_state_of_another_build_is_not_taken_for_one() -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from distributions import install_wheel, write_distribution
 from doll.config import dump, parse
@@ -71,6 +72,7 @@ def test_it_is_found_and_its_section_is_checked() -> None:
     assert make_policy(config.training.policy).name == policy_spec("bounded_lead").name == "bounded_lead"
 
 
+@pytest.mark.slow  # long random runs
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("lead", [0, 2])
 @pytest.mark.parametrize("seed", range(12))
@@ -118,6 +120,17 @@ def test_its_state_survives_a_restart_of_the_server() -> None:
     world.start_ps()
     assert world.engine is not None
     assert world.engine.snapshot(world.now).policy_state == before
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_checkpoint_that_another_policy_of_that_name_wrote_is_refused() -> None:
+    world = World(section(lead=1))
+    world.high = [origin + 8 for origin in world.origins]
+    world.settle()
+    assert world.stored is not None
+    world.stored = msgspec.structs.replace(world.stored, policy_state={"rounds": 3})
+    with pytest.raises(ValueError, match=r"not a state of bounded_lead: \['rounds'\]"):
+        world.start_ps()
 
 
 @pytest.mark.usefixtures("installed")
