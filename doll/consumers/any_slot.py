@@ -1,4 +1,4 @@
-"""`doll worker --any-slot`: one of several processes that were all started alike."""
+"""`doll worker --any-slot`: one of several identical processes, which takes a free slot."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from doll import telemetry
+from doll.consumers.redis_slots import lease_slot
+from doll.kafka.job_end import on_finish
+from doll.storage.redis_client import connect_redis
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -25,10 +28,6 @@ def run_any_worker(config: JobConfig, services: Services, run_folder: Path) -> i
     Raises:
         DollError: as `run_worker`.
     """
-    from doll.consumers.redis_slots import lease_slot
-    from doll.kafka.job_end import on_finish
-    from doll.storage.redis_client import connect_redis
-
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())  # until the worker installs its own handler
 

@@ -10,6 +10,8 @@ import uuid
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from doll.config import JobConfig
 from doll.consumers.compressor import DenseCompressor
 from doll.consumers.dead_letters import DeadLetters
@@ -71,8 +73,6 @@ def _run(
     config: JobConfig, services: Services, worker: int, run_folder: Path, departure: Departure, heartbeat: Heartbeat
 ) -> int:
     booted_s = time.monotonic() + _env_number(BOOT_ENV)
-    import torch
-
     keep_freed_memory()
     torch.set_num_threads(config.worker.torch_threads)
     if not 0 <= worker < config.data.workers:

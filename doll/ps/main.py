@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import torch
+
 from doll.config import JobConfig
 from doll.kafka import topics
 from doll.kafka.samples_topic import describe_samples
@@ -68,8 +70,6 @@ def _run(
     heartbeat: Heartbeat,
     after_term: int,
 ) -> int:
-    import torch
-
     signals = Signals()
     keep_freed_memory()
     torch.set_num_threads(1)

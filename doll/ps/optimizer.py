@@ -6,6 +6,7 @@ compiler, which took 5 s of CPU on two slow cores at each start of a parameter s
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, assert_never
 
@@ -167,8 +168,6 @@ def _tensor(gradient: npt.NDArray[np.float32]) -> torch.Tensor:
 
 
 def _read_only(gradient: npt.NDArray[np.float32]) -> torch.Tensor:
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(gradient)

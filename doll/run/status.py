@@ -61,7 +61,7 @@ class JobStatus:
         lines = [f"{self.config.job} ({state})", one_line(snapshot, self.config.stop), worker_table(snapshot)]
         if snapshot.lost:
             lost = named(snapshot.lost)
-            lines.append(f"lost: {lost}: deleted from the topic before they were learned (see data.on_data_loss)")
+            lines.append(f"lost: {lost}: deleted from the log before they were learned (see data.on_data_loss)")
         for role, age_s in self.silent_s.items():
             lines.append(f"silent: {role}: no heartbeat for {clock(age_s)}{_SILENT.get(role, '')}")
         return "\n".join(lines)
