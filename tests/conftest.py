@@ -9,7 +9,9 @@ import re
 import socket
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+import fast_botocore
 import numpy as np
 import pytest
 import slow_tests
@@ -24,6 +26,13 @@ UNDER_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
 # No deadline: the machines are slow and shared. In CI the examples are the same each time.
 settings.register_profile("doll", deadline=None, derandomize=UNDER_CI)
 settings.load_profile("doll")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Where no slow test is wanted, their modules are not even imported: that would load torch."""
+    if config.option.markexpr == "not slow" and collection_path.name.startswith("test_"):
+        return slow_tests.slow_reason(collection_path, (), ()) is not None or None
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,6 +58,13 @@ def _seeds(monkeypatch: pytest.MonkeyPatch) -> None:
         sys.modules["torch"].manual_seed(0)
     for name in [name for name in os.environ if name.startswith(("DOLL_KAFKA", "DOLL_REDIS"))]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fast_botocore() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        fast_botocore.use(patch)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -143,9 +143,9 @@ def cycles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 
 def _imports(node: ast.AST, package: str, when: When = When.LOAD) -> Iterator[Import]:
-    for child in ast.iter_child_nodes(node):
+    for child in _statements(node):
         now = when
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and when is When.LOAD:
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) and when is When.LOAD:
             now = When.CALL
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             now = When.TYPING
@@ -158,6 +158,14 @@ def _imports(node: ast.AST, package: str, when: When = When.LOAD) -> Iterator[Im
             for alias in child.names:
                 yield Import(f"{base}.{alias.name}", child.lineno, now)
         yield from _imports(child, package, now)
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """What stands in the blocks of a statement; expressions hold no import."""
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+        children = getattr(node, block, None)
+        if isinstance(children, list):
+            yield from children
 
 
 def _absolute(statement: ast.ImportFrom, package: str) -> str:

@@ -13,6 +13,7 @@ from flicker import flicker
 from typer.testing import CliRunner
 
 
+@pytest.mark.slow  # backtests
 def test_doll_backtest_takes_any_folder_in_the_documented_form(tmp_path: Path) -> None:
     write_folder([flicker(5, hours=60.0)], tmp_path / "mine")
     arguments = ["backtest", str(tmp_path / "mine"), "--workers", "4", "--windows", "3", "--deadline-ratio", "1.2",
@@ -37,6 +38,7 @@ def test_doll_backtest_exports_what_it_reads(tmp_path: Path) -> None:
         assert (tmp_path / "copy" / name).read_text() == (tmp_path / "mine" / name).read_text()
 
 
+@pytest.mark.slow  # backtests
 def test_a_recording_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path) -> None:
     """One unusable folder stopped the whole backtest, also with --trace-set another one."""
     write_folder([flicker(5, hours=60.0)], tmp_path / "mine")

@@ -209,6 +209,7 @@ class CrashScenario:
         )
 
 
+@pytest.mark.slow  # random runs
 @given(st.integers(0, 2**32))
 @example(2093)  # a notice for an instance that the fleet does not list yet, at the job's end
 @hypothesis_settings(max_examples=25, deadline=None)
@@ -219,6 +220,7 @@ def test_any_crash_in_any_market(seed: int) -> None:
     scenario.check()
 
 
+@pytest.mark.slow  # random runs
 @given(st.integers(0, 2**32))
 @example(2185)
 @example(24174)
@@ -231,6 +233,7 @@ def test_any_crash_with_the_book_lost_now_and_then(seed: int) -> None:
     scenario.check()
 
 
+@pytest.mark.slow  # random runs
 @pytest.mark.parametrize("seed", range(5))
 def test_no_orphans_after_twenty_crashes_in_mid_run(seed: int) -> None:
     """The bar: 20 crashes, and the job is drained long before its end."""
@@ -249,6 +252,7 @@ def test_no_orphans_after_twenty_crashes_in_mid_run(seed: int) -> None:
     assert scenario.decisions[-1].phase == "drain"
 
 
+@pytest.mark.slow  # random runs
 @given(st.integers(0, 2**32))
 @hypothesis_settings(max_examples=15, deadline=None)
 def test_crashes_cost_no_deadline_and_no_money(seed: int) -> None:

@@ -93,6 +93,7 @@ def test_no_job_at_all_names_one_that_everybody_has() -> None:
     assert "as in: doll up digits" in doll("up").stderr
 
 
+@pytest.mark.slow  # loads torch, with the task
 @pytest.mark.parametrize(("name", "files"), [("digits", ["digits.yaml"]), ("stdin", ["stdin.yaml", "churn.py"])])
 def test_a_copy_has_all_that_it_needs_and_overwrites_nothing(name: str, files: list[str], empty: Path) -> None:
     result = doll("example", "copy", name, "mine/new")

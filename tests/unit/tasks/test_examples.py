@@ -27,6 +27,7 @@ def test_the_examples_are_there() -> None:
     assert {"digits.yaml", "emnist.yaml", "intrusion.yaml", "stdin.yaml"} <= set(NAMES)
 
 
+@pytest.mark.slow  # loads torch, with the task
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_loads_and_its_task_decodes_its_source(name: str) -> None:
     config = job_config.load(EXAMPLES / name)
