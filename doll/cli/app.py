@@ -46,7 +46,7 @@ app = typer.Typer(
 app.add_typer(config_app, name="config")
 app.add_typer(dead_app, name="dead")
 app.add_typer(example_app, name="example")
-app.add_typer(provision_app, name="provision")
+app.add_typer(provision_app, name="provision", short_help="Provision machines for a job's workers.")
 
 
 def _version(requested: bool) -> None:

@@ -45,8 +45,8 @@ class PolicyConfig(Section):
         """Why no update can be made and what to do, where `missing` batches cannot come from the live workers."""
         return (
             f"no update can be made: {missing} batches more are needed than the {live} live workers of {workers} can "
-            f"hold (worker.max_pending_batches {max_pending_batches}); start the missing workers, or restart with a larger "
-            "worker.max_pending_batches or a smaller group"
+            f"hold (worker.max_pending_batches {max_pending_batches}); start the missing workers, or restart with a "
+            "larger worker.max_pending_batches or a smaller group"
         )
 
 
