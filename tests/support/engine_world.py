@@ -23,8 +23,8 @@ from doll.ps.policies.doll import DollPolicyConfig
 from doll.ps.state import EngineSettings
 from doll.records import AnyRecord, Durable, Fence, Grant, Hello, Join, NewVersion, Welcome
 
-# Every policy that ships with DOLL.
-POLICIES: dict[str, PolicyConfig] = {name: policy_section(name)(name=name) for name in registered.built_in} | {
+# Every policy that is registered where the tests run, with its defaults.
+POLICIES: dict[str, PolicyConfig] = {name: policy_section(name)(name=name) for name in registered.names()} | {
     "doll": DollPolicyConfig(group_size=3)
 }
 

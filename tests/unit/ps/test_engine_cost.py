@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from access_counts import CountingList, count_reads, reads_per_event
 from benchmarks.engine import Driver
-from doll.config.policy import PolicyConfig
-from doll.ps.engine import Engine
 from doll.ps.events import Tick
 from doll.ps.policies.base import Policy
 from doll.ps.policies.doll import Doll
@@ -16,38 +14,6 @@ from doll.records import Leave
 from engine_world import POLICIES
 
 SMALL, LARGE = 8, 400
-
-
-class CountingList(list[Any]):
-    """Counts the elements that are read."""
-
-    reads = 0
-
-    def __getitem__(self, index: Any) -> Any:
-        CountingList.reads += 1
-        return super().__getitem__(index)
-
-    def __iter__(self) -> Iterator[Any]:
-        for element in super().__iter__():
-            CountingList.reads += 1
-            yield element
-
-
-def count_reads(engine: Engine) -> None:
-    """From now on, reads of workers and partitions count, whoever makes them."""
-    workers, partitions = CountingList(engine._workers), CountingList(engine._partitions)
-    engine._workers = engine._members._workers = workers
-    engine._partitions = engine._durability._partitions = partitions
-    CountingList.reads = 0
-
-
-def reads_per_event(policy: PolicyConfig, num_workers: int, rounds: int) -> float:
-    driver = Driver(policy, num_workers)
-    count_reads(driver.engine)
-    before = driver.num_events
-    for _ in range(rounds):
-        driver.round()
-    return CountingList.reads / (driver.num_events - before)
 
 
 @pytest.mark.parametrize("name", POLICIES)
