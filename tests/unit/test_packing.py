@@ -45,7 +45,7 @@ def header(*, magic: bytes = b"DLPK", version: int = 1, flags: int = 0, count: i
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
+    ("value", "expected"),
     [
         (b"", "expected a packed record .first bytes DLPK., because data.samples_per_record is above 1"),
         (b'{"json": 1, "and": "more"}', "expected a packed record"),
@@ -63,8 +63,8 @@ def header(*, magic: bytes = b"DLPK", version: int = 1, flags: int = 0, count: i
         (header(count=2, width=0) + struct.pack("<II", 1, 2) + b"abcd", "expected 3 bytes of samples, got 4"),
     ],
 )
-def test_what_does_not_add_up_is_refused_with_the_reason(value: bytes, says: str) -> None:
-    with pytest.raises(SampleError, match=says):
+def test_what_does_not_add_up_is_refused_with_the_reason(value: bytes, expected: str) -> None:
+    with pytest.raises(SampleError, match=expected):
         unpack(value, max_count=4)
 
 

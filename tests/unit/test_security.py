@@ -38,7 +38,7 @@ UNSAFE_CALLS = {
 
 def unsafe_uses(source: str) -> list[str]:
     """What a module imports or names of the above, with its line."""
-    found = []
+    lines = []
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Import():
@@ -54,8 +54,8 @@ def unsafe_uses(source: str) -> list[str]:
         for name in names:
             bad = name.split(".")[0] in UNSAFE_MODULES or name in UNSAFE_CALLS or name in ("allow_pickle", "shell")
             if bad and not (isinstance(node, ast.Name) and name in ("allow_pickle", "shell")):
-                found.append(f"line {getattr(node, 'lineno', '?')}: {name}")
-    return found
+                lines.append(f"line {getattr(node, 'lineno', '?')}: {name}")
+    return lines
 
 
 def test_the_search_finds_what_it_must() -> None:

@@ -142,7 +142,7 @@ def test_a_wrong_job_file_is_told_apart_and_exits_2(job: Path, overrides: list[s
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
+    ("value", "expected"),
     [
         ("!!bool x", "expected a value of tag:yaml.org,2002:bool, got 'x'"),
         ("!!int ''", "expected a value of tag:yaml.org,2002:int, got ''"),
@@ -150,13 +150,13 @@ def test_a_wrong_job_file_is_told_apart_and_exits_2(job: Path, overrides: list[s
         ("!!binary x", "could not determine a constructor"),
     ],
 )
-def test_a_yaml_tag_in_a_job_file_is_no_traceback(job: Path, value: str, says: str) -> None:
+def test_a_yaml_tag_in_a_job_file_is_no_traceback(job: Path, value: str, expected: str) -> None:
     text = job.read_text() + f"seed: {value}\n"
     job.write_text(text)
     for result in (doll("config", "check", job), doll("up", job)):
         assert result.exit_code == 2, result.exception
         assert f"doll: {job}: not YAML: " in result.stderr
-        assert says in result.stderr
+        assert expected in result.stderr
         assert isinstance(result.exception, SystemExit)
 
 

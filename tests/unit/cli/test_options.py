@@ -39,11 +39,11 @@ def test_options_of_one_meaning_have_one_spelling_on_every_command() -> None:
         meaning = MEANING.get(option.name, option.name)
         spelled = tuple(sorted((*option.opts, *option.secondary_opts)))
         by_meaning[meaning][spelled].append(command)
-        for one in spelled:
-            by_spelling[one][meaning].append(command)
+        for spelling in spelled:
+            by_spelling[spelling][meaning].append(command)
     assert len(by_meaning) > 30
-    assert {key: dict(found) for key, found in by_meaning.items() if len(found) > 1} == {}
-    assert {key: dict(found) for key, found in by_spelling.items() if len(found) > 1} == {}
+    assert {key: dict(uses) for key, uses in by_meaning.items() if len(uses) > 1} == {}
+    assert {key: dict(uses) for key, uses in by_spelling.items() if len(uses) > 1} == {}
     assert set(by_meaning["workers"][("--workers", "-N")]) == {"plan", "simulate", "backtest"}
     assert set(by_meaning["group_size"][("--group-size", "-K")]) == {"plan", "simulate"}
     assert set(by_meaning["batch_size"][("--batch-size", "-b")]) == {"plan", "simulate"}
@@ -53,18 +53,18 @@ def test_options_of_one_meaning_have_one_spelling_on_every_command() -> None:
 
 def test_every_time_is_written_in_the_same_way() -> None:
     for command, option in options():
-        for one in option.opts:
-            assert not one.endswith(("-s", "-hours", "-seconds")), f"{command} {one}: a time says its unit in its value"
+        for spelling in option.opts:
+            assert not spelling.endswith(("-s", "-hours", "-seconds")), f"{command} {spelling}: the value has the unit"
         assert (option.metavar == METAVAR) == (option.name in TIMES), f"{command} {option.opts}"
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected_s"),
     [("5400", 5400), ("90m", 5400), ("1.5h", 5400), ("1h30m", 5400), ("1 h 30 min", 5400), ("2d", 172_800),
      (".5s", 0.5), ("20ms", 0.02), ("1e3", 1000), ("0", 0), (180.0, 180)],
 )  # fmt: skip
-def test_a_time_has_one_meaning(text: str, found: float) -> None:
-    assert seconds(text) == pytest.approx(found)
+def test_a_time_has_one_meaning(text: str, expected_s: float) -> None:
+    assert seconds(text) == pytest.approx(expected_s)
 
 
 @pytest.mark.parametrize(

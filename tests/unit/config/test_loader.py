@@ -32,7 +32,7 @@ def test_two_keys_make_a_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "expected"),
     [
         ("data.workers=four", "data.workers: input should be a valid integer, unable to parse .*, got 'four'"),
         ("data.workers=2.5", "data.workers: input should be a valid integer, .*got 2.5"),
@@ -81,15 +81,15 @@ def test_two_keys_make_a_job() -> None:
         ("kafka.security=tls", "kafka.security: input should be 'plaintext', .*, got 'tls'"),
     ],
 )  # fmt: skip
-def test_a_wrong_value_is_named_with_what_was_expected(override: str, says: str) -> None:
+def test_a_wrong_value_is_named_with_what_was_expected(override: str, expected: str) -> None:
     message = wrong(MINIMAL, override)
     assert message.startswith("job.yaml: ")
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=expected):
         parse(MINIMAL, [override])
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "expected"),
     [
         ("data.batchsize=1", "data.batchsize: unknown key (did you mean 'batch_size'?)"),
         ("dta.workers=1", "dta: unknown key (did you mean 'data'?)"),
@@ -101,8 +101,8 @@ def test_a_wrong_value_is_named_with_what_was_expected(override: str, says: str)
         ("redis.password=x", "redis.password: unknown key"),
     ],
 )
-def test_an_unknown_key_is_named_with_the_nearest(override: str, says: str) -> None:
-    assert wrong(MINIMAL, override) == f"job.yaml: {says}"
+def test_an_unknown_key_is_named_with_the_nearest(override: str, expected: str) -> None:
+    assert wrong(MINIMAL, override) == f"job.yaml: {expected}"
 
 
 def test_a_key_of_another_policy_is_not_its_own_suggestion() -> None:
@@ -124,7 +124,7 @@ def test_every_fault_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected"),
     [
         ("a: [", "not YAML"),
         ("job: a\n\ttask: b", "not YAML"),
@@ -137,13 +137,13 @@ def test_every_fault_is_told_at_once() -> None:
         (MINIMAL + "1: 2\n", "keys should be strings, got 1"),
     ],
 )
-def test_what_is_no_job_file_is_refused(text: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+def test_what_is_no_job_file_is_refused(text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
         parse(text)
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "expected"),
     [
         ("data.workers", "--set: expected key.sub=value, got 'data.workers'"),
         ("=3", "--set: expected key.sub=value, got '=3'"),
@@ -154,9 +154,9 @@ def test_what_is_no_job_file_is_refused(text: str, says: str) -> None:
         ("seed=" + "[" * 5000, "value is not YAML"),
     ],
 )
-def test_a_malformed_override_is_refused(override: str, says: str) -> None:
+def test_a_malformed_override_is_refused(override: str, expected: str) -> None:
     message = wrong(MINIMAL, override)
-    assert says in message
+    assert expected in message
     assert len(message) < 500
 
 
@@ -247,7 +247,7 @@ def test_a_fleet_on_ec2_says_all_that_a_launch_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("override", "expected"),
     [
         ("fleet.launch_template_version=$Latest", "fleet.launch_template_version: .*valid integer.*got '.Latest'"),
         ("fleet.subnets=[]", "fleet.subnets: list should have at least 1 item"),
@@ -260,8 +260,8 @@ def test_a_fleet_on_ec2_says_all_that_a_launch_needs() -> None:
         ("fleet.max_price=0.1", "fleet.max_price: unknown key"),
     ],
 )
-def test_a_wrong_fleet_on_ec2_is_named(override: str, says: str) -> None:
-    assert re.search(says, wrong(MINIMAL + EC2, override))
+def test_a_wrong_fleet_on_ec2_is_named(override: str, expected: str) -> None:
+    assert re.search(expected, wrong(MINIMAL + EC2, override))
 
 
 POSITIVE = st.floats(1e-3, 1e6)

@@ -47,18 +47,18 @@ def test_the_newest_measurements_of_each_are_exposed_with_the_times_they_were_ma
     job.feed(Metric(source="evaluator", values={"loss": 0.5}, time_s=2))
     workers = [live_worker(0, silent_s=0.5), live_worker(1, restarts=2, lag_records=7)]
     job.feed(server_status(workers, version=5, counters={"joined": 3}, stalled_s=12.0, time_s=3))
-    found = exposed(job)
-    assert found[key("doll_ps_stalled_seconds")] == 12.0
-    assert found[key("doll_worker_lag_records", worker="1")] == 7
-    assert found[key("doll_worker_restarts_total", worker="1")] == 2
-    assert found[key("doll_worker_silent_seconds", worker="0")] == 0.5
-    assert found[key("doll_job_workers")] == 2
-    assert found[key("doll_ps_version")] == 5
-    assert found[key("doll_ps_joined_total")] == 3
-    assert found[key("doll_worker_live", worker="1")] == 1
-    assert found[key("doll_evaluator_loss")] == 0.5
-    assert found[key("doll_last_metric_timestamp_seconds", source="ps")] == 3
-    assert found[key("doll_last_metric_timestamp_seconds", source="evaluator")] == 2
+    values = exposed(job)
+    assert values[key("doll_ps_stalled_seconds")] == 12.0
+    assert values[key("doll_worker_lag_records", worker="1")] == 7
+    assert values[key("doll_worker_restarts_total", worker="1")] == 2
+    assert values[key("doll_worker_silent_seconds", worker="0")] == 0.5
+    assert values[key("doll_job_workers")] == 2
+    assert values[key("doll_ps_version")] == 5
+    assert values[key("doll_ps_joined_total")] == 3
+    assert values[key("doll_worker_live", worker="1")] == 1
+    assert values[key("doll_evaluator_loss")] == 0.5
+    assert values[key("doll_last_metric_timestamp_seconds", source="ps")] == 3
+    assert values[key("doll_last_metric_timestamp_seconds", source="evaluator")] == 2
 
 
 def test_an_update_tells_its_loss_and_what_each_worker_took_for_it() -> None:
@@ -69,10 +69,10 @@ def test_an_update_tells_its_loss_and_what_each_worker_took_for_it() -> None:
     job.feed(
         Update(term=1, version=1, members=members, n_samples=16, loss=0.7, metrics={"accuracy": 0.5}, apply_s=0.01)
     )
-    found = exposed(job)
-    assert found[key("doll_update_loss")] == 0.7
-    assert found[key("doll_update_prequential_accuracy")] == 0.5
-    assert found[key("doll_worker_compute_seconds", worker="1")] == 0.5
+    values = exposed(job)
+    assert values[key("doll_update_loss")] == 0.7
+    assert values[key("doll_update_prequential_accuracy")] == 0.5
+    assert values[key("doll_worker_compute_seconds", worker="1")] == 0.5
 
 
 def test_a_job_that_goes_on_has_not_finished_any_more() -> None:
@@ -124,10 +124,10 @@ def test_the_age_of_each_roles_last_sign_of_life_is_exposed() -> None:
     job.feed(Metric(source="provisioner", values={"spent_usd": 2.0}, time_s=400.0))
     job.feed(Metric(source="provisioner", values={}, time_s=700.0))
     job.feed(server_status([live_worker(0, silent_s=4.0)], time_s=999.0))
-    found = exposed(job)
-    assert found[key("doll_heartbeat_age_seconds", role="provisioner")] == 300.0
-    assert found[key("doll_heartbeat_age_seconds", role="ps")] == 1.0
-    assert found[key("doll_heartbeat_age_seconds", role="worker-0")] == 5.0
-    assert found[key("doll_provisioner_spent_usd")] == 2.0, "a sign of life wipes out no measurement"
+    values = exposed(job)
+    assert values[key("doll_heartbeat_age_seconds", role="provisioner")] == 300.0
+    assert values[key("doll_heartbeat_age_seconds", role="ps")] == 1.0
+    assert values[key("doll_heartbeat_age_seconds", role="worker-0")] == 5.0
+    assert values[key("doll_provisioner_spent_usd")] == 2.0, "a heartbeat keeps the metrics"
     job.feed(Metric(source="provisioner", values={"left": 1.0}, time_s=701.0))
     assert key("doll_heartbeat_age_seconds", role="provisioner") not in exposed(job)

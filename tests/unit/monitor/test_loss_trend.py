@@ -9,10 +9,10 @@ from doll.monitor.loss_trend import LossTrend
 
 
 def course(losses: list[float]) -> LossTrend:
-    found = LossTrend(window=10)
+    trend = LossTrend(window=10)
     for version, loss in enumerate(losses, 1):
-        found.add(version, 8, loss)
-    return found
+        trend.add(version, 8, loss)
+    return trend
 
 
 FALLING = [2.0 * 0.9**i + 0.1 for i in range(60)]
@@ -42,16 +42,16 @@ def test_a_loss_far_above_its_best_is_told(losses: list[float], expected: bool) 
 
 
 def test_the_best_window_is_named() -> None:
-    found = course([*FALLING, *[1.5] * 20])
-    assert found.best_version == 60
-    assert found.best == pytest.approx(sum(FALLING[-10:]) / 10)
-    assert found.last == 1.5
+    trend = course([*FALLING, *[1.5] * 20])
+    assert trend.best_version == 60
+    assert trend.best == pytest.approx(sum(FALLING[-10:]) / 10)
+    assert trend.last == 1.5
 
 
 def test_updates_without_samples_say_nothing() -> None:
-    found = course([1.0] * 20)
-    found.add(21, 0, 1e36)
-    assert not found.worsened
+    trend = course([1.0] * 20)
+    trend.add(21, 0, 1e36)
+    assert not trend.worsened
 
 
 def test_held_out_losses_need_no_window() -> None:

@@ -225,8 +225,8 @@ def test_lost_records_are_noted_once_and_counted(running: ProgressModel) -> None
     snapshot = running.snapshot(20.0)
     assert snapshot.lost == ((1, 40, 44), (1, 48, 50))
     assert "6 records lost" in one_line(snapshot, StopConfig())
-    told = [text for _, text in snapshot.events if "lost" in text]
-    assert told == [
+    texts = [text for _, text in snapshot.events if "lost" in text]
+    assert texts == [
         "records lost: partition 1: 40-43: deleted before they were learned (data.on_data_loss: stop)",
         "records lost: partition 1: 48-49: deleted before they were learned (data.on_data_loss: stop)",
     ]

@@ -27,13 +27,13 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_example_is_listed_with_what_runs_it() -> None:
-    found = json.loads(doll("example", "list", "--json").stdout)
-    assert [one["name"] for one in found] == NAMES
-    assert [one["command"] for one in found] == [
+    listed = json.loads(doll("example", "list", "--json").stdout)
+    assert [example["name"] for example in listed] == NAMES
+    assert [example["command"] for example in listed] == [
         "doll up digits", "doll up emnist", "doll up intrusion", "doll spot spot", "doll up stdin",
     ]  # fmt: skip
     text = doll("example", "list").stdout
-    assert all(f"{one['command']} " in text and one["description"] in text for one in found)
+    assert all(f"{example['command']} " in text and example["description"] in text for example in listed)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_what_is_there_under_the_name_counts_more_than_an_example(empty: Path) -
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "expected"),
     [
         ("digitz", "did you mean the example 'digits'?"),
         ("examples/digits.yaml", "ships with DOLL: use digits in place of the path"),
@@ -69,11 +69,11 @@ def test_what_is_there_under_the_name_counts_more_than_an_example(empty: Path) -
         ("zzz", "doll example list names those that ship with DOLL"),
     ],
 )
-def test_a_job_file_that_is_not_there_leads_to_the_example(name: str, says: str) -> None:
+def test_a_job_file_that_is_not_there_leads_to_the_example(name: str, expected: str) -> None:
     result = doll("up", name)
     assert result.exit_code == 2
     assert f"cannot read job file {name}: No such file or directory; " in result.stderr
-    assert says in result.stderr
+    assert expected in result.stderr
 
 
 def test_an_example_whose_data_does_not_ship_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,8 @@ def test_an_example_whose_data_does_not_ship_says_what_to_do(tmp_path: Path, mon
     at = tmp_path / "site" / "doll" / "examples"
     shutil.copytree(ROOT / "examples", at, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(examples, "__file__", str(at.parent / "cli" / "examples.py"))
-    lacking = {one["name"] for one in json.loads(doll("example", "list", "--json").stdout) if one["lacks_data"]}
+    listed = json.loads(doll("example", "list", "--json").stdout)
+    lacking = {example["name"] for example in listed if example["lacks_data"]}
     assert lacking == {"emnist", "intrusion"}
     result = doll("up", "intrusion")
     assert result.exit_code == 2
@@ -110,13 +111,13 @@ def test_a_copy_has_all_that_it_needs_and_overwrites_nothing(name: str, files: l
 
 def test_a_copy_that_cannot_be_made_says_why(empty: Path) -> None:
     (empty / "file").write_text("")
-    for name, to, says in (
+    for name, to, expected in (
         ("nothing", ".", "one of digits, emnist"),
         ("digits", "file/inner", "cannot write to file/inner"),
     ):
         result = doll("example", "copy", name, to)
         assert result.exit_code == 2
-        assert says in result.stderr
+        assert expected in result.stderr
 
 
 # --- help and pages -------------------------------------------------------------------------------------------------
@@ -153,7 +154,7 @@ def test_the_wheel_holds_the_examples_and_finds_them_there(tmp_path: Path, monke
         wheel.extractall(tmp_path / "site")
     monkeypatch.setattr(examples, "__file__", str(tmp_path / "site" / "doll" / "run" / "examples.py"))
     assert examples.folder() == tmp_path / "site" / "doll" / "examples"
-    assert [file.name for file in {one.name: one for one in examples.examples()}["stdin"].files] == [
+    assert [file.name for file in {example.name: example for example in examples.examples()}["stdin"].files] == [
         "stdin.yaml",
         "churn.py",
     ]

@@ -99,6 +99,6 @@ def test_the_status_of_a_run_that_has_ended_is_its_report(ended: runfolder.RunFo
 
     report = build_report(ProgressModel(load(ended.job), 0.0), RunOutcome("updates", 0, 3.5), None)
     ended.report.write_text(json.dumps(report))
-    found = status_of(open_target(ended.path, []))
-    assert found.to_dict() == report
-    assert found.text().startswith("line: 0 updates, 0 samples in 4 s (updates)")
+    status = status_of(open_target(ended.path, []))
+    assert status.to_dict() == report
+    assert status.text().startswith("line: 0 updates, 0 samples in 4 s (updates)")
