@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from doll.errors import InfeasiblePlanError
 from doll.monitor.rates import steady_update_rate
 from doll.theory.checks import Floats
 from doll.theory.fitting import CurveFit, Interval, first_crossing, fit_tail
@@ -210,8 +211,6 @@ def _curve(rows: Rows, measure: Measure) -> tuple[Floats, Floats]:
 
 def _updates_to(fit: CurveFit | None, reached: float | None, target: float) -> Interval | None:
     """J(ε): where the run reached the target, widened by the fit; else extrapolated by the fit."""
-    from doll.errors import InfeasiblePlanError
-
     try:
         fitted = fit.updates_to(target, reached=reached is not None) if fit is not None else None
     except InfeasiblePlanError:

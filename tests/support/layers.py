@@ -117,15 +117,11 @@ def module_cycles(graph: ImportGraph) -> list[str]:
     return [", ".join(group) for group in cycles(graph.edges())]
 
 
-def package_cycles(graph: ImportGraph, ignored: Sequence[str] = ()) -> list[str]:
-    """Groups of packages that import each other; imports in functions and for the type checker count.
-
-    Args:
-        ignored: imports that do not count, as `wrong_direction` writes them.
-    """
+def package_cycles(graph: ImportGraph) -> list[str]:
+    """Groups of packages that import each other; imports in functions and for the type checker count."""
     edges: dict[str, set[str]] = {}
     for name, target, _ in package_edges(graph):
-        if package_of(name) and package_of(target) and f"{name} -> {target}" not in ignored:
+        if package_of(name) and package_of(target):
             edges.setdefault(package_of(name), set()).add(package_of(target))
     return [", ".join(group) for group in cycles({name: sorted(targets) for name, targets in sorted(edges.items())})]
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 from doll import telemetry
 from doll.bounded import MalformedError, json_object, json_value, short
+from doll.config import ComposeFleetConfig
 from doll.errors import ConfigError, ServiceUnavailableError
 from doll.provisioner.fleets.port import EndReason, Fleet, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.planning.state import Market
@@ -298,8 +299,6 @@ def connect(config: JobConfig) -> ComposeFleet:
     Raises:
         ConfigError: another kind of fleet, or the compose file is not there.
     """
-    from doll.config import ComposeFleetConfig
-
     settings = config.fleet
     if not isinstance(settings, ComposeFleetConfig):
         raise ConfigError(f"fleet.kind: expected compose, got {settings.kind}")

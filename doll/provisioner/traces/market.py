@@ -21,7 +21,9 @@ import numpy as np
 
 from doll.errors import ConfigError
 from doll.provisioner.planning.state import Bools
+from doll.provisioner.traces.availability import Markov
 from doll.provisioner.traces.model import Floats, Pool, Series, constant
+from doll.provisioner.traces.windows import slots_up
 from doll.theory.cost import Prices
 
 _MARKOV = "chain"
@@ -109,8 +111,6 @@ class SpotMarket:
         Raises:
             ConfigError: a number out of its range.
         """
-        from doll.provisioner.traces.availability import Markov
-
         # A generator for each slot: what one meets does not depend on when the others are asked for.
         spans = [Markov(alpha, cycle_s, np.random.default_rng((seed, 1, n))).spans(n) for n in range(num_slots)]
         return cls(
@@ -133,8 +133,6 @@ class SpotMarket:
         Raises:
             ConfigError: a number out of its range.
         """
-        from doll.provisioner.traces.windows import slots_up
-
         rng = np.random.default_rng((seed, 2))
         latest = max(pool.start_s, pool.end_s - length_s * speed_up)
         start_s = float(rng.uniform(pool.start_s, latest)) if latest > pool.start_s else pool.start_s
