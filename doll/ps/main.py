@@ -46,7 +46,7 @@ def run_ps(
     """Serve the job until its stop rule is met (0), or until SIGTERM (0, after a checkpoint; the job can be resumed).
 
     Args:
-        standby: begin when no other server has been heard for `ps.lease_s`.
+        standby: begin when no other server has written anything for `ps.lease_s`.
         leader_check: has watched for another leader since the start of this process; None: there is none, or it is to
             be replaced.
         after_term: where there is no checkpoint: terms up to this one are known to be of earlier runs on the same
