@@ -1,4 +1,4 @@
-"""The command line `doll`: one program, one sub-command per role. Importing this loads no command."""
+"""The command line `doll`: commands parse options, call `doll.run` and others, and print. Importing this loads none."""
 
 
 def main() -> None:

@@ -3,6 +3,10 @@
 Order of precedence: defaults < file < `--set key=value`. Credentials are never in the file: they come from the
 environment (`DOLL_KAFKA_USERNAME`, `DOLL_KAFKA_PASSWORD`, `DOLL_REDIS_PASSWORD`) and are read where a connection is
 made.
+
+`job` has the whole file; `training`, `policy`, `data`, `source`, `roles`, `services`, `provision` and `fleets` have its
+sections, of `section.Section`. `variants` chooses among classes by a key, `plugins` loads extensions. `loader` reads a
+file, `explain` words its errors, `reference` generates docs/configuration.md.
 """
 
 from doll.config.data import DataConfig as DataConfig

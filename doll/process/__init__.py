@@ -1,1 +1,1 @@
-"""What every process of DOLL has: probes, signals, memory settings, fault points."""
+"""What all processes share: probes, heartbeats, signals, atomic files, metric names, memory settings, fault points."""
