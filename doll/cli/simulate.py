@@ -99,7 +99,7 @@ def simulate(
     if spot > settings.num_workers:
         raise usage(f"--spot: expected 0 .. {settings.num_workers} (the workers), got {spot}")
     if pool is not None and trace is None:
-        raise usage("--pool: expected --trace beside it")
+        raise usage("--pool: expected --trace too")
     preemption, availability = jobs.preemptions(
         settings, jobs.PAPER_ALPHA if alpha is None else alpha, jobs.PAPER_CYCLE_S if cycle is None else cycle,
         trace, pool,

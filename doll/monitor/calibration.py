@@ -42,7 +42,7 @@ class Calibration:
     """Measured constants of a run.
 
     Attributes:
-        fit: the fitted error curve; None where the run has too few evaluations (`no_fit_reason` says so).
+        fit: the fitted error curve; None where the run has too few evaluations (see `no_fit_reason`).
         updates_to_target: J(ε) with its 90 % interval; None without a target or a fit.
         reached_at: update at which the run itself reached the target; None if it did not.
         service_s, service_sd_s: μ_C and σ_C, mean and standard deviation over updates of a batch's gradient time.

@@ -1,4 +1,4 @@
-"""The fleet that a job file names, with its prices and its billing: the one place that knows all kinds of clouds.
+"""The fleet that a job file names, with its prices and its billing: where a new kind of fleet is added.
 
 Worker processes of this machine (`fleet.kind: processes`) need a fork server: `doll.run.provisioning` adds them.
 """

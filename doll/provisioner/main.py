@@ -30,7 +30,7 @@ from doll.services import Services
 POLL_S: Final = 0.2
 DRAIN_TURN_S: Final = 2.0
 DRAIN_TIMEOUT_S: Final = 900.0
-_URGENT_AFTER_S: Final = 1.0  # a worker that comes or goes is handled this soon, several of them in one turn
+_URGENT_AFTER_S: Final = 1.0  # a worker that joins or leaves is handled this soon, several of them in one turn
 
 log = telemetry.get_logger(__name__)
 
@@ -66,7 +66,7 @@ class Provisioner:
     """A running provisioner. Use as a context manager, then call `read_history` once, then one of the loops.
 
     Raises:
-        ConfigError: the job file does not say what is to be done, or the fleet cannot be used as it describes it.
+        ConfigError: the job file lacks the work or the rates, or its fleet cannot be used.
         ServiceUnavailableError: Kafka or Redis does not answer.
     """
 

@@ -1,4 +1,4 @@
-"""A simulated job from a job file and options; where both say nothing, the setting of the DOLL paper."""
+"""A simulated job from a job file and options; by default, the setting of the DOLL paper."""
 
 from __future__ import annotations
 

@@ -30,12 +30,12 @@ _MEASURED, _FORMULA = "#4c78a8", "#333333"
 
 @dataclass(frozen=True)
 class Summary:
-    """One run. Rates in updates per second; NaN where nothing can be said.
+    """One run. Rates in updates per second; NaN where undefined.
 
     Attributes:
         rate_formula: λ_U of Eq. (20): streams of slots that are up all the time, plus the availability's share of the
             others.
-        rate_at_observed_uptime: λ_U with the up-time that this run drew: what remains to tell apart is the queue.
+        rate_at_observed_uptime: λ_U at the up-time of this run: the rest of the difference is due to the queue.
         rate_measured: updates over the run's seconds, from the first update on.
         queue_growth: queue at the end over the queue in the middle; far above 1: it grows without bound.
         margin_sufficient, margin_necessary: Proposition 1 for the gradient time set; above 1 is stable in that form.
@@ -117,14 +117,14 @@ def summarise(system: System, alpha: float) -> Summary:
     Args:
         alpha: availability of spot slots that `rate_formula` assumes.
     """
-    settings, kept = system.settings, system.trajectory
+    settings, trajectory = system.settings, system.trajectory
     n, updates = settings.num_workers, system.version
     k_b = group_size(settings) * settings.batch_size
     margin = Margin(math.nan, math.nan)
     if settings.policy.serial_updates:
         margin = stability_margin(settings.rates_per_s, settings.batch_size, group_size(settings), settings.compute_s)
     drawn = sum(rate * system.slot_up_s(worker) for worker, rate in enumerate(settings.rates_per_s))
-    waiting = np.asarray(kept.waiting, float)
+    waiting = np.asarray(trajectory.waiting, float)
     on_demand_rate = formula_rate(settings, [False] * n, 1.0)
     return Summary(
         workers=n,
@@ -133,12 +133,12 @@ def summarise(system: System, alpha: float) -> Summary:
         seconds=system.now,
         rate_formula=formula_rate(settings, system.spot, alpha),
         rate_at_observed_uptime=drawn / k_b / system.now if system.now else math.nan,
-        rate_measured=steady_update_rate(kept.time_s, drop_fraction=0.0, drop_s=0.0),
+        rate_measured=steady_update_rate(trajectory.time_s, drop_fraction=0.0, drop_s=0.0),
         mean_up=system.up_worker_s / system.now if system.now else math.nan,
         mean_waiting_batches=float(waiting.mean()) if updates else math.nan,
         max_waiting_batches=int(waiting.max()) if updates else 0,
         queue_growth=_growth(waiting),
-        mean_group_s=float(np.mean(kept.group_s)) if updates else math.nan,
+        mean_group_s=float(np.mean(trajectory.group_s)) if updates else math.nan,
         margin_sufficient=margin.sufficient,
         margin_necessary=margin.necessary,
         preemptions=system.preemptions,
@@ -171,7 +171,7 @@ def write_report(system: System, summary: Summary, folder: Path) -> None:
     draw(system.trajectory, summary, folder / "simulation.png")
 
 
-def write_csv(kept: Trajectory, path: Path) -> None:
+def write_csv(trajectory: Trajectory, path: Path) -> None:
     """One row per update.
 
     Raises:
@@ -180,12 +180,14 @@ def write_csv(kept: Trajectory, path: Path) -> None:
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        columns = zip(kept.time_s, kept.waiting, kept.up, kept.group_s, kept.usd, strict=True)
+        columns = zip(
+            trajectory.time_s, trajectory.waiting, trajectory.up, trajectory.group_s, trajectory.usd, strict=True
+        )
         for update, (time_s, waiting, up, group_s, usd) in enumerate(columns, 1):
             writer.writerow((update, f"{time_s:.6f}", waiting, up, f"{group_s:.6f}", f"{usd:.6f}"))
 
 
-def draw(kept: Trajectory, summary: Summary, path: Path) -> None:
+def draw(trajectory: Trajectory, summary: Summary, path: Path) -> None:
     """Updates against the formula, workers up, queue and cost over time, as a PNG.
 
     Raises:
@@ -194,9 +196,9 @@ def draw(kept: Trajectory, summary: Summary, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    step = max(1, len(kept.time_s) // _PLOT_POINTS)
-    hours = [time_s / 3600.0 for time_s in islice(kept.time_s, None, None, step)]
-    updates = range(1, len(kept.time_s) + 1, step)
+    step = max(1, len(trajectory.time_s) // _PLOT_POINTS)
+    hours = [time_s / 3600.0 for time_s in islice(trajectory.time_s, None, None, step)]
+    updates = range(1, len(trajectory.time_s) + 1, step)
     figure = Figure(figsize=(10.4, 7.0), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
     figure.suptitle(
@@ -209,10 +211,10 @@ def draw(kept: Trajectory, summary: Summary, path: Path) -> None:
     formula = [summary.rate_formula * 3600.0 * hour for hour in hours]
     done.plot(hours, formula, "--", color=_FORMULA, label=f"λ_U t, λ_U = {summary.rate_formula:.4g}/s")
     done.legend(fontsize=8, frameon=False)
-    up.step(hours, kept.up[::step], where="post", color=_MEASURED, linewidth=0.9)
+    up.step(hours, trajectory.up[::step], where="post", color=_MEASURED, linewidth=0.9)
     up.set_ylim(0, summary.workers * 1.05)
-    queue.plot(hours, kept.waiting[::step], color=_MEASURED, linewidth=0.7)
-    cost.plot(hours, kept.usd[::step], color=_MEASURED)
+    queue.plot(hours, trajectory.waiting[::step], color=_MEASURED, linewidth=0.7)
+    cost.plot(hours, trajectory.usd[::step], color=_MEASURED)
     for axes, title, label in (
         (done, "Updates against theory", "updates"),
         (up, "Workers up", "workers"),

@@ -1,4 +1,4 @@
-"""The spot market that a job file describes: a recorded one or the paper's chain, and who may ask it for machines."""
+"""The spot market that a job file describes: a recorded pool or a Markov chain, and the controller's probe of it."""
 
 from __future__ import annotations
 
