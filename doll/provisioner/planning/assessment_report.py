@@ -23,7 +23,7 @@ def report_text(assessment: Assessment, notes: Sequence[str]) -> str:
     count = request.num_workers
     lines = []
     if assessment.problem is not None:
-        lines += [f"NOT FEASIBLE: {assessment.problem}", "", "The best feasible mix of markets:"]
+        lines += [f"NOT FEASIBLE: {assessment.problem}", "", "The best possible result:"]
     else:
         lines.append(f"Feasible; {_BINDING[assessment.binding]}.")
     lines += [
