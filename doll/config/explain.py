@@ -56,7 +56,7 @@ _TYPE_NAME = re.compile(r"constrained-\w+|list\[.*\]")
 
 
 def _location(loc: Sequence[str | int]) -> list[str]:
-    """The key as it stands in the file: without the type names that pydantic puts in."""
+    """The key as the file has it, without the type names that pydantic adds."""
     return [str(part) for part in loc if not _TYPE_NAME.fullmatch(str(part))]
 
 

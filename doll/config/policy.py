@@ -67,7 +67,7 @@ def policy_section(name: str) -> type[PolicyConfig]:
 
 
 class _Policies(Variants):
-    """The sections of all registered policies; one that nobody names is not imported."""
+    """The sections of all registered policies; a policy that is not used is not imported."""
 
     @property
     def classes(self) -> dict[str, type[Section]]:
