@@ -108,8 +108,8 @@ class BillLine:
     free: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = msgspec.to_builtins(self)
-        return found
+        plain: dict[str, Any] = msgspec.to_builtins(self)
+        return plain
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class Bill:
 
     def to_dict(self, *, lines: bool = False) -> dict[str, Any]:
         """Plain values for JSON."""
-        found: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "lines"}
-        return {**found, "lines": [line.to_dict() for line in self.lines]} if lines else found
+        plain: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "lines"}
+        return {**plain, "lines": [line.to_dict() for line in self.lines]} if lines else plain
 
 
 def bill_lines(
@@ -198,20 +198,25 @@ def bill_lines(
     """
     ready_s, fenced_s = ready_s or {}, fenced_s or {}
     pools: dict[tuple[str, Market], list[Instance]] = {}
-    for one in instances:
-        pools.setdefault((one.pool, one.market), []).append(one)
+    for instance in instances:
+        pools.setdefault((instance.pool, instance.market), []).append(instance)
     lines = []
     for (pool, market), members in pools.items():
-        start_s = np.array([one.launched_s for one in members])
-        end_s = np.maximum(start_s, [now_s if one.ended_s is None else one.ended_s for one in members])
+        start_s = np.array([instance.launched_s for instance in members])
+        end_s = np.maximum(start_s, [now_s if instance.ended_s is None else instance.ended_s for instance in members])
         # A moment's mean is its price.
         until_s = np.maximum(end_s, start_s + 1e-3)
         series = price_of(pool, market, float(start_s.min()), float(until_s.max()))
         usd_per_s = (_integral(series, until_s) - _integral(series, start_s)) / (until_s - start_s) / SECONDS_PER_HOUR
-        for index, one in enumerate(members):
+        for index, instance in enumerate(members):
             lines.append(
                 _line(
-                    one, rule, float(end_s[index]), float(usd_per_s[index]), ready_s.get(one.id), fenced_s.get(one.id)
+                    instance,
+                    rule,
+                    float(end_s[index]),
+                    float(usd_per_s[index]),
+                    ready_s.get(instance.id),
+                    fenced_s.get(instance.id),
                 )
             )
     return lines
@@ -222,28 +227,28 @@ def _integral(series: Series, at_s: Floats) -> Floats:
     times, values = series.times_s, series.values
     sums = np.concatenate(([0.0], np.cumsum(values[:-1] * np.diff(times))))
     index = np.clip(np.searchsorted(times, at_s, side="right") - 1, 0, len(times) - 1)
-    found: Floats = sums[index] + values[index] * (at_s - times[index])
-    return found
+    integral: Floats = sums[index] + values[index] * (at_s - times[index])
+    return integral
 
 
 def _line(
-    one: Instance, rule: BillingRule, end_s: float, usd_per_s: float, ready_s: float | None, fenced_s: float | None
+    instance: Instance, rule: BillingRule, end_s: float, usd_per_s: float, ready_s: float | None, fenced_s: float | None
 ) -> BillLine:
-    free = rule.is_free(one)
-    billed_s = 0.0 if free else rule.billed_s(end_s - one.launched_s)
+    free = rule.is_free(instance)
+    billed_s = 0.0 if free else rule.billed_s(end_s - instance.launched_s)
     served_s = 0.0
     if ready_s is not None:
         until_s = end_s if fenced_s is None else min(end_s, fenced_s)
-        served_s = min(billed_s, max(0.0, until_s - max(one.launched_s, ready_s)))
+        served_s = min(billed_s, max(0.0, until_s - max(instance.launched_s, ready_s)))
     return BillLine(
-        id=one.id,
-        slot=one.slot,
-        incarnation=one.incarnation,
-        market=one.market,
-        pool=one.pool,
-        launched_s=one.launched_s,
-        ended_s=one.ended_s,
-        end_reason=one.end_reason.value,
+        id=instance.id,
+        slot=instance.slot,
+        incarnation=instance.incarnation,
+        market=instance.market,
+        pool=instance.pool,
+        launched_s=instance.launched_s,
+        ended_s=instance.ended_s,
+        end_reason=instance.end_reason.value,
         billed_s=billed_s,
         usd=usd_per_s * billed_s,
         usd_without_boots=usd_per_s * served_s,
@@ -265,7 +270,7 @@ def bill(
     Raises:
         ServiceUnavailableError: as the price feed does.
     """
-    distinct = {one.id: one for one in instances}
+    distinct = {instance.id: instance for instance in instances}
     return Bill.of(bill_lines(distinct.values(), price_of, rule, now_s, ready_s=ready_s, fenced_s=fenced_s))
 
 

@@ -1,4 +1,4 @@
-"""One provisioner at a time: two would double the fleet. The newest claim wins; whoever has an older one must stop.
+"""One provisioner at a time: two would double the fleet. The newest claim wins; a provisioner with an older one stops.
 
 Claims lie beside the job's checkpoints, and are made as a parameter server makes its own: a file created exclusively,
 or an S3 object put on condition that it is not there.

@@ -78,7 +78,7 @@ class Observed:
     """Feed it records and the ends of the partitions; ask it what the planner needs.
 
     Args:
-        prior_rates_per_s: λ_n as the job file says, samples per second, shape (N,).
+        prior_rates_per_s: λ_n of the job file, samples per second, shape (N,).
         samples_per_record: m of packed records.
         prior_alpha, prior_cycle_s: what is believed of spot before anything is seen.
         heartbeat_timeout_s: a worker that is not heard for this long, while others are, does not work.
@@ -120,7 +120,7 @@ class Observed:
         """(version, loss, accuracy) of each held-out evaluation that counts."""
         self._service = (0, 0.0)
         self.last_decision: ProvisionDecision | None = None
-        """The newest decision that a provisioner has told of, ours included."""
+        """The newest decision that a provisioner has published, this one included."""
 
     @property
     def num_slots(self) -> int:
@@ -166,7 +166,7 @@ class Observed:
                 count, seconds = self._service
                 self._service = (
                     count + len(record.members),
-                    seconds + sum(one.compute_s + one.fetch_s + one.store_s for one in record.members),
+                    seconds + sum(member.compute_s + member.fetch_s + member.store_s for member in record.members),
                 )
             case Finished() if record.term >= self.term:
                 self.finished = record.reason
@@ -188,7 +188,7 @@ class Observed:
         slot.last_seen_s = max(slot.last_seen_s, at_s)
 
     def _read_on(self, record: Alive, slot: _Slot, at_s: float) -> None:
-        """The reading of a worker that is behind its stream says how fast it can be."""
+        """The reading speed of a worker that is behind its stream limits its rate."""
         if slot.read_to >= 0 and record.next_offset >= slot.read_to and at_s > slot.read_at_s:
             tally = np.zeros((2, self.num_slots))
             samples = (record.next_offset - slot.read_to) * self._samples_per_record
@@ -212,7 +212,7 @@ class Observed:
                 self.last_decision = None
         self.term, self.finished = record.term, None
         self.version, self.batches_done = max(0, record.resumed_version), max(0, record.resumed_batches)
-        self.evaluations = [one for one in self.evaluations if one[0] <= record.resumed_version]
+        self.evaluations = [evaluation for evaluation in self.evaluations if evaluation[0] <= record.resumed_version]
 
     def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
         """The end of each sample partition, offsets, as seen at `now_s`: how fast samples come."""
@@ -262,15 +262,15 @@ class Observed:
         return sorted(errors_by_version), [errors_by_version[version] for version in sorted(errors_by_version)]
 
     def holder(self, slot: int) -> SlotHolder | None:
-        """Who holds the slot; None while nobody has been welcomed."""
-        one = self._slots[slot]
-        if not one.process_id:
+        """Who holds the slot; None while no worker was welcomed."""
+        holder = self._slots[slot]
+        if not holder.process_id:
             return None
-        works = not one.left and self.last_seen_s - one.last_seen_s <= self.heartbeat_timeout_s
-        return SlotHolder(one.incarnation, one.since_s, one.last_seen_s, works)
+        works = not holder.left and self.last_seen_s - holder.last_seen_s <= self.heartbeat_timeout_s
+        return SlotHolder(holder.incarnation, holder.since_s, holder.last_seen_s, works)
 
     def ps_since_s(self, now_s: float) -> float | None:
-        """Since when a parameter server has been there without a pause; None where none is: nobody can join then."""
+        """Since when a parameter server has run without a pause; None where none runs: no worker can join then."""
         return self._ps_since_s if now_s - self._ps_last_seen_s <= self.heartbeat_timeout_s else None
 
     def highest_incarnation(self, slot: int) -> int:
@@ -287,7 +287,7 @@ class Observed:
             "version": self.version, "batches_done": self.batches_done, "term": self.term, "finished": self.finished,
             "generation": self.generation,
             "generation_s": self.generation_s if math.isfinite(self.generation_s) else None,
-            "evaluations": [list(one) for one in self.evaluations], "service": list(self._service),
+            "evaluations": [list(evaluation) for evaluation in self.evaluations], "service": list(self._service),
             "spot": self.spot.to_dict(), "arrived": self._arrived.to_dict(), "read": self._read.to_dict(),
             "boots": self.boots.to_dict(),
         }  # fmt: skip
@@ -300,14 +300,14 @@ class Observed:
         """
         if len(kept["slots"]) != len(self._slots):
             raise ValueError(f"expected {len(self._slots)} slots, got {len(kept['slots'])}")
-        self._slots = [_Slot(**one) for one in kept["slots"]]
+        self._slots = [_Slot(**fields) for fields in kept["slots"]]
         self.last_seen_s = -math.inf if kept["last_seen_s"] is None else float(kept["last_seen_s"])
         self.version, self.batches_done = int(kept["version"]), int(kept["batches_done"])
         self.term, self.finished = int(kept["term"]), kept["finished"]
         self.generation = int(kept.get("generation", 0))  # earlier releases had none
         generation_s = kept.get("generation_s")
         self.generation_s = -math.inf if generation_s is None else float(generation_s)
-        self.evaluations = [(int(one[0]), float(one[1]), one[2]) for one in kept["evaluations"]]
+        self.evaluations = [(int(version), float(loss), accuracy) for version, loss, accuracy in kept["evaluations"]]
         self._service = (int(kept["service"][0]), float(kept["service"][1]))
         self.spot.restore(kept["spot"])
         self._arrived.restore(kept["arrived"])

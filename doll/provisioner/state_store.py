@@ -1,4 +1,4 @@
-"""What the provisioner keeps of itself: its state in one small file, replaced whole, and a journal of its decisions."""
+"""What the provisioner persists: its state in one small file, replaced atomically, and a journal of its decisions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StateStore(Protocol):
     """State and journal of one provisioner. Values are plain, as JSON has them."""
 
     def load(self) -> dict[str, Any] | None:
-        """What was saved last; None where nothing was, or it cannot be understood. May be repeated."""
+        """What was saved last; None where nothing was, or it cannot be read. May be repeated."""
 
     def save(self, kept: Mapping[str, Any]) -> None:
         """Replace what was saved, whole or not at all; durable on return. May be repeated.
@@ -32,7 +32,7 @@ class StateStore(Protocol):
         """
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Add a line to the journal. What matters is noted before it is done.
+        """Add a line to the journal. Actions are written before they are done.
 
         Raises:
             ConfigError: it cannot be written.

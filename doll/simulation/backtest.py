@@ -62,7 +62,7 @@ class Row:
 
     Attributes:
         cost_percent: mean cost, percent of all on demand.
-        over_bound: mean cost over that of a clairvoyant; nobody can be below 1.
+        over_bound: mean cost over that of a clairvoyant; never below 1.
     """
 
     trace_set: str
@@ -206,7 +206,7 @@ def backtest_one(
     )  # fmt: skip
     full_usd = on_demand_s * len(rates) * windows.on_demand / 3600.0
     bound = clairvoyant_usd(windows, rates_per_s=settings.rates_per_s, samples=job.samples, deadline_s=deadline_s)
-    free_usd = np.where(bound > 0, 0.0, 1e-9 * full_usd)  # where spot costs nothing, nobody is a multiple of it
+    free_usd = np.where(bound > 0, 0.0, 1e-9 * full_usd)  # where spot is free, there is no ratio
     rows = []
     for policy in policies:
         outcome = replay(policy, job, windows)

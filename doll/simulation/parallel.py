@@ -29,8 +29,8 @@ def backtest_on(
     """
     tasks = cells(sets, settings)
     if processes < 2 or "fork" not in multiprocessing.get_all_start_methods():
-        found = (backtest_one(sets[index], ratio, settings, policies()) for index, ratio in tasks)
-        return _gather(found, sets, tasks, progress)
+        results = (backtest_one(sets[index], ratio, settings, policies()) for index, ratio in tasks)
+        return _gather(results, sets, tasks, progress)
     # A fork has the recordings already: nothing but rows goes between the processes.
     context = multiprocessing.get_context("fork")
     with context.Pool(min(processes, len(tasks)), _begin, (os.getpid(), sets, settings, policies)) as pool:
@@ -50,13 +50,13 @@ def _replay(task: tuple[int, float]) -> list[Row]:
 
 
 def _gather(
-    found: Iterable[list[Row]],
+    results: Iterable[list[Row]],
     sets: Sequence[TraceSet],
     tasks: Sequence[tuple[int, float]],
     progress: Callable[[str], None] | None,
 ) -> list[Row]:
     rows = []
-    for (index, ratio), some in zip(tasks, found, strict=True):
+    for (index, ratio), some in zip(tasks, results, strict=True):
         rows += some
         if progress is not None:
             progress(f"{sets[index].name} x {ratio:g}")

@@ -1,4 +1,4 @@
-"""What a simulation is told: the job, the machines and how they vanish."""
+"""What a simulation needs to know: the job, the machines and how they are preempted."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class SimulationSettings:
         updates: the run ends after so many model updates; None: only `seconds` ends it.
         seconds: the run ends at this virtual time; None: only `updates` ends it.
         random_phase: each worker begins with a batch that is filled to a random degree. Without it all batches of equal
-            streams complete together and stay in step for hundreds of seconds (digest 1.3, "Phase trap").
-        replacement: tell the engine of preemptions, so that it replaces lost batches (digest D3). False is the paper's
+            streams complete together and stay in step for hundreds of seconds.
+        replacement: report preemptions to the engine, so that it replaces lost batches. False is the paper's
             Algorithm 4 as printed: the group waits until the worker is back.
-        arrivals_pause: samples stop arriving at a worker that is down (the paper's model, digest 1.2 (a)). False: they
+        arrivals_pause: samples stop arriving at a worker that is down (the paper's model). False: they
             pile up in the log and a returned worker announces all of them.
         sample_every_s: spacing of the rows of the time series; None: one row per update.
     """

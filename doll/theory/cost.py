@@ -158,7 +158,7 @@ def cost_ratio(deadline_ratio: float, num_workers: int, alpha: float, prices: Pr
     bound on savings; the upper bound on cost is added. The maximum with π_s/π_o covers r >= 1/α.
 
     Raises:
-        ValueError: the deadline is below θ_0 (a deadline nobody can meet has no ratio), or a number out of range.
+        ValueError: the deadline is below θ_0 (a deadline that cannot be met has no ratio), or a number out of range.
 
     >>> ratio = cost_ratio(1.05, 64, 0.9, Prices(0.158, 0.286))
     >>> round(ratio.num_spot_real, 3), round(ratio.lower, 4)

@@ -63,14 +63,14 @@ class CurveFit:
             InfeasiblePlanError: the fitted floor is at or above the target, constraint "error".
         """
         point = self.curve.updates_to(target)
-        found = []
+        estimates = []
         for rho, beta, gamma in self.replicas.tolist():
             try:
-                found.append(float(Decay(rho, beta, gamma).updates_to(target)))
+                estimates.append(float(Decay(rho, beta, gamma).updates_to(target)))
             except InfeasiblePlanError:
                 if not reached:
-                    found.append(math.inf)
-        low, high = np.quantile(found, [0.05, 0.95], method="nearest") if found else (math.nan, math.nan)
+                    estimates.append(math.inf)
+        low, high = np.quantile(estimates, [0.05, 0.95], method="nearest") if estimates else (math.nan, math.nan)
         return Interval(point, float(low), float(high))
 
 
@@ -121,8 +121,8 @@ def fit_decay(
     starts = rng.integers(0, len(at) - length + 1, size=(replicas, math.ceil(len(at) / length)))
     index = (starts[:, :, np.newaxis] + np.arange(length)).reshape(replicas, -1)[:, : len(at)]
     resampled = best.error(at) * (1 + noise[index])
-    found = _fit(at, weights, np.maximum(resampled, 1e-12))
-    low, high = np.quantile(found, [0.05, 0.95], axis=0)
+    fits = _fit(at, weights, np.maximum(resampled, 1e-12))
+    low, high = np.quantile(fits, [0.05, 0.95], axis=0)
     bounds = [Interval(point, float(low[n]), float(high[n])) for n, point in enumerate((rho, beta, gamma))]
     return CurveFit(
         curve=best,
@@ -133,7 +133,7 @@ def fit_decay(
         num_points=len(at),
         first_update=float(at[0]),
         last_update=float(at[-1]),
-        replicas=found,
+        replicas=fits,
     )
 
 

@@ -229,7 +229,7 @@ def check_budget(cost_usd: float, budget_usd: float | None, *, updates: float, d
 
 
 def _relative_cost(effective: Floats, alpha: float, prices: Prices) -> Floats:
-    """USD per sample and hour-second: burn over effective rate, n = 0 .. N; infinite where nobody works."""
+    """USD per sample and hour-second: burn over effective rate, n = 0 .. N; infinite where no worker works."""
     count = len(effective) - 1
     slope = alpha * prices.spot_usd_per_h - prices.on_demand_usd_per_h
     burn = count * prices.on_demand_usd_per_h + slope * np.arange(count + 1)

@@ -128,12 +128,12 @@ def step_probabilities(step_s: float, alpha: float, cycle_s: float) -> StepProba
         return StepProbabilities(0.0, 1.0)
     if alpha == 0:
         return StepProbabilities(1.0, 0.0)
-    found = StepProbabilities(step_s / (alpha * cycle_s), step_s / ((1 - alpha) * cycle_s))
-    if max(found) > 1:
+    probabilities = StepProbabilities(step_s / (alpha * cycle_s), step_s / ((1 - alpha) * cycle_s))
+    if max(probabilities) > 1:
         raise ValueError(
             f"step_s: expected at most {min(alpha, 1 - alpha) * cycle_s:g} s for this chain, got {step_s:g}"
         )
-    return found
+    return probabilities
 
 
 def availability_from_now(up: bool, horizon_s: float, alpha: float, cycle_s: float) -> float:

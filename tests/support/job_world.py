@@ -17,7 +17,7 @@ from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.planning.state import Market, PlannerSettings
 from doll.provisioner.settings import ControllerSettings
 from doll.provisioner.traces.model import Series, constant
-from doll.records import Alive, Finished, Join, Metric, TermStarted, Update, Welcome
+from doll.records import Alive, Finished, Join, ServerStatus, TermStarted, Update, Welcome
 from doll.theory.cost import Prices
 
 SPOT, ON_DEMAND = 0.158, 0.286
@@ -155,8 +155,8 @@ class JobWorld:
         for slot in self.working():
             _, _, session = self._holders[slot]
             self.log.append((Alive(worker=slot, session=session, next_offset=int(self._read[slot])), now_s))
-        self.log.append((Metric(source="ps", values={"term": 1.0}, time_s=now_s), now_s))
         version, batches = self.progress()
+        self.log.append((self._server_status(version, batches), now_s))
         if version > 0:
             update = Update(term=1, version=version, members=(), n_samples=1, loss=1.0, batches_total=batches)
             self.log.append((update, now_s))
@@ -164,6 +164,13 @@ class JobWorld:
         if batches * planner.batch_size >= planner.samples:
             self.finished_s = now_s
             self.log.append((Finished(term=1, version=version, reason="updates", time_s=now_s), now_s))
+
+    def _server_status(self, version: int, batches: int) -> ServerStatus:
+        return ServerStatus(
+            term=1, time_s=self._now(), leader_since_s=0.0, pid=1, version=version, durable_version=version,
+            samples_total=int(self.samples), batches_total=batches, waiting_batches=0, computing_batches=0,
+            shortfall_batches=0, stalled_s=0.0, workers=(),
+        )  # fmt: skip
 
     def _join(self, one: Instance, now_s: float) -> None:
         holder = self._holders.get(one.slot)

@@ -153,7 +153,7 @@ class MotoMarket:
         token = param("ClientToken")
         self.requests.append({**request, "ClientToken": token})
         if self.api_errors:
-            raise EC2ClientError(self.api_errors.popleft(), "told to fail")
+            raise EC2ClientError(self.api_errors.popleft(), "failure of the test")
         same = json.dumps(request, sort_keys=True, default=str)
         if token in self._answers:
             if self._answers[token][0] != same:

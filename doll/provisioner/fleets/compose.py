@@ -52,7 +52,7 @@ _STATES: Final[Mapping[str, InstanceState]] = {
     "dead": InstanceState.ENDED,
 }
 _BY_SIGNAL: Final = (137, 143)  # 128 + SIGKILL, 128 + SIGTERM
-# What docker says, in small letters, and what to do about it; the first that fits counts.
+# Docker's messages, in lower case, and what to do about them; the first match counts.
 _FAILURES: Final = (
     ("cannot connect to the docker daemon", LaunchFailure.THROTTLED),
     ("error during connect", LaunchFailure.THROTTLED),
@@ -67,16 +67,16 @@ _GONE: Final = ("no such container", "no such object", "is not running", "is alr
 
 
 class DockerError(Exception):
-    """A docker command failed. `says`: its standard error."""
+    """A docker command failed. `message`: its standard error, in lower case."""
 
-    def __init__(self, command: Sequence[str], says: str) -> None:
-        super().__init__(f"`{' '.join(command[:4])} ...` failed: {says or 'it said nothing'}")
-        self.says = says.lower()
+    def __init__(self, command: Sequence[str], message: str) -> None:
+        super().__init__(f"`{' '.join(command[:4])} ...` failed: {message or 'without a message'}")
+        self.message = message.lower()
 
     @property
     def failure(self) -> LaunchFailure:
         """What does not fit the table will not work the next time either: a person must look."""
-        return next((failure for words, failure in _FAILURES if words in self.says), LaunchFailure.CONFIG)
+        return next((failure for words, failure in _FAILURES if words in self.message), LaunchFailure.CONFIG)
 
 
 class ComposeFleet:
@@ -110,7 +110,7 @@ class ComposeFleet:
         self._timeout_s = timeout_s
         self._clock = clock
         self._environment = dict(environment) if environment is not None else None
-        self._sigterm_s: dict[str, float] = {}  # when an instance was told to end
+        self._sigterm_s: dict[str, float] = {}  # when an instance got SIGTERM
 
     def launch(self, order: Order) -> Instance:
         """As the port. Everything that keeps it from an instance is a `LaunchError`, the engine being away too."""
@@ -118,10 +118,10 @@ class ComposeFleet:
         if POOL in order.avoid:
             raise LaunchError(f"{name}: the only pool is to be avoided", failure=LaunchFailure.CAPACITY, pools=[POOL])
         try:
-            if (found := self._inspect([name])) and found[0].state is not InstanceState.PENDING:
-                return found[0]
-            if found:
-                self._run([self._docker, "start", name])  # whoever made it was cut off before it started it
+            if (instances := self._inspect([name])) and instances[0].state is not InstanceState.PENDING:
+                return instances[0]
+            if instances:
+                self._run([self._docker, "start", name])  # its creator crashed before it started it
             else:
                 self._start(order, name)
             (made,) = self._inspect([name])
@@ -143,19 +143,27 @@ class ComposeFleet:
             ServiceUnavailableError: the engine does not answer.
         """
         try:
-            found = self._listed()
+            instances = self._listed()
             now_s = self._clock()
-            late = [one.id for one in found if one.state is InstanceState.ENDING and self._is_late(one.id, now_s)]
-            old = [one.id for one in found if one.ended_s is not None and now_s - one.ended_s > ENDED_KEPT_S]
+            late = [
+                instance.id
+                for instance in instances
+                if instance.state is InstanceState.ENDING and self._is_late(instance.id, now_s)
+            ]
+            old = [
+                instance.id
+                for instance in instances
+                if instance.ended_s is not None and now_s - instance.ended_s > ENDED_KEPT_S
+            ]
             if late:
                 self._run_over([self._docker, "kill"], late)
             if old:
                 self._run_over([self._docker, "rm", "--force"], old)
         except DockerError as error:
             raise _unusable(error) from error
-        for id_ in set(self._sigterm_s) - {one.id for one in found} | set(old):
+        for id_ in set(self._sigterm_s) - {instance.id for instance in instances} | set(old):
             self._sigterm_s.pop(id_, None)
-        return [one for one in found if one.id not in old]
+        return [instance for instance in instances if instance.id not in old]
 
     def terminate(self, ids: Collection[str]) -> None:
         """As the port: SIGTERM now, SIGKILL at a later `instances()` where that did not help.
@@ -167,13 +175,13 @@ class ComposeFleet:
         if not ids:
             return
         try:
-            own = {one.id: one for one in self._listed() if one.id in ids}
-            running = [id_ for id_, one in own.items() if one.state is InstanceState.RUNNING]
+            own = {instance.id: instance for instance in self._listed() if instance.id in ids}
+            running = [id_ for id_, instance in own.items() if instance.state is InstanceState.RUNNING]
             if running:
                 self._run_over([self._docker, "kill", "--signal", "SIGTERM"], running)
                 for id_ in running:
                     self._sigterm_s[id_] = self._clock()
-            never_started = [id_ for id_, one in own.items() if one.state is InstanceState.PENDING]
+            never_started = [id_ for id_, instance in own.items() if instance.state is InstanceState.PENDING]
             if never_started:
                 self._run_over([self._docker, "rm", "--force"], never_started)
         except DockerError as error:
@@ -209,7 +217,7 @@ class ComposeFleet:
                 self._service,
             ])  # fmt: skip
         except DockerError as error:
-            if "is already in use" not in error.says:  # the name: another call of the same order was faster
+            if "is already in use" not in error.message:  # the name: another call of the same order was faster
                 raise
         log.info("launched", id=name, worker=order.slot, incarnation=order.incarnation, market=order.market)
 
@@ -240,8 +248,12 @@ class ComposeFleet:
 
     def _readable(self, raw: Sequence[Mapping[str, Any]]) -> Iterator[Instance]:
         now_s = self._clock()
-        for one in raw:
-            name, labels, state = one["Name"].lstrip("/"), one["Config"].get("Labels") or {}, one["State"]
+        for description in raw:
+            name, labels, state = (
+                description["Name"].lstrip("/"),
+                description["Config"].get("Labels") or {},
+                description["State"],
+            )
             market, worker, incarnation = (
                 labels.get(key, "") for key in (MARKET_LABEL, WORKER_LABEL, INCARNATION_LABEL)
             )
@@ -251,7 +263,7 @@ class ComposeFleet:
                 continue
             instance = Instance(
                 id=name, slot=int(worker), incarnation=int(incarnation), market=cast("Market", market), pool=POOL,
-                state=_STATES.get(state["Status"], InstanceState.ENDING), launched_s=_unix_s(one["Created"]),
+                state=_STATES.get(state["Status"], InstanceState.ENDING), launched_s=_unix_s(description["Created"]),
             )  # fmt: skip
             if instance.state is InstanceState.ENDED:
                 ended_s = _unix_s(state["FinishedAt"])
@@ -304,7 +316,7 @@ def connect(config: JobConfig) -> ComposeFleet:
         raise ConfigError(f"fleet.kind: expected compose, got {settings.kind}")
     file = config.path(settings.file)
     if not file.is_file():
-        raise ConfigError(f"fleet.file: expected a compose file, got {file}, which is none")
+        raise ConfigError(f"fleet.file: expected a compose file, got {file}, which does not exist or is no file")
     return ComposeFleet(
         cluster=config.cluster, project=settings.project, file=file, service=settings.service, docker=settings.docker,
         timeout_s=settings.timeout_s,

@@ -1,4 +1,4 @@
-"""A fleet in memory on a virtual clock: it records every call, and fails, interrupts and gives notice when told to.
+"""A fleet in memory on a virtual clock: it records every call, and fails and interrupts as a test asks.
 
 It passes the contract suite of the real adapters (tests/contract/test_fleet.py), so a test of a controller may trust
 it. It is the world, not a handle on it: a controller that crashes and starts again is given the same object.
@@ -22,7 +22,7 @@ DEFAULT_POOLS = ("c5.xlarge/zone-a", "m5.xlarge/zone-a", "c5.xlarge/zone-b", "m5
 
 
 class VirtualClock:
-    """Seconds that pass when they are told to."""
+    """A clock that moves only by `advance`."""
 
     def __init__(self, start_s: float = 1_700_000_000.0) -> None:
         self.now_s = start_s
@@ -133,26 +133,26 @@ class FakeFleet:
     def all_instances(self, ended_s: float = float("inf")) -> list[Instance]:
         """All instances ever, but those that ended more than `ended_s` ago; no call of the port."""
         now_s = self._clock()
-        found = [self._now(id_) for id_ in self._machines]
-        return [one for one in found if one.ended_s is None or now_s - one.ended_s <= ended_s]
+        instances = [self._now(id_) for id_ in self._machines]
+        return [instance for instance in instances if instance.ended_s is None or now_s - instance.ended_s <= ended_s]
 
     def alive(self) -> list[Instance]:
         """What runs or boots; no call of the port."""
-        return [one for one in self.all_instances() if one.is_alive]
+        return [instance for instance in self.all_instances() if instance.is_alive]
 
     def fail_next(self, call: CallName, *errors: Exception | LaunchFailure) -> None:
         """The next calls of this name fail, one error each: a `LaunchFailure` as the `LaunchError` for it."""
         for error in errors:
             if isinstance(error, LaunchFailure):
-                error = LaunchError(f"told to fail: {error.value}", failure=error, code=f"Fake.{error.value}")
+                error = LaunchError(f"failure of the test: {error.value}", failure=error, code=f"Fake.{error.value}")
             self._failures[call].append(error)
 
     def become_unavailable(self, calls: int = 1) -> None:
-        """The next calls of each kind find nobody who answers."""
+        """The next calls of each kind fail as if the fleet did not answer."""
         for _ in range(calls):
             self.fail_next("launch", LaunchFailure.THROTTLED)
-            self.fail_next("instances", ServiceUnavailableError("the fleet does not answer: told to fail"))
-            self.fail_next("terminate", ServiceUnavailableError("the fleet does not answer: told to fail"))
+            self.fail_next("instances", ServiceUnavailableError("the fleet does not answer: a failure of the test"))
+            self.fail_next("terminate", ServiceUnavailableError("the fleet does not answer: a failure of the test"))
 
     def lose_next_response(self) -> None:
         """The next launch does its work, but the caller gets an error: it cannot know."""
@@ -170,7 +170,7 @@ class FakeFleet:
         """The owner of the spot market gives notice, and takes the instance `notice_s` later; returns that time.
 
         Args:
-            announced: without, it is taken all the same, and nothing tells of it before.
+            announced: False: it is taken without a notice.
 
         Raises:
             ValueError: it is not alive, or not on spot.

@@ -1,4 +1,4 @@
-"""The fleet port: what the provisioner asks of whoever owns machines.
+"""The fleet port: what the provisioner asks of the owner of the machines.
 
 One instance per slot, with the identity (slot, incarnation).
 
@@ -32,7 +32,7 @@ class EndReason(enum.StrEnum):
     NONE = ""
     TERMINATED = "terminated"  # by us
     INTERRUPTED = "interrupted"  # by the owner of the spot market
-    FAILED = "failed"  # by itself, or nobody knows
+    FAILED = "failed"  # by itself, or for an unknown reason
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Order:
         incarnation: number of the machine of the slot, 1 or more; a higher one fences the lower ones.
         market: where to buy it.
         attempt: 0, 1, ...; the same order launches at most once, so a new try after a failure is a new attempt.
-        avoid: pools that are known to be dry, by name.
-        run: tells the orders of one run of a job from those of others, also of an earlier run of the same job: an owner
+        avoid: names of pools without capacity.
+        run: distinguishes the orders of one run of a job from those of others, also of an earlier run: an owner
             may remember orders for longer than anybody remembers incarnations.
     """
 
@@ -97,7 +97,7 @@ class LaunchFailure(enum.StrEnum):
     REFUSED = "refused"  # not for lack of capacity: a person must look; what is not tried again in vain stops by itself
     THROTTLED = "throttled"  # the same order again, later
     TAKEN = "taken"  # the order was already made in other words: look at what is there
-    CONFIG = "config"  # it will never work: stop and tell a person
+    CONFIG = "config"  # it can never succeed: stop and raise an alarm
 
 
 class LaunchError(DollError):
@@ -106,7 +106,7 @@ class LaunchError(DollError):
     Attributes:
         failure: what to do about it.
         code: the fleet's own word for it.
-        pools: which pools said no; empty where it was not about pools.
+        pools: the pools that refused; empty where the failure was not about pools.
     """
 
     def __init__(self, message: str, *, failure: LaunchFailure, code: str = "", pools: Collection[str] = ()) -> None:
@@ -123,15 +123,15 @@ class Fleet(Protocol):
         """Start an instance; the same order again gives the same instance.
 
         Raises:
-            LaunchError: there is none to be had.
+            LaunchError: no instance was launched.
         """
         ...
 
     def instances(self) -> Sequence[Instance]:
         """All instances of the cluster that are alive, and those that ended lately (an hour at least).
 
-        What `launch` has returned is in it at once, also where the owner's own listing lags behind. A notice shows up
-        as `notice_s`, an interruption as `EndReason.INTERRUPTED`; nobody else needs to be asked.
+        It includes what `launch` has returned, also where the owner's own listing lags behind. A notice shows as
+        `notice_s`, an interruption as `EndReason.INTERRUPTED`; there is no other source of them.
 
         Raises:
             ServiceUnavailableError: the owner does not answer now.

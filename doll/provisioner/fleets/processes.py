@@ -1,9 +1,9 @@
 """The fleet port on this machine: an instance is a worker process, forked where torch is loaded already.
 
-With a `SpotMarket` it is a spot market on a laptop: a launch on spot is refused while the slot's market has no machine;
-at the end of an up interval the process is told (SIGTERM: it drains), and killed (SIGKILL) when the notice is over,
-whether it has left or not; without notice it is SIGKILL at once. Nobody starts a process again: that is the
-provisioner's business. The processes belong to the fork server, and die with it also where its parent is killed.
+With a `SpotMarket` it is a spot market on one machine: a launch on spot is refused while the slot's market has no
+machine; at the end of an up interval the process gets SIGTERM (it drains), and SIGKILL at the end of the notice;
+without notice only SIGKILL. Processes are not restarted: the provisioner launches new ones. They belong to the fork
+server, and die with it also where its parent is killed.
 
 What was launched is kept in a small file, so that a controller that crashes and makes a new fleet of the same fork
 server finds its instances again. Time passes for the machines when `poll` or any call of the port is made.
@@ -46,9 +46,9 @@ class Machine:
         preempted: its owner has taken it, or given notice.
         without_notice: without notice.
         killed: SIGKILL found it alive.
-        exit_code: negative for a signal; None while it runs, or where nobody saw its end.
+        exit_code: negative for a signal; None while it runs, or where its end was not observed.
         bought_s: when it was launched in wall seconds since the market's opening.
-        kill_at_s: Unix seconds; None while nobody wants its end.
+        kill_at_s: Unix seconds; None while its end is not wanted.
     """
 
     instance: Instance
@@ -65,7 +65,7 @@ class ProcessFleet:
     """`Fleet` of forked workers.
 
     Args:
-        forks: starts the processes; whoever calls this fleet is its one thread.
+        forks: starts the processes; only the thread that calls this fleet may use it.
         spec: what to start for an instance; the identity is added to its environment, and it is named for its id.
         folder: where `instances.json` is kept.
         market: when spot is there; None: always.
@@ -127,8 +127,8 @@ class ProcessFleet:
     def instances(self) -> Sequence[Instance]:
         self.poll()
         now_s = self._clock()
-        found = [machine.instance for machine in self._machines.values()]
-        return [one for one in found if one.ended_s is None or now_s - one.ended_s <= _KEPT_S]
+        instances = [machine.instance for machine in self._machines.values()]
+        return [instance for instance in instances if instance.ended_s is None or now_s - instance.ended_s <= _KEPT_S]
 
     def terminate(self, ids: Collection[str]) -> None:
         now_s = self._clock()
@@ -182,15 +182,15 @@ class ProcessFleet:
         # Each slot has its own intervals, so each slot is a pool: one without capacity implies nothing for the others.
         pool = f"{'local' if self._market is None else self._market.name}/{order.slot}"
         bought_s = self._market_clock.since(now_s)
-        dry = order.market == "spot" and pool in order.avoid
+        no_capacity = order.market == "spot" and pool in order.avoid
         if order.market == "spot" and self._market is not None:
             if not 0 <= order.slot < self._market.num_slots:
                 raise LaunchError(
                     f"expected a slot of 0 to {self._market.num_slots - 1}, got {order.slot}",
                     failure=LaunchFailure.CONFIG, code="NoSuchSlot",
                 )  # fmt: skip
-            dry = dry or not self._market.is_up(order.slot, bought_s)
-        if dry:
+            no_capacity = no_capacity or not self._market.is_up(order.slot, bought_s)
+        if no_capacity:
             raise LaunchError(
                 f"worker {order.slot}, incarnation {order.incarnation}: pool {pool} has no machine on {order.market}",
                 failure=LaunchFailure.CAPACITY, code="InsufficientInstanceCapacity", pools=[pool],
@@ -217,7 +217,7 @@ class ProcessFleet:
         elif machine.pid is None and instance.state is InstanceState.PENDING:
             self._start(id_, machine)
         else:
-            self._end(machine, now_s)  # nobody saw its end
+            self._end(machine, now_s)  # its end was not observed
             return
         booted = opened_s is None or now_s >= instance.launched_s + self._boot_s
         if booted and machine.instance.state is InstanceState.PENDING:
@@ -302,9 +302,9 @@ class ProcessFleet:
 
 def _machine(kept: dict[str, Any]) -> Machine:
     plain = dict(kept)
-    one = dict(plain.pop("instance"))
-    one["state"], one["end_reason"] = InstanceState(one["state"]), EndReason(one["end_reason"])
-    return Machine(Instance(**one), **plain)
+    fields = dict(plain.pop("instance"))
+    fields["state"], fields["end_reason"] = InstanceState(fields["state"]), EndReason(fields["end_reason"])
+    return Machine(Instance(**fields), **plain)
 
 
 _fleet: type[Fleet] = ProcessFleet

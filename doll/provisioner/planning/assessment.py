@@ -164,11 +164,11 @@ def assess(request: PlanRequest) -> Assessment:
     problem: InfeasiblePlanError | None = None
     binding = "none"
     try:
-        found = _best(request)
-        mix = found.spot
+        best = _best(request)
+        mix = best.spot
         if not mix.all():
-            binding = ("risk" if request.risk is not None else "deadline") if found.deadline_binds else "price"
-        check_budget(found.expected_cost_usd, request.budget_usd, updates=request.updates, deadline_s=request.horizon_s)
+            binding = ("risk" if request.risk is not None else "deadline") if best.deadline_binds else "price"
+        check_budget(best.expected_cost_usd, request.budget_usd, updates=request.updates, deadline_s=request.horizon_s)
     except InfeasiblePlanError as error:
         problem, binding = _with_longer_deadline(request, error), error.constraint
         if error.constraint == "deadline":

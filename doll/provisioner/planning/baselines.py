@@ -153,7 +153,7 @@ class Greedy:
 
     def decide(self, observation: Observation) -> Choices:
         self._late |= no_slack(self._job, observation)
-        # A slot that runs on spot stays there until it is preempted; whoever is idle goes to on-demand for good.
+        # A slot that runs on spot stays there until it is preempted; idle slots go to on-demand for good.
         self._committed |= self._late[:, None] & ~observation.up
         return np.where(self._committed, ON_DEMAND, SPOT)
 
@@ -162,7 +162,7 @@ class UniformProgress:
     """Uniform Progress of "Can't Be Late" with the fleet as one task, whose progress is that of all slots together.
 
     Rules: idle and behind the line of uniform progress: on-demand. On-demand: stay until ahead of the line by two
-    change-over delays. Spot: stay until preempted. Otherwise spot where it is to be had, else wait. No slack left:
+    change-over delays. Spot: stay until preempted. Otherwise spot where it is available, else wait. No slack left:
     on-demand to the end.
     """
 

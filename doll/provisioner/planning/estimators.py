@@ -142,7 +142,7 @@ class AvailabilityEstimator:
         Raises:
             KeyError, TypeError, ValueError: it is not that.
         """
-        self._ends_of_up, self._ends_of_down, self._up_s, self._down_s = (float(one) for one in kept["tallies"])
+        self._ends_of_up, self._ends_of_down, self._up_s, self._down_s = (float(tally) for tally in kept["tallies"])
         self._clusters.extend((float(begin_s), int(size)) for begin_s, size in kept["clusters"])
 
     def _decay(self, span_s: float) -> None:
@@ -238,6 +238,6 @@ class BootTimeEstimator:
         Raises:
             KeyError, TypeError, ValueError: it is not that.
         """
-        seconds = [float(one) for one in kept["seconds"]]
+        seconds = [float(boot_s) for boot_s in kept["seconds"]]
         checks.non_negative(**{f"boot {number}": one for number, one in enumerate(seconds)})
         self._seconds.extend(seconds)

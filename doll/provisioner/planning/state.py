@@ -158,7 +158,7 @@ class PlannerState:
         put(self, "on_spot", np.asarray(self.on_spot, dtype=np.bool_))
         put(self, "up", np.asarray(self.up, dtype=np.bool_))
         self._check_shapes("on_spot", "up")
-        # An empty array stands for "not said".
+        # An empty array stands for the default.
         opened = np.asarray(self.spot_available, dtype=np.bool_)
         put(self, "spot_available", opened if opened.size else self.up | ~self.on_spot)
         for name in ("spot_changed_s", "moved_s"):

@@ -52,7 +52,7 @@ def re_estimate(
     try:
         needed = fit_tail(at, measured, rng, replicas=100).updates_to(target_error)
     except InfeasiblePlanError:
-        # The fitted floor is above the target: more work than planned, by an amount that nobody can tell yet.
+        # The fitted floor is above the target: more work than planned, by an unknown amount.
         return replace(settings, samples=settings.samples * most)
     wanted = needed.high if math.isfinite(needed.high) else needed.point
     bounded = min(max(wanted, before / most), before * most)

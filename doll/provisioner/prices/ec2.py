@@ -151,14 +151,14 @@ class SpotHistory:
         )
         asked = set(pools)
         for page in pages:
-            for one in page["SpotPriceHistory"]:
-                pool = Ec2Pool(one["InstanceType"], one["AvailabilityZone"])
-                if pool in asked and one["ProductDescription"].startswith(PRODUCT):
-                    usd = _usd(one["SpotPrice"])
+            for change in page["SpotPriceHistory"]:
+                pool = Ec2Pool(change["InstanceType"], change["AvailabilityZone"])
+                if pool in asked and change["ProductDescription"].startswith(PRODUCT):
+                    usd = _usd(change["SpotPrice"])
                     if usd is None:
-                        log.warning("spot_price_refused", pool=str(pool), price=short(one["SpotPrice"], 60))
+                        log.warning("spot_price_refused", pool=str(pool), price=short(change["SpotPrice"], 60))
                         continue
-                    self._steps.setdefault(pool, _Steps()).add(one["Timestamp"].timestamp(), usd)
+                    self._steps.setdefault(pool, _Steps()).add(change["Timestamp"].timestamp(), usd)
         for pool in pools:
             first, last = self._known.get(pool, (since_s, until_s))
             self._known[pool] = (min(first, since_s), max(last, until_s))
@@ -169,7 +169,7 @@ class OnDemandPrices:
 
     Args:
         client: boto3's client of the price list; None: only what is on disk.
-        cache: file that keeps what the price list said; None: none.
+        cache: file that caches the price list; None: no cache.
         today: the date, as an argument for tests.
     """
 
@@ -273,7 +273,7 @@ class Ec2Prices:
         client: boto3's EC2 client.
         on_demand: prices of the types in this region.
         instance_types, zones: the pools are all pairs of them.
-        stated_usd_per_h: on-demand price that the job file states, for types that nobody knows.
+        stated_usd_per_h: on-demand price that the job file states, for types that no other source has.
         lacks_capacity: whether a pool is known to have no machines; its price is of no use then.
         clock: Unix seconds; no price later than that can be asked for.
     """
@@ -300,7 +300,7 @@ class Ec2Prices:
         self._clock = clock
 
     def current(self, now_s: float) -> Prices:
-        """As the port. Where all pools are dry, the cheapest of them counts: it is what one waits for."""
+        """As the port. Where no pool has capacity, the cheapest of all counts."""
         self._spot.refresh(self._pools, now_s, now_s)
         known = {pool: usd for pool in self._pools if (usd := self._spot.at(pool, now_s)) is not None}
         if not known:
@@ -316,10 +316,10 @@ class Ec2Prices:
         if market == "on_demand":
             return constant(self._on_demand_usd(at.instance_type), start_s, end_s)
         self._spot.refresh([at], start_s, max(start_s, min(end_s, self._clock())))
-        found = self._spot.series(at, start_s, end_s)
-        if found is None:
+        series = self._spot.series(at, start_s, end_s)
+        if series is None:
             raise ServiceUnavailableError(f"EC2 knows no spot price of {pool}")
-        return found
+        return series
 
     def _zones(self) -> list[str]:
         return list(dict.fromkeys(pool.zone for pool in self._pools))
@@ -369,7 +369,7 @@ def connect(config: JobConfig, fleet: Ec2Fleet, *, run_folder: Path) -> Ec2Price
 
 
 def _usd(text: str) -> float | None:
-    """A spot price, USD per hour; None for what is none."""
+    """A spot price, USD per hour; None for an invalid one."""
     try:
         usd = float(text)
     except ValueError:

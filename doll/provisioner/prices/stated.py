@@ -1,4 +1,4 @@
-"""The price port with two prices that never change: for machines that nobody sells."""
+"""The price port with two prices that never change: for machines without a market."""
 
 from __future__ import annotations
 

@@ -175,10 +175,10 @@ def read_folder(folder: Path) -> tuple[list[TraceSet], list[tuple[str, str]]]:
         ]
     if not sets:
         raise ConfigError(f"{pools_path}: expected one pool per line, got none")
-    found = [TraceSet(name, tuple(pools)) for name, pools in sets.items() if name not in wrong]
-    if not found:
+    sets_read = [TraceSet(name, tuple(pools)) for name, pools in sets.items() if name not in wrong]
+    if not sets_read:
         raise ConfigError("; ".join(wrong.values()))
-    return found, skipped
+    return sets_read, skipped
 
 
 def _pool(
@@ -209,10 +209,10 @@ Recorded = Series | ConfigError
 """The rows of one pool, or what is wrong with them."""
 
 
-def _usable(found: Recorded | None) -> Series | None:
-    if isinstance(found, ConfigError):
-        raise found
-    return found
+def _usable(series: Recorded | None) -> Series | None:
+    if isinstance(series, ConfigError):
+        raise series
+    return series
 
 
 def write_folder(sets: Iterable[TraceSet], folder: Path) -> None:
@@ -258,20 +258,20 @@ def _read_series(path: Path | None, column: str) -> dict[str, Recorded]:
         return {}
     times: dict[str, list[float]] = {}
     values: dict[str, list[float]] = {}
-    found: dict[str, Recorded] = {}
+    series_by_pool: dict[str, Recorded] = {}
     for line, row in rows(path, ("pool", "seconds", column)):
         where, name = f"{path}: line {line}", row["pool"]
         try:
             time_s, value = number(row, "seconds", where), number(row, column, where)
         except ConfigError as error:
-            found.setdefault(name, error)
+            series_by_pool.setdefault(name, error)
             continue
         times.setdefault(name, []).append(time_s)
         values.setdefault(name, []).append(value)
     for name, pool_times in times.items():
-        if name not in found:
+        if name not in series_by_pool:
             try:
-                found[name] = Series(np.array(pool_times), np.array(values[name]))
+                series_by_pool[name] = Series(np.array(pool_times), np.array(values[name]))
             except ConfigError as error:
-                found[name] = ConfigError(f"{path}: pool {name!r}: {error}")
-    return found
+                series_by_pool[name] = ConfigError(f"{path}: pool {name!r}: {error}")
+    return series_by_pool

@@ -280,7 +280,7 @@ def test_a_misconfigured_launch_stops_and_tells() -> None:
     scene.fleet.fail_next("launch", LaunchFailure.CONFIG)
     decision = scene.turn()
     assert decision.phase == "stopped"
-    assert any("told to fail" in alarm for alarm in decision.alarms)
+    assert any("failure of the test" in alarm for alarm in decision.alarms)
     assert len([call for call in scene.fleet.calls if call.name == "launch"]) == 1, "it does not try the others"
     assert scene.steps(3).phase == "stopped"
     assert len([call for call in scene.fleet.calls if call.name == "launch"]) == 1

@@ -238,7 +238,7 @@ def test_the_budget_holds_launches_back() -> None:
 
 
 def error(failure: LaunchFailure, *pools: str) -> LaunchError:
-    return LaunchError("told to fail", failure=failure, pools=pools)
+    return LaunchError("failure of the test", failure=failure, pools=pools)
 
 
 def after(
@@ -299,7 +299,7 @@ def test_what_is_misconfigured_stops_everything() -> None:
     launch_state, _ = after(LaunchFailure.CONFIG)
     found = decide(status(["spot", "on_demand"], []), launch_state, now_s=T0 + 3600)
     assert orders(found) == []
-    assert all(why.startswith("stopped: told to fail") for why in waits(found))
+    assert all(why.startswith("stopped: failure of the test") for why in waits(found))
 
 
 def test_early_ends_in_a_row_make_longer_and_longer_pauses() -> None:

@@ -1,4 +1,4 @@
-"""Which pools are known to be dry, for how long: a launch that must fail is not tried. Pure: `now_s` is an argument.
+"""Pools without capacity, and for how long they are not asked. Pure: `now_s` is an argument.
 
 When several pools of a zone fail within a minute the zone is short of machines as a whole, and the rest of it is left
 alone too: asking pool by pool ended in thousands of futile requests elsewhere (karpenter #3198).
@@ -14,7 +14,7 @@ from doll.provisioner.planning.state import Market
 
 @dataclass(frozen=True, order=True)
 class Ec2Pool:
-    """Instances of one type in one zone: what has a price, and what runs dry."""
+    """Instances of one type in one zone: the unit of price and of capacity."""
 
     instance_type: str
     zone: str
@@ -29,7 +29,7 @@ class Ec2Pool:
         """The pool of this name.
 
         Raises:
-            ValueError: it is none.
+            ValueError: `name` is no pool.
         """
         instance_type, slash, zone = name.partition("/")
         if not (instance_type and slash and zone):
@@ -38,10 +38,10 @@ class Ec2Pool:
 
 
 class CapacityCache:
-    """Dry pools by market.
+    """Pools without capacity, by market.
 
     Args:
-        backoff_s: how long a dry pool is left alone.
+        backoff_s: how long a pool without capacity is not asked.
         zone_pools: so many pools of a zone that fail within `zone_window_s` stand for all of it.
     """
 
@@ -67,11 +67,11 @@ class CapacityCache:
             self._zones[pool.zone, market] = now_s + self._backoff_s
 
     def exclude(self, pool: Ec2Pool, market: Market, until_s: float) -> None:
-        """The pool is not to be had, for a reason that says nothing about its zone."""
+        """The pool is not asked, for a reason that does not concern its zone."""
         self._pools[pool, market] = max(until_s, self._pools.get((pool, market), until_s))
 
     def mark_market(self, market: Market, now_s: float, backoff_s: float) -> None:
-        """No pool of this market is to be had: a quota is used up."""
+        """No pool of this market is asked: a quota is used up."""
         self._markets[market] = now_s + backoff_s
 
     def market_until_s(self, market: Market, now_s: float) -> float | None:
@@ -89,7 +89,7 @@ class CapacityCache:
         return until_s > now_s
 
     def clear(self, pool: Ec2Pool, market: Market) -> None:
-        """The pool has given a machine: what was believed of it, and of its zone, is over."""
+        """The pool has launched a machine: it and its zone are asked again."""
         self._pools.pop((pool, market), None)
         self._zones.pop((pool.zone, market), None)
         self._failed_s.pop((pool, market), None)

@@ -111,7 +111,7 @@ RULES: Final[dict[str, ErrorRule]] = {
     "MissingParameter": _MISCONFIGURED,
 }
 
-# What a launch that failed for several reasons is said to have failed for: what tells the caller most comes first.
+# The reason that is reported of a launch that failed for several: the most informative one comes first.
 _RANK: Final = (
     LaunchFailure.SPOT_QUOTA,
     LaunchFailure.ON_DEMAND_QUOTA,
@@ -169,9 +169,9 @@ _ADVICE: Final[dict[str, str]] = {
 
 def advice(code: str) -> str:
     """What a person can do about a code that is not about capacity."""
-    found = next((said for start, said in _ADVICE.items() if code.startswith(start)), None)
+    known = next((text for start, text in _ADVICE.items() if code.startswith(start)), None)
     return (
-        found
+        known
         or 'look it up in AWS\'s "Error codes for the Amazon EC2 API"; launch template, image, keys or permissions'
     )
 
