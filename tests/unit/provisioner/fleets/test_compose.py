@@ -163,7 +163,9 @@ def test_a_fleet_is_made_from_the_job_file(rig: ComposeRig) -> None:
     text = "job: digits\ntask: {class: 'doll.tasks.digits:Digits'}\n"
     config = parse(text, ["fleet={kind: compose}"], base_folder=rig.folder)
     compose_fleet.connect(config).close()
-    with pytest.raises(ConfigError, match=r"fleet\.file: expected a compose file, got .*none\.yml, which does not exist or is no file"):
+    with pytest.raises(
+        ConfigError, match=r"fleet\.file: expected a compose file, got .*none\.yml, which does not exist or is no file"
+    ):
         compose_fleet.connect(parse(text, ["fleet={kind: compose, file: none.yml}"], base_folder=rig.folder))
     with pytest.raises(ConfigError, match=r"fleet\.kind: expected compose, got processes"):
         compose_fleet.connect(parse(text))
