@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import record_builders
 from confluent_kafka import Producer
 from doll.config import JobConfig, load
 from doll.kafka import topics
@@ -19,7 +20,7 @@ from doll.local.forks import ForkServer, Role
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
 from doll.monitor.csv_file import read_rows
-from doll.records import AnyRecord, Evaluated, Finished, Member, Metric, TermStarted, Update, encode
+from doll.records import AnyRecord, Evaluated, Finished, Metric, TermStarted, Update, encode
 from doll.services import Services
 from doll.storage.blobs import Latest, encode_blob, encode_latest, latest_key, weights_key
 from doll.storage.checkpoints import Checkpoint
@@ -124,16 +125,12 @@ class Rig:
 
 
 def term_started(number: int, resumed: int = 0) -> TermStarted:
-    return TermStarted(term=number, resumed_version=resumed, origins=(0,), records_per_batch=8, time_s=time.time())
+    return record_builders.term_started(number, resumed, origins=(0,), time_s=time.time())
 
 
 def update(number: int, version: int, loss: float = 1.0) -> Update:
-    lo = 8 * (version - 1)
-    member = Member(
-        worker=0, batch=version - 1, lo=lo, hi=lo + 8, n_samples=8, base_version=version - 1, compute_s=0.01
-    )
-    return Update(
-        term=number, version=version, members=(member,), n_samples=8, loss=loss, samples_total=8 * version,
+    return record_builders.update(
+        number, version, (0, version - 1), compute_s=0.01, loss=loss, samples_total=8 * version,
         metrics={"accuracy": 0.5}, time_s=time.time(),
     )  # fmt: skip
 

@@ -14,7 +14,8 @@ from doll.errors import ServiceUnavailableError
 from doll.kafka.clients import kafka_settings
 from doll.kafka.job_records import JobRecords
 from doll.kafka.tail import TimedRecord
-from doll.records import Evaluated, Hello, Leave, Metric, Update, encode
+from doll.records import Evaluated, Hello, Leave, Metric, encode
+from record_builders import update
 
 pytestmark = pytest.mark.integration
 
@@ -25,10 +26,6 @@ HOUR_S = 3600.0
 def job(make_pipeline: Callable[..., Any]) -> Any:
     """Topics, and nobody that writes to them but the test."""
     return make_pipeline()
-
-
-def update(version: int) -> Update:
-    return Update(term=1, version=version, members=(), n_samples=0, loss=0.0)
 
 
 def hello(term: int) -> Hello:
@@ -58,7 +55,7 @@ def stamped(job: Any, kind: str, record: Any, at_s: float) -> None:
 
 def test_history_is_every_topic_and_every_slot_and_a_successor_goes_on_behind_it(job: Any) -> None:
     written = [
-        update(1),
+        update(1, 1),
         Leave(worker=0, session=1, cause="notice"),
         Metric(source="ps", values={"a": 1.0}, time_s=1.0),
     ]
@@ -75,9 +72,9 @@ def test_history_is_every_topic_and_every_slot_and_a_successor_goes_on_behind_it
         f"{job.config.topic(kind)}/{part}": 1
         for kind, part in (("updates", 0), ("events", 0), ("metrics", 0), ("commands", 0), ("commands", 1))
     }
-    job.control("updates", update(2))
+    job.control("updates", update(1, 2))
     with JobRecords(job.config, job.services, positions) as successor:
-        assert [timed_record.record for timed_record in successor.read_history()] == [update(2)]
+        assert [timed_record.record for timed_record in successor.read_history()] == [update(1, 2)]
         job.control("commands", hello(12), 1)
         assert [timed_record.record for timed_record in until(successor, 1)] == [hello(12)]
         assert successor.positions[f"{job.config.topic('commands')}/1"] == 2
@@ -85,11 +82,11 @@ def test_history_is_every_topic_and_every_slot_and_a_successor_goes_on_behind_it
 
 def test_what_does_not_decode_is_counted_and_passed(job: Any) -> None:
     """Rubbish, and a record without a value: neither stops the provisioner, nor comes again."""
-    for value in (b"rubbish", encode(update(1)), None, encode(update(2))):
+    for value in (b"rubbish", encode(update(1, 1)), None, encode(update(1, 2))):
         job.produce("updates", value)
     job.control("events", b"\x00\x01")
     with job_records(job) as reader:
-        assert [timed_record.record for timed_record in reader.read_history()] == [update(1), update(2)]
+        assert [timed_record.record for timed_record in reader.read_history()] == [update(1, 1), update(1, 2)]
         assert reader.refused == 3
         positions = reader.positions
     assert (positions[f"{job.config.topic('updates')}/0"], positions[f"{job.config.topic('events')}/0"]) == (4, 1)
@@ -100,30 +97,30 @@ def test_what_does_not_decode_is_counted_and_passed(job: Any) -> None:
 def test_a_position_outside_of_what_is_kept_starts_at_the_earliest(job: Any) -> None:
     """Retention has removed what comes next, or the topic was made anew under its old name."""
     for version in range(1, 5):
-        job.control("updates", update(version))
+        job.control("updates", update(1, version))
     with job_records(job, updates_0=3) as reader:
-        assert [timed_record.record for timed_record in reader.read_history()] == [update(4)]
+        assert [timed_record.record for timed_record in reader.read_history()] == [update(1, 4)]
     with job_records(job, updates_0=99) as reader:
         assert [timed_record.record for timed_record in reader.read_history()] == [
-            update(version) for version in range(1, 5)
+            update(1, version) for version in range(1, 5)
         ]
     admin = AdminClient(kafka_settings(job.config, job.services))
     for future in admin.delete_records([TopicPartition(job.config.topic("updates"), 0, 2)]).values():
         future.result(60)
     with job_records(job, updates_0=1) as reader:
-        assert [timed_record.record for timed_record in reader.read_history()] == [update(3), update(4)]
+        assert [timed_record.record for timed_record in reader.read_history()] == [update(1, 3), update(1, 4)]
 
 
 def test_old_letters_have_their_writers_time_and_new_ones_ours(job: Any) -> None:
     """Clocks need not agree: nothing is from the future, and what comes while we listen comes now."""
     start_s = time.time()
-    stamped(job, "updates", update(1), start_s - HOUR_S)
-    stamped(job, "updates", update(2), start_s + HOUR_S)
+    stamped(job, "updates", update(1, 1), start_s - HOUR_S)
+    stamped(job, "updates", update(1, 2), start_s + HOUR_S)
     with job_records(job) as reader:
         old, ahead = reader.read_history()
         assert old.at_s == pytest.approx(start_s - HOUR_S, abs=0.01)
         assert start_s <= ahead.at_s <= time.time()
-        stamped(job, "updates", update(3), start_s - HOUR_S)
+        stamped(job, "updates", update(1, 3), start_s - HOUR_S)
         (new,) = until(reader, 1)
         assert start_s <= new.at_s <= time.time()
 
@@ -148,12 +145,12 @@ def test_where_the_broker_is_away_the_ends_are_not_known_and_reading_goes_on_lat
             assert reader.poll(0.2) == []
         finally:
             broker.restart()
-        job.control("updates", update(1))
-        assert [timed_record.record for timed_record in until(reader, 1)] == [update(1)]
+        job.control("updates", update(1, 1))
+        assert [timed_record.record for timed_record in until(reader, 1)] == [update(1, 1)]
 
 
 def test_it_leaves_no_trace_on_the_broker(job: Any) -> None:
-    job.control("updates", update(1))
+    job.control("updates", update(1, 1))
     with job_records(job) as reader:
         reader.read_history()
         reader.poll(0.1)

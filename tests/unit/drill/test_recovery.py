@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import record_builders
 from doll.drill.plan import FAULT_KINDS, Fault
 from doll.drill.recovery import PoisonTracker, RecoveryTracker
 from doll.monitor.drill_report import lines as report_lines
-from doll.records import Member, TermStarted, Update
+from doll.records import Member, Update
+from record_builders import term_started
 
 
 def fault(kind: str, number: int = 1) -> Fault:
@@ -17,19 +19,12 @@ def fault(kind: str, number: int = 1) -> Fault:
 
 
 def update(time_s: float, term: int = 1, version: int = 1) -> Update:
-    return Update(
-        term=term, version=version, members=(), n_samples=8, loss=1.0, metrics={}, samples_total=8,
-        time_s=time_s,
-    )  # fmt: skip
+    return record_builders.update(term, version, n_samples=8, samples_total=8, time_s=time_s)
 
 
 def dead_in(time_s: float, partition: int, offset: int) -> Update:
     member = Member(worker=partition, batch=0, lo=0, hi=8, n_samples=7, base_version=0, dead=(offset,))
     return msgspec.structs.replace(update(time_s), members=(member,))
-
-
-def term_started(term: int) -> TermStarted:
-    return TermStarted(term=term, resumed_version=0, origins=(0,), records_per_batch=8, time_s=0.0)
 
 
 def test_only_an_update_that_came_after_the_fault_ends_it() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import record_builders
 from doll.ledger import offset_ranges
 from doll.ledger.balance import DurableModel, Ledger, LedgerReport, Range, balance
 from doll.records import DeadLetter, Finished, Member, TermStarted, Update
@@ -314,14 +315,11 @@ def covers(ranges: tuple[Range, ...], members: Any) -> bool:
 
 
 def term_started(number: int, resumed: int = 0) -> TermStarted:
-    return TermStarted(term=number, resumed_version=resumed, origins=(0, 0), records_per_batch=10, time_s=0.0)
+    return record_builders.term_started(number, resumed, records_per_batch=10)
 
 
 def update(by: int, version: int, *batches: tuple[int, int]) -> Update:
-    members = tuple(
-        Member(worker=n, batch=j, lo=10 * j, hi=10 * j + 10, n_samples=10, base_version=version - 1) for n, j in batches
-    )
-    return Update(term=by, version=version, members=members, n_samples=10 * len(members), loss=1.0)
+    return record_builders.update(by, version, *batches, records_per_batch=10)
 
 
 def durable(term: int, version: int, *applied: int) -> DurableModel:

@@ -9,31 +9,17 @@ from doll.ledger.admission import ANY_TERM, fold_lineage, refuse_earlier_run, re
 from doll.ledger.generations import GenerationFilter, Lineage, newest
 from doll.records import DeadLetter, Finished, TermStarted, Update, decode, encode
 from doll.services import Services
+from record_builders import finished, term_started, update
 
 CONFIG = parse("job: digits\ntask: {class: 'a:B'}\n")
 SERVICES = Services("broker:9092", "")
 
 
-def term_started(number: int, generation: int = 0, resumed: int = 0, origin: int = 0) -> TermStarted:
-    return TermStarted(
-        term=number, resumed_version=resumed, origins=(origin,), records_per_batch=4, time_s=0.0,
-        generation=generation,
-    )  # fmt: skip
-
-
-def update(number: int, version: int) -> Update:
-    return Update(term=number, version=version, members=(), n_samples=0, loss=0.0)
-
-
-def finished(number: int, version: int) -> Finished:
-    return Finished(term=number, version=version, reason=f"updates: {version} reached", time_s=0.0)
-
-
 # Two runs on the same topics; a server of the first one wakes up late.
 LOG: list[TermStarted | Update | Finished] = [
-    term_started(1), update(1, 1), term_started(2, resumed=1), update(2, 2), finished(2, 2),
-    term_started(3, generation=3, origin=8), update(2, 3), update(3, 1),
-    term_started(5, generation=3, resumed=1, origin=8), update(5, 2),
+    term_started(1, origins=(0,)), update(1, 1), term_started(2, resumed=1, origins=(0,)), update(2, 2), finished(2, 2),
+    term_started(3, generation=3, origins=(8,)), update(2, 3), update(3, 1),
+    term_started(5, generation=3, resumed=1, origins=(8,)), update(5, 2),
 ]  # fmt: skip
 
 

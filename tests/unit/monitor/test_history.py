@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import record_builders
 from doll.monitor.csv_file import CsvFile, read_rows
 from doll.monitor.history import History
 from doll.process.files import json_safe
@@ -12,10 +13,7 @@ from doll.records import Finished, Member, TermStarted, Update
 
 
 def term_started(number: int, resumed: int = 0, generation: int = 0) -> TermStarted:
-    return TermStarted(
-        term=number, resumed_version=resumed, origins=(0, 0), records_per_batch=8, time_s=float(number),
-        generation=generation,
-    )  # fmt: skip
+    return record_builders.term_started(number, resumed, generation=generation, time_s=float(number))
 
 
 def update(number: int, version: int, *, loss: float = 1.0, n_samples: int = 16, accuracy: float = 0.5) -> Update:

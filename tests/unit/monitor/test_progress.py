@@ -11,8 +11,9 @@ from doll.monitor.display import LineDisplay
 from doll.monitor.live_display import panel
 from doll.monitor.progress import ProgressModel
 from doll.monitor.text import one_line, worker_table
-from doll.records import Finished, Member, Metric, TermStarted, Update
+from doll.records import Finished, Member, Metric, Update
 from paths import EXAMPLES
+from record_builders import term_started
 from rich.console import Console
 from statuses import gone_worker, live_worker, server_status
 
@@ -49,10 +50,6 @@ def feed_updates(model: ProgressModel, count: int, *, term: int = 1, first: int 
                 time_s=5000.0 + every_s * version,
             )
         )
-
-
-def term_started(number: int, resumed: int = 0) -> TermStarted:
-    return TermStarted(term=number, resumed_version=resumed, origins=(0, 0), records_per_batch=8, time_s=0.0)
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 from doll.ps.standby import LeaderLease
-from doll.records import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update
+from doll.records import AnyRecord, Finished, Metric, ServerStatus
+from record_builders import term_started, update
 
 
 def status(term: int) -> ServerStatus:
@@ -14,13 +15,9 @@ def status(term: int) -> ServerStatus:
     )  # fmt: skip
 
 
-def update(term: int) -> Update:
-    return Update(term=term, version=1, members=(), n_samples=1, loss=1.0, metrics={}, samples_total=1, time_s=0.0)
-
-
 @pytest.mark.parametrize(
     "sign",
-    [status(1), update(1), TermStarted(term=1, resumed_version=0, origins=(0,), records_per_batch=1, time_s=0.0)],
+    [status(1), update(1, 1), term_started(1)],
 )
 def test_every_sign_of_life_begins_the_lease_anew(sign: AnyRecord) -> None:
     lease = LeaderLease(5.0, now=100.0)
@@ -35,7 +32,7 @@ def test_others_and_earlier_leaders_are_no_sign_of_the_leaders_life() -> None:
     lease.feed(status(2), 1.0)
     lease.feed(Metric(source="producer", values={"term": 2}, time_s=0.0), 5.0)
     lease.feed(status(1), 5.0)
-    lease.feed(update(1), 5.5)
+    lease.feed(update(1, 1), 5.5)
     assert lease.is_over(6.0)
     lease.feed(status(3), 6.5)
     assert not lease.is_over(11.0)
@@ -50,7 +47,7 @@ def test_no_lease_ends_while_kafka_does_not_answer() -> None:
 
 def test_the_end_of_the_job_ends_the_wait() -> None:
     lease = LeaderLease(5.0, now=0.0)
-    lease.feed(update(1), 1.0)
+    lease.feed(update(1, 1), 1.0)
     assert not lease.finished
     lease.feed(Finished(term=1, version=1, reason="updates", time_s=0.0), 2.0)
     assert lease.finished
