@@ -85,6 +85,18 @@ def test_no_command_line_module_loads_torch(job: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
+def test_help_loads_no_library_but_typer() -> None:
+    """`doll --help` and completion answer at once: each of these libraries costs a tenth of a second or more."""
+    code = (
+        "import sys\nimport doll.cli.app\nfrom typer.testing import CliRunner\n"
+        "assert CliRunner().invoke(doll.cli.app.app, ['--help']).exit_code == 0\n"
+        "heavy = {'confluent_kafka', 'numpy', 'pydantic', 'rich', 'structlog', 'yaml'} & sys.modules.keys()\n"
+        "assert not heavy, heavy"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stderr
+
+
 def test_version() -> None:
     import doll as package
 
