@@ -24,10 +24,10 @@ from doll.provisioner.budget import reserve_usd
 from doll.provisioner.decision import ActionResult, Decision, Phase
 from doll.provisioner.fleets.port import Fleet, Instance, InstanceState, SpotProbe
 from doll.provisioner.instances import InstanceTracker, Readiness
+from doll.provisioner.job_clock import JobClock
 from doll.provisioner.launch_state import LaunchState
 from doll.provisioner.market_plan import DesiredState, MarketPlan
 from doll.provisioner.observation import Observed
-from doll.provisioner.plain_values import plain, time_of
 from doll.provisioner.planning.state import Market, PlannerSettings
 from doll.provisioner.prices.port import PriceFeed
 from doll.provisioner.reconcile import FleetStatus, Launch, Wait, reconcile
@@ -107,10 +107,7 @@ class Controller:
             self._fleet, self._launch_state, self._tracker, journal=self._append_journal, save=self._save
         )
         self._turn = 0
-        self._started_s = settings.started_s
-        self._generation = 0
-        self._begun_s = -math.inf  # instances that ended before belong to an earlier run, and were billed there
-        self._is_new = False  # nothing of an earlier run counts
+        self._clock = JobClock(settings.started_s)
         self._has_others = False  # machines of other jobs are left
         self._last_prices: Prices | None = None
         self._spent_budget_usd: float | None = None  # the budget that is spent
@@ -234,43 +231,22 @@ class Controller:
 
     def _begin(self, now_s: float, listed: Sequence[Instance]) -> None:
         """The job's clock starts with the first turn; a successor without state reads it from the topics and tags."""
-        announced = self.observed.last_decision
-        if self._is_new:
-            self._is_new, self._begun_s = False, now_s
-            self._started_s = now_s if self._started_s is None else self._started_s
-        if self.observed.generation > self._generation:
-            self._begin_generation(now_s)
-        self._launch_state.run = _run_of(self._job, self._topics_id, self._generation)
-        if self._started_s is None:
-            launched_s = [
-                instance.launched_s
-                for instance in listed
-                if instance.is_alive or (instance.ended_s or now_s) > self._begun_s
-            ]
-            self._started_s = max(min([now_s, *launched_s]), min(now_s, self._begun_s))
-            # Records are no proof: a start in the future is ignored.
-            if announced is not None and 0 < announced.started_s <= now_s:
-                self._started_s = announced.started_s
-            if announced is not None:
+        if self._clock.begin_run(self.observed, now_s, self.settings.started_s):
+            log.info("generation_started", generation=self._clock.generation, action="clock, work and bill begin anew")
+            self._plan.begin_generation()
+            self._account.clear()
+            self._tracker.interruptions = 0
+            self._spent_budget_usd = None
+        self._launch_state.run = _run_of(self._job, self._topics_id, self._clock.generation)
+        if self._clock.started_s is None:
+            self._clock.start(self.observed, listed, now_s)
+            if self.observed.last_decision is not None:
                 self._account.expect_earlier_costs()
-            if listed or announced is not None:
+            if listed or self.observed.last_decision is not None:
                 # Not the first provisioner, but without its state: recent launches may not be listed yet.
                 self._launch_state.launches_from_s = now_s + self.settings.limits.listing_lag_s
         for slot in range(self.settings.num_slots):
             self._launch_state.seen(slot, self.observed.highest_incarnation(slot))
-
-    def _begin_generation(self, now_s: float) -> None:
-        """The job has started again on the same topics: new clock, new bill. Incarnations go on, each is used once."""
-        self._generation, began_s = self.observed.generation, self.observed.generation_s
-        self._begun_s = began_s if 0 < began_s <= now_s else now_s
-        if self._started_s is None:
-            return  # there is no state of an earlier generation
-        log.info("generation_started", generation=self._generation, action="clock, work and bill begin anew")
-        self._started_s = self._begun_s if self.settings.started_s is None else self.settings.started_s
-        self._plan.begin_generation()
-        self._account.clear()
-        self._tracker.interruptions = 0
-        self._spent_budget_usd = None
 
     def _merge_listing(self, listed: Sequence[Instance], now_s: float, alarms: list[str]) -> list[Instance]:
         """All instances of the job; news of them go to launch state, bill and journal."""
@@ -282,7 +258,7 @@ class Controller:
                 continue
             if ended and instance.id not in tracker.known:
                 ended_s = now_s if instance.ended_s is None else instance.ended_s
-                if now_s - ended_s > LINES_KEPT_S or ended_s <= self._begun_s:
+                if now_s - ended_s > LINES_KEPT_S or ended_s <= self._clock.begun_s:
                     continue  # on an old bill, or on that of an earlier run
             if 0 <= instance.slot < self.settings.num_slots and tracker.record(instance, self._launch_state, now_s):
                 self._append_journal(
@@ -326,10 +302,10 @@ class Controller:
         now_s: float,
     ) -> DesiredState:  # fmt: skip
         """Which market each slot is to be in, and why."""
-        assert self._started_s is not None
+        assert self._clock.started_s is not None
         state = self._plan.state(
             self.observed, instances, readiness.ready_s, self._launch_state, bill=bill, prices=prices, now_s=now_s,
-            started_s=self._started_s,
+            started_s=self._clock.started_s,
         )  # fmt: skip
         match phase:
             case "drain":
@@ -417,7 +393,7 @@ class Controller:
         return {
             "turn": self._turn,
             "now_s": now_s,
-            "started_s": now_s if self._started_s is None else self._started_s,
+            "started_s": now_s if self._clock.started_s is None else self._clock.started_s,
             "incarnations": tuple(self._launch_state.incarnation(slot) for slot in range(self.settings.num_slots)),
             "bill": bill,
             "samples_done": samples_done,
@@ -446,10 +422,8 @@ class Controller:
                 "state": _STATE_VERSION,
                 "job": self._job,
                 "topics_id": self._topics_id,
-                "generation": self._generation,
-                "begun_s": plain(self._begun_s),
                 "turn": self._turn,
-                "started_s": self._started_s,
+                "clock": self._clock.to_dict(),
                 "prices": None if self._last_prices is None else asdict(self._last_prices),
                 "spent_budget_usd": self._spent_budget_usd,
                 "plan": self._plan.to_dict(),
@@ -471,7 +445,7 @@ class Controller:
             names = (str(kept["job"]), str(kept["topics_id"]))
             if any(was and now and was != now for was, now in zip(names, (self._job, self._topics_id), strict=True)):
                 log.warning("provision_state_of_another_run", job=names[0], topics_id=names[1], action="beginning anew")
-                self._is_new = True
+                self._clock.ignore_earlier_runs()
                 return
             self._read(kept)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
@@ -486,10 +460,7 @@ class Controller:
         self._tracker.restore(kept["instances"])
         self._account.restore(kept["billing"])
         self._turn = int(kept["turn"])
-        self._generation = int(kept["generation"])
-        self._begun_s = time_of(kept["begun_s"])
-        if self.settings.started_s is None and kept["started_s"] is not None:
-            self._started_s = float(kept["started_s"])
+        self._clock.restore(kept["clock"], self.settings.started_s)
         self._last_prices = None if kept["prices"] is None else Prices(**kept["prices"])
         self._spent_budget_usd = kept["spent_budget_usd"]
         self.positions = {str(name): int(at) for name, at in kept["positions"].items()}

@@ -74,6 +74,7 @@ PURE = (
     "doll.provisioner.budget",
     "doll.provisioner.decision",
     "doll.provisioner.instances",
+    "doll.provisioner.job_clock",
     "doll.provisioner.launch_state",
     "doll.provisioner.market_plan",
     "doll.provisioner.observation",

@@ -1,0 +1,80 @@
+"""When the job's clock began, and to which run on the job's topics the provisioner's state belongs. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from doll.provisioner.fleets.port import Instance
+from doll.provisioner.observation import Observed
+from doll.provisioner.plain_values import plain, time_of
+
+
+class JobClock:
+    """The clock of one run of a job.
+
+    Args:
+        started_s: when the clock began, Unix seconds, where the job's settings state it.
+
+    Attributes:
+        started_s: None before the first turn.
+        generation: of the job's run on its topics.
+        begun_s: instances that ended before belong to an earlier run, and were billed there.
+    """
+
+    def __init__(self, started_s: float | None) -> None:
+        self.started_s = started_s
+        self.generation = 0
+        self.begun_s = -math.inf
+        self._ignores_earlier_runs = False
+
+    def ignore_earlier_runs(self) -> None:
+        """The stored state is another run's: the next turn begins a run of its own."""
+        self._ignores_earlier_runs = True
+
+    def begin_run(self, observed: Observed, now_s: float, stated_s: float | None) -> bool:
+        """Follow the job's generation; True where one has begun after a run with state, so that its bill must go.
+
+        Args:
+            stated_s: when the clock began, where the job's settings state it.
+        """
+        if self._ignores_earlier_runs:
+            self._ignores_earlier_runs, self.begun_s = False, now_s
+            self.started_s = now_s if self.started_s is None else self.started_s
+        if observed.generation <= self.generation:
+            return False
+        self.generation, began_s = observed.generation, observed.generation_s
+        self.begun_s = began_s if 0 < began_s <= now_s else now_s
+        if self.started_s is None:
+            return False
+        self.started_s = self.begun_s if stated_s is None else stated_s
+        return True
+
+    def start(self, observed: Observed, listed: Sequence[Instance], now_s: float) -> None:
+        """Start the clock without state: now, at the first launch of this run, or when a published decision says."""
+        launched_s = [
+            instance.launched_s
+            for instance in listed
+            if instance.is_alive or (instance.ended_s or now_s) > self.begun_s
+        ]
+        self.started_s = max(min([now_s, *launched_s]), min(now_s, self.begun_s))
+        announced = observed.last_decision
+        # Records are no proof: a start in the future is ignored.
+        if announced is not None and 0 < announced.started_s <= now_s:
+            self.started_s = announced.started_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {"started_s": self.started_s, "generation": self.generation, "begun_s": plain(self.begun_s)}
+
+    def restore(self, kept: Mapping[str, Any], stated_s: float | None) -> None:
+        """Continue from what `to_dict` returned; `stated_s` wins over the stored start.
+
+        Raises:
+            KeyError, TypeError, ValueError: `kept` is something else.
+        """
+        self.generation = int(kept["generation"])
+        self.begun_s = time_of(kept["begun_s"])
+        if stated_s is None and kept["started_s"] is not None:
+            self.started_s = float(kept["started_s"])
