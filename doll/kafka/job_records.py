@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from doll.kafka.reader import Partition
+from doll.kafka.reader import Partition, Reader
 from doll.kafka.tail import RecordReader, TimedRecord
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class JobRecords(RecordReader):
             *(Partition(config.topic(kind)) for kind in ("updates", "events", "metrics")),
             *(Partition(config.topic("commands"), slot) for slot in range(self._slots)),
         ]
-        super().__init__(config, services, "provision", partitions, start)
+        super().__init__(Reader(config, services, "provision", partitions, start))
 
     @property
     def positions(self) -> dict[str, int]:

@@ -12,6 +12,7 @@ from doll.errors import RecordError, ServiceUnavailableError
 from doll.kafka.clients import make_consumer
 from doll.kafka.errors import translate_errors
 from doll.kafka.offsets import partition_bounds
+from doll.kafka.reader import Message, Partition, as_message
 from doll.records import decode
 from doll.services import Services
 
@@ -72,9 +73,9 @@ class RangeReader:
             ServiceUnavailableError: as `messages` does.
         """
         for message in self.messages(topic, partition, lo, hi):
-            yield message.offset(), message.value()
+            yield message.offset, message.value
 
-    def messages(self, topic: str, partition: int, lo: int, hi: int) -> Iterator[Any]:
+    def messages(self, topic: str, partition: int, lo: int, hi: int) -> Iterator[Message]:
         """The records in [lo, hi) that the log holds, in order, with their headers.
 
         Raises:
@@ -82,9 +83,10 @@ class RangeReader:
         """
         if lo >= hi:
             return
+        place = Partition(topic, partition)
         at, last_message_s = lo, time.monotonic()
         with translate_errors(self._services.kafka, f"let {topic} be read", "correct its permissions, or the address"):
-            self._consumer.assign([TopicPartition(topic, partition, lo)])
+            self._consumer.assign([TopicPartition(*place, lo)])
             try:
                 while at < hi:
                     # It returns when it has that many or the time is over, so the time must be short.
@@ -95,7 +97,7 @@ class RangeReader:
                             raise KafkaException(error)
                         if error is not None or message.offset() >= hi:
                             return
-                        yield message
+                        yield as_message(place, message)
                         at = message.offset() + 1
                     if messages:
                         last_message_s = time.monotonic()

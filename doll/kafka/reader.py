@@ -5,7 +5,7 @@ No consumer group and no committed offsets: many may read, none disturbs another
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from confluent_kafka import TopicPartition
@@ -42,12 +42,21 @@ class Message(NamedTuple):
 
     Attributes:
         written_s: Unix seconds, by its writer's or the broker's clock; 0.0 where it has no time.
+        headers: (key, value) in order.
     """
 
     partition: Partition
     offset: int
     value: bytes | None
     written_s: float
+    headers: Sequence[tuple[str, bytes | None]] = ()
+
+
+def as_message(partition: Partition, message: Any) -> Message:
+    """A message of the client library, without an error, as `Message`."""
+    kind, stamp_ms = message.timestamp()
+    written_s = stamp_ms / 1000 if kind and stamp_ms > 0 else 0.0
+    return Message(partition, int(message.offset()), message.value(), written_s, message.headers() or ())
 
 
 def from_earliest(partition: Partition, low: int, high: int) -> int:
@@ -132,12 +141,9 @@ class Reader:
                     raise ServiceUnavailableError(f"Kafka at {self._address} refuses this consumer: {error.str()}")
                 log.warning("topic_error", reason=error.str())
                 continue
-            partition, offset = self._partitions[message.topic(), message.partition()], int(message.offset())
-            self.positions[partition] = offset + 1
-            kind, stamp_ms = message.timestamp()
-            messages.append(
-                Message(partition, offset, message.value(), stamp_ms / 1000 if kind and stamp_ms > 0 else 0.0)
-            )
+            partition = self._partitions[message.topic(), message.partition()]
+            self.positions[partition] = int(message.offset()) + 1
+            messages.append(as_message(partition, message))
         return messages
 
     def has_read_history(self, partition: Partition) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 
 from doll import telemetry
 from doll.errors import ServiceUnavailableError
-from doll.kafka.reader import LOOKUP_S, Message, Partition, Reader, RecordDecoder, Start, from_earliest, from_end
+from doll.kafka.reader import Message, Partition, Reader, RecordDecoder, from_earliest, from_end
 from doll.records import AnyRecord
 
 if TYPE_CHECKING:
@@ -33,24 +33,12 @@ class RecordReader:
     An unreachable broker is waited for: `poll` then returns nothing. Use as a context manager.
 
     Args:
-        purpose, start: as in `Reader`.
-
-    Raises:
-        ServiceUnavailableError: a topic does not exist, or the broker does not answer.
+        reader: of the partitions; closed with this object.
     """
 
-    def __init__(
-        self,
-        config: JobConfig,
-        services: Services,
-        purpose: str,
-        partitions: Iterable[Partition],
-        start: Start = from_earliest,
-        *,
-        lookup_timeout_s: float = LOOKUP_S,
-    ) -> None:
+    def __init__(self, reader: Reader) -> None:
         self._decoder = RecordDecoder()
-        self._reader = Reader(config, services, purpose, partitions, start, lookup_timeout_s=lookup_timeout_s)
+        self._reader = reader
 
     def __enter__(self) -> Self:
         return self
@@ -140,13 +128,16 @@ class Tail(RecordReader):
 
     Attributes:
         ends: per topic, the offset behind its last record when this tail was opened: what came before is history.
+
+    Raises:
+        ServiceUnavailableError: a topic does not exist, or the broker does not answer.
     """
 
     def __init__(
         self, config: JobConfig, services: Services, topics: Iterable[str], *, from_now_on: bool = False
     ) -> None:
         start = from_end if from_now_on else from_earliest
-        super().__init__(config, services, "watch", map(Partition, topics), start)
+        super().__init__(Reader(config, services, "watch", map(Partition, topics), start))
         self.ends: dict[str, int] = {partition.topic: end for partition, end in self._reader.ends.items()}
 
     def has_read_history(self, topic: str) -> bool:

@@ -51,9 +51,9 @@ def position_headers(name: str, position: int) -> list[tuple[str, bytes]]:
     return [(HEADER, f"{name} {position}".encode())] if name else []
 
 
-def position_in(name: str, headers: Sequence[tuple[str, bytes | None]] | None) -> int | None:
+def position_in(name: str, headers: Sequence[tuple[str, bytes | None]]) -> int | None:
     """The position of this source in a record's headers; None where there is none."""
-    for key, value in headers or ():
+    for key, value in headers:
         match = _VALUE.fullmatch(value or b"") if key == HEADER else None
         if match is not None and match[1].decode() == name:
             return int(match[2])
@@ -91,7 +91,7 @@ def _newest_position(reader: RangeReader, topic: str, stream: int, origin: int, 
         since = max(first, until - width)
         newest = None
         for message in reader.messages(topic, stream, since, until):
-            position = position_in(name, message.headers())
+            position = position_in(name, message.headers)
             newest = newest if position is None else position
         if newest is not None:
             return newest

@@ -15,7 +15,8 @@ from typing import Final, Self
 
 from doll.config import JobConfig
 from doll.errors import FencedError, ServiceUnavailableError
-from doll.kafka.reader import Partition, Reader, RecordDecoder, from_end
+from doll.kafka.reader import Partition, Reader, from_end
+from doll.kafka.tail import RecordReader
 from doll.records import AnyRecord, Finished, ServerStatus, TermStarted, Update
 from doll.services import Services
 from doll.telemetry import get_logger
@@ -74,16 +75,14 @@ class _ServerListener:
 
     def __init__(self, config: JobConfig, services: Services) -> None:
         topics = [Partition(config.topic(kind)) for kind in ("updates", "metrics")]
-        self._reader = Reader(config, services, "standby", topics, from_end, lookup_timeout_s=_LOOKUP_S)
-        self._decoder = RecordDecoder()
-        self.topics_empty = not any(self._reader.ends.values())  # no server has ever served this job
+        reader = Reader(config, services, "standby", topics, from_end, lookup_timeout_s=_LOOKUP_S)
+        self.topics_empty = not any(reader.ends.values())  # no server has ever served this job
+        self._records = RecordReader(reader)
 
     def listen(self, lease: LeaderLease) -> None:
         """Wait a moment for records, and renew `lease` with them."""
-        for message in self._reader.poll(_POLL_S):
-            record = self._decoder.decode(message.partition.topic, message.offset, message.value)
-            if record is not None:
-                lease.feed(record, time.monotonic())
+        for timed in self._records.poll(_POLL_S):
+            lease.feed(timed.record, time.monotonic())
 
     def is_caught_up(self) -> bool:
         """Whether Kafka holds nothing that was not read yet.
@@ -91,13 +90,13 @@ class _ServerListener:
         Raises:
             ServiceUnavailableError: Kafka does not answer.
         """
-        return self._reader.is_caught_up()
+        return self._records.is_caught_up()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._reader.close()
+        self._records.close()
 
 
 def wait_for_lease(config: JobConfig, services: Services, should_stop: Callable[[], bool]) -> bool:

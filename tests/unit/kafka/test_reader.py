@@ -9,6 +9,7 @@ from doll.config import JobConfig, parse
 from doll.errors import ServiceUnavailableError
 from doll.kafka import topics
 from doll.kafka.publisher import Publisher
+from doll.kafka.range_reader import RangeReader
 from doll.kafka.reader import Partition, Reader, RecordDecoder, from_end
 from doll.kafka.tail import RecordReader, Tail
 from doll.records import Hello, encode
@@ -70,7 +71,7 @@ def test_records_come_with_their_time_and_what_does_not_decode_is_counted(
 ) -> None:
     written_s = time.time()
     write(config, services, "events", encode(Hello(term=1)), b"rubbish", encode(Hello(term=2)))
-    with RecordReader(config, services, "test", (Partition(config.topic("events")),)) as reader:
+    with RecordReader(Reader(config, services, "test", (Partition(config.topic("events")),))) as reader:
         history = reader.read_history()
         assert [(timed.record, timed.offset) for timed in history] == [(Hello(term=1), 0), (Hello(term=2), 2)]
         assert all(written_s - 1.0 <= timed.at_s <= time.time() for timed in history)
@@ -99,3 +100,19 @@ def test_a_decoder_counts_what_is_no_record() -> None:
     assert decoder.decode("t", 1, None) is None
     assert decoder.decode("t", 2, b"rubbish") is None
     assert decoder.refused == 2
+
+
+def test_a_range_is_read_with_headers_and_ends_at_its_end(config: JobConfig, services: Services) -> None:
+    samples = config.topic("samples")
+    with Publisher(config, services) as publisher:
+        for number in range(4):
+            assert publisher.try_send(samples, b"%d" % number, headers=[("n", b"%d" % number)] if number else ())
+    with RangeReader(config, services) as reader:
+        messages = list(reader.messages(samples, 0, 0, 3))
+        assert [(message.offset, message.value, list(message.headers)) for message in messages] == [
+            (0, b"0", []), (1, b"1", [("n", b"1")]), (2, b"2", [("n", b"2")]),
+        ]  # fmt: skip
+        assert list(reader.read(samples, 0, 3, 4)) == [(3, b"3")]
+        assert list(reader.read(samples, 0, 4, 4)) == []
+        assert reader.bounds(samples, 0) == (0, 4)
+        assert list(reader.records(config.topic("updates"), (Hello,))) == []
