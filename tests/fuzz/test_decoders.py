@@ -45,6 +45,7 @@ from doll.records import (
     Member,
     Metric,
     Nack,
+    NewVersion,
     ProvisionDecision,
     Push,
     Stop,
@@ -59,6 +60,7 @@ from doll.storage.checkpoints import Checkpoint, DamagedError, decode_checkpoint
 from doll.task import Task
 from fuzzing import MAX_INPUT_S, call_or_none, inputs
 from paths import EXAMPLES
+from statuses import live_worker, server_status
 
 pytestmark = pytest.mark.fuzz
 
@@ -66,7 +68,7 @@ pytestmark = pytest.mark.fuzz
 # --- control records ------------------------------------------------------------------------------------------------
 
 W: dict[str, Any] = {"worker": 1, "session": 1 << 20}
-UP: list[AnyRecord] = [
+EVENTS: list[AnyRecord] = [
     Join(worker=1, instance="a"),
     Join(worker=1, instance="a", session=1 << 20),
     Announce(**W, first=0, until=3),
@@ -78,9 +80,10 @@ UP: list[AnyRecord] = [
     Evaluated(term=1, version=1, loss=0.5, accuracy=0.9),
 ]  # fmt: skip
 G: dict[str, Any] = {"term": 1, "worker": 1}
-DOWN: list[AnyRecord] = [
+COMMANDS: list[AnyRecord] = [
     Welcome(**G, instance="a", session=1 << 20, origin=0, next_batch=0, fingerprint="f"),
     Grant(**G, session=1 << 20, batch=0, grant=1, version=0, min_version=0, key="doll:j:w:1:0"),
+    NewVersion(**G, version=1, key="doll:j:w:1:1"),
     Durable(**G, until=1),
     Hello(term=1),
     Fence(**G, instance="a"),
@@ -92,7 +95,8 @@ OTHERS: list[AnyRecord] = [
     Update(term=1, version=1, members=(MEMBER,), n_samples=8, loss=0.5, metrics={"accuracy": 0.5}),
     Finished(term=1, version=1, reason="updates", time_s=1.0),
     DeadLetter(worker=0, partition=0, offset=4, reason="no", payload=b"bytes", payload_bytes=5),
-    Metric(source="ps", values={"version": 1.0}, time_s=1.0),
+    Metric(source="worker-0", values={"compute_s": 1.0}, time_s=1.0),
+    server_status([live_worker(0, market="spot")], counters={"joined": 1}),
     ProvisionDecision(
         turn=1,
         time_s=1.0,
@@ -112,7 +116,7 @@ OTHERS: list[AnyRecord] = [
 def test_control_records() -> None:
     """What is accepted is a record: it is written and read again as the same bytes."""
     accepted = 0
-    for data in inputs("records", 30_000, [encode(record) for record in (*UP, *DOWN, *OTHERS)]):
+    for data in inputs("records", 30_000, [encode(record) for record in (*EVENTS, *COMMANDS, *OTHERS)]):
         record = call_or_none(RecordError, data, decode, data)
         if record is not None:
             accepted += 1
@@ -132,7 +136,7 @@ def engine(policy: str) -> Engine:
 @pytest.mark.parametrize("policy", POLICIES.names())
 def test_the_engine_takes_any_record_that_decodes(policy: str) -> None:
     """A stranger's record in `events` may be refused; it never ends the parameter server or breaks its counters."""
-    seeds = [encode(record) for record in UP]
+    seeds = [encode(record) for record in EVENTS]
     subject, fed = engine(policy), 0
     for number, data in enumerate(inputs(f"engine {policy}", 7_000, seeds)):
         if number % 100 == 0:
@@ -150,9 +154,9 @@ def test_the_engine_takes_any_record_that_decodes(policy: str) -> None:
 
 
 def test_a_worker_takes_any_record_that_decodes() -> None:
-    welcome = DOWN[0]
+    welcome = COMMANDS[0]
     assert isinstance(welcome, Welcome)
-    seeds = [encode(record) for record in DOWN]
+    seeds = [encode(record) for record in COMMANDS]
     core = WorkerCore(welcome, max_pending=4, now=0.0)
     for number, data in enumerate(inputs("worker", 8_000, seeds)):
         if number % 50 == 0:

@@ -44,7 +44,7 @@ class Process:
 
     worker: int
     instance: str
-    reads_from: int  # position in its down channel
+    reads_from: int  # position in its channel of commands
     incarnation: int = 0  # of its machine; 0: nobody numbers them
     core: WorkerCore | None = None
     batcher: Batcher[int] | None = None
@@ -80,7 +80,7 @@ class World:
         self.processes: list[Process] = []
         self.instances = 0
         self.launched = [0] * workers  # incarnation of the newest machine of each slot
-        self.heard = [0] * workers  # the highest incarnation that has joined
+        self.highest_incarnations = [0] * workers  # the highest incarnation that has joined
         self.acknowledged = list(self.origins)
         self.start_ps()
         for n in range(workers):
@@ -96,12 +96,12 @@ class World:
         else:
             self.engine = self.engine_class(self.settings, policy, term=self.term, now=self.now, snapshot=self.stored)
         self.terms.append((self.term, self.engine.version))
-        self.heard = list(self.engine.snapshot(self.now).incarnations)
+        self.highest_incarnations = list(self.engine.snapshot(self.now).incarnations)
         self.saving.clear()
         for process in self.processes:
             process.outbox.clear()  # the new server reads `events` from its end
-        for mail in self.commands:
-            mail.append(Hello(term=self.term))
+        for channel in self.commands:
+            channel.append(Hello(term=self.term))
 
     def make_policy(self) -> Policy:
         return make_policy(self.policy)
@@ -110,12 +110,12 @@ class World:
         self.engine = None
         self.saving.clear()
 
-    def tell(self, event: ev.Event) -> None:
+    def handle(self, event: ev.Event) -> None:
         engine = self.engine
         if engine is None:
             return  # nobody reads; the message is behind the next server's start position
         if isinstance(event, Join):
-            self.heard[event.worker] = max(self.heard[event.worker], event.incarnation)
+            self.highest_incarnations[event.worker] = max(self.highest_incarnations[event.worker], event.incarnation)
         queue = deque(engine.handle(event, self.now))
         engine.check_invariants()
         while queue:
@@ -125,7 +125,9 @@ class World:
         match action:
             case ev.SendWelcome(worker, instance, session, origin, next_batch, incarnation):
                 (process,) = [p for p in self.processes if p.instance == instance]
-                assert process.incarnation in (0, self.heard[worker]), "an older machine gets its slot back"
+                assert process.incarnation in (0, self.highest_incarnations[worker]), (
+                    "an older machine gets its slot back"
+                )
                 self.commands[worker].append(
                     Welcome(
                         term=self.term,
@@ -187,7 +189,7 @@ class World:
         if self.saving and self.engine is not None:
             order = self.saving.popleft()
             self.stored = order.snapshot
-            self.tell(ev.CheckpointStored(version=order.version))
+            self.handle(ev.CheckpointStored(version=order.version))
 
     # --- workers -------------------------------------------------------------------------------------------------
 
@@ -215,13 +217,13 @@ class World:
 
     def send(self, process: Process) -> None:
         if process.outbox and not process.paused:
-            self.tell(process.outbox.popleft())  # type: ignore[arg-type]
+            self.handle(process.outbox.popleft())  # type: ignore[arg-type]
 
     def receive(self, process: Process) -> None:
-        mail = self.commands[process.worker]
-        if process.paused or process.dead or process.reads_from >= len(mail):
+        channel = self.commands[process.worker]
+        if process.paused or process.dead or process.reads_from >= len(channel):
             return
-        record = mail[process.reads_from]
+        record = channel[process.reads_from]
         process.reads_from += 1
         if process.core is None:
             match record:
@@ -281,14 +283,14 @@ class World:
                 self._do(process, process.core.tick(self.now))
             elif process.core is None and not process.dead and not process.paused and not process.outbox:
                 self._ask_for_place(process)
-        self.tell(ev.Tick())
+        self.handle(ev.Tick())
 
     def leave(self, process: Process) -> None:
         if process.core is not None and not process.dead:
             process.core.drain()
             self._do(process, list(process.core.leave("sigterm")))
             while process.outbox:
-                self.tell(process.outbox.popleft())  # type: ignore[arg-type]
+                self.handle(process.outbox.popleft())  # type: ignore[arg-type]
             process.dead = True
 
     def _do(self, process: Process, actions: Sequence[object]) -> None:
