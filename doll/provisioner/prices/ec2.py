@@ -12,9 +12,7 @@ from __future__ import annotations
 import bisect
 import csv
 import importlib.resources
-import json
 import math
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ import numpy as np
 from doll import telemetry
 from doll.bounded import json_object, json_value, read_text, short
 from doll.errors import ServiceUnavailableError
+from doll.process.files import write_json
 from doll.provisioner.fleets.ec2.capacity import Ec2Pool
 from doll.provisioner.fleets.ec2.client import aws_client, aws_errors
 from doll.provisioner.fleets.ec2.fleet import Ec2Fleet, ec2_settings
@@ -257,11 +256,8 @@ class OnDemandPrices:
         if not isinstance(region, dict):
             region = whole[self._region] = {}
         region[instance_type] = {"usd_per_h": price.usd_per_h, "as_of": price.as_of}
-        temporary = self._cache.with_name(self._cache.name + ".new")
         try:
-            self._cache.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(whole, indent=1, sort_keys=True), encoding="utf-8")
-            os.replace(temporary, self._cache)
+            write_json(self._cache, whole)
         except OSError as error:
             log.warning("price_file_not_written", file=str(self._cache), reason=str(error))
 
