@@ -12,7 +12,7 @@ from doll.errors import ServiceUnavailableError
 from doll.local import processes
 from doll.local.server import LocalServer
 from doll.services import Services
-from doll.storage.redis_client import connect_redis
+from doll.storage.redis_client import server_pid
 
 _START_S: Final = 60.0  # well under 1 s on an idle machine
 _BIND_TRIES: Final = 5
@@ -121,13 +121,5 @@ class LocalRedis(LocalServer):
         return False
 
     def _answers(self, port: int, pid: int) -> bool:
-        import redis
-
-        client = connect_redis(Services("", f"redis://{processes.LOOPBACK}:{port}/0"), timeout_s=1.0, retries=0)
-        try:
-            # Another run may have picked the same port: compare the process id.
-            return int(client.info("server")["process_id"]) == pid
-        except redis.exceptions.RedisError:
-            return False
-        finally:
-            client.close()
+        # Another run may have picked the same port: compare the process id.
+        return server_pid(Services("", f"redis://{processes.LOOPBACK}:{port}/0")) == pid

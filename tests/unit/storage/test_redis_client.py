@@ -6,7 +6,7 @@ from typing import Any
 
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
-from doll.storage.redis_client import connect_redis
+from doll.storage.redis_client import connect_redis, server_pid
 
 
 def test_redis_client_packs_in_python_parses_with_hiredis_and_keeps_bytes(redis_server: LocalRedis) -> None:
@@ -24,3 +24,8 @@ def test_redis_client_packs_in_python_parses_with_hiredis_and_keeps_bytes(redis_
     finally:
         client.delete("blob")
         client.close()
+
+
+def test_a_server_is_known_by_its_process_and_silence_by_none(redis_server: LocalRedis) -> None:
+    assert server_pid(Services("", redis_server.address)) == redis_server.pid
+    assert server_pid(Services("", "redis://127.0.0.1:1/0")) is None
