@@ -164,21 +164,21 @@ class Pipeline:
     def version(self) -> int:
         return self.updates[-1].version if self.updates else 0
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Keep the roles running; take in what the topics say."""
         self.supervisor.poll()
-        for one in self.tail.poll(0.05):
-            match one.record:
+        for entry in self.tail.poll(0.05):
+            match entry.record:
                 case Update():
-                    self.updates.append(one.record)
+                    self.updates.append(entry.record)
                 case TermStarted():
-                    self.term_starts.append(one.record)
+                    self.term_starts.append(entry.record)
                 case Finished():
-                    self.finished = one.record
+                    self.finished = entry.record
                 case ServerStatus():
-                    self.status = one.record
-                case Metric() if one.record.values:
-                    self.metrics[one.record.source] = dict(one.record.values)
+                    self.status = entry.record
+                case Metric() if entry.record.values:
+                    self.metrics[entry.record.source] = dict(entry.record.values)
 
     def until_status(self, condition: Callable[[ServerStatus], bool], what: str) -> None:
         """Until the parameter server's own account fulfils `condition`."""
@@ -193,7 +193,7 @@ class Pipeline:
                     for path in sorted((self.run / "logs").glob("*.log"))
                 )
                 pytest.fail(f"not within {timeout_s:g} s: {what}; version {self.version}, {self.status}\n{logs}")
-            self.look()
+            self.poll()
 
     def until_version(self, version: int, timeout_s: float = WAIT_TIMEOUT_S) -> None:
         self.until(lambda: self.version >= version, f"version {version}", timeout_s)
@@ -211,9 +211,9 @@ class Pipeline:
         return FileCheckpointStore(self.run / "checkpoints", self.config.job, keep=self.config.checkpoint.keep)
 
     def checkpoint(self) -> Checkpoint:
-        found = self.store.load_newest(None)
-        assert found is not None
-        return found
+        newest = self.store.load_newest(None)
+        assert newest is not None
+        return newest
 
     def counters(self) -> dict[str, int]:
         """What the engine had counted at the newest checkpoint: what it refused, returned, lost."""
@@ -238,14 +238,14 @@ class Pipeline:
             where = TopicPartition(self.config.topic(kind), 0, 0)
             _, high = consumer.get_watermark_offsets(where, timeout=60)
             consumer.assign([where])
-            found: list[AnyRecord] = []
+            records: list[AnyRecord] = []
             deadline_s = time.monotonic() + WAIT_TIMEOUT_S
-            while len(found) < high:
-                assert time.monotonic() < deadline_s, f"{kind}: {len(found)} of {high} records"
+            while len(records) < high:
+                assert time.monotonic() < deadline_s, f"{kind}: {len(records)} of {high} records"
                 message = consumer.poll(0.2)
                 if message is not None and message.error() is None:
-                    found.append(decode(message.value()))
-            return found
+                    records.append(decode(message.value()))
+            return records
         finally:
             consumer.close()
 

@@ -100,7 +100,7 @@ class Ec2Stage:
     def alive(self) -> list[Instance]:
         from moto_overlay import _backend
 
-        self._market.settle()
+        self._market.apply_due_events()
         states = {one.id: one._state.name for group in _backend().reservations.values() for one in group.instances}
         running = {"pending": InstanceState.PENDING, "running": InstanceState.RUNNING}
         found = [one for one in self.all_instances() if states.get(one.id) in running]

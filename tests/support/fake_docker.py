@@ -62,7 +62,7 @@ def compose(state: dict[str, Any], words: list[str]) -> str:
         )
     id_ = f"{state['made']:064x}"
     state["made"] += 1
-    labels = dict(one.split("=", 1) for one in given["--label"])
+    labels = dict(label.split("=", 1) for label in given["--label"])
     labels |= {"com.docker.compose.project": top["--project-name"][0], "com.docker.compose.oneoff": "True"}
     state["containers"][name] = {
         "Id": id_,
@@ -78,18 +78,19 @@ def compose(state: dict[str, Any], words: list[str]) -> str:
 
 
 def find(state: dict[str, Any], word: str) -> dict[str, Any] | None:
-    return next((one for name, one in state["containers"].items() if word in (name, one["Id"])), None)
+    return next((container for name, container in state["containers"].items() if word in (name, container["Id"])), None)
 
 
 def ps(state: dict[str, Any], words: list[str]) -> str:
     given, _ = options(words, {"--filter", "--format"})
     key, _, value = given["--filter"][0].removeprefix("label=").partition("=")
     lines = []
-    for one in state["containers"].values():
-        if one["Config"]["Labels"].get(key) == value and ("--all" in given or one["State"]["Running"]):
-            labels = ",".join(f"{a}={b}" for a, b in one["Config"]["Labels"].items())
-            lines.append(json.dumps({"ID": one["Id"], "Names": one["Name"][1:], "State": one["State"]["Status"],
-                                     "Labels": labels}))  # fmt: skip
+    for container in state["containers"].values():
+        if container["Config"]["Labels"].get(key) == value and ("--all" in given or container["State"]["Running"]):
+            labels = ",".join(f"{a}={b}" for a, b in container["Config"]["Labels"].items())
+            status = container["State"]["Status"]
+            row = {"ID": container["Id"], "Names": container["Name"][1:], "State": status, "Labels": labels}
+            lines.append(json.dumps(row))
     return "\n".join(lines)
 
 
@@ -99,34 +100,34 @@ def over(state: dict[str, Any], verb: str, words: list[str]) -> tuple[str, str]:
     done: list[Any] = []
     errors = []
     for word in names:
-        one = find(state, word)
-        if one is None:
+        container = find(state, word)
+        if container is None:
             errors.append(f"Error: No such container: {word}" if verb == "inspect" else
                           f"Error response from daemon: No such container: {word}")  # fmt: skip
         elif verb == "inspect":
-            done.append(one)
+            done.append(container)
         elif verb == "rm":
-            del state["containers"][one["Name"][1:]]
+            del state["containers"][container["Name"][1:]]
             done.append(word)
         elif verb == "start":
-            one["State"] |= {"Status": "running", "Running": True, "StartedAt": stamp(state["now_s"])}
+            container["State"] |= {"Status": "running", "Running": True, "StartedAt": stamp(state["now_s"])}
             done.append(word)
-        elif not one["State"]["Running"]:
+        elif not container["State"]["Running"]:
             errors.append(
-                f"Error response from daemon: cannot kill container: {word}: container {one['Id']} is not running"
+                f"Error response from daemon: cannot kill container: {word}: container {container['Id']} is not running"
             )
         else:
             gentle = given.get("--signal", ["SIGKILL"])[0] == "SIGTERM"
-            if not (gentle and one["Name"][1:] in state["stubborn"]):
+            if not (gentle and container["Name"][1:] in state["stubborn"]):
                 # A worker that is told to leave ends with 0; SIGKILL is 128 + 9.
-                end(state, one, 0 if gentle else 137)
+                end(state, container, 0 if gentle else 137)
             done.append(word)
     out = json.dumps(done) if verb == "inspect" else "\n".join(done)
     return out, "\n".join(errors)
 
 
-def end(state: dict[str, Any], one: dict[str, Any], code: int) -> None:
-    one["State"] |= {"Status": "exited", "Running": False, "ExitCode": code, "FinishedAt": stamp(state["now_s"])}
+def end(state: dict[str, Any], container: dict[str, Any], code: int) -> None:
+    container["State"] |= {"Status": "exited", "Running": False, "ExitCode": code, "FinishedAt": stamp(state["now_s"])}
 
 
 def main(words: list[str]) -> int:

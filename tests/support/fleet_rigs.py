@@ -211,8 +211,8 @@ class ComposeRig(Rig):
 
     def state(self) -> dict[str, Any]:
         """What the engine holds."""
-        found: dict[str, Any] = json.loads((self.folder / "state.json").read_text())
-        return found
+        state: dict[str, Any] = json.loads((self.folder / "state.json").read_text())
+        return state
 
     def change(self, **changes: Any) -> None:
         (self.folder / "state.json").write_text(json.dumps({**self.state(), **changes}))
@@ -302,8 +302,12 @@ class ProcessRig(Rig):
         """For processes that are being killed now, time goes on when they are gone."""
         self.clock.advance(seconds)
         self.fleet.poll()
-        killed = [one for one in self.fleet.machines if one.kill_at_s is not None and one.kill_at_s <= self.clock()]
-        self._until(lambda: all(one.instance.ended_s is not None for one in killed))
+        killed = [
+            machine
+            for machine in self.fleet.machines
+            if machine.kill_at_s is not None and machine.kill_at_s <= self.clock()
+        ]
+        self._until(lambda: all(machine.instance.ended_s is not None for machine in killed))
 
     def crash(self) -> None:
         self.fleet = self.make()
@@ -328,7 +332,7 @@ class ProcessRig(Rig):
         self.market.ends_s[slot] = (now_s, True) if announced else (now_s + NOTICE_S, False)
 
     def _machine(self, id_: str) -> Machine:
-        return next(one for one in self.fleet.machines if one.instance.id == id_)
+        return next(machine for machine in self.fleet.machines if machine.instance.id == id_)
 
     def _until(self, condition: Callable[[], bool]) -> None:
         def polled() -> bool:

@@ -60,22 +60,22 @@ class ImportGraph:
 
     def targets(self, module: Module) -> Iterator[tuple[str, Import]]:
         """The modules of this graph that `module` imports by name: the most specific ones, without their parents."""
-        names = {found.name for found in module.imports}
-        for found in module.imports:
-            if found.name in self.modules and found.name != module.name:
-                by_parts = found.name + "."
+        names = {imported.name for imported in module.imports}
+        for imported in module.imports:
+            if imported.name in self.modules and imported.name != module.name:
+                by_parts = imported.name + "."
                 if not any(name.startswith(by_parts) and name in self.modules for name in names):
-                    yield found.name, found
+                    yield imported.name, imported
 
     def edges(self, *, at_calls: bool = True, for_typing: bool = False) -> dict[str, dict[str, Import]]:
         """Module -> the modules that it imports, with the first statement that does."""
         edges: dict[str, dict[str, Import]] = {}
         for name, module in self.modules.items():
             edges[name] = {}
-            for target, found in self.targets(module):
-                if (found.when is When.CALL and not at_calls) or (found.when is When.TYPING and not for_typing):
+            for target, imported in self.targets(module):
+                if (imported.when is When.CALL and not at_calls) or (imported.when is When.TYPING and not for_typing):
                     continue
-                edges[name].setdefault(target, found)
+                edges[name].setdefault(target, imported)
         return edges
 
     def chains(self, start: Module, *, at_calls: bool = False) -> dict[str, tuple[str, ...]]:
@@ -90,10 +90,10 @@ class ImportGraph:
         while queue:
             module, chain, calls = queue.popleft()
             named = {name for name, _ in self.targets(module)}
-            for found in module.imports:
-                if found.when is When.TYPING or (found.when is When.CALL and not calls):
+            for imported in module.imports:
+                if imported.when is When.TYPING or (imported.when is When.CALL and not calls):
                     continue
-                for name in with_parents(found.name):
+                for name in with_parents(imported.name):
                     chains.setdefault(name, chain)
                     step = (name, at_calls and name in named)
                     if name in self.modules and step not in expanded:

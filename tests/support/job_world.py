@@ -126,32 +126,32 @@ class JobWorld:
 
     def working(self) -> list[int]:
         """Slots whose worker has joined and works."""
-        alive = {one.id for one in self._fleet.alive()}
+        alive = {instance.id for instance in self._fleet.alive()}
         return [slot for slot, (id_, _, _) in self._holders.items() if id_ in alive and id_ not in self.mute]
 
-    def works(self, one: Instance) -> bool:
+    def works(self, instance: Instance) -> bool:
         """It holds its slot, and its worker works."""
-        holder = self._holders.get(one.slot)
-        return holder is not None and holder[0] == one.id and one.slot in self.working()
+        holder = self._holders.get(instance.slot)
+        return holder is not None and holder[0] == instance.id and instance.slot in self.working()
 
     def pass_time(self, seconds: float) -> None:
         """The world at the clock's time, `seconds` after the last call."""
         now_s = self._now()
         alive = self._fleet.alive()
         per_slot: dict[int, int] = {}
-        for one in alive:
-            per_slot[one.slot] = per_slot.get(one.slot, 0) + 1
+        for instance in alive:
+            per_slot[instance.slot] = per_slot.get(instance.slot, 0) + 1
         self.most_per_slot = max([self.most_per_slot, *per_slot.values()])
         if self.finished_s is not None:
             return
         for slot in self.working():
             self._read[slot] += seconds * float(self._settings.rates_per_s[slot])
         self.samples = float(self._read.sum())
-        for one in sorted(alive, key=lambda one: one.incarnation):
-            if one.state is InstanceState.RUNNING:
-                self._running_s.setdefault(one.id, now_s)
-                if now_s - self._running_s[one.id] >= self._join_s:
-                    self._join(one, now_s)
+        for instance in sorted(alive, key=lambda instance: instance.incarnation):
+            if instance.state is InstanceState.RUNNING:
+                self._running_s.setdefault(instance.id, now_s)
+                if now_s - self._running_s[instance.id] >= self._join_s:
+                    self._join(instance, now_s)
         for slot in self.working():
             _, _, session = self._holders[slot]
             self.log.append((Alive(worker=slot, session=session, next_offset=int(self._read[slot])), now_s))
@@ -172,16 +172,16 @@ class JobWorld:
             shortfall_batches=0, stalled_s=0.0, workers=(),
         )  # fmt: skip
 
-    def _join(self, one: Instance, now_s: float) -> None:
-        holder = self._holders.get(one.slot)
-        if holder is not None and (holder[0] == one.id or holder[1] > one.incarnation):
+    def _join(self, instance: Instance, now_s: float) -> None:
+        holder = self._holders.get(instance.slot)
+        if holder is not None and (holder[0] == instance.id or holder[1] > instance.incarnation):
             return
         self._session += 1
-        self._holders[one.slot] = (one.id, one.incarnation, self._session)
-        self.log.append((Join(worker=one.slot, instance=one.id, incarnation=one.incarnation), now_s))
+        self._holders[instance.slot] = (instance.id, instance.incarnation, self._session)
+        self.log.append((Join(worker=instance.slot, instance=instance.id, incarnation=instance.incarnation), now_s))
         welcome = Welcome(
-            term=1, worker=one.slot, instance=one.id, session=self._session, origin=0, next_batch=0,
-            fingerprint="", incarnation=one.incarnation,
+            term=1, worker=instance.slot, instance=instance.id, session=self._session, origin=0, next_batch=0,
+            fingerprint="", incarnation=instance.incarnation,
         )  # fmt: skip
         self.log.append((welcome, now_s))
 
@@ -230,7 +230,7 @@ def markov(rng: random.Random, alpha: float, cycle_s: float, step_s: float) -> C
 
 def per_slot(instances: Sequence[Instance]) -> dict[int, int]:
     """How many instances each slot has."""
-    found: dict[int, int] = {}
-    for one in instances:
-        found[one.slot] = found.get(one.slot, 0) + 1
-    return found
+    counts: dict[int, int] = {}
+    for instance in instances:
+        counts[instance.slot] = counts.get(instance.slot, 0) + 1
+    return counts

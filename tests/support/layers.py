@@ -29,9 +29,9 @@ def package_edges(graph: ImportGraph) -> Iterator[tuple[str, str, Import]]:
     Those for the type checker alone count: they are knowledge of the other package too.
     """
     for name, targets in graph.edges(for_typing=True).items():
-        for target, found in targets.items():
+        for target, statement in targets.items():
             if package_of(name) != package_of(target):
-                yield name, target, found
+                yield name, target, statement
 
 
 def wrong_direction(graph: ImportGraph, order: Sequence[Sequence[str]]) -> list[str]:
@@ -107,7 +107,7 @@ def vendors_outside(graph: ImportGraph, adapters: Mapping[str, Sequence[str]]) -
     for vendor, patterns in adapters.items():
         allowed = {module.name for module in matching(graph, patterns)}
         for name, module in graph.modules.items():
-            if name not in allowed and any(vendor in with_parents(found.name) for found in module.imports):
+            if name not in allowed and any(vendor in with_parents(statement.name) for statement in module.imports):
                 problems.append(f"{name} -> {vendor}")
     return sorted(problems)
 
@@ -136,8 +136,8 @@ def hidden_imports(graph: ImportGraph, heavy: Sequence[str], allowed: Sequence[s
     exempt = {module.name for module in matching(graph, allowed)}
     problems = []
     for name, targets in graph.edges().items():
-        for target, found in targets.items():
-            if found.when is When.CALL and name not in exempt:
+        for target, statement in targets.items():
+            if statement.when is When.CALL and name not in exempt:
                 loaded = graph.chains(graph.modules[target])
                 if not any(package in loaded for package in heavy):
                     problems.append(f"{name} -> {target}")

@@ -116,32 +116,38 @@ class MotoMarket:
         """An hour goes by: what has ended is listed no longer. Client tokens are remembered for a day."""
         reservations = _backend().reservations
         for id_, reservation in list(reservations.items()):
-            if all(one._state.name == "terminated" for one in reservation.instances):
+            if all(instance._state.name == "terminated" for instance in reservation.instances):
                 del reservations[id_]
 
     # --- AWS's side -------------------------------------------------------------------------------------------------
 
-    def settle(self) -> None:
+    def apply_due_events(self) -> None:
         """Let happen what is due by now."""
         now_s = self.clock()
         backend = _backend()
         for reservation in list(backend.reservations.values()):
-            for one in reservation.instances:
-                launched_s = self._launched_at_s.get(one.id, 0.0)
-                if one._state.name == "pending" and now_s >= launched_s + self.boot_s:
-                    one._state = InstanceState("running", 16)
-                if one.id in self._taken_at_s and now_s >= self._taken_at_s[one.id] and one._state.name == "running":
-                    self._end(one, "Server.SpotInstanceTermination", "Server.SpotInstanceTermination")
-            if all(now_s - self._ended_at_s.get(one.id, now_s) > FORGOTTEN_S for one in reservation.instances):
+            for instance in reservation.instances:
+                launched_s = self._launched_at_s.get(instance.id, 0.0)
+                if instance._state.name == "pending" and now_s >= launched_s + self.boot_s:
+                    instance._state = InstanceState("running", 16)
+                if (
+                    instance.id in self._taken_at_s
+                    and now_s >= self._taken_at_s[instance.id]
+                    and instance._state.name == "running"
+                ):
+                    self._end(instance, "Server.SpotInstanceTermination", "Server.SpotInstanceTermination")
+            if all(
+                now_s - self._ended_at_s.get(instance.id, now_s) > FORGOTTEN_S for instance in reservation.instances
+            ):
                 del backend.reservations[reservation.id]
 
-    def _end(self, one: Instance, code: str, reason: str) -> None:
-        if one._state.name != "terminated":
-            _TERMINATE(one)
+    def _end(self, instance: Instance, code: str, reason: str) -> None:
+        if instance._state.name != "terminated":
+            _TERMINATE(instance)
             at = datetime.fromtimestamp(self.clock(), UTC)
-            self._ended_at_s[one.id] = self.clock()
-            one.state_reason = StateReason(f"{code}: ended", code)
-            one._reason = reason if code.startswith("Server") else f"{reason} ({at:%Y-%m-%d %H:%M:%S} GMT)"
+            self._ended_at_s[instance.id] = self.clock()
+            instance.state_reason = StateReason(f"{code}: ended", code)
+            instance._reason = reason if code.startswith("Server") else f"{reason} ({at:%Y-%m-%d %H:%M:%S} GMT)"
 
     def create_fleet(self, response: Any) -> ActionResult:
         param = response._get_param
@@ -173,7 +179,9 @@ class MotoMarket:
         zone_of = {
             id_: subnet.availability_zone for zone in _backend().subnets.values() for id_, subnet in zone.items()
         }
-        choices = [((one["InstanceType"], zone_of[one["SubnetId"]]), one) for one in config["Overrides"]]
+        choices = [
+            ((override["InstanceType"], zone_of[override["SubnetId"]]), override) for override in config["Overrides"]
+        ]
         for pool, override in sorted(choices, key=lambda choice: self._price(choice[0])):
             code = self.error_codes.get((pool, kind))
             if code is None and self.capacity.get((pool, kind), 1) > 0:
@@ -197,10 +205,10 @@ class MotoMarket:
             valid_from=None, valid_until=None, tag_specifications=request["TagSpecifications"],
         )  # fmt: skip
         for got in fleet.instances:
-            one = _instance(got["InstanceIds"][0])
-            self._launched_at_s[one.id] = self.clock()
-            one.launch_time = datetime.fromtimestamp(self.clock(), UTC).replace(tzinfo=None)
-            one._state = InstanceState("pending", 0)
+            instance = _instance(got["InstanceIds"][0])
+            self._launched_at_s[instance.id] = self.clock()
+            instance.launch_time = datetime.fromtimestamp(self.clock(), UTC).replace(tzinfo=None)
+            instance._state = InstanceState("pending", 0)
         return {"FleetId": fleet.id, "Instances": fleet.instances}
 
     def _price(self, pool: PoolKey) -> float:
@@ -208,15 +216,20 @@ class MotoMarket:
         return changes[-1] if changes else 1.0
 
     def describe_instances(self, response: Any, original: Callable[[Any], ActionResult]) -> ActionResult:
-        self.settle()
+        self.apply_due_events()
         result = original(response)
         shown = [
             group
             for group in result._result["Reservations"]
-            if all(self.clock() - self._launched_at_s.get(one.id, 0.0) >= self.lag_s for one in group.instances)
+            if all(
+                self.clock() - self._launched_at_s.get(instance.id, 0.0) >= self.lag_s for instance in group.instances
+            )
         ]
         # moto serializes 140 members of an instance, half a second of processor for 64: left out is what nobody reads.
-        lean = [{"ReservationId": group.id, "Instances": [_lean(one) for one in group.instances]} for group in shown]
+        lean = [
+            {"ReservationId": group.id, "Instances": [_lean(instance) for instance in group.instances]}
+            for group in shown
+        ]
         return ActionResult({**result._result, "Reservations": lean})
 
     def describe_spot_price_history(self, response: Any) -> ActionResult:
@@ -243,29 +256,29 @@ class MotoMarket:
         self.score_requests.append({name: response._get_param(name) for name in asked})
         if self.scores is None:
             raise EC2ClientError("UnauthorizedOperation", "You are not authorized to perform this operation.")
-        found = [{"Region": REGION, "AvailabilityZoneId": id_, "Score": one} for id_, one in self.scores.items()]
-        return ActionResult({"SpotPlacementScores": found})
+        scores = [{"Region": REGION, "AvailabilityZoneId": id_, "Score": score} for id_, score in self.scores.items()]
+        return ActionResult({"SpotPlacementScores": scores})
 
 
 _TERMINATE = Instance.terminate
 _ONE_AT_A_TIME = threading.RLock()
 
 
-def _lean(one: Instance) -> dict[str, Any]:
+def _lean(instance: Instance) -> dict[str, Any]:
     """The members of DescribeInstances that identity, market, place, life and end are told by."""
-    lifecycle = {"InstanceLifecycle": one.lifecycle} if one.lifecycle == "spot" else {}
-    reason = {"StateReason": {"Code": one.state_reason.code, "Message": one.state_reason.message}}
+    lifecycle = {"InstanceLifecycle": instance.lifecycle} if instance.lifecycle == "spot" else {}
+    reason = {"StateReason": {"Code": instance.state_reason.code, "Message": instance.state_reason.message}}
     return {
-        "InstanceId": one.id,
-        "ImageId": one.image_id,
-        "InstanceType": one.instance_type,
-        "LaunchTime": one.launch_time,
-        "SubnetId": one.subnet_id,
-        "Placement": {"AvailabilityZone": one.placement.availability_zone},
-        "State": {"Name": one._state.name, "Code": one._state.code},
-        "StateTransitionReason": one._reason,
-        "Tags": [{"Key": tag["key"], "Value": tag["value"]} for tag in one.get_tags()],
-        **(reason if one.state_reason.code else {}),
+        "InstanceId": instance.id,
+        "ImageId": instance.image_id,
+        "InstanceType": instance.instance_type,
+        "LaunchTime": instance.launch_time,
+        "SubnetId": instance.subnet_id,
+        "Placement": {"AvailabilityZone": instance.placement.availability_zone},
+        "State": {"Name": instance._state.name, "Code": instance._state.code},
+        "StateTransitionReason": instance._reason,
+        "Tags": [{"Key": tag["key"], "Value": tag["value"]} for tag in instance.get_tags()],
+        **(reason if instance.state_reason.code else {}),
         **lifecycle,
     }
 
@@ -277,8 +290,8 @@ def _backend() -> Any:
 
 
 def _instance(id_: str) -> Instance:
-    found: Instance = _backend().get_instance(id_)
-    return found
+    instance: Instance = _backend().get_instance(id_)
+    return instance
 
 
 @contextmanager
@@ -287,10 +300,10 @@ def moto_market(clock: Callable[[], float]) -> Iterator[MotoMarket]:
     market = MotoMarket(clock)
     listing = InstanceResponse.describe_instances
 
-    def terminate(one: Instance) -> Any:
-        before = InstanceState(one._state.name, one._state.code)
-        market.terminated.append(one.id)
-        market._end(one, "Client.UserInitiatedShutdown", "User initiated")
+    def terminate(instance: Instance) -> Any:
+        before = InstanceState(instance._state.name, instance._state.code)
+        market.terminated.append(instance.id)
+        market._end(instance, "Client.UserInitiatedShutdown", "User initiated")
         return before
 
     with (

@@ -16,7 +16,7 @@ def repeats(paths: Iterable[Path], num_lines: int) -> list[str]:
     The lines are those that Python itself would write: layout, comments and docstrings do not count, names do.
     """
     first: dict[tuple[str, ...], tuple[Path, Function]] = {}
-    found: dict[tuple[Path, int, Path, int], str] = {}
+    places: dict[tuple[Path, int, Path, int], str] = {}
     for path in paths:
         for function in ast.walk(ast.parse(path.read_text())):
             if not isinstance(function, Function):
@@ -26,8 +26,8 @@ def repeats(paths: Iterable[Path], num_lines: int) -> list[str]:
                 other_path, other = first.setdefault(tuple(lines[i : i + num_lines + 1]), (path, function))
                 if not (other_path == path and _holds(other, function)):
                     place = (other_path, other.lineno, path, function.lineno)
-                    found.setdefault(place, f"{other_path}:{other.lineno} ~ {path}:{function.lineno}")
-    return sorted(found.values())
+                    places.setdefault(place, f"{other_path}:{other.lineno} ~ {path}:{function.lineno}")
+    return sorted(places.values())
 
 
 def _lines(function: Function) -> list[str]:

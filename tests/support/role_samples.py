@@ -41,12 +41,12 @@ def fail() -> None:
 
 def be_a_worker(path: str, heeds: bool) -> int:
     """Write down who one is; then wait for SIGTERM and leave with 0, or, if not `heeds`, ignore it."""
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, (lambda *_: told.set()) if heeds else signal.SIG_IGN)
+    stopping = threading.Event()
+    signal.signal(signal.SIGTERM, (lambda *_: stopping.set()) if heeds else signal.SIG_IGN)
     names = ("DOLL_WORKER", "DOLL_INCARNATION", "DOLL_INSTANCE", "DOLL_MARKET", "DOLL_BOOT_DELAY_S")
     target = Path(path) / os.environ["DOLL_INSTANCE"]
     target.with_suffix(".part").write_text(" ".join(os.environ[name] for name in names))
     target.with_suffix(".part").rename(target)
-    while not told.wait(60):
+    while not stopping.wait(60):
         pass
     return 0

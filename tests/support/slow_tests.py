@@ -45,10 +45,12 @@ def module_reason(path: Path) -> str | None:
     """Why every test of a module is slow; None: none is for the module's sake."""
     module = read_module("test", path)
     # Tests import what they need in their own bodies too.
-    imports = tuple(replace(found, when=When.LOAD) if found.when is When.CALL else found for found in module.imports)
-    for found in imports:
-        if found.when is When.LOAD and found.name in SERVER_MODULES:
-            return f"starts servers with {found.name}"
+    imports = tuple(
+        replace(imported, when=When.LOAD) if imported.when is When.CALL else imported for imported in module.imports
+    )
+    for imported in imports:
+        if imported.when is When.LOAD and imported.name in SERVER_MODULES:
+            return f"starts servers with {imported.name}"
     chains = sources().chains(replace(module, imports=imports))
     for package in HEAVY_PACKAGES:
         if package in chains:
