@@ -189,7 +189,7 @@ def check(day: Day, stage: Stage) -> None:
     asked = stage.launches()
     assert set(asked) <= set(noted), "every call is accounted for"
     machines = stage.all_instances()
-    assert len(machines) == last.bill.instances == len([one for one in journal if one["kind"] == "instance"])
+    assert len(machines) == last.bill.instances == len([one for one in journal if one["kind"] == "launched"])
     assert len({(one.slot, one.incarnation) for one in machines}) == len(machines)
     if HOURS >= 8:  # the guard of a short job, asked every few minutes, leaves little to spot
         assert last.bill.usd < 0.9 * last.all_on_demand_usd
