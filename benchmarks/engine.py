@@ -71,7 +71,7 @@ class Driver:
         self.handle(Announce(worker=worker, session=self._sessions[worker], first=first, until=first + 1))
 
     def round(self) -> None:
-        """A batch of one worker: its gradient, the next batch, a sign of life, and the server's own clock."""
+        """A batch of one worker: its gradient, the next batch, a heartbeat, and the server's own clock."""
         grant = self._grants.popleft()
         push = Push(
             worker=grant.worker, session=grant.session, batch=grant.batch, term=_TERM, grant=grant.grant,

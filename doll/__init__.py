@@ -1,4 +1,4 @@
-"""DOLL: online learning on live streams, on machines that can vanish.
+"""DOLL: online learning on Kafka streams with preemptible machines.
 
 Importing this package starts nothing, opens nothing and does not import torch.
 """

@@ -289,7 +289,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ServerStatus(Record, frozen=True):
-    """The parameter server's state, on `metrics` once a second: also its sign of life, from which a standby elects."""
+    """The parameter server's state, on `metrics` once a second: also its heartbeat, from which a standby elects."""
 
     term: int
     time_s: float

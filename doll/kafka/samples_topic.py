@@ -1,7 +1,7 @@
 """Checks that the samples topic is still the one that the model was learned from.
 
 Offsets name samples only within one topic. If it was deleted and created again, or truncated, the same offsets are
-other records: a reader that continued at its offset would wait for ever, or skip records until the log is as long as
+other records: a reader that continued at its offset would wait forever, or skip records until the log is as long as
 before. Kafka gives each topic an id, which the checkpoint keeps. Brokers before 2.8 have no ids: there only a log that
 is shorter than what was read of it shows the difference.
 """

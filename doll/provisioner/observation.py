@@ -64,7 +64,7 @@ class SlotHolder:
     Attributes:
         incarnation: of the fleet's instance (`Order.incarnation`); 0: a worker that no fleet has started.
         since_s: when it was welcomed.
-        last_seen_s: its last sign of life.
+        last_seen_s: time of its last heartbeat.
         works: it has not left, and has been heard while others were.
     """
 
@@ -102,7 +102,7 @@ class Observed:
         self.boots = BootTimeEstimator()
         self._ends: tuple[float, list[int]] | None = None
         self.last_seen_s = -math.inf
-        """The last sign of life of anybody."""
+        """Time of the newest heartbeat of any worker."""
         self._ps_last_seen_s = self._ps_since_s = -math.inf
         self.version = 0
         """Updates that are applied and have not been rolled back."""

@@ -62,7 +62,7 @@ class Row:
 
     Attributes:
         cost_percent: mean cost, percent of all on demand.
-        over_bound: mean cost over that of a clairvoyant; never below 1.
+        over_bound: mean cost over that of an oracle; never below 1.
     """
 
     trace_set: str

@@ -153,7 +153,7 @@ def decode_checkpoint(data: bytes) -> Checkpoint:
     except (
         *(msgspec.MsgspecError, safetensors.SafetensorError),
         *(KeyError, ValueError),  # a dtype or a shape that safetensors knows and numpy does not
-        *(RecursionError, MemoryError, OverflowError),  # a head nested for ever, or of lengths that nothing has
+        *(RecursionError, MemoryError, OverflowError),  # a head nested too deeply, or with impossible lengths
     ) as exc:
         raise DamagedError(f"the contents do not fit the schema: {type(exc).__name__}: {short(exc)}") from exc
     return Checkpoint(

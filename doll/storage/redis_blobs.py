@@ -36,7 +36,7 @@ class RedisBlobs:
     Args:
         client: without `decode_responses`.
         give_up: called before each new attempt while Redis is unreachable; True ends the wait with
-            `ServiceUnavailableError`. Default: wait for ever.
+            `ServiceUnavailableError`. Default: wait forever.
         sleep: pauses for so many seconds; an argument for tests.
     """
 

@@ -27,7 +27,7 @@ class Originals(NamedTuple):
 def originals() -> tuple[Originals, Originals]:
     """(for streams, held out). No original is in both. Do not write to the arrays."""
     table = _load()
-    # RandomState's stream is frozen for ever; Generator's may change with numpy, and the split with it.
+    # RandomState's stream never changes; Generator's may change with numpy, and the split with it.
     order = np.random.RandomState(_SPLIT_SEED).permutation(len(table))
     images = np.rint(table[order, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
     labels = table[order, -1].astype(np.uint8)

@@ -94,7 +94,7 @@ class LaunchFailure(enum.StrEnum):
     CAPACITY = "capacity"  # the pools are empty: other pools, then the other market
     SPOT_QUOTA = "spot_quota"  # no spot for a while; a person must raise the quota
     ON_DEMAND_QUOTA = "on_demand_quota"  # keep spot; a person must raise the quota
-    REFUSED = "refused"  # not for lack of capacity: a person must look; what is not tried again in vain stops by itself
+    REFUSED = "refused"  # not a lack of capacity: an operator must act; the provisioner stops if nothing else works
     THROTTLED = "throttled"  # the same order again, later
     TAKEN = "taken"  # the order was already made in other words: look at what is there
     CONFIG = "config"  # it can never succeed: stop and raise an alarm

@@ -67,7 +67,7 @@ class Observation:
     Attributes:
         now_s: since the start.
         done: samples, shape (W,); of each slot: `done_by_slot`, shape (W, N).
-        up: a spot machine for this slot is there or can be had, shape (W, N).
+        up: a spot machine for this slot runs or is available, shape (W, N).
         choice: what was chosen last, shape (W, N).
         ready: the slot's machine has booted and works, shape (W, N).
         price: spot, USD per hour, shape (W,).

@@ -16,7 +16,7 @@ class PriceFeed(Protocol):
         """Cheapest usable spot pool and cheapest on-demand one, USD per hour.
 
         Raises:
-            ServiceUnavailableError: no price is known and none can be had.
+            ServiceUnavailableError: no price is known and none is available.
         """
         ...
 
@@ -24,6 +24,6 @@ class PriceFeed(Protocol):
         """The pool's price over this time, as far as it is known; the bill of an instance is its mean times the hours.
 
         Raises:
-            ServiceUnavailableError: no price is known and none can be had.
+            ServiceUnavailableError: no price is known and none is available.
         """
         ...

@@ -1,4 +1,4 @@
-"""A spot market in a box: when each slot's spot machine can be had, when it is taken back, what machines cost. Pure.
+"""A simulated spot market: when spot is available for each slot, when it preempts, what machines cost. Pure.
 
 It replays a recorded pool (docs/traces.md) or the paper's two-state chain, `speed_up` times as fast as the wall clock.
 Everything is asked and answered in wall seconds since the market opened; prices are in USD per hour of the *wall*, the
@@ -165,7 +165,7 @@ class SpotMarket:
         return intervals[max(0, bisect_right(starts, at_s) - 1)]
 
     def is_up(self, slot: int, at_s: float) -> bool:
-        """A spot machine can be had for this slot, or runs and has no notice."""
+        """Spot is available for this slot, or its spot machine runs without a notice."""
         return self.interval(slot, at_s).up
 
     def _next(self, slot: int) -> AvailabilityInterval:

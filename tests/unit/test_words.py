@@ -1,0 +1,125 @@
+"""One word for one thing: replaced names, archaic turns and citations of unpublished documents do not come back.
+
+docs/glossary.md has the words to use. Each pattern below has the word that replaces it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+ROOT: Final = Path(__file__).parents[2]
+SUFFIXES: Final = {
+    ".py",
+    ".md",
+    ".yaml",
+    ".yml",
+    ".tf",
+    ".hcl",
+    ".sh",
+    ".service",
+    ".timer",
+    ".json",
+    ".tfvars",
+    ".xml",
+}
+PLACES: Final = ("doll", "docs", "deploy", "examples", "benchmarks")
+FILES: Final = ("README.md", "CONTRIBUTING.md", "Makefile", "Dockerfile", "docker-compose.yml", "pyproject.toml")
+
+# Pattern (of a whole line, case matters where a class is meant), and what to write instead.
+BANNED: Final = {
+    # names
+    r"\b(ps_epoch\w*|[Ee]pochs?)\b": "term (server), session (worker) or incarnation (machine)",
+    r"(?<![Ee]-)\b([Kk]afka_?)?[Mm]ail\b": "commands, JobRecords",
+    r"(?<!Dead)\bLetter\b": "DeadLetter, TimedRecord",
+    r"\b[Rr]ivals?\b": "baseline",
+    r"\b[Oo]utlook\b": "assessment",
+    r"\b([Cc]rew|[Mm]uster(ed|s)?|[Cc]ompanions?|[Cc]ampaigns?|[Oo]bituar(y|ies))\b": "WorkerPool, RunHook, SpotRun",
+    r"\b_(Seat|Voice|Ears|Beat)\b|\bPulse\b|\bTrouble\b|\bBook\b|\bbooks?\b": "the glossary's word",
+    r"\b(bad_pool_s|boot_most_s|surprise)\b": "pool_backoff_s, boot_timeout_s, no_notice_share",
+    r"\b[Yy]ardsticks?\b": "reference",
+    r"\b(up|down|an?|its|of a) spells?\b": "up time, down time",
+    r"\bclairvoyant\b": "oracle",
+    r"\bnext_token\b|\bwaiting_tokens\b|\bcomputing_tokens\b": "next_batch, waiting_batches",
+    # variables that do not name the thing
+    r"\bfor one in\b|\blambda one\b": "the thing's name",
+    r"^\s*(found|told)\b(: [\w\[\], |]+)? = |\bfor (found|told) in\b|\bas (found|told):": "the thing's name",
+    # prose
+    r"\b[Mm]end(s|ed|ing)?\b": "fix",
+    r"\b[Hh]eed(s|ed|ing)?\b": "follow",
+    r"\bto be had\b|\bcan be had\b|\bcannot be had\b": "available",
+    r"\bas can be\b": "as possible",
+    r"\b(it|them|that|which|him) no more\b|\bno more of\b": "not any more",
+    r"\b[Hh]and(s|ed|ing)?( \w+){0,4} back\b(?! to)": "return, terminate",
+    r"\b[Ss]igns? of life\b|\bheard of (it|them|him|another)\b": "heartbeat",
+    r"\bin vain\b|\bfor ever\b|\ban imitation\b|\bwithout a word\b|\baloud\b": "plain words",
+    # documents that are not in the repository
+    r"\bdigest (D?\d|[A-Z]\d)|\(digest\b|\bdesign, section\b|\bpitfall \d|\(reference [a-z-]+ \d": "the paper",
+}
+
+# (part of the path, part of the line): why it may stay.
+ALLOWED: Final = (
+    ("docs/glossary.md", "*Not*", "says which word not to use"),
+    ("docs/decisions/0024", "", "lists the earlier names"),
+    ("docs/decisions/", "were called mail", "says what was renamed"),
+    ("docs/decisions/", "was called worker epoch", "says what was renamed"),
+)
+
+
+def lines() -> Iterator[tuple[str, int, str]]:
+    """Every line of code and documents: path, line number, text."""
+    paths = [path for place in PLACES for path in (ROOT / place).rglob("*") if path.suffix in SUFFIXES]
+    for path in sorted((*paths, *(ROOT / name for name in FILES))):
+        name = str(path.relative_to(ROOT))
+        if path.is_file() and "/results/" not in name and ".terraform/" not in name:
+            for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+                yield name, number, line
+
+
+def violations() -> list[str]:
+    """`path:line: text -> word` of every replaced word."""
+    patterns = [(re.compile(pattern), instead) for pattern, instead in BANNED.items()]
+    return [
+        f"{name}:{number}: {match.group(0).strip()!r} -> {instead}"
+        for name, number, line in lines()
+        for pattern, instead in patterns
+        if (match := pattern.search(line)) is not None
+        and not any(place in name and text in line for place, text, _ in ALLOWED)
+    ]
+
+
+def test_no_replaced_word_comes_back() -> None:
+    assert violations() == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "    ps_epoch: int",
+        "for one in records:",
+        "        found = {}",
+        "mend what can be mended",
+        "as cheap as can be",
+        "no spot to be had",
+        "Hand every machine back.",
+        "holds it no more",
+        "no sign of life for 30 s",
+        "see digest D3",
+        "(design, section 4)",
+        "class Letter:",
+        "from doll.provisioner.kafka_mail import Mail",
+    ],
+)
+def test_the_patterns_match_what_they_are_for(line: str) -> None:
+    assert any(re.search(pattern, line) for pattern in BANNED)
+
+
+@pytest.mark.parametrize(
+    "line", ["DeadLetter(worker=0)", "a dead letter", "set it back to 0", "I recommend this", "one in records"]
+)
+def test_the_patterns_match_nothing_else(line: str) -> None:
+    assert not any(re.search(pattern, line) for pattern in BANNED)
