@@ -198,7 +198,7 @@ class ParameterServer:
         if now - self._status_at_s >= 1.0:
             self._status_at_s = now
             if (why := self._stall.check(self.engine, now)) is not None:
-                log.error("stuck", reason=why)
+                log.error("no_update_possible", reason=why)
             self._outbox.send_status(self.status())
 
     def save_now(self) -> None:
