@@ -172,9 +172,7 @@ class Engine(EngineState):
         if worker is None:
             self._drop(event, "fenced", actions)
             return
-        if worker.stalled:
-            worker.stalled = False
-            self._note_change(worker)
+        self._clear_stall(worker)
         grant = self._find(worker, event.term, event.grant, event.batch)
         if grant is None:
             self.counters["refused_late"] += 1
@@ -199,6 +197,12 @@ class Engine(EngineState):
                 actions.append(FetchGradient(grant.number, event.key, event.version))
             else:
                 self._hold(grant, now)
+
+    def _clear_stall(self, worker: Worker) -> None:
+        """The worker has answered a grant, in time or late, with a gradient or without: it can take another."""
+        if worker.stalled:
+            worker.stalled = False
+            self._note_change(worker)
 
     def _drop(self, event: Push, reason: str, actions: list[EngineAction]) -> None:
         if event.key:
@@ -231,6 +235,7 @@ class Engine(EngineState):
         worker = self._accept(event.worker, event.session, now, actions)
         if worker is None:
             return
+        self._clear_stall(worker)
         grant = self._find(worker, event.term, event.grant, event.batch)
         if grant is None or grant.push is not None:
             self.counters["refused_late"] += 1

@@ -30,7 +30,7 @@ class Worker:
         joined: this server has seen its Join.
         present: heard of within its lease.
         left: it has sent Leave: only a new Join brings it back.
-        stalled: it let a grant time out: it gets no other until it has finished something.
+        stalled: it let a grant time out: it gets no other until it has answered one.
         waiting: batches that may be granted now; kept by the engine.
         retained, lag: as in its last Alive.
     """

@@ -505,3 +505,17 @@ def test_a_free_place_goes_to_the_worker_with_the_fewest_batches_in_the_group() 
     bench.announce(2, 0, 1)
     actions = bench.handle(Leave(worker=0, session=bench.sessions[0], cause="spot"))
     assert granted(actions) == [(2, 0), (1, 2)], "worker 1 announced earlier, and has two"
+
+
+def test_a_worker_that_answers_too_late_gets_another_grant_also_where_it_has_no_gradient() -> None:
+    """Its store was away for longer than the grant: the answer is a Nack that nobody waits for any more."""
+    bench = Bench(Asp(), workers=1)
+    bench.join(0)
+    assert granted(bench.announce(0, 0, 1)) == [(0, 0)]
+    late = bench.grants[0, 0].grant
+    for bench.now in (TIMEOUT_S / 2, TIMEOUT_S + 1.0):
+        bench.handle(Alive(worker=0, session=bench.sessions[0]))
+        assert granted(bench.handle(ev.Tick())) == []
+    assert bench.engine.counters["requeued_timeout"] == 1
+    nack = Nack(worker=0, session=bench.sessions[0], batch=0, term=1, grant=late, reason="weights")
+    assert granted(bench.handle(nack)) == [(0, 0)]
