@@ -71,7 +71,7 @@ def show(
     run_folder: RunFolderOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the contents of dead records, as far as their letters have them, as text and in hexadecimal.
+    """Show the contents of dead records, as far as their dead letters hold them, as text and in hexadecimal.
 
     Example: doll dead show my.yaml --offset 0/1234
     """
@@ -98,7 +98,7 @@ def replay_(
     """Send dead records to the stream again, each as a new record at the end of its partition.
 
     Fix the task and restart its workers first, or the records are refused again. The bytes come from the samples
-    topic, or else from the letter. Records that the model has learned since, or may still learn, are skipped.
+    topic, or else from the dead letter. Records that the model has learned since, or may still learn, are skipped.
 
     Example: doll dead replay my.yaml --reason JSONDecodeError --dry-run
     """
@@ -183,7 +183,7 @@ def _details(dead: DeadRecord) -> str:
     if len(shown) < letter.payload_bytes:
         lines.append(
             f"  the first {len(shown)} of {letter.payload_bytes} bytes"
-            + (" (--json has all bytes of the letter)" if len(shown) < len(kept) else "")
+            + (" (--json has all kept bytes)" if len(shown) < len(kept) else "")
         )
     lines.append(f"  text: {printable(shown.decode('utf-8', 'backslashreplace'))}")
     for at in range(0, len(shown), 32):
@@ -227,7 +227,7 @@ def _replay_text(replays: list[Replay], dry_run: bool) -> str:
         if item.value is None:
             lines.append(f"{partition}/{offset}: not replayed: {item.skip_reason}")
             continue
-        source = "the samples topic" if item.source == "topic" else "its letter"
+        source = "the samples topic" if item.source == "topic" else "its dead letter"
         what = f"{len(item.value)} bytes from {source}"
         to = "would be replayed" if dry_run else f"replayed as {partition}/{item.offset}"
         lines.append(f"{partition}/{offset}: {to}: {what}")

@@ -93,7 +93,7 @@ class LedgerReport:
         """The result in one line."""
         gaps = f", {self.gaps} without a record" if self.gaps else ""
         lost = f", {self.lost} lost" if self.lost else ""
-        superseded = f", {self.superseded} letters superseded" if self.superseded else ""
+        superseded = f", {self.superseded} dead letters superseded" if self.superseded else ""
         others = f"; {len(self.problems)} other problems" if self.problems else ""
         return (
             f"audit: {self.produced} offsets produced, {self.applied} applied exactly once, "

@@ -288,7 +288,7 @@ def test_the_letter_of_an_offset_that_was_applied_is_superseded(rng: random.Rand
     assert report.ok
     assert replace(report, superseded=0, partitions=()) == replace(before, partitions=())
     assert (report.superseded, report.partitions[n].superseded) == (1, 1)
-    assert "dead-lettered, 1 letters superseded" in report.summary()
+    assert "dead-lettered, 1 dead letters superseded" in report.summary()
 
 
 @given(rng=RNG, by=st.sampled_from([-1, 1]))
