@@ -74,8 +74,8 @@ def test_the_local_market_bills_time_as_it_is() -> None:
 def test_only_what_ec2_takes_back_in_its_first_hour_is_free(
     seconds: float, end: EndReason, market: Any, free: bool
 ) -> None:
-    found = bill([machine(seconds=seconds, end_reason=end, market=market)], flat, EC2_LINUX, T0 + 1e6)
-    assert (found.usd == 0, found.free) == (free, int(free))
+    total = bill([machine(seconds=seconds, end_reason=end, market=market)], flat, EC2_LINUX, T0 + 1e6)
+    assert (total.usd == 0, total.free) == (free, int(free))
 
 
 def test_what_runs_is_billed_until_now() -> None:
@@ -85,22 +85,22 @@ def test_what_runs_is_billed_until_now() -> None:
 
 def test_each_instance_counts_once_and_the_sum_is_by_market() -> None:
     both = [machine("a", seconds=100.0), machine("b", seconds=200.0, market="on_demand"), machine("a", seconds=100.0)]
-    found = bill(both, flat, EC2_LINUX, T0)
-    assert found.usd == pytest.approx(0.5)
-    assert found.usd_by_market == pytest.approx({"spot": 0.1, "on_demand": 0.4})
-    assert found.hours_by_market == pytest.approx({"spot": 100 / 3600, "on_demand": 200 / 3600})
-    assert (found.instances, [line.id for line in found.lines]) == (2, ["a", "b"])
-    assert Bill(**found.to_dict()).usd == found.usd, "it comes back from a file"
-    again = found.plus(Bill.of(found.lines))
+    total = bill(both, flat, EC2_LINUX, T0)
+    assert total.usd == pytest.approx(0.5)
+    assert total.usd_by_market == pytest.approx({"spot": 0.1, "on_demand": 0.4})
+    assert total.hours_by_market == pytest.approx({"spot": 100 / 3600, "on_demand": 200 / 3600})
+    assert (total.instances, [line.id for line in total.lines]) == (2, ["a", "b"])
+    assert Bill(**total.to_dict()).usd == total.usd, "it comes back from a file"
+    again = total.plus(Bill.of(total.lines))
     assert (again.usd, again.instances) == (pytest.approx(1.0), 4)
 
 
 def test_without_boots_and_overlap() -> None:
-    one = machine("a", seconds=100.0)
-    found = bill([one], flat, LOCAL, T0, ready_s={"a": T0 + 30}, fenced_s={"a": T0 + 90})
-    assert found.usd == pytest.approx(0.1)
-    assert found.usd_without_boots == pytest.approx(0.06)
-    assert bill([one], flat, LOCAL, T0).usd_without_boots == 0.0, "nobody knows that its worker was ever ready"
+    instance = machine("a", seconds=100.0)
+    total = bill([instance], flat, LOCAL, T0, ready_s={"a": T0 + 30}, fenced_s={"a": T0 + 90})
+    assert total.usd == pytest.approx(0.1)
+    assert total.usd_without_boots == pytest.approx(0.06)
+    assert bill([instance], flat, LOCAL, T0).usd_without_boots == 0.0, "nobody knows that its worker was ever ready"
 
 
 @given(
@@ -114,8 +114,8 @@ def test_the_mean_price_over_time_is_what_is_paid(
     """Against the integral of the step function, taken second by second."""
     edges = np.cumsum([0.0, *(length for length, _ in steps)]) + T0
     series = Series(edges, np.array([*(value for _, value in steps), steps[-1][1]]))
-    one = machine(seconds=start + seconds, launched_s=T0 + start)
-    (line,) = bill_lines([one], lambda *_: series, LOCAL, T0)
+    instance = machine(seconds=start + seconds, launched_s=T0 + start)
+    (line,) = bill_lines([instance], lambda *_: series, LOCAL, T0)
     assert line.usd == pytest.approx(series.mean(T0 + start, T0 + start + seconds) * seconds / 3600, abs=1e-9)
 
 
@@ -124,15 +124,15 @@ def test_many_at_once_cost_what_each_costs_alone() -> None:
     series = Series(times, np.array([1.0, 5.0, 2.0, 2.0]))
     machines = [machine(str(n), seconds=40.0 + 17 * n, launched_s=T0 + 13 * n) for n in range(9)]
     together = bill_lines(machines, lambda *_: series, EC2_LINUX, T0)
-    alone = [bill_lines([one], lambda *_: series, EC2_LINUX, T0)[0] for one in machines]
+    alone = [bill_lines([instance], lambda *_: series, EC2_LINUX, T0)[0] for instance in machines]
     assert [line.usd for line in together] == pytest.approx([line.usd for line in alone])
 
 
 def test_on_demand_is_the_papers_cost() -> None:
     """Eq. (5): all on-demand for θ_0."""
     samples = work_samples(10_000, 20, 256)
-    found = all_on_demand_usd(samples, np.full(64, 125.0), 0.286)
-    assert found == pytest.approx(64 * 0.286 * on_demand_runtime_s(samples, 125, 64) / SECONDS_PER_HOUR)
+    usd = all_on_demand_usd(samples, np.full(64, 125.0), 0.286)
+    assert usd == pytest.approx(64 * 0.286 * on_demand_runtime_s(samples, 125, 64) / SECONDS_PER_HOUR)
 
 
 def test_ratios() -> None:

@@ -41,7 +41,7 @@ class Forgetful(FakeFleet):
         self.hidden: set[str] = set()
 
     def instances(self) -> list[Instance]:
-        return [one for one in super().instances() if one.id not in self.hidden]
+        return [instance for instance in super().instances() if instance.id not in self.hidden]
 
     def hand_over(self, id_: str, job: str) -> None:
         """The machine was launched for this job."""
@@ -86,9 +86,9 @@ class Scene:
 
 def launches(decision: Decision) -> list[tuple[int, int, str]]:
     return [
-        (one.action.order.slot, one.action.order.incarnation, one.action.order.market)
-        for one in decision.results
-        if isinstance(one.action, Launch)
+        (result.action.order.slot, result.action.order.incarnation, result.action.order.market)
+        for result in decision.results
+        if isinstance(result.action, Launch)
     ]
 
 
@@ -101,8 +101,8 @@ def test_a_calm_job_runs_on_spot_and_hands_everything_back() -> None:
     last = decisions[-1]
     assert launches(decisions[0]) == [(slot, 1, "spot") for slot in range(4)]
     assert (last.phase, last.finished, last.updates_done >= 100) == ("done", True, True)
-    assert [one for one in scene.fleet.all_instances() if one.state is not InstanceState.ENDED] == []
-    hours = sum((one.ended_s or 0) - one.launched_s for one in scene.fleet.all_instances()) / 3600
+    assert [instance for instance in scene.fleet.all_instances() if instance.state is not InstanceState.ENDED] == []
+    hours = sum((instance.ended_s or 0) - instance.launched_s for instance in scene.fleet.all_instances()) / 3600
     assert last.bill.usd == pytest.approx(hours * SPOT)
     assert last.bill.usd_without_boots == pytest.approx((hours - 4 * 20 / 3600) * SPOT, rel=0.02)
     assert last.all_on_demand_usd == pytest.approx(250 / 3600 * 4 * ON_DEMAND, rel=0.05)
@@ -114,14 +114,14 @@ def test_the_deadline_is_met_when_spot_is_taken_back_all_the_time(group_size: in
     scene = Scene(settings(updates=400.0 / (group_size or 4), group_size=group_size, deadline_s=500.0))
 
     def taken() -> None:
-        for one in scene.fleet.alive():
-            if one.market == "spot" and one.notice_s is None and scene.clock() - one.launched_s > 25:
-                scene.fleet.interrupt(one.id, 0.0)
+        for instance in scene.fleet.alive():
+            if instance.market == "spot" and instance.notice_s is None and scene.clock() - instance.launched_s > 25:
+                scene.fleet.interrupt(instance.id, 0.0)
 
     decisions = scene.to_the_end(each=taken)
     assert scene.world.finished_s is not None
     assert scene.world.finished_s - decisions[0].started_s <= 500
-    assert {market for one in decisions for market in one.markets} == {"spot", "on_demand", None}
+    assert {market for decision in decisions for market in decision.markets} == {"spot", "on_demand", None}
     assert scene.world.most_per_slot <= 2
 
 
@@ -134,11 +134,11 @@ def test_progress_is_counted_in_samples_whatever_an_update_is() -> None:
     }
     runs = {name: Scene(job).to_the_end() for name, job in jobs.items()}
     for name, decisions in runs.items():
-        assert [one.markets for one in decisions] == [one.markets for one in runs["doll"]], name
-        assert [one.samples_done for one in decisions] == pytest.approx(
-            [one.samples_done for one in runs["doll"]], abs=4 * 25
+        assert [decision.markets for decision in decisions] == [decision.markets for decision in runs["doll"]], name
+        assert [decision.samples_done for decision in decisions] == pytest.approx(
+            [decision.samples_done for decision in runs["doll"]], abs=4 * 25
         )
-        assert {one.target_samples for one in decisions} == {9_900}
+        assert {decision.target_samples for decision in decisions} == {9_900}
         assert decisions[-1].phase == "done"
         assert 9_900 <= decisions[-1].samples_done <= 10_000
         assert decisions[-1].bill.usd == pytest.approx(runs["doll"][-1].bill.usd)
@@ -165,12 +165,12 @@ def test_when_spot_is_dry_the_plan_waits_and_then_covers() -> None:
         scene.fleet.set_capacity(pool, "spot", 0)
     first = scene.turn()
     assert set(first.markets) == {"spot"}, "the slack allows to wait"
-    assert all("capacity" in one.failure for one in first.actions)
+    assert all("capacity" in action.failure for action in first.actions)
     assert first.alive == ()
     decisions = scene.to_the_end()
     assert scene.world.finished_s is not None
     assert scene.world.finished_s - first.started_s <= 500
-    assert {one.market for one in scene.fleet.all_instances()} == {"on_demand"}
+    assert {instance.market for instance in scene.fleet.all_instances()} == {"on_demand"}
     assert decisions[-1].bill.usd_by_market["spot"] == 0
 
 
@@ -179,13 +179,13 @@ def test_a_dry_market_is_planned_around_in_the_same_turn() -> None:
     job = settings(deadline_s=600.0)
     scene = Scene(replace(job, planner=replace(job.planner, slack_reserve=1.0)))
     scene.steps(3)  # they have booted, which an even pace does not do
-    for one in scene.fleet.alive():
-        scene.fleet.interrupt(one.id, 0.0)
+    for instance in scene.fleet.alive():
+        scene.fleet.interrupt(instance.id, 0.0)
     for pool in scene.fleet.pools:
         scene.fleet.set_capacity(pool, "spot", 0)
     decision = scene.steps(1)
     assert {"spot", "on_demand"} <= {market for _, _, market in launches(decision)}
-    assert {one.market for one in scene.fleet.alive()} == {"on_demand"}
+    assert {instance.market for instance in scene.fleet.alive()} == {"on_demand"}
 
 
 def test_a_slot_goes_back_to_spot_when_that_is_back() -> None:
@@ -196,11 +196,15 @@ def test_a_slot_goes_back_to_spot_when_that_is_back() -> None:
     for pool in scene.fleet.pools:
         scene.fleet.set_capacity(pool, "spot", 0)
     scene.steps(15)
-    assert "on_demand" in {one.market for one in scene.fleet.alive()}
+    assert "on_demand" in {instance.market for instance in scene.fleet.alive()}
     for pool in scene.fleet.pools:
         scene.fleet.set_capacity(pool, "spot", None)
     decisions = scene.to_the_end()
-    assert any("RETURN" in reason or "spot has been available" in reason for one in decisions for reason in one.reasons)
+    assert any(
+        "RETURN" in reason or "spot has been available" in reason
+        for decision in decisions
+        for reason in decision.reasons
+    )
     assert decisions[-1].bill.usd_by_market["spot"] > 0
     assert scene.world.finished_s is not None
     assert scene.world.finished_s - decisions[0].started_s <= 600
@@ -230,8 +234,8 @@ def test_a_probe_is_asked_before_what_can_only_be_guessed() -> None:
     job = settings(deadline_s=600.0)
     scene = Scene(replace(job, planner=replace(job.planner, slack_reserve=1.0)), probe=market)
     scene.steps(3)
-    for one in scene.fleet.alive():
-        scene.fleet.interrupt(one.id, 0.0)
+    for instance in scene.fleet.alive():
+        scene.fleet.interrupt(instance.id, 0.0)
     market.there = False
     decision = scene.steps(1)
     covered = [slot for slot, _, where in launches(decision) if where == "on_demand"]
@@ -249,8 +253,8 @@ def test_a_try_that_was_known_to_be_in_vain_is_no_reason_to_plan_again(monkeypat
     plans: list[float] = []
     scene = Scene(settings(deadline_s=1000.0), probe=Market())
     scene.steps(3)
-    for one in scene.fleet.alive():
-        scene.fleet.interrupt(one.id, 0.0)
+    for instance in scene.fleet.alive():
+        scene.fleet.interrupt(instance.id, 0.0)
     for pool in scene.fleet.pools:
         scene.fleet.set_capacity(pool, "spot", 0)
     plan = planner.plan
@@ -329,7 +333,7 @@ def test_a_machine_that_breaks_is_replaced() -> None:
     scene.steps(4)
     scene.fleet.fail_instance("i-00000000000000000")
     scene.steps(8)
-    alive = {(one.slot, one.incarnation) for one in scene.fleet.alive()}
+    alive = {(instance.slot, instance.incarnation) for instance in scene.fleet.alive()}
     assert alive == {(0, 2), (1, 1), (2, 1), (3, 1)}
 
 
@@ -338,7 +342,7 @@ def test_a_machine_whose_worker_hangs_is_replaced() -> None:
     scene.steps(4)
     scene.world.mute.add("i-00000000000000000")
     scene.steps(20)
-    assert (0, 2) in {(one.slot, one.incarnation) for one in scene.fleet.alive()}
+    assert (0, 2) in {(instance.slot, instance.incarnation) for instance in scene.fleet.alive()}
     assert scene.fleet.all_instances()[0].end_reason is EndReason.TERMINATED
 
 
@@ -360,7 +364,7 @@ def test_what_vanishes_from_the_listing_has_ended_and_is_billed() -> None:
     assert line.usd == pytest.approx((scene.clock() - gone.launched_s) / 3600 * SPOT)
     assert line.ended_s == scene.clock()
     scene.steps(6)
-    assert (0, 2) in {(one.slot, one.incarnation) for one in scene.fleet.alive()}
+    assert (0, 2) in {(instance.slot, instance.incarnation) for instance in scene.fleet.alive()}
 
 
 def test_boots_that_are_slower_than_planned_are_planned_with() -> None:
@@ -573,7 +577,7 @@ def test_the_state_of_deleted_topics_says_nothing_about_new_ones_of_the_same_nam
     scene.controller = scene.successor()
     scene.to_the_end()
     assert scene.decisions[-1].finished
-    bought = {one.id for one in scene.fleet.all_instances()}
+    bought = {instance.id for instance in scene.fleet.all_instances()}
     scene.more["topics_id"] = "second"
     scene.world = JobWorld(scene.clock, scene.fleet, scene.job)
     scene.controller = scene.successor()
@@ -581,7 +585,9 @@ def test_the_state_of_deleted_topics_says_nothing_about_new_ones_of_the_same_nam
     assert (decision.phase, decision.turn, decision.started_s) == ("run", 1, scene.clock())
     assert decision.bill.usd == 0, "what has ended was billed to the earlier run"
     assert len(launches(decision)) == 4
-    assert bought.isdisjoint(one.id for one in scene.fleet.alive()), "the fleet remembers orders; these are others"
+    assert bought.isdisjoint(instance.id for instance in scene.fleet.alive()), (
+        "the fleet remembers orders; these are others"
+    )
     scene.controller = scene.successor()
     assert scene.turn().turn == 2, "and its own state it knows"
 
@@ -624,8 +630,8 @@ def test_machines_that_another_job_has_left_are_ended_and_are_not_taken_for_ones
     assert len(launches(decision)) == 4
     assert [call.ids for call in scene.fleet.calls if call.name == "terminate"] == [{left.id}]
     assert any("of another job (letters)" in alarm for alarm in decision.alarms)
-    assert left.id not in {one.id for one in decision.instances}
-    assert [one["id"] for one in scene.state_store.journal if one["kind"] == "end"] == [left.id]
+    assert left.id not in {instance.id for instance in decision.instances}
+    assert [entry["id"] for entry in scene.state_store.journal if entry["kind"] == "end"] == [left.id]
     assert not scene.steps(2).alarms
 
 
@@ -666,7 +672,7 @@ def test_ended_machines_are_settled_once_and_in_the_end_only_as_a_sum() -> None:
     scene.steps(4, step_s=600.0)
     scene.fleet.interrupt("i-00000000000000000", 0.0)
     scene.steps(4, step_s=600.0)
-    usd = sum(one.usd for one in scene.decisions[-1].bill.lines if one.ended_s is not None)
+    usd = sum(line.usd for line in scene.decisions[-1].bill.lines if line.ended_s is not None)
     scene.steps(200, step_s=600.0)
     last = scene.decisions[-1]
     assert [line for line in last.bill.lines if line.ended_s is not None] == []
@@ -701,14 +707,14 @@ def test_no_record_stops_it(strange: list[tuple[Any, float]]) -> None:
 
 def test_a_decision_says_why_for_every_slot_and_crosses_the_wire() -> None:
     scene = Scene(settings(deadline_s=300.0))
-    for one in (scene.turn(), scene.steps(5)):
-        assert len(one.reasons) == len(one.markets) == 4
-        assert all(one.reasons)
-        record = one.record()
+    for decision in (scene.turn(), scene.steps(5)):
+        assert len(decision.reasons) == len(decision.markets) == 4
+        assert all(decision.reasons)
+        record = decision.record()
         assert decode(encode(record)) == record
-        assert [record.reasons[index] for index in record.reason_of] == list(one.reasons)
-        assert json.loads(json.dumps(one.to_dict()))["markets"] == list(one.markets)
-        assert all(np.isfinite(value) for value in one.measurements().values())
+        assert [record.reasons[index] for index in record.reason_of] == list(decision.reasons)
+        assert json.loads(json.dumps(decision.to_dict()))["markets"] == list(decision.markets)
+        assert all(np.isfinite(value) for value in decision.measurements().values())
 
 
 def test_slot_ranges() -> None:

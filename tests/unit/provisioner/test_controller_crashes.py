@@ -65,13 +65,19 @@ class FusedFleet:
 
     def instances(self) -> Sequence[Instance]:
         now_s = self._scenario.clock()
-        return [one for one in self._fleet.instances() if one.id in self._launched or now_s - one.launched_s >= LAG_S]
+        return [
+            instance
+            for instance in self._fleet.instances()
+            if instance.id in self._launched or now_s - instance.launched_s >= LAG_S
+        ]
 
     def terminate(self, ids: Collection[str]) -> None:
-        for one in self._fleet.alive():
-            if one.id in ids:
-                assert one.notice_s is None, "what has its notice is left to its owner"
-                assert self._scenario.ending or not self._scenario.world.works(one), "broken before the next was made"
+        for instance in self._fleet.alive():
+            if instance.id in ids:
+                assert instance.notice_s is None, "what has its notice is left to its owner"
+                assert self._scenario.ending or not self._scenario.world.works(instance), (
+                    "broken before the next was made"
+                )
         self._fuse.burn(lambda: self._fleet.terminate(ids))
 
     def close(self) -> None:
@@ -150,11 +156,11 @@ class CrashScenario:
     def market(self) -> None:
         """What the owner of the machines does to us."""
         rng, fleet = self.rng, self.fleet
-        for one in fleet.alive():
-            if one.market == "spot" and one.notice_s is None and rng.random() < 0.04:
-                fleet.interrupt(one.id, rng.choice([0.0, 30.0]))
+        for instance in fleet.alive():
+            if instance.market == "spot" and instance.notice_s is None and rng.random() < 0.04:
+                fleet.interrupt(instance.id, rng.choice([0.0, 30.0]))
             elif rng.random() < 0.002:
-                fleet.fail_instance(one.id)
+                fleet.fail_instance(instance.id)
         for pool in ("c5.xlarge/zone-a", "m5.xlarge/zone-a", "c5.xlarge/zone-b", "m5.xlarge/zone-b"):
             if rng.random() < 0.1:
                 fleet.set_capacity(pool, "spot", rng.choice([0, 0, 1, None]))
@@ -188,12 +194,14 @@ class CrashScenario:
     def check(self) -> None:
         """What must hold of every scenario."""
         fleet, journal = self.fleet, self.state_store.journal
-        assert [one for one in fleet.all_instances() if one.state is not InstanceState.ENDED] == [], "no orphans"
+        assert [instance for instance in fleet.all_instances() if instance.state is not InstanceState.ENDED] == [], (
+            "no orphans"
+        )
         assert self.world.most_per_slot <= 2, "never more than make-before-break"
         noted = {
-            (one["slot"], one["incarnation"], one["market"], one["attempt"])
-            for one in journal
-            if one["kind"] == "order"
+            (entry["slot"], entry["incarnation"], entry["market"], entry["attempt"])
+            for entry in journal
+            if entry["kind"] == "order"
         }
         for call in fleet.calls:
             if call.order is not None:
@@ -201,10 +209,10 @@ class CrashScenario:
                 assert (order.slot, order.incarnation, order.market, order.attempt) in noted, (
                     "each launch is in the journal"
                 )
-        ended = {one["id"] for one in journal if one["kind"] == "end"}
+        ended = {entry["id"] for entry in journal if entry["kind"] == "end"}
         assert {id_ for call in fleet.calls for id_ in call.ids} <= ended, "and each end"
         instances = fleet.all_instances()
-        assert len({(one.slot, one.incarnation) for one in instances}) == len(instances), (
+        assert len({(instance.slot, instance.incarnation) for instance in instances}) == len(instances), (
             "an incarnation is one machine"
         )
 

@@ -31,15 +31,15 @@ def job(fleet: str, plan: str = PRICES) -> JobConfig:
 
 def closed(monkeypatch: pytest.MonkeyPatch, kind: type[Any]) -> list[Any]:
     """The fleets of this kind that are closed from now on."""
-    found: list[Any] = []
+    fleets: list[Any] = []
     close = kind.close
 
     def noted(self: Any) -> None:
-        found.append(self)
+        fleets.append(self)
         close(self)
 
     monkeypatch.setattr(kind, "close", noted)
-    return found
+    return fleets
 
 
 def test_ec2_is_bought_with_the_jobs_tags_at_its_own_prices_and_billed_as_it_bills(
@@ -53,17 +53,17 @@ def test_ec2_is_bought_with_the_jobs_tags_at_its_own_prices_and_billed_as_it_bil
     }  # fmt: skip
     cached = {"c5.xlarge": {"usd_per_h": 0.17, "source": "test", "as_of": "2026-11-01"}}
     monkeypatch.setattr("doll.provisioner.prices.ec2.OnDemandPrices.of", _price_of(cached))
-    with open_machines(job(json.dumps(settings)), tmp_path) as found:
-        assert isinstance(found.fleet, Ec2Fleet)
-        assert (found.billing, found.probe) == (EC2_LINUX, None)
-        made = found.fleet.launch(ORDER)
+    with open_machines(job(json.dumps(settings)), tmp_path) as machines:
+        assert isinstance(machines.fleet, Ec2Fleet)
+        assert (machines.billing, machines.probe) == (EC2_LINUX, None)
+        made = machines.fleet.launch(ORDER)
         rig.advance(60.0)  # until it is listed
         (group,) = rig.ec2.describe_instances(InstanceIds=[made.id])["Reservations"]
         tags = {tag["Key"]: tag["Value"] for tag in group["Instances"][0]["Tags"]}
         assert tags["doll:cluster"] == "digits"
-        assert found.prices.current(rig.clock()) == Prices(0.07, 0.17)
+        assert machines.prices.current(rig.clock()) == Prices(0.07, 0.17)
         assert ends == []
-    assert ends == [found.fleet]
+    assert ends == [machines.fleet]
 
 
 def _price_of(known: dict[str, dict[str, Any]]) -> Any:
@@ -81,13 +81,13 @@ def test_compose_is_billed_at_the_prices_that_the_job_states(tmp_path: Path, mon
         "kind": "compose", "docker": str(tmp_path / "docker"), "file": str(tmp_path / "docker-compose.yml"),
         "project": "doll", "timeout_s": 120,
     }  # fmt: skip
-    with open_machines(job(json.dumps(fleet)), tmp_path) as found:
-        assert isinstance(found.fleet, ComposeFleet)
-        assert (found.billing, found.probe) == (LOCAL, None)
-        assert found.prices.current(0.0) == Prices(0.1, 0.3)
-        made = found.fleet.launch(ORDER)
+    with open_machines(job(json.dumps(fleet)), tmp_path) as machines:
+        assert isinstance(machines.fleet, ComposeFleet)
+        assert (machines.billing, machines.probe) == (LOCAL, None)
+        assert machines.prices.current(0.0) == Prices(0.1, 0.3)
+        made = machines.fleet.launch(ORDER)
         assert made.id in rig.state()["containers"]
-    assert ends == [found.fleet]
+    assert ends == [machines.fleet]
     with (
         pytest.raises(ConfigError, match=r"expected plan\.spot_usd_per_h"),
         open_machines(job(json.dumps(fleet), plan=""), tmp_path),

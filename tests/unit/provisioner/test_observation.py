@@ -87,7 +87,7 @@ def test_when_nobody_is_heard_nobody_is_blamed() -> None:
     """Kafka away, or this process suspended: silence of all says nothing about one."""
     model = observed()
     feed(model, welcome(0, 1, session=100), welcome(1, 1, session=101))
-    assert all((found := model.holder(slot)) is not None and found.works for slot in (0, 1))
+    assert all((holder := model.holder(slot)) is not None and holder.works for slot in (0, 1))
 
 
 def test_who_has_left_does_not_work_until_it_joins_again() -> None:

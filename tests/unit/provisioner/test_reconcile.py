@@ -39,9 +39,9 @@ def decide(
     limits = limits or LaunchLimits()
     if launch_state is None:
         launch_state = LaunchState(len(given.wanted), limits)
-        for one in given.instances:
-            if one.slot < len(given.wanted):
-                launch_state.seen(one.slot, one.incarnation)
+        for instance in given.instances:
+            if instance.slot < len(given.wanted):
+                launch_state.seen(instance.slot, instance.incarnation)
     return reconcile(given, launch_state, limits, now_s)
 
 
@@ -73,57 +73,57 @@ def test_what_is_as_wanted_is_left_alone() -> None:
 
 
 def test_what_boots_is_waited_for() -> None:
-    found = decide(status(["spot"], [machine(state=InstanceState.PENDING)]))
-    assert (ends(found), orders(found), waits(found)) == ([], [], ["incarnation 1 (spot) boots"])
+    actions = decide(status(["spot"], [machine(state=InstanceState.PENDING)]))
+    assert (ends(actions), orders(actions), waits(actions)) == ([], [], ["incarnation 1 (spot) boots"])
 
 
 def test_a_move_launches_first_then_waits_then_ends() -> None:
     old, new = machine(1), machine(2, "on_demand")
-    found = decide(status(["on_demand"], [old], "i0.1"))
-    assert (orders(found), ends(found)) == ([(0, 2, "on_demand")], [])
-    found = decide(status(["on_demand"], [old, new], "i0.1"))
-    assert (orders(found), ends(found)) == ([], [])
-    found = decide(status(["on_demand"], [old, new], "i0.2"))
-    assert (orders(found), ends(found)) == ([], ["i0.1"])
+    actions = decide(status(["on_demand"], [old], "i0.1"))
+    assert (orders(actions), ends(actions)) == ([(0, 2, "on_demand")], [])
+    actions = decide(status(["on_demand"], [old, new], "i0.1"))
+    assert (orders(actions), ends(actions)) == ([], [])
+    actions = decide(status(["on_demand"], [old, new], "i0.2"))
+    assert (orders(actions), ends(actions)) == ([], ["i0.1"])
 
 
 def test_a_plan_that_turns_back_ends_what_is_not_ready() -> None:
     """The old one serves and is wanted again."""
-    found = decide(status(["spot"], [machine(1), machine(2, "on_demand")], "i0.1"))
-    assert (orders(found), ends(found)) == ([], ["i0.2"])
+    actions = decide(status(["spot"], [machine(1), machine(2, "on_demand")], "i0.1"))
+    assert (orders(actions), ends(actions)) == ([], ["i0.2"])
 
 
 def test_a_plan_that_turns_back_too_late_replaces_again() -> None:
     """The new one has fenced the old one, which is of no use any more."""
-    found = decide(status(["spot"], [machine(1), machine(2, "on_demand")], "i0.2"))
-    assert (orders(found), ends(found)) == ([], ["i0.1"])
-    found = decide(status(["spot"], [machine(2, "on_demand")], "i0.2"))
-    assert (orders(found), ends(found)) == ([(0, 3, "spot")], [])
+    actions = decide(status(["spot"], [machine(1), machine(2, "on_demand")], "i0.2"))
+    assert (orders(actions), ends(actions)) == ([], ["i0.1"])
+    actions = decide(status(["spot"], [machine(2, "on_demand")], "i0.2"))
+    assert (orders(actions), ends(actions)) == ([(0, 3, "spot")], [])
 
 
 def test_two_that_boot_both_go_on_until_one_is_ready() -> None:
-    found = decide(status(["on_demand"], [machine(1), machine(2, "on_demand")]))
-    assert (orders(found), ends(found)) == ([], [])
-    found = decide(status(["on_demand"], [machine(1), machine(2, "on_demand")], "i0.1"))
-    assert (orders(found), ends(found)) == ([], []), "the first serves until the wanted one does"
+    actions = decide(status(["on_demand"], [machine(1), machine(2, "on_demand")]))
+    assert (orders(actions), ends(actions)) == ([], [])
+    actions = decide(status(["on_demand"], [machine(1), machine(2, "on_demand")], "i0.1"))
+    assert (orders(actions), ends(actions)) == ([], []), "the first serves until the wanted one does"
 
 
 def test_never_a_third_machine() -> None:
     doomed = machine(1, notice_s=T0 + 60)
-    found = decide(status(["on_demand"], [doomed, machine(2)], "i0.1"))
-    assert (orders(found), ends(found)) == ([], [])
-    assert waits(found) == ["on_demand is wanted, but the slot has two machines"]
+    actions = decide(status(["on_demand"], [doomed, machine(2)], "i0.1"))
+    assert (orders(actions), ends(actions)) == ([], [])
+    assert waits(actions) == ["on_demand is wanted, but the slot has two machines"]
 
 
 def test_a_useless_second_one_makes_room() -> None:
     serving, booting = machine(1, "on_demand"), machine(2, "on_demand")
-    found = decide(status(["spot"], [serving, booting], "i0.1"))
-    assert (orders(found), ends(found)) == ([], ["i0.2"])
+    actions = decide(status(["spot"], [serving, booting], "i0.1"))
+    assert (orders(actions), ends(actions)) == ([], ["i0.2"])
 
 
 def test_a_machine_that_was_fenced_by_one_that_is_gone_is_ended() -> None:
-    found = decide(status(["spot"], [machine(1)], incarnation_held={0: 2}))
-    assert ends(found) == ["i0.1"]
+    actions = decide(status(["spot"], [machine(1)], incarnation_held={0: 2}))
+    assert ends(actions) == ["i0.1"]
 
 
 # --- notices --------------------------------------------------------------------------------------------------------
@@ -139,8 +139,8 @@ def test_what_is_not_listed_yet_is_ended_once_it_is() -> None:
 
 def test_a_notice_is_answered_by_a_launch_and_never_by_an_end() -> None:
     doomed = machine(1, notice_s=T0 + 60)
-    found = decide(status(["spot"], [doomed], "i0.1"))
-    assert (orders(found), ends(found)) == ([(0, 2, "spot")], [])
+    actions = decide(status(["spot"], [doomed], "i0.1"))
+    assert (orders(actions), ends(actions)) == ([(0, 2, "spot")], [])
     assert decide(status(["spot"], [doomed, machine(2)], "i0.2")) == []
     assert decide(status([None], [doomed])) == []
 
@@ -154,9 +154,9 @@ def test_orphans_are_ended() -> None:
 
 
 def test_a_drain_ends_all_but_what_has_its_notice() -> None:
-    found = decide(status([None, None], [machine(), machine(slot=1, notice_s=T0 + 1), machine(2)], "i0.1"))
-    assert sorted(ends(found)) == ["i0.1", "i0.2"]
-    assert orders(found) == []
+    actions = decide(status([None, None], [machine(), machine(slot=1, notice_s=T0 + 1), machine(2)], "i0.1"))
+    assert sorted(ends(actions)) == ["i0.1", "i0.2"]
+    assert orders(actions) == []
 
 
 def test_ended_ones_are_not_there() -> None:
@@ -170,26 +170,26 @@ def test_ended_ones_are_not_there() -> None:
 
 
 def test_a_machine_whose_worker_never_joins_is_replaced() -> None:
-    found = decide(status(["spot"], [machine()], not_ready_s={"i0.1": 899.0}))
-    assert orders(found) == []
-    found = decide(status(["spot"], [machine()], not_ready_s={"i0.1": 901.0}))
-    assert (orders(found), ends(found)) == ([(0, 2, "spot")], []), "it is ended when the next is there"
-    found = decide(status(["spot"], [machine(), machine(2)], "i0.2", not_ready_s={"i0.1": 901.0}))
-    assert ends(found) == ["i0.1"]
+    actions = decide(status(["spot"], [machine()], not_ready_s={"i0.1": 899.0}))
+    assert orders(actions) == []
+    actions = decide(status(["spot"], [machine()], not_ready_s={"i0.1": 901.0}))
+    assert (orders(actions), ends(actions)) == ([(0, 2, "spot")], []), "it is ended when the next is there"
+    actions = decide(status(["spot"], [machine(), machine(2)], "i0.2", not_ready_s={"i0.1": 901.0}))
+    assert ends(actions) == ["i0.1"]
 
 
 def test_a_machine_whose_worker_is_silent_is_replaced_and_may_come_back() -> None:
-    found = decide(status(["spot"], [machine()], silent_s={"i0.1": 299.0}))
-    assert orders(found) == []
-    found = decide(status(["spot"], [machine()], silent_s={"i0.1": 301.0}))
-    assert (orders(found), ends(found)) == ([(0, 2, "spot")], [])
-    found = decide(status(["spot"], [machine(), machine(2)], "i0.1"))
-    assert ends(found) == ["i0.2"], "it works again, so the second one is not needed"
+    actions = decide(status(["spot"], [machine()], silent_s={"i0.1": 299.0}))
+    assert orders(actions) == []
+    actions = decide(status(["spot"], [machine()], silent_s={"i0.1": 301.0}))
+    assert (orders(actions), ends(actions)) == ([(0, 2, "spot")], [])
+    actions = decide(status(["spot"], [machine(), machine(2)], "i0.1"))
+    assert ends(actions) == ["i0.2"], "it works again, so the second one is not needed"
 
 
 def test_a_second_one_that_never_gets_ready_makes_room() -> None:
-    found = decide(status(["spot"], [machine(1, "on_demand"), machine(2)], "i0.1", not_ready_s={"i0.2": 901.0}))
-    assert (orders(found), ends(found)) == ([], ["i0.2"])
+    actions = decide(status(["spot"], [machine(1, "on_demand"), machine(2)], "i0.1", not_ready_s={"i0.2": 901.0}))
+    assert (orders(actions), ends(actions)) == ([], ["i0.2"])
 
 
 # --- limits ---------------------------------------------------------------------------------------------------------
@@ -198,16 +198,16 @@ def test_a_second_one_that_never_gets_ready_makes_room() -> None:
 def test_those_that_cannot_work_come_first_when_not_all_can_be_launched() -> None:
     limits = LaunchLimits(launches_per_min=2)
     serving, doomed = machine(1, "on_demand", slot=0), machine(1, slot=1, notice_s=T0 + 9)
-    found = decide(status(["spot", "spot", "spot"], [serving, doomed], "i0.1 i1.1"), limits=limits)
-    assert orders(found) == [(2, 1, "spot"), (1, 2, "spot")]
-    assert ["the limit of launches per minute is reached" in why for why in waits(found)] == [True]
+    actions = decide(status(["spot", "spot", "spot"], [serving, doomed], "i0.1 i1.1"), limits=limits)
+    assert orders(actions) == [(2, 1, "spot"), (1, 2, "spot")]
+    assert ["the limit of launches per minute is reached" in why for why in waits(actions)] == [True]
 
 
 def test_launches_are_counted_by_the_minute() -> None:
     limits = LaunchLimits(launches_per_min=2)
     launch_state = LaunchState(4, limits)
-    found = decide(status(["spot"] * 4, []), launch_state, limits=limits)
-    for action in found:
+    actions = decide(status(["spot"] * 4, []), launch_state, limits=limits)
+    for action in actions:
         if isinstance(action, Launch):
             launch_state.ordered(action.order, T0, fallback=False)
             launch_state.launched(action.order)
@@ -229,9 +229,9 @@ def test_fallbacks_are_held_back_but_not_when_the_deadline_is_in_danger() -> Non
 
 def test_the_budget_holds_launches_back() -> None:
     given = status(["spot"] * 3, [], spare_usd=0.25, commit_usd={"spot": 0.1, "on_demand": 0.2})
-    found = decide(given)
-    assert len(orders(found)) == 2
-    assert "the budget has 0.0500 USD left" in waits(found)[0]
+    actions = decide(given)
+    assert len(orders(actions)) == 2
+    assert "the budget has 0.0500 USD left" in waits(actions)[0]
 
 
 # --- launch_state ---------------------------------------------------------------------------------------------------
@@ -277,8 +277,8 @@ def test_a_spot_quota_stops_spot_for_a_while_and_on_demand_not_at_all() -> None:
 
 def test_an_on_demand_quota_gives_way_to_spot() -> None:
     launch_state, _ = after(LaunchFailure.ON_DEMAND_QUOTA, market="on_demand")
-    found = decide(status(["on_demand", "on_demand"], []), launch_state)
-    assert [market for _, _, market in orders(found)] == ["spot", "spot"]
+    actions = decide(status(["on_demand", "on_demand"], []), launch_state)
+    assert [market for _, _, market in orders(actions)] == ["spot", "spot"]
     kept = decide(status(["on_demand", "on_demand"], [machine(), machine(slot=1)], "i0.1 i1.1"), launch_state)
     assert kept == [], "what is on spot stays there"
 
@@ -297,9 +297,9 @@ def test_an_answer_that_was_lost_is_asked_for_again_word_by_word() -> None:
 
 def test_what_is_misconfigured_stops_everything() -> None:
     launch_state, _ = after(LaunchFailure.CONFIG)
-    found = decide(status(["spot", "on_demand"], []), launch_state, now_s=T0 + 3600)
-    assert orders(found) == []
-    assert all(why.startswith("stopped: failure of the test") for why in waits(found))
+    actions = decide(status(["spot", "on_demand"], []), launch_state, now_s=T0 + 3600)
+    assert orders(actions) == []
+    assert all(why.startswith("stopped: failure of the test") for why in waits(actions))
 
 
 def test_early_ends_in_a_row_make_longer_and_longer_pauses() -> None:

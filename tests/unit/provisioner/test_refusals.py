@@ -38,7 +38,7 @@ class Stack:
         return self.decisions[-1]
 
     def alive(self, market: str) -> int:
-        return sum(one.is_alive and one.market == market for one in self.rig.fleet.instances())
+        return sum(instance.is_alive and instance.market == market for instance in self.rig.fleet.instances())
 
 
 @pytest.fixture
@@ -55,7 +55,9 @@ def test_one_code_of_all_pools_of_both_markets_stops_and_says_what_to_do(stack: 
     assert first.phase == "run", "one turn says little: what was made a moment ago may not be known everywhere yet"
     assert any(BLOCK_DEVICES in alarm and "launch template" in alarm for alarm in first.alarms), first.alarms
     (code,) = {
-        one["code"] for one in stack.state_store.journal if one["kind"] == "launch_failed" and one["code"] != "KnownDry"
+        entry["code"]
+        for entry in stack.state_store.journal
+        if entry["kind"] == "launch_failed" and entry["code"] != "KnownDry"
     }
     assert code == BLOCK_DEVICES
     while stack.turn().phase == "run":

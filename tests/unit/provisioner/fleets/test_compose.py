@@ -26,8 +26,8 @@ def rig() -> Iterator[ComposeRig]:
 def test_a_launch_is_one_run_of_the_worker_service_with_its_identity(rig: ComposeRig) -> None:
     made = rig.fleet.launch(Order(3, 2, "spot"))
     assert (made.id, made.pool) == (NAME, POOL)
-    looked, ran, found = rig.calls()
-    assert looked == found == ["inspect", "--type", "container", NAME]
+    looked, ran, inspected = rig.calls()
+    assert looked == inspected == ["inspect", "--type", "container", NAME]
     assert ran[:5] == ["compose", "--project-name", "doll", "--file", str(rig.folder / "docker-compose.yml")]
     assert ran[5:10] == ["run", "--detach", "--no-deps", "--name", NAME]
     assert ran[-1] == "worker"
@@ -49,7 +49,7 @@ def test_a_container_that_was_made_and_not_started_is_started(rig: ComposeRig) -
     containers[NAME]["State"] |= {"Status": "created", "Running": False}
     rig.change(containers=containers)
     rig.crash()
-    assert [one.state for one in rig.fleet.instances()] == [InstanceState.PENDING]
+    assert [instance.state for instance in rig.fleet.instances()] == [InstanceState.PENDING]
     assert rig.fleet.launch(Order(3, 2, "spot")).state is InstanceState.RUNNING
     assert ["start", NAME] in rig.calls()
 
@@ -69,7 +69,7 @@ def test_an_end_is_asked_for_and_then_forced(rig: ComposeRig) -> None:
     rig.fleet.terminate([NAME])
     assert ["kill", "--signal", "SIGTERM", NAME] in rig.calls()
     rig.advance(GRACE_S - 1)
-    assert [one.state for one in rig.fleet.instances()] == [InstanceState.ENDING]
+    assert [instance.state for instance in rig.fleet.instances()] == [InstanceState.ENDING]
     assert ["kill", NAME] not in rig.calls()
     rig.advance(2)
     rig.fleet.instances()
@@ -86,7 +86,7 @@ def test_a_container_that_the_kernel_killed_for_its_memory_has_failed(rig: Compo
     containers = rig.state()["containers"]
     containers[NAME]["State"] |= {"ExitCode": 137, "OOMKilled": True}
     rig.change(containers=containers)
-    assert [one.end_reason for one in rig.fleet.instances()] == [EndReason.FAILED]
+    assert [instance.end_reason for instance in rig.fleet.instances()] == [EndReason.FAILED]
 
 
 def test_what_ended_an_hour_ago_is_removed(rig: ComposeRig) -> None:

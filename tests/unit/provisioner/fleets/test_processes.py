@@ -46,7 +46,7 @@ class Box:
         return self.fleet.launch(Order(slot, incarnation, market, attempt))  # type: ignore[arg-type]
 
     def machine(self, id_: str) -> Machine:
-        return next(one for one in self.fleet.machines if one.instance.id == id_)
+        return next(machine for machine in self.fleet.machines if machine.instance.id == id_)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for processes, not for the fleet's clock."""
@@ -71,7 +71,7 @@ class Box:
 def make(forks: ForkServer, tmp_path: Path) -> Iterator[Callable[..., Box]]:
     made: list[Box] = []
 
-    def one(
+    def make_box(
         *spans: tuple[bool, float],
         heeds: bool = True,
         boot_s: float = 0.0,
@@ -100,7 +100,7 @@ def make(forks: ForkServer, tmp_path: Path) -> Iterator[Callable[..., Box]]:
         made.append(Box(fleet(), clock, opening, tmp_path, fleet))
         return made[-1]
 
-    yield one
+    yield make_box
     for box in made:
         box.fleet.terminate([machine.instance.id for machine in box.fleet.machines])
         box.clock.advance(60.0)  # who does not heed SIGTERM is killed
@@ -109,43 +109,43 @@ def make(forks: ForkServer, tmp_path: Path) -> Iterator[Callable[..., Box]]:
 
 def test_a_launch_is_a_process_that_knows_who_it_is(make: Callable[..., Box]) -> None:
     box = make((True, math.inf))
-    one = box.launch(slot=1, incarnation=7)
-    assert (one.slot, one.incarnation, one.market, one.pool, one.state) == (
+    instance = box.launch(slot=1, incarnation=7)
+    assert (instance.slot, instance.incarnation, instance.market, instance.pool, instance.state) == (
         1,
         7,
         "spot",
         "box/1",
         InstanceState.RUNNING,
     )
-    assert one.launched_s == box.clock()
-    assert box.works(one.id) == ["1", "7", one.id, "spot", "0"]
-    assert psutil.pid_exists(box.machine(one.id).pid or 0)
+    assert instance.launched_s == box.clock()
+    assert box.works(instance.id) == ["1", "7", instance.id, "spot", "0"]
+    assert psutil.pid_exists(box.machine(instance.id).pid or 0)
 
 
 def test_the_same_order_is_the_same_instance_and_another_attempt_is_not(make: Callable[..., Box]) -> None:
     box = make((True, math.inf))
-    one = box.launch()
-    assert box.launch() == one
-    assert box.launch(attempt=1).id != one.id
+    instance = box.launch()
+    assert box.launch() == instance
+    assert box.launch(attempt=1).id != instance.id
     assert len(box.fleet.instances()) == 2
 
 
 def test_a_machine_boots_and_its_process_knows_for_how_long(make: Callable[..., Box]) -> None:
     box = make((True, math.inf), boot_s=3.0)
-    one = box.launch()
-    assert box.works(one.id)[4] == "3"
+    instance = box.launch()
+    assert box.works(instance.id)[4] == "3"
     box.clock.advance(2.9)
-    assert box.fleet.instances() == [one]
-    assert one.state is InstanceState.PENDING
+    assert box.fleet.instances() == [instance]
+    assert instance.state is InstanceState.PENDING
     box.clock.advance(0.2)
-    assert box.fleet.instances() == [replace(one, state=InstanceState.RUNNING)]
+    assert box.fleet.instances() == [replace(instance, state=InstanceState.RUNNING)]
 
 
 def test_before_the_market_opens_time_stands_still(make: Callable[..., Box]) -> None:
     box = make((True, 10.0), (False, 10.0), boot_s=3.0, opened=False)
-    one = box.launch()
-    assert one.state is InstanceState.RUNNING
-    assert box.works(one.id)[4] == "0"
+    instance = box.launch()
+    assert instance.state is InstanceState.RUNNING
+    assert box.works(instance.id)[4] == "0"
     box.clock.advance(1000.0)
     assert box.fleet.instances()[0].notice_s is None
     box.opening.open(box.clock())
@@ -175,13 +175,13 @@ def test_a_pool_to_avoid_is_avoided(make: Callable[..., Box]) -> None:
 
 def test_a_worker_that_is_told_leaves_within_its_notice(make: Callable[..., Box]) -> None:
     box = make((True, 10.0), (False, 10.0))
-    one = box.launch()
-    box.works(one.id)
+    instance = box.launch()
+    box.works(instance.id)
     box.clock.advance(9.9)
     assert box.fleet.instances()[0].notice_s is None
     box.clock.advance(0.2)
-    assert box.fleet.instances()[0].notice_s == pytest.approx(one.launched_s + 15.0)
-    ended = box.ended(one.id)
+    assert box.fleet.instances()[0].notice_s == pytest.approx(instance.launched_s + 15.0)
+    ended = box.ended(instance.id)
     assert (ended.instance.end_reason, ended.instance.ended_s) == (EndReason.INTERRUPTED, box.clock())
     assert (ended.exit_code, ended.killed, ended.preempted) == (0, False, True)
     with pytest.raises(LaunchError):
@@ -190,23 +190,23 @@ def test_a_worker_that_is_told_leaves_within_its_notice(make: Callable[..., Box]
 
 def test_a_worker_that_stays_is_killed_when_the_notice_is_over(make: Callable[..., Box]) -> None:
     box = make((True, 10.0), (False, 10.0), heeds=False)
-    one = box.launch()
-    box.works(one.id)
+    instance = box.launch()
+    box.works(instance.id)
     box.clock.advance(14.9)
     noticed = box.fleet.instances()[0]
     assert noticed.is_alive
     assert noticed.notice_s is not None
     box.clock.advance(0.2)
-    ended = box.ended(one.id)
+    ended = box.ended(instance.id)
     assert (ended.instance.end_reason, ended.exit_code, ended.killed) == (EndReason.INTERRUPTED, -signal.SIGKILL, True)
 
 
 def test_a_surprise_is_sigkill_without_a_word(make: Callable[..., Box]) -> None:
     box = make((True, 10.0), (False, 10.0), no_notice_share=1.0)
-    one = box.launch()
-    box.works(one.id)
+    instance = box.launch()
+    box.works(instance.id)
     box.clock.advance(10.0)
-    ended = box.ended(one.id)
+    ended = box.ended(instance.id)
     assert ended.instance.notice_s is None
     assert (ended.instance.end_reason, ended.exit_code, ended.without_notice) == (
         EndReason.INTERRUPTED,
@@ -217,35 +217,35 @@ def test_a_surprise_is_sigkill_without_a_word(make: Callable[..., Box]) -> None:
 
 def test_a_machine_that_is_taken_while_it_boots_is_told_too(make: Callable[..., Box]) -> None:
     box = make((True, 10.0), (False, 10.0), boot_s=30.0)
-    one = box.launch()
-    box.works(one.id)
+    instance = box.launch()
+    box.works(instance.id)
     box.clock.advance(10.0)
     assert box.fleet.instances()[0].notice_s is not None
-    ended = box.ended(one.id)
+    ended = box.ended(instance.id)
     assert (ended.instance.end_reason, ended.exit_code) == (EndReason.INTERRUPTED, 0)
 
 
 @pytest.mark.parametrize(("heeds", "code"), [(True, 0), (False, -signal.SIGKILL)])
 def test_to_terminate_is_to_tell_and_then_to_kill(make: Callable[..., Box], heeds: bool, code: int) -> None:
     box = make((True, math.inf), heeds=heeds)
-    one = box.launch(market="on_demand")
-    box.works(one.id)
-    box.fleet.terminate([one.id, "unknown"])
+    instance = box.launch(market="on_demand")
+    box.works(instance.id)
+    box.fleet.terminate([instance.id, "unknown"])
     assert box.fleet.instances()[0].state in (InstanceState.ENDING, InstanceState.ENDED)
     if not heeds:
         box.clock.advance(5.0)  # the time to drain, and one second
-    ended = box.ended(one.id)
+    ended = box.ended(instance.id)
     assert (ended.instance.end_reason, ended.exit_code, ended.preempted) == (EndReason.TERMINATED, code, False)
-    box.fleet.terminate([one.id])
+    box.fleet.terminate([instance.id])
     assert box.fleet.instances()[0].end_reason is EndReason.TERMINATED
 
 
 def test_a_worker_that_ends_by_itself_has_failed_and_nobody_starts_it_again(make: Callable[..., Box]) -> None:
     box = make()
-    one = box.launch()
-    box.works(one.id)
-    psutil.Process(box.machine(one.id).pid).kill()
-    ended = box.ended(one.id)
+    instance = box.launch()
+    box.works(instance.id)
+    psutil.Process(box.machine(instance.id).pid).kill()
+    ended = box.ended(instance.id)
     assert (ended.instance.end_reason, ended.exit_code) == (EndReason.FAILED, -signal.SIGKILL)
     box.clock.advance(3600.0)
     assert len(box.fleet.instances()) == 1
@@ -265,7 +265,11 @@ def test_after_a_crash_of_the_controller_its_instances_are_there(make: Callable[
     before = box.fleet.instances()
     box.fleet = box.again()  # the old object is gone, without a word
     assert box.fleet.instances() == before
-    assert [one.state for one in before] == [InstanceState.RUNNING, InstanceState.ENDED, InstanceState.PENDING]
+    assert [instance.state for instance in before] == [
+        InstanceState.RUNNING,
+        InstanceState.ENDED,
+        InstanceState.PENDING,
+    ]
     assert box.fleet.launch(Order(0, 1, "spot")).id == runs.id
     box.clock.advance(3.0)
     box.works(boots.id)
@@ -278,11 +282,11 @@ def test_after_a_crash_of_the_controller_its_instances_are_there(make: Callable[
 
 def test_instances_of_a_parent_that_was_killed_have_ended(make: Callable[..., Box], tmp_path: Path) -> None:
     box = make()
-    one = box.launch()
-    box.works(one.id)
+    instance = box.launch()
+    box.works(instance.id)
     with ForkServer(tmp_path / "other.log", preload=["json"]) as other:
         fleet = ProcessFleet(other, lambda _: RoleSpec("", "", tmp_path / "log"), tmp_path, clock=box.clock)
-        assert [(found.id, found.end_reason) for found in fleet.instances()] == [(one.id, EndReason.FAILED)]
+        assert [(listed.id, listed.end_reason) for listed in fleet.instances()] == [(instance.id, EndReason.FAILED)]
 
 
 def test_a_file_that_cannot_be_read_is_told(make: Callable[..., Box], tmp_path: Path) -> None:

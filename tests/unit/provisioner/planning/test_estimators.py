@@ -21,16 +21,16 @@ def watch(
 ) -> tuple[bool, float]:
     """One simulated day of slots in one pool; `share` of the interruptions hit the whole pool at once."""
     step_s, cycle_s = 60.0, 3600.0
-    found = AvailabilityEstimator(prior_cycle_s=cycle_s, half_life_s=1e9, cluster_s=10.0 if effect else 1e-9)
+    estimator = AvailabilityEstimator(prior_cycle_s=cycle_s, half_life_s=1e9, cluster_s=10.0 if effect else 1e-9)
     # The plain tally takes each slot for a pool of its own, as a binomial count would.
     pools: list[object] = ["one"] * slots if effect else list(range(slots))
     fall, rise = step_s / (alpha * cycle_s), step_s / ((1 - alpha) * cycle_s)
     up = rng.random(slots) < alpha
     for step in range(steps):
-        found.observe(step * step_s, up, np.ones(slots, dtype=bool), pools)
+        estimator.observe(step * step_s, up, np.ones(slots, dtype=bool), pools)
         together = rng.random() < share * fall
         up = np.where(up, (rng.random(slots) >= (1 - share) * fall) & (not together), rng.random(slots) < rise)
-    interval = found.alpha()
+    interval = estimator.alpha()
     return interval.low <= alpha <= interval.high, interval.high - interval.low
 
 
@@ -62,12 +62,12 @@ def test_slots_on_demand_are_censored() -> None:
 
 
 def test_a_slot_that_comes_back_to_spot_is_no_interruption() -> None:
-    found = AvailabilityEstimator()
-    found.observe(0.0, np.array([True]), np.array([True]))
-    found.observe(60.0, np.array([False]), np.array([False]))  # moved on-demand by us
-    found.observe(120.0, np.array([False]), np.array([True]))  # booting on spot
-    assert found.design_effect == 1.0
-    assert found.cycle_s == pytest.approx(AvailabilityEstimator().cycle_s, rel=0.01)
+    estimator = AvailabilityEstimator()
+    estimator.observe(0.0, np.array([True]), np.array([True]))
+    estimator.observe(60.0, np.array([False]), np.array([False]))  # moved on-demand by us
+    estimator.observe(120.0, np.array([False]), np.array([True]))  # booting on spot
+    assert estimator.design_effect == 1.0
+    assert estimator.cycle_s == pytest.approx(AvailabilityEstimator().cycle_s, rel=0.01)
 
 
 def test_old_observations_fade() -> None:
@@ -90,11 +90,11 @@ def test_old_observations_fade() -> None:
 
 
 def test_design_effect_of_one_pool_outage() -> None:
-    found = AvailabilityEstimator()
+    estimator = AvailabilityEstimator()
     on = np.ones(8, dtype=bool)
-    found.observe(0.0, on, on)
-    found.observe(60.0, ~on, on)
-    assert found.design_effect == 8.0
+    estimator.observe(0.0, on, on)
+    estimator.observe(60.0, ~on, on)
+    assert estimator.design_effect == 8.0
     apart = AvailabilityEstimator()
     apart.observe(0.0, on, on)
     apart.observe(60.0, ~on, on, pools=list(range(8)))
@@ -102,11 +102,11 @@ def test_design_effect_of_one_pool_outage() -> None:
 
 
 def test_cycle_is_measured() -> None:
-    found = AvailabilityEstimator(prior_cycle_s=3600.0)
+    estimator = AvailabilityEstimator(prior_cycle_s=3600.0)
     for step in range(2000):
         up = np.array([(step // 9) % 2 == 0])
-        found.observe(step * 60.0, up, np.array([True]))
-    assert found.cycle_s == pytest.approx(18 * 60, rel=0.1)
+        estimator.observe(step * 60.0, up, np.array([True]))
+    assert estimator.cycle_s == pytest.approx(18 * 60, rel=0.1)
 
 
 def test_rates_move_from_the_stated_to_the_seen() -> None:

@@ -27,14 +27,14 @@ def test_too_early_changes_nothing() -> None:
 
 def test_the_estimate_comes_near_from_above() -> None:
     for seed in range(5):
-        found = re_estimate(SETTINGS, *curve(250, seed), 0.05, np.random.default_rng(0)).updates
-        assert found is not None
-        assert 0.95 * TRUE <= found <= 1.4 * TRUE
+        updates = re_estimate(SETTINGS, *curve(250, seed), 0.05, np.random.default_rng(0)).updates
+        assert updates is not None
+        assert 0.95 * TRUE <= updates <= 1.4 * TRUE
 
 
 def test_reached_is_reached() -> None:
-    found = re_estimate(SETTINGS, *curve(600), 0.05, np.random.default_rng(0)).updates
-    assert found == pytest.approx(TRUE, rel=0.1)
+    updates = re_estimate(SETTINGS, *curve(600), 0.05, np.random.default_rng(0)).updates
+    assert updates == pytest.approx(TRUE, rel=0.1)
 
 
 def test_one_step_is_bounded() -> None:

@@ -84,11 +84,11 @@ def test_prices_are_asked_again_after_five_minutes(rig: Ec2Rig) -> None:
 
 def test_a_series_begins_with_the_last_change_before_it_and_has_every_page(rig: Ec2Rig) -> None:
     now_s = rig.clock()
-    found = made_of(rig).series(f"{C5}/{ZONES[0]}", "spot", now_s - 4000, now_s)
-    np.testing.assert_allclose(found.times_s - now_s, [-4000, -3000, -600, 0])
-    np.testing.assert_allclose(found.values, [0.07, 0.08, 0.06, 0.06])
+    series = made_of(rig).series(f"{C5}/{ZONES[0]}", "spot", now_s - 4000, now_s)
+    np.testing.assert_allclose(series.times_s - now_s, [-4000, -3000, -600, 0])
+    np.testing.assert_allclose(series.values, [0.07, 0.08, 0.06, 0.06])
     expected = (1000 * 0.07 + 2400 * 0.08 + 600 * 0.06) / 4000
-    assert found.mean(now_s - 4000, now_s) == pytest.approx(expected)
+    assert series.mean(now_s - 4000, now_s) == pytest.approx(expected)
 
 
 def test_pieces_that_are_asked_for_one_after_the_other_join(rig: Ec2Rig) -> None:
@@ -107,9 +107,9 @@ def test_pieces_that_are_asked_for_one_after_the_other_join(rig: Ec2Rig) -> None
 
 def test_the_last_price_holds_until_the_end(rig: Ec2Rig) -> None:
     now_s = rig.clock()
-    found = made_of(rig).series(f"{C6I}/{ZONES[0]}", "spot", now_s - 10, now_s + 1000)
-    np.testing.assert_allclose(found.values, 0.05)
-    assert found.times_s[-1] == now_s + 1000
+    series = made_of(rig).series(f"{C6I}/{ZONES[0]}", "spot", now_s - 10, now_s + 1000)
+    np.testing.assert_allclose(series.values, 0.05)
+    assert series.times_s[-1] == now_s + 1000
 
 
 def test_a_pool_that_the_job_file_no_longer_names_has_a_price_too(rig: Ec2Rig) -> None:
@@ -151,7 +151,7 @@ def test_pools_without_any_price_are_an_error(rig: Ec2Rig) -> None:
 
 def product(*usd: str, unit: str = "Hrs") -> str:
     """As the price list writes it, cut to what matters."""
-    dimensions = {str(n): {"unit": unit, "pricePerUnit": {"USD": one}} for n, one in enumerate(usd)}
+    dimensions = {str(n): {"unit": unit, "pricePerUnit": {"USD": price}} for n, price in enumerate(usd)}
     return json.dumps({"product": {}, "terms": {"OnDemand": {"a.b": {"priceDimensions": dimensions}}}})
 
 
@@ -181,9 +181,9 @@ def test_the_price_list_is_asked_once_and_kept_in_a_file_for_a_week(pricing: Stu
     pricing.add_response("get_products", {"PriceList": [product("0.0000000000", "0.1750000000")]}, filters(C5))
     prices = on_demand(pricing, cache)
     for _ in range(2):
-        found = prices.of(C5)
-        assert found is not None
-        assert (found.usd_per_h, found.source, found.as_of) == (0.175, "price list", "2026-11-22")
+        price = prices.of(C5)
+        assert price is not None
+        assert (price.usd_per_h, price.source, price.as_of) == (0.175, "price list", "2026-11-22")
     kept = on_demand(pricing, cache, date(2026, 11, 28)).of(C5)
     assert kept is not None
     assert (kept.usd_per_h, kept.source) == (0.175, "price list, kept")
@@ -198,9 +198,9 @@ def test_what_was_kept_serves_when_the_price_list_is_away(pricing: Stubber, tmp_
     cache = tmp_path / "prices.json"
     cache.write_text(json.dumps({REGION: {C5: {"usd_per_h": 0.2, "as_of": "2026-01-01"}}}))
     pricing.add_client_error("get_products", "AccessDeniedException")
-    found = on_demand(pricing, cache).of(C5)
-    assert found is not None
-    assert (found.usd_per_h, found.as_of) == (0.2, "2026-01-01")
+    price = on_demand(pricing, cache).of(C5)
+    assert price is not None
+    assert (price.usd_per_h, price.as_of) == (0.2, "2026-01-01")
 
 
 @pytest.mark.parametrize(
@@ -209,11 +209,11 @@ def test_what_was_kept_serves_when_the_price_list_is_away(pricing: Stubber, tmp_
 )
 def test_an_answer_of_no_use_leads_to_the_shipped_table_with_its_date(pricing: Stubber, answer: list[str]) -> None:
     pricing.add_response("get_products", {"PriceList": answer}, filters(C5))
-    found = on_demand(pricing).of(C5)
-    assert found is not None
-    assert found.usd_per_h == 0.17
-    assert found.as_of == "2026-01-19"
-    assert found.source.startswith("shipped table: AWS price list")
+    price = on_demand(pricing).of(C5)
+    assert price is not None
+    assert price.usd_per_h == 0.17
+    assert price.as_of == "2026-01-19"
+    assert price.source.startswith("shipped table: AWS price list")
 
 
 @pytest.mark.parametrize(
@@ -223,9 +223,9 @@ def test_a_file_that_is_damaged_is_written_anew(pricing: Stubber, tmp_path: Path
     cache = tmp_path / "prices.json"
     cache.write_text(text)
     pricing.add_response("get_products", {"PriceList": [product("0.5")]}, filters(C5))
-    found = on_demand(pricing, cache).of(C5)
-    assert found is not None
-    assert found.usd_per_h == 0.5
+    price = on_demand(pricing, cache).of(C5)
+    assert price is not None
+    assert price.usd_per_h == 0.5
     assert json.loads(cache.read_text())[REGION][C5]["usd_per_h"] == 0.5
 
 
@@ -269,10 +269,10 @@ fleet:
     made = vars(ec2_prices)["aws_client"]
 
     def clients(service: str, region: str | None) -> Any:
-        found = made(service, region)
+        client = made(service, region)
         if service == "pricing":
-            found.get_products = away.__get__(found)
-        return found
+            client.get_products = away.__get__(client)
+        return client
 
     monkeypatch.setattr(ec2_prices, "aws_client", clients)
     feed = ec2_prices.connect(config, ec2_fleet.connect(config), run_folder=tmp_path)

@@ -29,10 +29,10 @@ def fixed(*spans: tuple[bool, float], **more: float) -> SpotMarket:
 
 
 def intervals(market: SpotMarket, slot: int, until_s: float) -> list[AvailabilityInterval]:
-    found = [market.interval(slot, 0.0)]
-    while found[-1].end_s < until_s:
-        found.append(market.interval(slot, found[-1].end_s))
-    return found
+    drawn = [market.interval(slot, 0.0)]
+    while drawn[-1].end_s < until_s:
+        drawn.append(market.interval(slot, drawn[-1].end_s))
+    return drawn
 
 
 def pool(num_up: list[float], price: list[float], machines: int = 4) -> Pool:
@@ -44,21 +44,21 @@ def pool(num_up: list[float], price: list[float], machines: int = 4) -> Pool:
 
 def test_spells_follow_each_other_and_alternate() -> None:
     for slot in range(4):
-        found = intervals(chain(), slot, 3000.0)
-        assert found[0].start_s == 0
-        for before, after in itertools.pairwise(found):
+        drawn = intervals(chain(), slot, 3000.0)
+        assert drawn[0].start_s == 0
+        for before, after in itertools.pairwise(drawn):
             assert after.start_s == before.end_s
             assert after.up != before.up
             assert after.number == before.number + 1
 
 
 def test_the_chain_is_up_a_share_alpha_of_market_time() -> None:
-    found = [interval for slot in range(4) for interval in intervals(chain(), slot, 50_000.0)]
-    up_s = sum(interval.end_s - interval.start_s for interval in found if interval.up)
-    total_s = sum(interval.end_s - interval.start_s for interval in found)
+    drawn = [interval for slot in range(4) for interval in intervals(chain(), slot, 50_000.0)]
+    up_s = sum(interval.end_s - interval.start_s for interval in drawn if interval.up)
+    total_s = sum(interval.end_s - interval.start_s for interval in drawn)
     assert up_s / total_s == pytest.approx(0.8, abs=0.02)
     # Cycles of 1000 market seconds are 50 s of the wall.
-    assert total_s / (len(found) / 2) == pytest.approx(50.0, rel=0.1)
+    assert total_s / (len(drawn) / 2) == pytest.approx(50.0, rel=0.1)
 
 
 def test_a_seed_decides_all_whatever_is_asked_for_first() -> None:

@@ -38,7 +38,7 @@ def test_a_series_holds_each_value_until_the_next_time() -> None:
 
 
 def test_a_folder_in_the_documented_form_is_read(tmp_path: Path) -> None:
-    found, _ = read_folder(
+    sets, _ = read_folder(
         folder(
             tmp_path,
             "mine,a,4,1.0,\nmine,b,2,2.0,0.5\nother,c,1,1.0,\n",
@@ -46,9 +46,12 @@ def test_a_folder_in_the_documented_form_is_read(tmp_path: Path) -> None:
             availability="a,20,4\na,60,1\na,120,1\nb,0,2\nb,10,0\nb,30,0\n",
         )
     )
-    assert [(one.name, [pool.name for pool in one.pools]) for one in found] == [("mine", ["a", "b"]), ("other", ["c"])]
-    a, b = found[0].pools
-    (c,) = found[1].pools
+    assert [(trace_set.name, [pool.name for pool in trace_set.pools]) for trace_set in sets] == [
+        ("mine", ["a", "b"]),
+        ("other", ["c"]),
+    ]
+    a, b = sets[0].pools
+    (c,) = sets[1].pools
     assert (a.start_s, a.end_s) == (20.0, 100.0)
     assert a.alpha == pytest.approx((40 * 4 + 40 * 1) / 80 / 4)
     assert a.cycle_s == pytest.approx(80 * 4 / 3)  # 4 machines for 80 s, 3 of them taken away
@@ -62,9 +65,9 @@ def test_the_example_in_the_documentation_is_read(tmp_path: Path) -> None:
     for part in text.split("    # ")[1:]:
         name, *lines = part.split("\n\n")[0].splitlines()
         (tmp_path / name).write_text("".join(line.strip() + "\n" for line in lines))
-    (found,) = load(tmp_path)
-    assert found.name == "mine"
-    assert found.pools[0].alpha == pytest.approx(1 - 0.5 * 3600 / 172800)
+    (trace_set,) = load(tmp_path)
+    assert trace_set.name == "mine"
+    assert trace_set.pools[0].alpha == pytest.approx(1 - 0.5 * 3600 / 172800)
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -84,7 +87,7 @@ def test_packed_files_and_folders_of_folders_are_read(tmp_path: Path) -> None:
     inner = folder(tmp_path / "two", "y,a,1,1.0,0.1\n", availability="a,0,1\na,10,1\n")
     (inner / "availability.csv.gz").write_bytes(gzip.compress((inner / "availability.csv").read_bytes()))
     (inner / "availability.csv").unlink()
-    assert [one.name for one in load(tmp_path)] == ["x", "y"]
+    assert [trace_set.name for trace_set in load(tmp_path)] == ["x", "y"]
 
 
 @pytest.mark.parametrize(
@@ -129,11 +132,11 @@ def test_sets_of_one_name_get_the_name_of_their_folder_too(tmp_path: Path) -> No
     folder(tmp_path / "one", "x,a,1,1.0,0.1\n", availability="a,0,1\na,10,1\n")
     folder(tmp_path / "two", "x,a,1,1.0,0.1\ny,b,1,1.0,0.1\n", availability="a,0,1\na,10,1\nb,0,1\nb,10,1\n")
     sets = load(tmp_path)
-    assert [one.name for one in sets] == ["x (one)", "x (two)", "y"]
+    assert [trace_set.name for trace_set in sets] == ["x (one)", "x (two)", "y"]
     write_folder(sets, tmp_path / "copy")
     copied, skipped = read_folder(tmp_path / "copy")
-    assert ([one.name for one in copied], skipped) == (["x (one)", "x (two)", "y"], [])
-    assert [pool.name for one in copied for pool in one.pools] == ["a (x (one))", "a (x (two))", "b"]
+    assert ([trace_set.name for trace_set in copied], skipped) == (["x (one)", "x (two)", "y"], [])
+    assert [pool.name for trace_set in copied for pool in trace_set.pools] == ["a (x (one))", "a (x (two))", "b"]
 
 
 AVAILABLE = "a,0,1\na,9,1\n"
@@ -150,9 +153,9 @@ def test_a_set_that_cannot_be_used_is_left_out_and_the_others_are_read(tmp_path:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.csv").write_text("one,two\n1,2\n")
     (tmp_path / "other" / "README.txt").write_text("Not a recording.\n")
-    found = survey(tmp_path)
-    assert [one.name for one in found.sets] == ["good"]
-    assert [str(one).replace(str(tmp_path), "") for one in found.skipped] == [
+    surveyed = survey(tmp_path)
+    assert [trace_set.name for trace_set in surveyed.sets] == ["good"]
+    assert [str(refusal).replace(str(tmp_path), "") for refusal in surveyed.skipped] == [
         "/broken/pools.csv: line 2: pool 'a' has rows neither in prices.csv nor in availability.csv",
         "/mixed/pools.csv: trace set 'bad': /mixed/availability.csv: line 6: expected a number in num_up, got 'x'",
         "/mixed/pools.csv: pool 'd': it has rows in availability.csv, and is not in pools.csv",
@@ -169,11 +172,11 @@ def test_a_recording_is_known_by_what_is_in_it_whatever_its_name(tmp_path: Path)
         file.write("2021-12-10, 13:07:45, 80\n2021-12-10, 13:09:45, 60\n")
     (tmp_path / "more.jsonl").write_text(json.dumps(SKY) + "\n")
     (tmp_path / "p3_trace.csv.gz").write_bytes(b"never looked at")
-    found = survey(tmp_path)
-    assert sorted(one.name for one in found.sets) == [
+    surveyed = survey(tmp_path)
+    assert sorted(trace_set.name for trace_set in surveyed.sets) == [
         "bamboo-g4dn-trace", "bamboo-p3-trace", "bamboo-v100", "skypilot-availability-2023-02-15",
     ]  # fmt: skip
-    assert [one.why for one in found.skipped] == ["p3_trace.csv beside it is read instead"]
+    assert [refusal.why for refusal in surveyed.skipped] == ["p3_trace.csv beside it is read instead"]
 
 
 def test_the_year_of_a_history_is_that_of_its_rows_not_of_its_first(tmp_path: Path) -> None:
@@ -186,11 +189,11 @@ def test_the_year_of_a_history_is_that_of_its_rows_not_of_its_first(tmp_path: Pa
     ]
     for order in (lines, lines[::-1]):
         (tmp_path / "prices.csv").write_text(EC2 + "".join(order))
-        found = survey(tmp_path)
-        (one,) = found.sets
-        assert (one.name, [pool.on_demand_usd_per_hour for pool in one.pools]) == ("ec2-2016", [0.044])
-        assert one.pools[0].price.times_s.tolist() == [0.0, 259200.0, 345600.0, 424800.0]
-        assert found.skipped == []
+        surveyed = survey(tmp_path)
+        (trace_set,) = surveyed.sets
+        assert (trace_set.name, [pool.on_demand_usd_per_hour for pool in trace_set.pools]) == ("ec2-2016", [0.044])
+        assert trace_set.pools[0].price.times_s.tolist() == [0.0, 259200.0, 345600.0, 424800.0]
+        assert surveyed.skipped == []
 
 
 def test_instance_types_without_a_price_are_named(tmp_path: Path) -> None:
@@ -198,9 +201,9 @@ def test_instance_types_without_a_price_are_named(tmp_path: Path) -> None:
     rows = [f"2016-01-0{day}T00:00:00Z,z,{kind},Linux/UNIX,0.01\n" for kind in kinds for day in (1, 2)]
     rows[-1] = rows[-1].replace("once.large", "m1.medium")
     (tmp_path / "prices.csv").write_text(EC2 + "".join(rows))
-    found = survey(tmp_path)
-    assert [pool.name for one in found.sets for pool in one.pools] == ["z m1.small"]
-    assert [str(one).partition("prices.csv: ")[2] for one in found.skipped] == [
+    surveyed = survey(tmp_path)
+    assert [pool.name for trace_set in surveyed.sets for pool in trace_set.pools] == ["z m1.small"]
+    assert [str(refusal).partition("prices.csv: ")[2] for refusal in surveyed.skipped] == [
         "pool z m1.medium: expected two or more prices, got one",
         "13 instance types (once.large, x0.large, x1.large, x10.large, x11.large, x2.large, x3.large, x4.large and 5 "
         "more), 25 rows: no on-demand price of 2016 is known: state it in on_demand.csv beside the file, see "
@@ -239,9 +242,9 @@ def test_every_damaged_file_is_one_line_with_what_was_expected_and_came(
     tmp_path: Path, name: str, content: bytes, expected: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    found = survey(tmp_path)
-    assert found.sets == []
-    (only,) = found.skipped
+    surveyed = survey(tmp_path)
+    assert surveyed.sets == []
+    (only,) = surveyed.skipped
     assert str(only).startswith(f"{tmp_path / name}: ")
     assert "\n" not in str(only)
     assert re.search(expected, str(only)), str(only)
@@ -273,9 +276,9 @@ def test_an_ec2_history_is_read(tmp_path: Path) -> None:
         "2015-03-11T12:00:00Z,us-east-1a,c3.xlarge,Linux/UNIX,0.04\n"
         "2015-03-11T13:00:00Z,us-east-1b,c3.xlarge,Linux/UNIX,0.05\n"
     )
-    (found,) = load(tmp_path)
-    assert found.name == "ec2-2015"
-    a, b = found.pools
+    (trace_set,) = load(tmp_path)
+    assert trace_set.name == "ec2-2015"
+    a, b = trace_set.pools
     assert (a.name, a.on_demand_usd_per_hour) == ("us-east-1a c3.xlarge", 0.21)
     assert a.num_up.times_s.tolist() == [0.0, 3600.0, 7200.0]
     assert a.alpha == pytest.approx(0.5)
@@ -318,7 +321,7 @@ def test_skypilot_and_bamboo_recordings_are_read(tmp_path: Path) -> None:
     (tmp_path / "bamboo" / "gcloud_x.txt").write_text(
         "2021-12-10, 13:07:45, 80\n2021-12-10, 13:09:45, 60\n2021-12-10, 13:08:45, 70\n"
     )
-    counts, events, sky = sorted(load(tmp_path), key=lambda one: one.name)
+    counts, events, sky = sorted(load(tmp_path), key=lambda trace_set: trace_set.name)
     assert sky.pools[0].num_up.times_s.tolist() == [0, 30, 60, 90]
     assert sky.pools[0].alpha == pytest.approx(10 / 12)
     assert sky.pools[0].cycle_s == pytest.approx(90 * 4 / 2)
@@ -375,8 +378,8 @@ def test_kaplan_meier_counts_censored_lives_as_long_as_they_were_seen() -> None:
 def test_google_machines_live_as_recorded_and_come_back(tmp_path: Path) -> None:
     lives = "".join(f"z,{3000 + 60 * (n % 11)},preempted\n" for n in range(60))
     (tmp_path / "vms.csv").write_text("zone,lifetime_s,end_event\n" + lives)
-    (found,) = load(tmp_path)
-    (pool,) = found.pools
+    (trace_set,) = load(tmp_path)
+    (pool,) = trace_set.pools
     assert pool.alpha == pytest.approx(3300 / (3300 + 600), abs=0.01)
     assert pool.length_s == pytest.approx(10 * 86400.0)
 
@@ -387,10 +390,10 @@ def test_a_constant_holds() -> None:
 
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data sets are not beside this checkout")
 def test_the_shared_recordings_are_read() -> None:
-    found = {one.name: one for one in load(SHARED_DATA / "spot_traces_skypilot")}
-    intel = found["skypilot-preemption-2023-04-19"]
+    sets = {trace_set.name: trace_set for trace_set in load(SHARED_DATA / "spot_traces_skypilot")}
+    intel = sets["skypilot-preemption-2023-04-19"]
     assert [round(pool.alpha, 2) for pool in intel.pools] == [0.85, 0.64, 0.94]
-    assert {one.name for one in load(SHARED_DATA / "preempt_bamboo")} == {
+    assert {trace_set.name for trace_set in load(SHARED_DATA / "preempt_bamboo")} == {
         "bamboo-p3-trace",
         "bamboo-gcloud-v100-us-east1-c",
     }

@@ -39,7 +39,7 @@ def dry(rig: Ec2Rig, zone: str, kind: str = "spot") -> None:
 
 def overrides(request: dict[str, Any]) -> list[tuple[str, str]]:
     (config,) = request["LaunchTemplateConfigs"]
-    return [(one["InstanceType"], one["SubnetId"]) for one in config["Overrides"]]
+    return [(override["InstanceType"], override["SubnetId"]) for override in config["Overrides"]]
 
 
 # --- the request ------------------------------------------------------------------------------------------------------
@@ -55,14 +55,14 @@ def test_a_launch_asks_for_one_instance_of_one_market_that_carries_its_identity_
     (config,) = request["LaunchTemplateConfigs"]
     assert config["LaunchTemplateSpecification"] == {"LaunchTemplateId": rig.template, "Version": "1"}
     tags = {"doll:cluster": "digits", "doll:worker": "3", "doll:incarnation": "2", "doll:market": "spot"}
-    assert {one["ResourceType"] for one in request["TagSpecifications"]} == {
+    assert {specification["ResourceType"] for specification in request["TagSpecifications"]} == {
         "instance",
         "volume",
         "network-interface",
         "fleet",
     }
-    for one in request["TagSpecifications"]:
-        assert {tag["Key"]: tag["Value"] for tag in one["Tags"]} == tags
+    for specification in request["TagSpecifications"]:
+        assert {tag["Key"]: tag["Value"] for tag in specification["Tags"]} == tags
 
 
 def test_on_demand_is_asked_for_as_such(rig: Ec2Rig) -> None:
@@ -105,7 +105,10 @@ def test_the_first_subnets_zone_is_asked_first_and_the_next_when_it_is_dry(rig: 
     assert overrides(rig.market.requests[0]) == [(type_, rig.subnets[0]) for type_ in rig.types]
     dry(rig, ZONE_A)
     assert rig.fleet.launch(Order(1, 1, "spot")).pool.endswith(ZONE_B)
-    assert [one["ClientToken"] for one in rig.market.requests[1:]] == ["digits-w1-i1-spot-a0", "digits-w1-i1-spot-a0z1"]
+    assert [request["ClientToken"] for request in rig.market.requests[1:]] == [
+        "digits-w1-i1-spot-a0",
+        "digits-w1-i1-spot-a0z1",
+    ]
 
 
 def test_the_cheapest_pool_that_has_room_is_taken(rig: Ec2Rig) -> None:
@@ -229,7 +232,7 @@ def test_a_repeated_order_sends_the_same_request_though_pools_have_run_dry_since
     rig.fleet.launch(Order(1, 1, "spot"))  # learns that this pool is dry
     rig.market.capacity.clear()
     rig.fleet.launch(order)
-    same = [one for one in rig.market.requests if one["ClientToken"] == "digits-w0-i1-spot-a0"]
+    same = [request for request in rig.market.requests if request["ClientToken"] == "digits-w0-i1-spot-a0"]
     assert len(same) == 2
     assert same[0] == same[1]
     assert len(overrides(same[1])) == 3
@@ -247,7 +250,7 @@ def test_a_token_that_was_used_for_another_request_leads_to_what_is_there(rig: E
     rig.advance(15)
     made = rig.fleet.launch(other)
     rig.advance(90)
-    assert [one.id for one in rig.fleet.instances()] == [made.id]
+    assert [instance.id for instance in rig.fleet.instances()] == [made.id]
 
 
 def test_no_crash_and_no_lost_answer_makes_two_machines_of_one_incarnation(rig: Ec2Rig) -> None:
@@ -273,7 +276,7 @@ def test_no_crash_and_no_lost_answer_makes_two_machines_of_one_incarnation(rig: 
         rig.advance(20)
         rig.fleet.launch(order)
     rig.advance(90)
-    assert Counter(one.slot for one in rig.fleet.instances()) == dict.fromkeys(range(20), 1)
+    assert Counter(instance.slot for instance in rig.fleet.instances()) == dict.fromkeys(range(20), 1)
 
 
 # --- listing ----------------------------------------------------------------------------------------------------------
@@ -283,7 +286,7 @@ def test_a_listing_of_several_pages_is_whole(rig: Ec2Rig) -> None:
     made = {rig.fleet.launch(Order(slot, 1, "spot")).id for slot in range(13)}
     rig.advance(90)
     rig.crash()
-    assert {one.id for one in rig.fleet.instances()} == made
+    assert {instance.id for instance in rig.fleet.instances()} == made
 
 
 def test_the_state_of_the_machine_says_who_ended_it_and_when(rig: Ec2Rig) -> None:
@@ -299,20 +302,20 @@ def test_the_state_of_the_machine_says_who_ended_it_and_when(rig: Ec2Rig) -> Non
     rig.fleet.instances()
     rig.crash()  # what was seen before does not matter
     rig.advance(300)
-    found = {one.id: one for one in rig.fleet.instances()}
-    assert [found[ended[how]].end_reason for how in ("terminate", "interrupt", "fail")] == [
+    instances = {instance.id: instance for instance in rig.fleet.instances()}
+    assert [instances[ended[how]].end_reason for how in ("terminate", "interrupt", "fail")] == [
         EndReason.TERMINATED,
         EndReason.INTERRUPTED,
         EndReason.FAILED,
     ]
-    assert found[ended["terminate"]].ended_s == found[ended["fail"]].ended_s == at_s
+    assert instances[ended["terminate"]].ended_s == instances[ended["fail"]].ended_s == at_s
 
 
 def test_one_that_nobody_tells_of_any_more_has_ended(rig: Ec2Rig) -> None:
     made = rig.fleet.launch(Order(0, 1, "spot"))
     rig.market.lag_s = 1e9
     rig.advance(50)
-    assert [one.is_alive for one in rig.fleet.instances()] == [True], "listings lag"
+    assert [instance.is_alive for instance in rig.fleet.instances()] == [True], "listings lag"
     rig.advance(20)
     (gone,) = rig.fleet.instances()
     assert (gone.id, gone.state, gone.end_reason) == (made.id, InstanceState.ENDED, EndReason.FAILED)
@@ -326,7 +329,7 @@ def test_machines_of_the_cluster_that_are_no_workers_are_let_alone(rig: Ec2Rig) 
         ImageId="ami-03cf127a", MinCount=2, MaxCount=2, SubnetId=rig.subnets[0], InstanceType="m5.large",
         TagSpecifications=[{"ResourceType": "instance", "Tags": [{"Key": "doll:cluster", "Value": "digits"}]}],
     )["Instances"]  # fmt: skip
-    hosts = [one["InstanceId"] for one in made]
+    hosts = [instance["InstanceId"] for instance in made]
     rig.ec2.create_tags(Resources=[hosts[1]], Tags=[{"Key": "doll:worker", "Value": "first"}])
     assert list(rig.fleet.instances()) == []
     rig.fleet.terminate(hosts)
@@ -403,7 +406,7 @@ fleet:
     fleet = ec2_fleet.connect(config)
     made = fleet.launch(Order(2, 5, "spot"))
     assert made.pool == f"c5.xlarge/{ZONE_A}"
-    assert [one.id for one in fleet.instances()] == [made.id]
+    assert [instance.id for instance in fleet.instances()] == [made.id]
     fleet.close()
 
 

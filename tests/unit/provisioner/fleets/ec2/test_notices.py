@@ -25,8 +25,8 @@ def notices(rig: Ec2Rig) -> Ec2Notices:
 
 def left(rig: Ec2Rig) -> int:
     names = ["ApproximateNumberOfMessages", "ApproximateNumberOfMessagesNotVisible"]
-    found = rig.sqs.get_queue_attributes(QueueUrl=rig.queue_url, AttributeNames=names)["Attributes"]
-    return sum(int(found[name]) for name in names)
+    attributes = rig.sqs.get_queue_attributes(QueueUrl=rig.queue_url, AttributeNames=names)["Attributes"]
+    return sum(int(attributes[name]) for name in names)
 
 
 def test_an_empty_queue_has_no_notices(rig: Ec2Rig) -> None:
@@ -130,10 +130,10 @@ class Scene:
 
     def check_replaced(self, decision: Decision, id_: str) -> None:
         """It has its notice, its slot one more machine, and nobody ends it but EC2."""
-        (one,) = (one for one in decision.instances if one.id == id_)
-        assert one.notice_s is not None
+        (instance,) = (instance for instance in decision.instances if instance.id == id_)
+        assert instance.notice_s is not None
         assert decision.interruptions == 1
-        beside = [other for other in decision.alive if other.slot == one.slot and other.id != id_]
+        beside = [other for other in decision.alive if other.slot == instance.slot and other.id != id_]
         assert len(beside) == 1
         self.turn()
         assert id_ not in self.rig.market.terminated
@@ -145,7 +145,7 @@ def test_a_notice_that_was_read_by_a_provisioner_that_died_before_it_acted_is_ac
     taken = scene.turn().alive[0].id
     rig.market.interrupt(taken, 600.0)
     # It reads the queue and dies: nothing of it is in the state_store.
-    assert [one.id for one in rig.fleet.instances() if one.notice_s is not None] == [taken]
+    assert [instance.id for instance in rig.fleet.instances() if instance.notice_s is not None] == [taken]
     scene.start()
     rig.market.expire_visibility_timeout()
     scene.check_replaced(scene.turn(), taken)

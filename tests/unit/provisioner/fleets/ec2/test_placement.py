@@ -26,14 +26,14 @@ def job(rig: Ec2Rig, **changes: Any) -> JobConfig:
 
 
 def made_of(rig: Ec2Rig) -> Ec2Placement:
-    found = ec2_placement.connect(job(rig), rig.make())
-    assert found is not None
-    return found
+    placement = ec2_placement.connect(job(rig), rig.make())
+    assert placement is not None
+    return placement
 
 
 def test_the_same_question_at_the_start_and_hourly(rig: Ec2Rig) -> None:
     placement = made_of(rig)
-    ids = {one["AvailabilityZone"]: one["AvailabilityZoneId"] for one in rig.ec2.describe_subnets()["Subnets"]}
+    ids = {subnet["AvailabilityZone"]: subnet["AvailabilityZoneId"] for subnet in rig.ec2.describe_subnets()["Subnets"]}
     rig.market.scores = {ids[REGION + "a"]: 2, "use1-az99": 5, ids[REGION + "b"]: 9}
     first = placement.poll_scores(0.0)
     assert first is not None
