@@ -16,8 +16,8 @@ from packaging.version import Version
 from paths import ROOT
 
 DECLARED = {
-    one.name: one
-    for one in map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+    requirement.name: requirement
+    for requirement in map(Requirement, tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
 }
 LOCKED = dict(re.findall(r"^([a-z0-9.-]+)==([^ ]+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
 
@@ -29,8 +29,8 @@ def test_the_workers_shell_is_pinned_exactly(name: str) -> None:
 
 def test_workers_read_every_codec_that_a_producer_may_choose() -> None:
     """Where one is missing, a record of that codec ends its stream's worker, again and again."""
-    found = {name: getattr(aiokafka.codec, f"has_{name}")() for name in ("gzip", "lz4", "snappy", "zstd")}
-    assert all(found.values()), found
+    codecs = {name: getattr(aiokafka.codec, f"has_{name}")() for name in ("gzip", "lz4", "snappy", "zstd")}
+    assert all(codecs.values()), codecs
 
 
 def test_redis_is_pinned_to_the_minor_version_that_was_tested() -> None:

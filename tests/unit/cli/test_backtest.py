@@ -64,7 +64,7 @@ def test_a_recording_that_cannot_be_used_does_not_stop_the_others(tmp_path: Path
         assert f"skipped: {tmp_path}/damaged/traces.jsonl: line 1: expected a trace" in result.stderr
         assert ("skipped: trace set flicker (short): expected a recording" in result.stderr) == (not only)
     content = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
-    assert [one["what"] for one in content["skipped"]] == [
+    assert [skipped["what"] for skipped in content["skipped"]] == [
         f"{tmp_path}/damaged/traces.jsonl", "trace set flicker (short)",
     ]  # fmt: skip
     nothing = CliRunner().invoke(app, [*arguments, "--trace-set", "damaged"])

@@ -35,13 +35,13 @@ def test_a_notice_is_for_one_role_and_ends(metadata: FakeMetadataService) -> Non
 @pytest.mark.parametrize("number", range(len(UNREADABLE)))
 def test_a_watcher_survives_each_notice_that_cannot_be_read(metadata: FakeMetadataService, number: int) -> None:
     """It leaves on the bad one, or asks on and leaves on the good one; it never ends in silence."""
-    told = threading.Event()
+    noticed = threading.Event()
     metadata.serve_bad_notice("worker-0", number)
-    watcher = NoticeWatcher(imds(metadata, "worker-0"), lambda left_s: told.set(), every_s=0.01)
+    watcher = NoticeWatcher(imds(metadata, "worker-0"), lambda left_s: noticed.set(), every_s=0.01)
     watcher.start()
     try:
         until(lambda: metadata.num_bad_notices_served("worker-0") > 0, "the bad notice is asked for")
         metadata.serve_notice("worker-0")
-        assert told.wait(WAIT_TIMEOUT_S), "the thread that watches for notices has ended"
+        assert noticed.wait(WAIT_TIMEOUT_S), "the thread that watches for notices has ended"
     finally:
         watcher.close()

@@ -77,9 +77,9 @@ def test_a_server_that_is_cut_off_goes_on_when_it_is_mended_or_its_successor_at_
 def test_a_poison_record_is_recovered_from_when_an_update_counts_it_as_dead() -> None:
     recoveries = RecoveryTracker()
     recoveries.feed(term_started(1))
-    one = recoveries.inject(fault("stream_poison"), 10.0, PoisonTracker(0, records=1))
+    recovery = recoveries.inject(fault("stream_poison"), 10.0, PoisonTracker(0, records=1))
     recoveries.feed(update(10.5))  # the job goes on, but it has not come to the record
-    recoveries.add_poison_offset(one, 5)
+    recoveries.add_poison_offset(recovery, 5)
     recoveries.feed(dead_in(11.0, 0, 4))  # learned, and another one dead
     recoveries.feed(dead_in(11.1, 1, 5))  # of another stream
     assert len(recoveries.open) == 1
@@ -90,20 +90,20 @@ def test_a_poison_record_is_recovered_from_when_an_update_counts_it_as_dead() ->
 
 def test_a_stream_that_is_behind_comes_to_the_poison_in_its_turn() -> None:
     recoveries = RecoveryTracker()
-    one = recoveries.inject(fault("stream_poison"), 10.0, PoisonTracker(0, records=1))
-    recoveries.add_poison_offset(one, 5)
+    recovery = recoveries.inject(fault("stream_poison"), 10.0, PoisonTracker(0, records=1))
+    recoveries.add_poison_offset(recovery, 5)
     recoveries.feed(dead_in(200.0, 0, 4))  # its batches begin at 0: the stream is not past the record
-    assert one.waiting_since_s == 200.0
+    assert recovery.waiting_since_s == 200.0
     late = msgspec.structs.replace(dead_in(0, 0, 9).members[0], lo=8, hi=16)
     recoveries.feed(msgspec.structs.replace(update(300.0), members=(late,)))  # past it, and it is not counted
-    assert one.waiting_since_s == 200.0
+    assert recovery.waiting_since_s == 200.0
 
 
 def test_an_update_may_come_before_kafka_says_where_the_poison_is() -> None:
     recoveries = RecoveryTracker()
-    one = recoveries.inject(fault("stream_poison"), 10.0, PoisonTracker(0, records=1))
+    recovery = recoveries.inject(fault("stream_poison"), 10.0, PoisonTracker(0, records=1))
     recoveries.feed(dead_in(10.25, 0, 5))
-    recoveries.add_poison_offset(one, 5)
+    recoveries.add_poison_offset(recovery, 5)
     assert recoveries.open == ()
     assert recoveries.report()["recovery_s"] == {"p50": 0.25, "max": 0.25}
 
@@ -111,9 +111,9 @@ def test_an_update_may_come_before_kafka_says_where_the_poison_is() -> None:
 def test_one_of_several_poison_records_may_be_harmless() -> None:
     recoveries = RecoveryTracker()
     poison = PoisonTracker(0, records=2, harmless=1)
-    one = recoveries.inject(fault("stream_poison"), 10.0, poison)
+    recovery = recoveries.inject(fault("stream_poison"), 10.0, poison)
     for offset in (3, 5):
-        recoveries.add_poison_offset(one, offset)
+        recoveries.add_poison_offset(recovery, offset)
     recoveries.feed(dead_in(11.0, 0, 7))  # both are learned from
     assert len(recoveries.open) == 1
     recoveries.feed(dead_in(12.0, 0, 5))  # the batch was counted again, by a successor
@@ -124,10 +124,10 @@ def test_one_of_several_poison_records_may_be_harmless() -> None:
 def test_a_bad_notice_is_recovered_from_when_the_worker_has_left_on_a_good_one() -> None:
     recoveries = RecoveryTracker()
     recoveries.feed(term_started(1))
-    one = recoveries.inject(fault("worker_malformed_notice"), 10.0)
+    recovery = recoveries.inject(fault("worker_malformed_notice"), 10.0)
     recoveries.feed(update(11.0))
     assert len(recoveries.open) == 1
-    one.has_left = True
+    recovery.has_left = True
     recoveries.feed(update(16.0))
     assert recoveries.open == ()
 

@@ -152,7 +152,7 @@ def test_the_advice_about_the_number_of_workers_works(services: Services, job_na
             topics.ensure(job(f"data.workers={workers}", name=name, workers=3), services)
 
 
-def found(settings: dict[str, str] | None = None, replicas: int = 3, in_sync: int = 3) -> ActualTopic:
+def actual(settings: dict[str, str] | None = None, replicas: int = 3, in_sync: int = 3) -> ActualTopic:
     defaults = {"cleanup.policy": "delete", "min.insync.replicas": "2", "retention.ms": "-1"}
     return ActualTopic(defaults | (settings or {}), replicas, in_sync)
 
@@ -160,21 +160,21 @@ def found(settings: dict[str, str] | None = None, replicas: int = 3, in_sync: in
 @pytest.mark.parametrize(
     ("kind", "came", "fatal", "words"),
     [
-        ("samples", found({"cleanup.policy": "compact"}), True, "cleanup.policy is compact, expected delete"),
-        ("updates", found({"cleanup.policy": "compact,delete"}), True, "--add-config cleanup.policy=delete"),
-        ("events", found({"cleanup.policy": "compact"}), True, "records that the job needs"),
-        ("updates", found({"retention.ms": "604800000"}), True, "retention.ms is 604800000"),
-        ("updates", found({"retention.bytes": "1000"}), True, "retention.bytes 1000"),
-        ("dead", found({"retention.ms": "604800000"}), False, "the audit fails once a dead letter is deleted"),
-        ("samples", found({"retention.ms": "3600000"}), False, "data.retention_hours asks for 86400000"),
-        ("samples", found({"retention.bytes": "1000"}), False, "retention.bytes is 1000"),
-        ("samples", found({"max.message.bytes": "1048588"}), False, "expected 16777216"),
-        ("updates", found({"max.message.bytes": "1048588"}), False, "names many refused samples"),
-        ("samples", found({"min.insync.replicas": "4"}), True, "nothing can ever be written"),
-        ("samples", found(in_sync=1), False, "1 replicas are in sync and 2 must be"),
-        ("updates", found({"min.insync.replicas": "1"}), False, "--add-config min.insync.replicas=2"),
-        ("updates", found({"unclean.leader.election.enable": "true"}), False, "may become the leader"),
-        ("commands", found(replicas=2, in_sync=2), False, "it has 2 replicas, kafka.replication_factor is 3"),
+        ("samples", actual({"cleanup.policy": "compact"}), True, "cleanup.policy is compact, expected delete"),
+        ("updates", actual({"cleanup.policy": "compact,delete"}), True, "--add-config cleanup.policy=delete"),
+        ("events", actual({"cleanup.policy": "compact"}), True, "records that the job needs"),
+        ("updates", actual({"retention.ms": "604800000"}), True, "retention.ms is 604800000"),
+        ("updates", actual({"retention.bytes": "1000"}), True, "retention.bytes 1000"),
+        ("dead", actual({"retention.ms": "604800000"}), False, "the audit fails once a dead letter is deleted"),
+        ("samples", actual({"retention.ms": "3600000"}), False, "data.retention_hours asks for 86400000"),
+        ("samples", actual({"retention.bytes": "1000"}), False, "retention.bytes is 1000"),
+        ("samples", actual({"max.message.bytes": "1048588"}), False, "expected 16777216"),
+        ("updates", actual({"max.message.bytes": "1048588"}), False, "names many refused samples"),
+        ("samples", actual({"min.insync.replicas": "4"}), True, "nothing can ever be written"),
+        ("samples", actual(in_sync=1), False, "1 replicas are in sync and 2 must be"),
+        ("updates", actual({"min.insync.replicas": "1"}), False, "--add-config min.insync.replicas=2"),
+        ("updates", actual({"unclean.leader.election.enable": "true"}), False, "may become the leader"),
+        ("commands", actual(replicas=2, in_sync=2), False, "it has 2 replicas, kafka.replication_factor is 3"),
     ],
 )
 def test_what_an_existing_topic_s_settings_mean(kind: TopicKind, came: ActualTopic, fatal: bool, words: str) -> None:

@@ -435,18 +435,18 @@ def test_what_else_does_not_fit_is_said(model: DurableModel, records: list[Any],
 
 def test_offsets_named_outside_their_batch_are_noticed() -> None:
     for change in ({"dead": (10,)}, {"gaps": ((8, 12),)}, {"gaps": ((4, 4),)}, {"lost": ((9, 11),)}):
-        one = update(1, 1, (0, 0))
-        one = msgspec.structs.replace(one, members=(msgspec.structs.replace(one.members[0], **change),))
-        assert "names offsets outside itself" in " ".join(audit(durable(1, 1, 1, 0), term_started(1), one).problems)
+        record = update(1, 1, (0, 0))
+        record = msgspec.structs.replace(record, members=(msgspec.structs.replace(record.members[0], **change),))
+        assert "names offsets outside itself" in " ".join(audit(durable(1, 1, 1, 0), term_started(1), record).problems)
 
 
 def test_a_record_in_a_range_said_to_hold_none_is_missing() -> None:
-    one = update(1, 1, (0, 0))
-    one = msgspec.structs.replace(one, members=(msgspec.structs.replace(one.members[0], gaps=((2, 6),)),))
+    record = update(1, 1, (0, 0))
+    record = msgspec.structs.replace(record, members=(msgspec.structs.replace(record.members[0], gaps=((2, 6),)),))
     arguments: dict[str, Any] = {
         "durable": durable(1, 1, 1, 0),
         "ends": (10, 0),
-        "records": [term_started(1), one],
+        "records": [term_started(1), record],
         "dead_letters": [],
     }
     report = balance(**arguments)
@@ -459,8 +459,8 @@ def test_a_record_in_a_range_said_to_hold_none_is_missing() -> None:
 
 
 def with_lost(*lost: tuple[int, int]) -> Update:
-    one = update(1, 1, (0, 0))
-    return msgspec.structs.replace(one, members=(msgspec.structs.replace(one.members[0], lost=lost),))
+    record = update(1, 1, (0, 0))
+    return msgspec.structs.replace(record, members=(msgspec.structs.replace(record.members[0], lost=lost),))
 
 
 def test_records_deleted_before_they_were_learned_fail_the_audit_unless_allowed() -> None:
@@ -520,11 +520,11 @@ def test_a_dead_letter_of_a_batch_that_is_not_applied_yet_is_pending() -> None:
 
 
 def test_samples_refused_inside_a_record_need_a_letter_of_their_batch() -> None:
-    one = update(1, 1, (0, 0), (0, 1))
-    members = tuple(msgspec.structs.replace(member, dead_samples=3) for member in one.members)
+    record = update(1, 1, (0, 0), (0, 1))
+    members = tuple(msgspec.structs.replace(member, dead_samples=3) for member in record.members)
     arguments: dict[str, Any] = {
         "durable": durable(1, 1, 2, 0), "ends": (20, 0),
-        "records": [term_started(1), msgspec.structs.replace(one, members=members)],
+        "records": [term_started(1), msgspec.structs.replace(record, members=members)],
     }  # fmt: skip
     report = balance(**arguments, dead_letters=[letter(0, 4, whole=False)])
     assert report.problems == ("refused in part by their update, but there is no dead letter: partition 0: 10-19",)
@@ -536,13 +536,13 @@ def test_samples_refused_inside_a_record_need_a_letter_of_their_batch() -> None:
 
 
 def test_the_fate_of_an_offset() -> None:
-    one = update(1, 1, (0, 0), (0, 1))
-    dead, partly = one.members
+    record = update(1, 1, (0, 0), (0, 1))
+    dead, partly = record.members
     members = (
         msgspec.structs.replace(dead, dead=(3,), gaps=((5, 7),)),
         msgspec.structs.replace(partly, dead_samples=1),
     )
-    ledger = Ledger(durable(1, 1, 2, 0), [term_started(1), msgspec.structs.replace(one, members=members)])
+    ledger = Ledger(durable(1, 1, 2, 0), [term_started(1), msgspec.structs.replace(record, members=members)])
     assert [ledger.offset_state(0, offset) for offset in (-1, 2, 3, 5, 7, 10, 19, 20)] == [
         "pending", "applied", "dead", "absent", "applied", "partly", "partly", "pending",
     ]  # fmt: skip

@@ -40,12 +40,12 @@ def test_a_spawned_program_leads_a_session_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's parent death signal")
 def test_a_program_whose_parent_is_another_does_not_start(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-I", "-S", str(launcher.__file__), "1", "touch", str(marker)],
         check=False,
         timeout=WAIT_TIMEOUT_S,
     )
-    assert told.returncode == 1
+    assert done.returncode == 1
     assert not marker.exists()
 
 

@@ -36,10 +36,13 @@ def test_moves_are_changes_of_market_while_the_job_runs() -> None:
     timeline.feed(decision(2.0, "on_demand", "spot"))
     timeline.feed(decision(3.0, "spot", "on_demand"))
     timeline.feed(decision(4.0, None, None, phase="done"))
-    assert [(one.at_s, one.slot, one.to, one.reason) for one in timeline.moves] == [
+    assert [(move.at_s, move.slot, move.to, move.reason) for move in timeline.moves] == [
         (1.0, 0, "on_demand", "why 0"), (3.0, 0, "spot", "why 0"), (3.0, 1, "on_demand", "why 1")
     ]  # fmt: skip
-    assert [(one.usd, one.num_spot, one.num_on_demand) for one in timeline.points[:2]] == [(0.0, 2, 0), (0.5, 1, 1)]
+    assert [(point.usd, point.num_spot, point.num_on_demand) for point in timeline.points[:2]] == [
+        (0.0, 2, 0),
+        (0.5, 1, 1),
+    ]
 
 
 def test_the_text_of_a_move_names_its_market_once() -> None:

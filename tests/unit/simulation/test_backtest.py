@@ -68,13 +68,13 @@ def test_slots_follow_the_recorded_share_and_none_is_luckier_by_its_number() -> 
 
 def test_windows_take_pools_in_turn_and_stay_inside_their_recordings() -> None:
     traces = flicker(1, hours=40.0)
-    found = sample(traces, count=10, length_s=10 * HOUR_S, tick_s=600.0, num_slots=4, rng=np.random.default_rng(2))
-    assert sorted(found.pools).count("a") == 5
-    assert found.up.shape == (10, 60, 4)
-    assert (found.start_s >= 0).all()
-    assert (found.start_s <= 30 * HOUR_S).all()
+    sampled = sample(traces, count=10, length_s=10 * HOUR_S, tick_s=600.0, num_slots=4, rng=np.random.default_rng(2))
+    assert sorted(sampled.pools).count("a") == 5
+    assert sampled.up.shape == (10, 60, 4)
+    assert (sampled.start_s >= 0).all()
+    assert (sampled.start_s <= 30 * HOUR_S).all()
     again = sample(traces, count=10, length_s=10 * HOUR_S, tick_s=600.0, num_slots=4, rng=np.random.default_rng(2))
-    assert (again.up == found.up).all()
+    assert (again.up == sampled.up).all()
     with pytest.raises(ConfigError, match="the longest has 144000 s"):
         sample(traces, count=1, length_s=41 * HOUR_S, tick_s=600.0, num_slots=4, rng=np.random.default_rng(2))
 
@@ -211,9 +211,9 @@ def test_long_boots_cost_no_more_than_the_best_rival(boot_s: float) -> None:
         rates_per_s=(125.0,) * 8, job_hours=12.0, deadline_ratios=(1.1,), windows=12, boot_s=boot_s
     )
     rows = backtest([flicker(3)], settings, lambda: [*baselines.baselines(), planners()[0]])
-    found = verdict(rows)
-    assert found.all_met
-    assert found.worst_points < 1.0
+    result = verdict(rows)
+    assert result.all_met
+    assert result.worst_points < 1.0
 
 
 def test_the_guard_is_what_meets_deadlines() -> None:
@@ -261,11 +261,11 @@ def test_two_processes_give_the_same_rows_and_say_how_far_they_are() -> None:
 def test_the_planner_holds_its_bars_on_the_shared_recordings() -> None:
     sets = load(SHARED_DATA / "spot_traces_skypilot") + load(SHARED_DATA / "preempt_bamboo")
     rows = backtest_on(2, sets, BacktestSettings(windows=4), backtest_policies)
-    found = verdict(rows)
-    assert found.all_met
+    result = verdict(rows)
+    assert result.all_met
     # Of four jobs a set; one deadline of one set may be unlucky.
-    assert max(found.points_by_set.values()) <= 5.0
-    assert found.worst_points <= 10.0
-    assert found.moves_share < 1 / 3
-    assert found.ok
+    assert max(result.points_by_set.values()) <= 5.0
+    assert result.worst_points <= 10.0
+    assert result.moves_share < 1 / 3
+    assert result.ok
     assert json.loads(json.dumps(to_json(rows, BacktestSettings(windows=4))))["verdict"]["ok"] is True

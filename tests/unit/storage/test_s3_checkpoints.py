@@ -52,9 +52,9 @@ def names(s3: Any) -> list[str]:
 
 
 def newest(of: S3CheckpointStore) -> tuple[int, int]:
-    found = of.load_newest("f")
-    assert found is not None
-    return found.term, found.version
+    checkpoint = of.load_newest("f")
+    assert checkpoint is not None
+    return checkpoint.term, checkpoint.version
 
 
 def before(act: Callable[[], object], call: Callable[..., Any]) -> Callable[..., Any]:

@@ -80,9 +80,9 @@ def test_fit_recovers_the_constants_and_covers_them() -> None:
     target, held = 0.2, 0
     for _ in range(60):
         noisy = truth.error(at) * np.exp(rng.normal(0, 0.08, len(at)))
-        found = fit_decay(at, noisy, rng, replicas=100).updates_to(target)
-        assert found.point == pytest.approx(truth.updates_to(target), rel=0.25)
-        held += found.low <= truth.updates_to(target) <= found.high
+        interval = fit_decay(at, noisy, rng, replicas=100).updates_to(target)
+        assert interval.point == pytest.approx(truth.updates_to(target), rel=0.25)
+        held += interval.low <= truth.updates_to(target) <= interval.high
     assert held >= 48
 
 

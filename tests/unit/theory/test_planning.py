@@ -50,9 +50,9 @@ def test_the_papers_settings_to_four_decimals(
         assert spot == whole
         both = cost.cost_usd([0, spot], SAMPLES, RATE, N, alpha, prices)
         assert round(float(both[1] / both[0]), 4) == expected
-        found = cost.cost_ratio(ratio, N, alpha, prices)
-        assert round(found.num_spot_real, 3) == real
-        assert round(found.lower, 4) == bound
+        result = cost.cost_ratio(ratio, N, alpha, prices)
+        assert round(result.num_spot_real, 3) == real
+        assert round(result.lower, 4) == bound
     assert round(float(cost.runtime_s(whole, SAMPLES, RATE, N, alpha)) / 6400, 4) == runtime
 
 
@@ -121,16 +121,16 @@ def test_wrong_numbers_are_named(bad: dict[str, float]) -> None:
 
 
 def test_theorem_4_and_corollary_2_against_brute_force() -> None:
-    found = planning.theorem_4(SWEEP)
-    assert found.wrong == []
-    assert min(found.infeasible, found.telling) > SWEEP / 100
+    sweep = planning.theorem_4(SWEEP)
+    assert sweep.wrong == []
+    assert min(sweep.infeasible, sweep.telling) > SWEEP / 100
 
 
 def test_theorem_5_against_every_prefix() -> None:
-    found = planning.theorem_5(SWEEP)
-    assert found.wrong == []
-    assert found.infeasible > SWEEP / 100
-    assert found.telling > SWEEP / 5
+    sweep = planning.theorem_5(SWEEP)
+    assert sweep.wrong == []
+    assert sweep.infeasible > SWEEP / 100
+    assert sweep.telling > SWEEP / 5
 
 
 def test_theorem_5_against_every_subset() -> None:
@@ -151,10 +151,10 @@ def test_theorem_5_against_every_subset() -> None:
 
 def test_equal_rates_give_theorem_4() -> None:
     for alpha, ratio in SETTINGS:
-        found = best_assignment(SAMPLES, [RATE] * N, alpha, ratio * 6400, HIGH)
-        assert found.num_spot == best_num_spot(SAMPLES, RATE, N, alpha, ratio * 6400, HIGH)
-        assert found.deadline_binds
-        assert found.spot.tolist() == [True] * found.num_spot + [False] * (N - found.num_spot)
+        assignment = best_assignment(SAMPLES, [RATE] * N, alpha, ratio * 6400, HIGH)
+        assert assignment.num_spot == best_num_spot(SAMPLES, RATE, N, alpha, ratio * 6400, HIGH)
+        assert assignment.deadline_binds
+        assert assignment.spot.tolist() == [True] * assignment.num_spot + [False] * (N - assignment.num_spot)
 
 
 def test_a_million_workers() -> None:
@@ -163,10 +163,10 @@ def test_a_million_workers() -> None:
     took = []
     for _ in range(3):
         start = time.process_time()
-        found = best_assignment(1e9, rates, 0.9, deadline, HIGH)
+        assignment = best_assignment(1e9, rates, 0.9, deadline, HIGH)
         took.append(time.process_time() - start)
-    assert found.deadline_binds
-    assert 0 < found.num_spot < 1_000_000
+    assert assignment.deadline_binds
+    assert 0 < assignment.num_spot < 1_000_000
     # 0.1 s is the bar of the benchmark, by itself; here only an order of magnitude is held, on whatever machine.
     assert min(took) < 5.0
 

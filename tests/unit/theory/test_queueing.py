@@ -94,8 +94,8 @@ def test_smallest_stable_batch_is_the_smallest() -> None:
         assert batch is not None
 
         def margin(size: int, necessary: bool = necessary) -> float:
-            found = queueing.stability(8000.0, 20, size, 0.05 + 1e-5 * size)
-            return found.necessary if necessary else found.sufficient
+            conditions = queueing.stability(8000.0, 20, size, 0.05 + 1e-5 * size)
+            return conditions.necessary if necessary else conditions.sufficient
 
         assert margin(batch) > 1 >= margin(batch - 1)
     assert queueing.smallest_stable_batch(8000.0, 20, 0.05, 1e-3) is None
