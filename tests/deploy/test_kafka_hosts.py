@@ -161,7 +161,7 @@ def test_three_brokers_serve_who_logs_in_and_live_through_the_loss_of_one(
     # No password is in what the brokers log or are called with, nor in a file that is needed once.
     for host in cluster.hosts.values():
         seen = (host.root / "log").read_text() + "\n".join(host.calls)
-        assert not [one for one in (SECRETS, PRODUCER) if one["DOLL_KAFKA_PASSWORD"] in seen]
+        assert not [secrets for secrets in (SECRETS, PRODUCER) if secrets["DOLL_KAFKA_PASSWORD"] in seen]
         assert len(host.calls_of("aws secretsmanager get-secret-value --secret-id doll/t/producer")) == 1
         left = [path for path in (host.root / "run").rglob("*") if path.is_file()]
         assert [path.name for path in left if SECRETS["DOLL_KAFKA_PASSWORD"] in path.read_text()] == ["secrets"]
@@ -184,11 +184,11 @@ def _external_producers_write_samples_and_do_nothing_else(
         settings = kafka_settings(config, services)
 
     def sent(topic: str) -> str | None:
-        told: list[str | None] = []
+        errors: list[str | None] = []
         producer = Producer({**settings, "enable.idempotence": True, "message.timeout.ms": 120_000})
-        producer.produce(topic, b"x", on_delivery=lambda error, _: told.append(error and error.name()))
+        producer.produce(topic, b"x", on_delivery=lambda error, _: errors.append(error and error.name()))
         assert producer.flush(130) == 0
-        return told[0]
+        return errors[0]
 
     topics.ensure(parse("job: t\ntask: {class: 'a:B'}", [*ours, "kafka.producer_user="]), services)
     assert sent(kinds["samples"]) == "TOPIC_AUTHORIZATION_FAILED"
@@ -237,7 +237,7 @@ def _permissions(admin) -> set[tuple[str, str, str]]:  # type: ignore[no-untyped
     every = AclBindingFilter(
         ResourceType.ANY, None, ResourcePatternType.ANY, None, None, AclOperation.ANY, AclPermissionType.ANY
     )
-    return {(one.principal, one.name, one.operation.name) for one in admin.describe_acls(every).result(120)}
+    return {(acl.principal, acl.name, acl.operation.name) for acl in admin.describe_acls(every).result(120)}
 
 
 def _created(admin, topic) -> bool:  # type: ignore[no-untyped-def]

@@ -44,10 +44,10 @@ def granted(document: str) -> set[str]:
     match = re.search(rf'^data "aws_iam_policy_document" "{document}" {{(.*?)^}}', text, re.DOTALL | re.MULTILINE)
     assert match is not None
     body = match.group(1)
-    found = set(re.findall(r'"([a-z0-9-]+:[A-Z][A-Za-z]+)"', body))
+    actions = set(re.findall(r'"([a-z0-9-]+:[A-Z][A-Za-z]+)"', body))
     for other in re.findall(r"aws_iam_policy_document\.(\w+)\.json", body):
-        found |= granted(other)
-    return found - {"ec2:CreateAction"}  # the name of a condition
+        actions |= granted(other)
+    return actions - {"ec2:CreateAction"}  # the name of a condition
 
 
 def called(session: Session, path: Path, service: str) -> set[str]:

@@ -19,15 +19,15 @@ CONTROL = (TERRAFORM / "modules" / "control" / "main.tf").read_text()
 SCRIPTS = {path.stem: path.read_text() for path in FILES.glob("*.sh")}
 
 
-def found(pattern: str, text: str) -> str:
+def captured(pattern: str, text: str) -> str:
     """What the pattern's group holds, where it matches."""
     match = re.search(pattern, text, re.DOTALL | re.MULTILINE)
     assert match is not None, pattern
     return match.group(1)
 
 
-ROLES: list[str] = json.loads(found(r"^  roles = (\[[^]]*\])", CONTROL))
-TOLD_TO_PEOPLE = re.findall(r"/opt/doll/doll\.sh ([^#`\n]+)", (TERRAFORM / "README.md").read_text())
+ROLES: list[str] = json.loads(captured(r"^  roles = (\[[^]]*\])", CONTROL))
+README_COMMANDS = re.findall(r"/opt/doll/doll\.sh ([^#`\n]+)", (TERRAFORM / "README.md").read_text())
 
 
 USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # of the click that typer brings, which has no public name
@@ -57,7 +57,12 @@ def test_what_doll_does_not_take_is_seen(words: str) -> None:
 
 @pytest.mark.parametrize(
     ("script", "words"),
-    [("worker", ""), ("drain", ""), *(("role", role) for role in ROLES), *(("doll", told) for told in TOLD_TO_PEOPLE)],
+    [
+        ("worker", ""),
+        ("drain", ""),
+        *(("role", role) for role in ROLES),
+        *(("doll", command) for command in README_COMMANDS),
+    ],
 )
 def test_doll_takes_what_hosts_ask_of_it(make_host: Callable[..., Host], script: str, words: str) -> None:
     host = make_host()
@@ -76,14 +81,14 @@ def test_the_control_host_starts_the_roles_that_its_script_knows() -> None:
     known = re.findall(r"^  (\w+)\) port=(\d+)", SCRIPTS["role"], re.MULTILINE)
     assert {role for role, _ in known} == set(ROLES)
     assert len({port for _, port in known}) == len(known), "they share the host's network"
-    assert len(TOLD_TO_PEOPLE) > 3
+    assert len(README_COMMANDS) > 3
 
 
 def test_containers_get_variables_that_the_code_reads() -> None:
     code = "".join(path.read_text() for path in (ROOT / "doll").rglob("*.py"))
     read = set(re.findall(r'"(DOLL_[A-Z_]+)"', code))
-    stack = found(r"^  environment = merge\((.*?)^  \)", MAIN)
-    secrets = found(r"<<-ENV(.*?)^  ENV", (TERRAFORM / "modules" / "secrets" / "main.tf").read_text())
+    stack = captured(r"^  environment = merge\((.*?)^  \)", MAIN)
+    secrets = captured(r"<<-ENV(.*?)^  ENV", (TERRAFORM / "modules" / "secrets" / "main.tf").read_text())
     given = set(re.findall(r"\b(DOLL_[A-Z_]+) *=", stack))
     boots = {name for name in given if name.startswith("DOLL_BOOT_")}
     assert {"DOLL_KAFKA", "DOLL_KAFKA_CA", "DOLL_REDIS", "DOLL_REDIS_CA"} == given - boots
@@ -97,9 +102,9 @@ def test_containers_get_variables_that_the_code_reads() -> None:
 
 @pytest.mark.parametrize("path", ["main.tf", "modules/control/main.tf", "modules/kafka/main.tf"])
 def test_scripts_find_what_they_read_in_boot_env(path: str) -> None:
-    boot = found(r"^module \"(?:worker_)?boot\" {(.*?)^}", (TERRAFORM / path).read_text())
-    given = set(re.findall(r"^    ([A-Z_]+) *=", found(r"environment = {(.*?)^  }", boot), re.MULTILINE))
-    scripts = json.loads(found(r"scripts *= (\[[^]]*\])", boot))
+    boot = captured(r"^module \"(?:worker_)?boot\" {(.*?)^}", (TERRAFORM / path).read_text())
+    given = set(re.findall(r"^    ([A-Z_]+) *=", captured(r"environment = {(.*?)^  }", boot), re.MULTILINE))
+    scripts = json.loads(captured(r"scripts *= (\[[^]]*\])", boot))
     # What is read with a default is for tests.
     text = re.sub(r"\$\{\w+:-[^}]*\}", "", "".join(SCRIPTS[name] for name in ("common", *scripts)))
     read = set(re.findall(r"(?:\$\{?|\$\(\(|< )((?:AWS|DOLL)_\w+)", text))
@@ -110,9 +115,9 @@ def test_the_settings_are_those_of_the_stack_and_doll_takes_them() -> None:
     """A list among the settings is JSON, which is YAML."""
     from doll.config import Ec2FleetConfig, parse
 
-    stack = found(r"^  settings = {(.*?)^  }", MAIN)
+    stack = captured(r"^  settings = {(.*?)^  }", MAIN)
     assert set(re.findall(r'^    "([a-z_.]+)" *=', stack, re.MULTILINE)) == set(SETTINGS)
-    key = found(r"--set \"([a-z.]+)=s3://", SCRIPTS["common"])
+    key = captured(r"--set \"([a-z.]+)=s3://", SCRIPTS["common"])
     given = [*(f"{name}={value}" for name, value in SETTINGS.items()), f"{key}=s3://bucket/checkpoints/t"]
     job = parse("job: t\ntask: {class: 'a:B'}", given)
     assert job.kafka.security == "sasl_ssl"
@@ -131,7 +136,7 @@ def test_a_worker_finds_the_tags_that_the_provisioner_gives_it() -> None:
     template = (TERRAFORM / "modules" / "workers" / "main.tf").read_text()
     assert re.search(r'instance_metadata_tags += "enabled"', template)
     assert f"tag:{tags.CLUSTER_TAG}," in SCRIPTS["heartbeat"]
-    assert found(r'cluster_tag = "([^"]+)"', (TERRAFORM / "iam.tf").read_text()) == tags.CLUSTER_TAG
+    assert captured(r'cluster_tag = "([^"]+)"', (TERRAFORM / "iam.tf").read_text()) == tags.CLUSTER_TAG
 
 
 def test_exit_codes_that_another_try_does_not_mend() -> None:
@@ -139,6 +144,6 @@ def test_exit_codes_that_another_try_does_not_mend() -> None:
 
     final = {ConfigError.exit_code, InfeasiblePlanError.exit_code}
     unit = (FILES / "doll-role@.service").read_text()
-    assert set(map(int, found(r"^RestartPreventExitStatus=(.*?)$", unit).split())) == final
-    assert set(map(int, re.findall(r"\$1 == (\d)", found(r"^final\(\) {(.*?)}$", SCRIPTS["worker"])))) == final | {0}
+    assert set(map(int, captured(r"^RestartPreventExitStatus=(.*?)$", unit).split())) == final
+    assert set(map(int, re.findall(r"\$1 == (\d)", captured(r"^final\(\) {(.*?)}$", SCRIPTS["worker"])))) == final | {0}
     assert not final & {DollError.exit_code, ServiceUnavailableError.exit_code}

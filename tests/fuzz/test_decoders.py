@@ -246,13 +246,13 @@ def test_records_of_the_shipped_tasks(name: str, per_record: int) -> None:
         if len(batch) == 8:
             together = take(batch)
             alone = [take([item]) for item in batch]
-            rows = [(x, y) for one in alone for x, y in zip(one.x, one.y, strict=True)]
+            rows = [(x, y) for decoded in alone for x, y in zip(decoded.x, decoded.y, strict=True)]
             used += len(rows)
             assert together.num_samples == len(rows)
             for (x, y), x2, y2 in zip(rows, together.x, together.y, strict=True):
                 np.testing.assert_array_equal(x, x2)
                 assert y == y2
-            assert [item for one in alone for item in one.refused] == together.refused
+            assert [item for decoded in alone for item in decoded.refused] == together.refused
             batch.clear()
     assert used > 0
 
@@ -287,8 +287,8 @@ def test_checkpoints() -> None:
     """A checkpoint that is accepted is the one that was written."""
     valid = b"".join(encode_checkpoint(_checkpoint()))
     for data in inputs("checkpoints", 5_000, [valid]):
-        found = call_or_none(CheckpointError, data, decode_checkpoint, data)
-        assert found is None or data == valid
+        checkpoint = call_or_none(CheckpointError, data, decode_checkpoint, data)
+        assert checkpoint is None or data == valid
 
 
 def test_checkpoints_with_a_right_checksum_and_wrong_contents() -> None:
@@ -297,9 +297,9 @@ def test_checkpoints_with_a_right_checksum_and_wrong_contents() -> None:
     seeds = [valid, valid.replace(b'"F32"', b'"F16"'), valid.replace(b'"F32"', b'"F4" '), valid.replace(b"16", b"04")]
     for data in inputs("signed checkpoints", 8_000, seeds):
         signed = data + hashlib.sha256(data).digest()
-        found = call_or_none(CheckpointError, signed, decode_checkpoint, signed)
-        if found is not None:
-            assert decode_checkpoint(b"".join(encode_checkpoint(found))).state == found.state
+        checkpoint = call_or_none(CheckpointError, signed, decode_checkpoint, signed)
+        if checkpoint is not None:
+            assert decode_checkpoint(b"".join(encode_checkpoint(checkpoint))).state == checkpoint.state
 
 
 def _signed(*, state_bytes: int = 5, dtype: str = "F32", shape: tuple[int, ...] = (16,), more: bytes = b"") -> bytes:

@@ -94,8 +94,8 @@ class Queue:
         self.deleted: list[str] = []
 
     def receive_message(self, **_: Any) -> dict[str, Any]:
-        found, self._bodies = self._bodies, []
-        return {"Messages": [{"Body": body, "ReceiptHandle": str(at)} for at, body in enumerate(found)]}
+        bodies, self._bodies = self._bodies, []
+        return {"Messages": [{"Body": body, "ReceiptHandle": str(at)} for at, body in enumerate(bodies)]}
 
     def delete_message_batch(self, *, QueueUrl: str, Entries: list[dict[str, str]]) -> None:
         self.deleted += [entry["ReceiptHandle"] for entry in Entries]
@@ -107,8 +107,8 @@ def test_a_queue_of_anybodys_messages_gives_the_good_notices_among_them() -> Non
         for data in inputs("sqs", 10_000, seeds, [*JSON_WORDS, b'"instance-id": []', b'"detail": []']):
             queue = Queue([data.decode("utf-8", "replace"), GOOD])
             notices = Ec2Notices(queue, "http://queue", clock=lambda: 1.8e9)
-            found = call_or_none(ServiceUnavailableError, data, notices.read, {"i-0good": 1})
-            assert list(found) == ["i-0good"], data[:400]
+            noticed = call_or_none(ServiceUnavailableError, data, notices.read, {"i-0good": 1})
+            assert list(noticed) == ["i-0good"], data[:400]
             assert "1" not in queue.deleted
 
 
@@ -125,13 +125,13 @@ class Said(Imds):
 
 def test_whatever_the_metadata_service_says_is_a_notice() -> None:
     seeds = [b'{"action": "terminate", "time": "2027-01-15T08:02:00Z"}']
-    told: list[float] = []
+    announced: list[float] = []
     with structlog.testing.capture_logs():
         for number, data in enumerate(inputs("imds", 8_000, seeds, JSON_WORDS)):
-            watcher = NoticeWatcher(Said(data.decode("utf-8", "replace")), told.append, wall=lambda: 1.8e9)
+            watcher = NoticeWatcher(Said(data.decode("utf-8", "replace")), announced.append, wall=lambda: 1.8e9)
             assert call_or_none((), data, watcher.poll)
-            assert len(told) == number + 1
-            assert 0 <= told[-1] < math.inf
+            assert len(announced) == number + 1
+            assert 0 <= announced[-1] < math.inf
 
 
 class PriceList:
@@ -181,15 +181,15 @@ CONTAINER = {
 
 def test_what_docker_prints() -> None:
     fleet = Engine(cluster="j", project="j", file=Path("docker-compose.yml"), clock=lambda: 1.8e9)
-    row, found = b'{"ID": "0abc"}\n{"ID": "0def"}\n', json.dumps([CONTAINER, CONTAINER]).encode()
+    row, inspected = b'{"ID": "0abc"}\n{"ID": "0def"}\n', json.dumps([CONTAINER, CONTAINER]).encode()
     assert (fleet.listed, fleet.inspected) == ("", "")
     with structlog.testing.capture_logs():
-        for turn, data in enumerate(inputs("docker", 8_000, [row, found], JSON_WORDS)):
+        for turn, data in enumerate(inputs("docker", 8_000, [row, inspected], JSON_WORDS)):
             text = data.decode("utf-8", "replace")
-            fleet.listed, fleet.inspected = (text, found.decode()) if turn % 2 else (row.decode(), text)
-            for one in call_or_none((ConfigError, ServiceUnavailableError), data, fleet.instances) or ():
-                assert one.slot >= 0
-                assert one.market in ("spot", "on_demand")
+            fleet.listed, fleet.inspected = (text, inspected.decode()) if turn % 2 else (row.decode(), text)
+            for instance in call_or_none((ConfigError, ServiceUnavailableError), data, fleet.instances) or ():
+                assert instance.slot >= 0
+                assert instance.market in ("spot", "on_demand")
 
 
 # --- files of ours that others can damage ---------------------------------------------------------------------------
@@ -242,8 +242,8 @@ def test_the_engines_state_in_a_checkpoint() -> None:
     valid = msgspec.msgpack.encode(_snapshot())
     for data in inputs("engine states", 8_000, [valid], PACKED_WORDS):
         checkpoint = Checkpoint(job="j", fingerprint="f", term=1, version=3, state=data, tensors={})
-        found = call_or_none(CheckpointError, data, decode_snapshot, checkpoint)
-        assert found is None or isinstance(found, EngineSnapshot)
+        snapshot = call_or_none(CheckpointError, data, decode_snapshot, checkpoint)
+        assert snapshot is None or isinstance(snapshot, EngineSnapshot)
         counts = call_or_none(CheckpointError, data, read_counts, config, checkpoint)
         assert counts is None or isinstance(counts, SnapshotCounts)
 
@@ -272,9 +272,9 @@ def test_job_files_of_any_size_and_kind(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     with path.open("wb") as file:
         file.truncate(1 << 40)  # a terabyte of zeros, which takes no room
-    for one in (path, Path("/dev/zero")):
+    for source in (path, Path("/dev/zero")):
         with pytest.raises(ConfigError, match="expected at most"):
-            load(one)
+            load(source)
     path.unlink()
     path.write_bytes(b"job: \xff\n")
     with pytest.raises(ConfigError, match=r"job\.yaml: expected UTF-8, got byte 0xff at 5"):
@@ -289,8 +289,8 @@ def test_idx_files(tmp_path: Path) -> None:
     valid = struct.pack(">HBBIII", 0, 8, 3, 3, 2, 2) + bytes(12)
     for data in inputs("idx", 8_000, [valid], [b"\xff" * 4, b"\0\0\0\0", struct.pack(">I", 1 << 20)]):
         path.write_bytes(data)
-        found = call_or_none(ConfigError, data, idx.read, path, 3)
-        assert found is None or found.nbytes <= len(data)
+        array = call_or_none(ConfigError, data, idx.read, path, 3)
+        assert array is None or array.nbytes <= len(data)
 
 
 def test_an_idx_header_that_announces_terabytes_takes_no_memory(tmp_path: Path) -> None:
@@ -382,8 +382,8 @@ def test_what_a_scrape_holds_is_always_readable() -> None:
             continue
         read += 1
         subject = JobMetrics(2)
-        for one in (*known, record, Update(term=1, version=1, members=(), n_samples=1, loss=0.5)):
-            call_or_none((), data, subject.feed, one)
+        for received in (*known, record, Update(term=1, version=1, members=(), n_samples=1, loss=0.5)):
+            call_or_none((), data, subject.feed, received)
         registry = CollectorRegistry()
         registry.register(JobCollector("j", subject))
         text = call_or_none((), data, generate_latest, registry).decode()
@@ -465,12 +465,12 @@ def test_recorded_markets(tmp_path: Path, name: str, packed: bool) -> None:
     assert survey(tmp_path).sets
     for data in inputs(f"traces {path.name}", 1_500, seeds, TRACE_WORDS):
         path.write_bytes(data)
-        found = call_or_none((), data, survey, tmp_path)
-        assert found.sets or found.skipped, data[:400]
-        for one in found.skipped:
-            assert "\n" not in str(one)
-            assert len(str(one)) < 1_500, str(one)
-        for pool in (pool for one in found.sets for pool in one.pools):
+        surveyed = call_or_none((), data, survey, tmp_path)
+        assert surveyed.sets or surveyed.skipped, data[:400]
+        for refusal in surveyed.skipped:
+            assert "\n" not in str(refusal)
+            assert len(str(refusal)) < 1_500, str(refusal)
+        for pool in (pool for trace_set in surveyed.sets for pool in trace_set.pools):
             assert 0 <= pool.alpha <= 1
             assert 0 < pool.length_s < math.inf
             assert 0 < pool.cycle_s < math.inf
