@@ -67,7 +67,7 @@ fleet: {kind: processes, notice_s: 2}
 
 def interpolated(text: str, variables: dict[str, str]) -> str:
     """`${NAME:-default}`, the one form that the file uses."""
-    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda found: variables.get(found[1]) or found[2], text)
+    return re.sub(r"\$\{(\w+):-([^}]*)\}", lambda match: variables.get(match[1]) or match[2], text)
 
 
 def project(**variables: str) -> dict[str, Any]:
@@ -79,14 +79,14 @@ def project(**variables: str) -> dict[str, Any]:
 def stages() -> list[list[tuple[str, str]]]:
     """The Dockerfile's instructions and their arguments, by stage; those before the first FROM are in none."""
     lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
-    found: list[list[tuple[str, str]]] = []
+    parsed: list[list[tuple[str, str]]] = []
     for line in re.sub(r"\\\n\s*", "", "\n".join(lines)).splitlines():
         instruction, _, rest = line.partition(" ")
         if instruction == "FROM":
-            found.append([])
-        if found and instruction:
-            found[-1].append((instruction, rest.strip()))
-    return found
+            parsed.append([])
+        if parsed and instruction:
+            parsed[-1].append((instruction, rest.strip()))
+    return parsed
 
 
 @dataclass(frozen=True)
@@ -247,8 +247,8 @@ def compose_command() -> list[str]:
     for command in (["docker", "compose"], ["docker-compose"]):
         if shutil.which(command[0]) is None:
             continue
-        told = subprocess.run([*command, "version"], capture_output=True, text=True, timeout=300, check=False)
-        if told.returncode == 0 and "Docker Compose version" in told.stdout:
+        done = subprocess.run([*command, "version"], capture_output=True, text=True, timeout=300, check=False)
+        if done.returncode == 0 and "Docker Compose version" in done.stdout:
             return command
     pytest.skip("no docker compose v2 on this machine")
 
@@ -258,12 +258,12 @@ def test_docker_compose_reads_the_file_as_this_test_does(variables: dict[str, st
     command = [*compose_command(), "--file", str(FILE), "--profile", "*", "config", "--format", "json"]
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home()), **variables}
     program = shutil.which(command[0]) or command[0]
-    told = subprocess.run(
+    done = subprocess.run(
         [program, *command[1:]], env=environment, capture_output=True, text=True, timeout=300, check=False
     )
-    assert told.returncode == 0, told.stderr
-    assert not told.stderr, "a warning"
-    real, ours = json.loads(told.stdout)["services"], project(**variables)["services"]
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, "a warning"
+    real, ours = json.loads(done.stdout)["services"], project(**variables)["services"]
     assert real.keys() == ours.keys()
     for name, service in ours.items():
         assert real[name].get("command") == service.get("command"), name
@@ -274,9 +274,9 @@ def test_docker_compose_reads_the_file_as_this_test_does(variables: dict[str, st
             for other, of in service.get("depends_on", {}).items()
         }
         implied = {"prometheus"} if name == "metrics" else set()
-        found = {other: of["condition"] for other, of in real[name].get("depends_on", {}).items()}
-        assert found.keys() - implied == conditions.keys() - implied, name
-        assert all(found[other] == condition for other, condition in conditions.items()), name
+        dependencies = {other: of["condition"] for other, of in real[name].get("depends_on", {}).items()}
+        assert dependencies.keys() - implied == conditions.keys() - implied, name
+        assert all(dependencies[other] == condition for other, condition in conditions.items()), name
         if "test" in service["healthcheck"]:
             assert real[name]["healthcheck"]["test"] == service["healthcheck"]["test"], name
 
@@ -294,15 +294,15 @@ def test_on_a_clean_machine_docker_compose_builds_the_image_once(words: str, tmp
     program = shutil.which(command[0]) or command[0]
     foreign = {project()["services"][name]["image"] for name in IN_FOREIGN_IMAGES}
     with fake_docker_engine(tmp_path / "engine", foreign):
-        told = subprocess.run(
+        done = subprocess.run(
             [program, *command[1:], "--file", str(FILE), "--progress", "plain", "--dry-run", *words.split()],
             env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "DOCKER_HOST": f"unix://{tmp_path}/engine"},
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
-    assert re.findall(r"(\S+) +Built$", told.stderr, re.MULTILINE) == ["topics"], told.stderr
-    assert "Pulling" not in told.stderr
+    assert re.findall(r"(\S+) +Built$", done.stderr, re.MULTILINE) == ["topics"], done.stderr
+    assert "Pulling" not in done.stderr
     # A dry run starts nothing, so `run` cannot see that topics has ended.
-    assert told.returncode == 0 or (words.startswith("run") and "missing dependency topics" in told.stderr), told.stderr
+    assert done.returncode == 0 or (words.startswith("run") and "missing dependency topics" in done.stderr), done.stderr
 
 
 def test_what_is_drawn_and_alarmed_on_is_parsed() -> None:
@@ -320,10 +320,10 @@ def test_alarms_are_raised_when_they_should_be_and_not_by_a_job_that_has_finishe
     if promtool is None:
         pytest.skip("no promtool on PATH")
     for arguments in (["check", "config", "prometheus.yml"], ["test", "rules", "alerts_test.yml"]):
-        told = subprocess.run(
+        done = subprocess.run(
             [promtool, *arguments], cwd=ALERTS.parent, capture_output=True, text=True, timeout=300, check=False
         )
-        assert told.returncode == 0, told.stdout + told.stderr
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 # --- a whole job ------------------------------------------------------------------------------------------------------
@@ -409,12 +409,12 @@ class Project:
 
     def _stand_in_healthy(self, name: str) -> bool:
         inside, address = ("9092", self._kafka.address) if name == "kafka" else ("6379", self._redis.address)
-        found = re.search(r":(\d+)(?:/|$)", address)
-        assert found is not None
+        match = re.search(r":(\d+)(?:/|$)", address)
+        assert match is not None
         kind, *argv = self.services[name]["healthcheck"]["test"]
         assert kind == "CMD"
         assert any(inside in word for word in argv)
-        argv = [word.replace(inside, found[1]) for word in argv]
+        argv = [word.replace(inside, match[1]) for word in argv]
         return subprocess.run(
             [shutil.which(argv[0]) or str(BIN / argv[0]), *argv[1:]], capture_output=True, timeout=300, check=False
         ).returncode == 0  # fmt: skip
@@ -443,9 +443,15 @@ class Project:
 
     def run(self, service: str, *command: str) -> subprocess.CompletedProcess[str]:
         """`docker compose run --rm SERVICE COMMAND`."""
-        one = self.container(f"{service}-run", self.services[service], list(command))
+        container = self.container(f"{service}-run", self.services[service], list(command))
         return subprocess.run(
-            one.argv, env=one.environment, cwd=one.folder, capture_output=True, text=True, timeout=START_S, check=False
+            container.argv,
+            env=container.environment,
+            cwd=container.folder,
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+            check=False,
         )
 
     def signal(self, name: str, number: int) -> None:
@@ -462,26 +468,27 @@ class Project:
 
         def logs() -> str:
             return "\n".join(
-                f"--- {one.name} ({', '.join(map(describe_exit, one.exit_codes)) or 'running'})\n{tail(one.log, 30)}"
-                for one in self.containers.values()
+                f"--- {container.name} ({', '.join(map(describe_exit, container.exit_codes)) or 'running'})\n"
+                f"{tail(container.log, 30)}"
+                for container in self.containers.values()
             )
 
         until(looked, lambda: f"{what}\n{logs()}", timeout_s)
 
     def down(self) -> None:
         """`docker compose down`."""
-        running = [one for one in self.containers.values() if one.process is not None]
-        for one in running:
-            one.stopped = True
-            assert one.process is not None
-            one.process.terminate()
-        for one in running:
-            assert one.process is not None
+        running = [container for container in self.containers.values() if container.process is not None]
+        for container in running:
+            container.stopped = True
+            assert container.process is not None
+            container.process.terminate()
+        for container in running:
+            assert container.process is not None
             try:
-                one.process.wait(30)
+                container.process.wait(30)
             except subprocess.TimeoutExpired:
-                one.process.kill()
-                one.process.wait()
+                container.process.kill()
+                container.process.wait()
 
 
 @pytest.fixture
@@ -532,7 +539,9 @@ def test_a_job_trains_loses_a_worker_to_sigkill_and_ends_with_its_books_balanced
     )
     stack.until(
         lambda: all(
-            one.healthy() for one in containers.values() if one.running and "test" in one.service["healthcheck"]
+            container.healthy()
+            for container in containers.values()
+            if container.running and "test" in container.service["healthcheck"]
         ),
         "health checks pass",
     )
@@ -551,7 +560,9 @@ def test_a_job_trains_loses_a_worker_to_sigkill_and_ends_with_its_books_balanced
     seen: list[float] = []
 
     def went_on() -> bool:
-        seen.extend(one for one in [value("ps_version")] if one == one)  # not a number where nobody answered
+        seen.extend(
+            version for version in [value("ps_version")] if version == version
+        )  # not a number where nobody answered
         return len(seen) > 1 and seen[-1] >= seen[0] + 3
 
     stack.until(went_on, "training goes on")
@@ -568,9 +579,13 @@ def test_a_job_trains_loses_a_worker_to_sigkill_and_ends_with_its_books_balanced
     stack.until(lambda: wanted <= {key.partition("{")[0] for key in scrape(metrics)}, f"each of {sorted(wanted)}")
 
     stack.signal("ps-1", signal.SIGINT)  # docker compose kill -s SIGINT ps: the job ends
-    working = [one for name, one in containers.items() if name != "metrics-1"]
-    stack.until(lambda: not any(one.running for one in working), "the end of the job is the end of its processes")
-    assert {one.name: one.exit_codes[-1] for one in working} == {one.name: 0 for one in working}
+    working = [container for name, container in containers.items() if name != "metrics-1"]
+    stack.until(
+        lambda: not any(container.running for container in working), "the end of the job is the end of its processes"
+    )
+    assert {container.name: container.exit_codes[-1] for container in working} == {
+        container.name: 0 for container in working
+    }
     stack.until(lambda: value("job_finished") == 1, "the measurement of the end")
 
     stack.up("audit")  # docker compose --profile once up --attach audit --exit-code-from audit ends with it
@@ -593,21 +608,21 @@ def test_the_provisioner_starts_workers_in_its_own_container(stack: Project) -> 
     stack.services["worker"]["deploy"]["replicas"] = "0"  # WORKERS=0
     stack.up("topics", "ps", "worker", "producer", "provisioner")
     ps, provisioner = stack.containers["ps-1"], stack.containers["provisioner-1"]
-    asked = {one.name: False for one in (ps, provisioner)}
+    asked = {container.name: False for container in (ps, provisioner)}
 
     def all_were_healthy() -> bool:  # the job is short: one may end before the other is asked
-        for one in (ps, provisioner):
-            asked[one.name] = asked[one.name] or one.healthy()
+        for container in (ps, provisioner):
+            asked[container.name] = asked[container.name] or container.healthy()
         return all(asked.values())
 
     stack.until(all_were_healthy, "health checks pass")
     stack.until(lambda: ps.log.read_text().count("worker_joined") >= 2, "its workers join")
     stack.until(lambda: not ps.running, "the job is done")
-    stack.until(lambda: not any(one.running for one in stack.containers.values()), "all have ended")
-    assert {one.exit_codes[-1] for one in stack.containers.values()} == {0}
-    told = stack.run("doll", "audit")
-    assert told.returncode == 0, told.stdout + told.stderr
-    assert re.search(r"\b0 missing, 0 twice", told.stdout), told.stdout
+    stack.until(lambda: not any(container.running for container in stack.containers.values()), "all have ended")
+    assert {container.exit_codes[-1] for container in stack.containers.values()} == {0}
+    done = stack.run("doll", "audit")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\b0 missing, 0 twice", done.stdout), done.stdout
     assert stack.run("doll", "provision", "status").returncode == 0
 
 
@@ -616,9 +631,9 @@ def test_the_provisioner_starts_workers_in_its_own_container(stack: Project) -> 
 def test_a_job_file_that_is_wrong_stops_topics_so_that_nothing_else_starts(stack: Project) -> None:
     job = stack._job_folder / "my.yaml"
     job.write_text(job.read_text().replace("batch_size", "batch_sice"))
-    told = stack.run("topics", *stack.services["topics"]["command"])
-    assert told.returncode == 2
-    assert "did you mean 'batch_size'" in told.stderr
+    done = stack.run("topics", *stack.services["topics"]["command"])
+    assert done.returncode == 2
+    assert "did you mean 'batch_size'" in done.stderr
     assert stack.services["topics"]["restart"] == "no"
     roles = stack.services.keys() - IN_FOREIGN_IMAGES - {"topics"}
     needed = {"condition": "service_completed_successfully"}

@@ -68,8 +68,8 @@ def test_a_short_drill_loses_nothing(tmp_path: Path) -> None:
     # Two servers were killed or replaced, so versions were voided or resumed: the drill was not idle.
     assert report["ps_resumes"] >= 2
     log = json.loads((run / "faults.json").read_text())
-    assert [one["number"] for one in log] == list(range(1, 24))
-    assert all(one["recovery_s"] > 0 for one in log)
+    assert [entry["number"] for entry in log] == list(range(1, 24))
+    assert all(entry["recovery_s"] > 0 for entry in log)
 
 
 def test_a_drill_needs_a_source(tmp_path: Path) -> None:

@@ -70,15 +70,15 @@ def version(run: Path) -> int:
 
 def left(run: Path) -> list[str]:
     """Processes of this run that are still there."""
-    found = []
+    texts = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             text = entry.read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
         except OSError:
             continue
         if str(run) in text:
-            found.append(text)
-    return found
+            texts.append(text)
+    return texts
 
 
 def test_a_run_whose_every_process_was_killed_goes_on_to_its_end(tmp_path: Path, job_name: str) -> None:

@@ -54,14 +54,14 @@ def test_a_job_on_a_market_ends_with_its_books_balanced(tmp_path: Path) -> None:
 
     # Machines came and went, and at least one worker died at work.
     machines = json.loads((run / "instances.json").read_text())
-    preempted = [one for one in machines if one["preempted"]]
+    preempted = [machine for machine in machines if machine["preempted"]]
     assert report["preemptions"] == len(preempted)
     assert report["preemptions_killed"] >= 1
-    killed = [one for one in preempted if one["exit_code"] == -9]
+    killed = [machine for machine in preempted if machine["exit_code"] == -9]
     assert len(killed) == report["preemptions_killed"]
     assert report["instances"] == len(machines) > 3
-    assert all(one["instance"]["state"] == "ended" for one in machines)
-    assert not any(psutil.pid_exists(one["pid"]) for one in machines if one["pid"] is not None)
+    assert all(machine["instance"]["state"] == "ended" for machine in machines)
+    assert not any(psutil.pid_exists(machine["pid"]) for machine in machines if machine["pid"] is not None)
 
     # Whether a busy machine keeps the deadline is its own business; the figures have to agree with each other.
     assert report["deadline_met"] == (report["finish_s"] <= report["deadline_s"] == 36)
@@ -71,5 +71,5 @@ def test_a_job_on_a_market_ends_with_its_books_balanced(tmp_path: Path) -> None:
     assert report["moves"] == len(report["moves_log"])
     assert all(move["reason"] for move in report["moves_log"])
     decisions = [json.loads(line) for line in (run / f"provision-{report['job']}.jsonl").read_text().splitlines()]
-    assert any(one["kind"] == "interrupted" for one in decisions)
+    assert any(entry["kind"] == "interrupted" for entry in decisions)
     assert (run / "spot.png").read_bytes().startswith(b"\x89PNG")

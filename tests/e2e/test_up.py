@@ -56,17 +56,17 @@ class Up:
 
     @property
     def run(self) -> Path:
-        (found,) = self.runs.iterdir()
-        return found
+        (folder,) = self.runs.iterdir()
+        return folder
 
     def until_learning(self) -> None:
         """A model is durable."""
 
         def durable() -> bool:
             # Version 0 is saved before anybody learns.
-            found = any(int(path.stem[-10:]) > 0 for path in self.runs.glob("*/checkpoints/*.doll"))
-            assert found or self.process.poll() is None, f"ended before the first checkpoint\n{self.said}"
-            return found
+            has_checkpoint = any(int(path.stem[-10:]) > 0 for path in self.runs.glob("*/checkpoints/*.doll"))
+            assert has_checkpoint or self.process.poll() is None, f"ended before the first checkpoint\n{self.said}"
+            return has_checkpoint
 
         until(durable, lambda: f"the first checkpoint\n{self.said}")
 
@@ -98,9 +98,9 @@ def up(tmp_path: Path) -> Iterator[Callable[..., Up]]:
         return running[-1]
 
     yield start
-    for one in running:
-        one.process.kill()
-        one.process.wait()
+    for job in running:
+        job.process.kill()
+        job.process.wait()
 
 
 def is_closed(port: int) -> bool:
@@ -111,7 +111,9 @@ def is_closed(port: int) -> bool:
 
 def assert_nothing_left(processes: list[psutil.Process], ports: list[int]) -> None:
     def left() -> list[psutil.Process | int]:
-        return [one for one in processes if not is_gone(one)] + [port for port in ports if not is_closed(port)]
+        return [process for process in processes if not is_gone(process)] + [
+            port for port in ports if not is_closed(port)
+        ]
 
     until(lambda: not left(), lambda: f"the end of {left()}")
 
@@ -127,10 +129,10 @@ def assert_audit_ok(report: dict[str, Any]) -> None:
 
 def test_the_digits_example_shortened(up: Any) -> None:
     """Exit code, report, and no more updates than Eq. (1) of the paper predicts: 4 x 125 / (4 x 32) a second."""
-    one = up(str(EXAMPLES / "digits.yaml"), "--set", "stop={updates: 90}")
-    one.until_learning()
-    processes, ports = one.started(), one.ports()
-    report = one.report()
+    job = up(str(EXAMPLES / "digits.yaml"), "--set", "stop={updates: 90}")
+    job.until_learning()
+    processes, ports = job.started(), job.ports()
+    report = job.report()
     assert report["exit_code"] == 0
     assert report["error"] is None
     assert (report["job"], report["updates"], report["samples"]) == ("digits", 90, 90 * 128)
@@ -143,8 +145,8 @@ def test_the_digits_example_shortened(up: Any) -> None:
     assert_audit_ok(report)
     assert report["audit"]["applied"] == 90 * 128
     for name in ("report.json", "audit.json", "updates.csv", "evaluations.csv", "progress.png", "job.yaml"):
-        assert (one.run / name).stat().st_size > 0, name
-    assert (one.run / "model" / "model.safetensors").stat().st_size > 4 * 64 * 128
+        assert (job.run / name).stat().st_size > 0, name
+    assert (job.run / "model" / "model.safetensors").stat().st_size > 4 * 64 * 128
     assert_nothing_left(processes, ports)
 
 
@@ -154,15 +156,15 @@ def test_two_side_by_side_one_ends_by_its_rule_the_other_by_ctrl_c(up: Any) -> N
         [sys.executable, str(EXAMPLES / "churn.py"), "2000"], capture_output=True, check=True, text=True
     ).stdout
     files = {"job.yaml": OWN_JOB, "events.jsonl": events, "churn.py": (EXAMPLES / "churn.py").read_text()}
-    one = up("job.yaml", "--set", "stop.updates=60", files=files)
+    job = up("job.yaml", "--set", "stop.updates=60", files=files)
     two = up("job.yaml", files=files)
     two.until_learning()
     processes, ports = two.started(), two.ports()
-    report = one.report()
+    report = job.report()
     assert report["reason"] == "updates: 60 reached"
     assert (report["updates"], report["samples"]) == (60, 60 * 32)
     assert_audit_ok(report)
-    assert not set(one.ports()) & set(ports)
+    assert not set(job.ports()) & set(ports)
 
     assert two.process.poll() is None
     two.process.send_signal(signal.SIGINT)
@@ -176,7 +178,7 @@ def test_two_side_by_side_one_ends_by_its_rule_the_other_by_ctrl_c(up: Any) -> N
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs Linux's parent death signal")
 def test_after_sigkill_no_process_and_no_port_is_left(up: Any) -> None:
-    one = up(
+    job = up(
         "job.yaml",
         files={
             "job.yaml": OWN_JOB,
@@ -184,11 +186,11 @@ def test_after_sigkill_no_process_and_no_port_is_left(up: Any) -> None:
             "events.jsonl": '{"age": 40, "visits": 3, "spend": 10.5, "left": true}\n',
         },
     )
-    one.until_learning()
-    processes, ports = one.started(), one.ports()
+    job.until_learning()
+    processes, ports = job.started(), job.ports()
     names = " ".join(" ".join(process.cmdline()) for process in processes)
     assert "kafka.Kafka" in names
     assert "redis" in names
     assert len(processes) >= 8  # itself, fork server, Kafka, Redis, PS, two workers, evaluator, producer
-    one.process.kill()
+    job.process.kill()
     assert_nothing_left(processes, ports)

@@ -114,8 +114,8 @@ def test_dead_records_are_listed_shown_replayed_once_and_then_learned(
         assert "\\x1b[31mno json \\xff" in shown
         assert "\x1b" not in shown
         assert "1b5b3331 6d6e6f20" in shown
-        (one,) = cli("dead", "show", *at, "--offset", "0/3", "--json")
-        assert bytes.fromhex(one["payload_hex"]) == bad[0, 3]
+        (letter,) = cli("dead", "show", *at, "--offset", "0/3", "--json")
+        assert bytes.fromhex(letter["payload_hex"]) == bad[0, 3]
 
         dry = cli("dead", "replay", *at, *folder, "--reason", "jsondecodeerror", "--dry-run")
         assert "0/18: not replayed: its batch is not in a checkpoint yet" in dry

@@ -109,11 +109,11 @@ class Rig:
         deadline_s = time.monotonic() + timeout_s
         while (term, version) not in self.evaluated:
             assert time.monotonic() < deadline_s, f"never evaluated; {(self.run / 'evaluator.log').read_text()}"
-            for one in self._seen.poll(0.2):
-                if isinstance(one.record, Evaluated):
-                    self.evaluated[one.record.term, one.record.version] = one.record
-                elif isinstance(one.record, Metric) and one.record.values:
-                    self.metrics.append(one.record)
+            for timed_record in self._seen.poll(0.2):
+                if isinstance(timed_record.record, Evaluated):
+                    self.evaluated[timed_record.record.term, timed_record.record.version] = timed_record.record
+                elif isinstance(timed_record.record, Metric) and timed_record.record.values:
+                    self.metrics.append(timed_record.record)
         return self.evaluated[term, version]
 
     def rows(self, name: str) -> list[dict[str, float]]:

@@ -39,12 +39,12 @@ def job_records(job: Any, **positions: int) -> JobRecords:
 
 
 def until(reader: JobRecords, count: int) -> list[TimedRecord]:
-    found: list[TimedRecord] = []
+    timed_records: list[TimedRecord] = []
     deadline_s = time.monotonic() + 120
-    while len(found) < count:
-        assert time.monotonic() < deadline_s, f"{len(found)} of {count} letters"
-        found += reader.poll(0.2)
-    return found
+    while len(timed_records) < count:
+        assert time.monotonic() < deadline_s, f"{len(timed_records)} of {count} letters"
+        timed_records += reader.poll(0.2)
+    return timed_records
 
 
 def stamped(job: Any, kind: str, record: Any, at_s: float) -> None:
@@ -64,8 +64,8 @@ def test_history_is_every_topic_and_every_slot_and_a_successor_goes_on_behind_it
     for slot in range(2):
         job.control("commands", hello(10 + slot), slot)
     with job_records(job) as reader:
-        found = [timed_record.record for timed_record in reader.read_history()]
-        assert sorted(map(repr, found)) == sorted(map(repr, [*written, hello(10), hello(11)]))
+        records = [timed_record.record for timed_record in reader.read_history()]
+        assert sorted(map(repr, records)) == sorted(map(repr, [*written, hello(10), hello(11)]))
         assert reader.poll(0.1) == []
         positions = reader.positions
     assert positions == {
@@ -158,7 +158,7 @@ def test_it_leaves_no_trace_on_the_broker(job: Any) -> None:
     group = f"doll.{job.config.job}.provision"
     (answer,) = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)]).values()
     assert answer.result(60).topic_partitions == []
-    assert group not in {one.group_id for one in admin.list_consumer_groups().result(60).valid}
+    assert group not in {listed.group_id for listed in admin.list_consumer_groups().result(60).valid}
 
 
 def test_topics_that_are_not_there_are_an_error_that_names_them(job: Any) -> None:

@@ -60,10 +60,10 @@ def test_everything_ends_with_the_process_that_started_it(tmp_path: Path, end: s
     )
     try:
         assert holder.stdout is not None
-        told = json.loads(holder.stdout.readline())
+        report = json.loads(holder.stdout.readline())
         descendants = psutil.Process(holder.pid).children(recursive=True)
-        assert set(told["pids"].values()) <= {process.pid for process in descendants}
-        ports = [int(told["kafka"].rpartition(":")[2]), int(told["redis"].rpartition(":")[2].partition("/")[0])]
+        assert set(report["pids"].values()) <= {process.pid for process in descendants}
+        ports = [int(report["kafka"].rpartition(":")[2]), int(report["redis"].rpartition(":")[2].partition("/")[0])]
         assert not any(port_is_closed(port) for port in ports)
 
         holder.send_signal(end)

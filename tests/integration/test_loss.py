@@ -70,9 +70,9 @@ def test_unread_records_that_are_deleted_stop_the_job(make_pipeline: Callable[..
     assert job.supervisor.exit_codes()["worker-0"] == 4
     report = job.audit()
     assert (report.ok, report.lost_ranges, report.lost) == (False, (Range(0, 16, 42),), 26)
-    told = cli(job, "audit", "--run-folder", str(job.run))
-    assert told.exit_code == 4
-    assert "lost: partition 0: 16-41: deleted from the log before they were learned" in told.stdout
+    audit = cli(job, "audit", "--run-folder", str(job.run))
+    assert audit.exit_code == 4
+    assert "lost: partition 0: 16-41: deleted from the log before they were learned" in audit.stdout
     status = cli(job, "status")
     assert "lost: partition 0: 16-41: deleted from the log" in status.stdout
     assert "records lost: partition 0: 16-41" in json.dumps(json.loads(cli(job, "status", "--json").stdout)["events"])
@@ -100,7 +100,7 @@ def test_where_the_job_file_allows_it_lost_records_are_skipped_and_counted(make_
     ]  # fmt: skip
     assert "records_lost" in job.log("worker-0")
     assert "samples/0: records 16 to 41 were deleted" in job.log("worker-0")
-    told = cli(job, "audit", "--run-folder", str(job.run))
-    assert told.exit_code == 0
-    assert "26 lost" in told.stdout
-    assert "partition 0: 16-41" in told.stdout
+    audit = cli(job, "audit", "--run-folder", str(job.run))
+    assert audit.exit_code == 0
+    assert "26 lost" in audit.stdout
+    assert "partition 0: 16-41" in audit.stdout

@@ -44,10 +44,10 @@ def test_the_broker_goes_away_and_comes_back(make_pipeline: Any, broker: LocalKa
     # Nobody had to be started again, and nobody filled its log.
     assert job.restarts == []
     for name in job.pids:
-        told = [line for line in job.log(name).splitlines() if "kafka" in line.lower()]
-        assert any("kafka_error" in line for line in told), name
+        logged = [line for line in job.log(name).splitlines() if "kafka" in line.lower()]
+        assert any("kafka_error" in line for line in logged), name
         # Each client says it once in 30 s; a busy machine needs minutes to start a broker.
-        assert len(told) < 20 * (1 + away_s / 30), "\n".join(told)
+        assert len(logged) < 20 * (1 + away_s / 30), "\n".join(logged)
 
 
 def test_redis_is_killed_and_comes_back_empty(make_pipeline: Any, redis_server: LocalRedis) -> None:

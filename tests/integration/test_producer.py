@@ -259,14 +259,14 @@ def test_a_broker_that_dies_under_way_loses_and_doubles_nothing(
         broker.kill()
         try:
             feed(lines[200:900])  # it has something to send while nobody is there to take it
-            told = process.stdout.readline()
+            line = process.stdout.readline()
         finally:
             broker.start()
         feed(lines[900:])
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.close()
-        said = [text.rstrip() for text in (told, *process.stdout)]
+        said = [text.rstrip() for text in (line, *process.stdout)]
         assert process.wait(WAIT_TIMEOUT_S) == 0
     finally:
         process.kill()

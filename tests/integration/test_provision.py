@@ -58,8 +58,8 @@ class Provisioner:
         process = self(*arguments, "--json")
         out, _ = process.communicate(timeout=WAIT_TIMEOUT_S)
         assert process.returncode == 0, self.job.log(f"provision-{len(self.processes) - 1}")
-        found: dict[str, Any] = json.loads(out)
-        return found
+        document: dict[str, Any] = json.loads(out)
+        return document
 
     def journal(self) -> list[dict[str, Any]]:
         path: Path = FileStateStore(self.job.run, self.job.config.job).journal
@@ -75,10 +75,10 @@ class Provisioner:
 @pytest.fixture
 def provision(make_pipeline: Callable[..., Any]) -> Iterator[Provisioner]:
     job = make_pipeline(*PLAN, "stop.updates=40")
-    found = Provisioner(job)
+    provisioner = Provisioner(job)
     job.start_ps()
-    yield found
-    found.close()
+    yield provisioner
+    provisioner.close()
 
 
 def test_a_job_from_its_first_machine_to_its_last(provision: Provisioner) -> None:
@@ -91,15 +91,15 @@ def test_a_job_from_its_first_machine_to_its_last(provision: Provisioner) -> Non
     assert process.returncode == 0, job.log("provision-0")
     assert "done" in out.decode()
     journal = provision.journal()
-    last = [one for one in journal if one["kind"] == "decision"][-1]
+    last = [entry for entry in journal if entry["kind"] == "decision"][-1]
     assert (last["phase"], last["finished"], last["updates_done"]) == ("done", True, 40)
-    orders = [one for one in journal if one["kind"] == "order"]
-    assert {one["slot"] for one in orders} == {0, 1}
-    made = {one["id"] for one in journal if one["kind"] == "launched"}
-    bills = {one["id"]: one["usd"] for one in journal if one["kind"] == "ended"}
+    orders = [entry for entry in journal if entry["kind"] == "order"]
+    assert {order["slot"] for order in orders} == {0, 1}
+    made = {entry["id"] for entry in journal if entry["kind"] == "launched"}
+    bills = {entry["id"]: entry["usd"] for entry in journal if entry["kind"] == "ended"}
     assert bills.keys() == made, "every machine has its bill"
     assert last["spent_usd"] == pytest.approx(sum(bills.values()))
-    assert all(one.get("reasons") for one in journal if one["kind"] == "decision")
+    assert all(entry.get("reasons") for entry in journal if entry["kind"] == "decision")
     job.assert_audit_ok()
     job.until(lambda: job.metrics.get("provisioner", {}).get("spent_usd", 0.0) > 0, "what it tells on `metrics`")
     shown = provision.ask("status")
@@ -119,14 +119,14 @@ def test_sigterm_leaves_and_a_dry_run_changes_nothing(provision: Provisioner) ->
     job.until_version(5)
     first.send_signal(signal.SIGTERM)
     assert first.wait(WAIT_TIMEOUT_S) == 0, job.log("provision-1")
-    spent = [one for one in provision.journal() if one["kind"] == "decision"][-1]["spent_usd"]
+    spent = [entry for entry in provision.journal() if entry["kind"] == "decision"][-1]["spent_usd"]
     second = provision("run")
     job.send(job.samples(800))
     job.until_finished()
     assert second.wait(WAIT_TIMEOUT_S) == 0, job.log("provision-2")
     journal = provision.journal()
     assert journal[-1]["spent_usd"] >= spent, "what was spent is not forgotten"
-    incarnations = [(one["slot"], one["incarnation"]) for one in journal if one["kind"] == "launched"]
+    incarnations = [(entry["slot"], entry["incarnation"]) for entry in journal if entry["kind"] == "launched"]
     assert len(set(incarnations)) == len(incarnations), "no incarnation twice"
     job.assert_audit_ok()
 
@@ -141,7 +141,7 @@ def test_drain_hands_everything_back_and_stops_the_other(provision: Provisioner)
     assert (said["phase"], said["finished"]) == ("drain", True)
     assert first.wait(WAIT_TIMEOUT_S) == 1
     assert "has taken its place" in job.log("provision-0")
-    assert [one for one in said["markets"] if one] == []
+    assert [market for market in said["markets"] if market] == []
 
 
 def test_status_names_a_provisioner_that_is_silent(
@@ -155,11 +155,11 @@ def test_status_names_a_provisioner_that_is_silent(
     for ago_s, source in ((600, "provisioner"), (900, "producer")):
         job.control("metrics", Metric(source=source, values={"turn": 1.0}, time_s=time.time() - ago_s))
     job.control("metrics", Metric(source="producer", values={"left": 1.0}, time_s=time.time() - 800))
-    found = status_of(target)
-    assert isinstance(found, JobStatus)
-    assert set(found.silent_s) == {"provisioner"}
-    assert "silent: provisioner: no heartbeat for 10:0" in found.text()
-    assert "nothing enforces the budget: start it again (doll provision run)" in found.text()
+    status = status_of(target)
+    assert isinstance(status, JobStatus)
+    assert set(status.silent_s) == {"provisioner"}
+    assert "silent: provisioner: no heartbeat for 10:0" in status.text()
+    assert "nothing enforces the budget: start it again (doll provision run)" in status.text()
     job.control("updates", Finished(term=1, version=0, reason="updates", time_s=0.0))
     ended = status_of(target)
     assert isinstance(ended, JobStatus)
@@ -190,7 +190,7 @@ def test_processes_join_the_job_and_end_with_their_owner(make_pipeline: Callable
             except LaunchError:
                 had = False
             assert had in (before, machines.probe.spot_available(slot))  # the market goes on while we ask
-    pids = [one.pid for one in machines.fleet.machines if one.pid is not None]
+    pids = [machine.pid for machine in machines.fleet.machines if machine.pid is not None]
     job.until(lambda: not any(runs(pid) for pid in pids), "the end of the processes")
 
 
@@ -213,7 +213,7 @@ def test_the_job_file_is_read_again_while_the_job_runs(make_pipeline: Callable[.
 
         def decisions() -> list[dict[str, Any]]:
             assert process.poll() is None, job.log("provision-0")
-            return [one for one in provision.journal() if one["kind"] == "decision"]
+            return [entry for entry in provision.journal() if entry["kind"] == "decision"]
 
         def edit(*overrides: str) -> None:
             """As an editor does: a new file under the old name."""
@@ -222,18 +222,20 @@ def test_the_job_file_is_read_again_while_the_job_runs(make_pipeline: Callable[.
             beside.replace(job.job_path)
 
         def until_decided(what: str, condition: Callable[[dict[str, Any]], bool]) -> None:
-            job.until(lambda: any(condition(one) for one in decisions()[-1:]), what)
+            job.until(lambda: any(condition(decision) for decision in decisions()[-1:]), what)
 
-        until_decided("the first turn", lambda one: one["feasible"])
+        until_decided("the first turn", lambda decision: decision["feasible"])
         edit("provision.every_s=0.5", "plan.deadline_s=15")
         # Nobody looks at the file before the next turn, which is an hour away, or here when somebody leaves.
         job.control("events", Leave(worker=99, session=1, cause="test"))
-        until_decided("a deadline that cannot be met", lambda one: not one["feasible"])
+        until_decided("a deadline that cannot be met", lambda decision: not decision["feasible"])
         assert set(decisions()[-1]["markets"]) == {"on_demand"}
         turn = decisions()[-1]["turn"]
-        until_decided("turns in the new rhythm", lambda one: one["turn"] >= turn + 8)
+        until_decided("turns in the new rhythm", lambda decision: decision["turn"] >= turn + 8)
         edit("plan.deadline_s=90000", "plan.updates=500")
-        until_decided("more time and more work", lambda one: one["feasible"] and one["target_updates"] == 500)
+        until_decided(
+            "more time and more work", lambda decision: decision["feasible"] and decision["target_updates"] == 500
+        )
 
         job.send(job.samples(160))
         job.until_version(3)
@@ -247,7 +249,7 @@ def test_the_job_file_is_read_again_while_the_job_runs(make_pipeline: Callable[.
             job.until(lambda said=words: said in refusals(job), f"a word on {wrong}")
             job.job_path.write_text(before)
         turn = decisions()[-1]["turn"]
-        until_decided("it goes on", lambda one: one["turn"] >= turn + 3 and one["target_updates"] == 500)
+        until_decided("it goes on", lambda decision: decision["turn"] >= turn + 3 and decision["target_updates"] == 500)
 
         assert {len(update.members) for update in job.updates} == {2}
         edit("training.policy.group_size=1")
@@ -255,9 +257,10 @@ def test_the_job_file_is_read_again_while_the_job_runs(make_pipeline: Callable[.
         version = job.version
         job.send(job.samples(160))
         job.until(
-            lambda: any(len(one.members) == 1 for one in job.updates if one.version > version), "updates of one batch"
+            lambda: any(len(update.members) == 1 for update in job.updates if update.version > version),
+            "updates of one batch",
         )
-        until_decided("it goes on", lambda one: one["updates_done"] > version)
+        until_decided("it goes on", lambda decision: decision["updates_done"] > version)
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_TIMEOUT_S) == 0, job.log("provision-0")
     finally:

@@ -70,7 +70,7 @@ class FakeStage:
 
     def launches(self) -> list[tuple[int, int, str, int]]:
         orders = [call.order for call in self._fake.calls if call.order is not None]
-        return [(one.slot, one.incarnation, one.market, one.attempt) for one in orders]
+        return [(order.slot, order.incarnation, order.market, order.attempt) for order in orders]
 
 
 class Ec2Stage:
@@ -101,10 +101,14 @@ class Ec2Stage:
         from moto_overlay import _backend
 
         self._market.apply_due_events()
-        states = {one.id: one._state.name for group in _backend().reservations.values() for one in group.instances}
+        states = {
+            instance.id: instance._state.name
+            for group in _backend().reservations.values()
+            for instance in group.instances
+        }
         running = {"pending": InstanceState.PENDING, "running": InstanceState.RUNNING}
-        found = [one for one in self.all_instances() if states.get(one.id) in running]
-        return [replace(one, state=running[states[one.id]]) for one in found]
+        instances = [instance for instance in self.all_instances() if states.get(instance.id) in running]
+        return [replace(instance, state=running[states[instance.id]]) for instance in instances]
 
     def interrupt(self, id_: str) -> None:
         self._market.interrupt(id_)
@@ -119,12 +123,12 @@ class Ec2Stage:
             self._market.capacity.pop((pool, "spot"), None)
 
     def launches(self) -> list[tuple[int, int, str, int]]:
-        found = []
+        orders = []
         for request in self._market.requests:
             tags = {tag["Key"]: tag["Value"] for tag in request["TagSpecifications"][0]["Tags"]}
             attempt = int(request["ClientToken"].rsplit("-a", 1)[1].split("z")[0])
-            found.append((int(tags["doll:worker"]), int(tags["doll:incarnation"]), tags["doll:market"], attempt))
-        return found
+            orders.append((int(tags["doll:worker"]), int(tags["doll:incarnation"]), tags["doll:market"], attempt))
+        return orders
 
 
 class _OnDemand(OnDemandPrices):
@@ -164,9 +168,9 @@ def play(stage: Stage, clock: VirtualClock, hours: float, *, step_s: float = STE
     controller = Controller(job, stage.fleet, stage.prices, state_store)
 
     def market() -> None:
-        for one in stage.alive():
-            if one.market == "spot" and one.notice_s is None and rng.random() < step_s / (ALPHA * CYCLE_S):
-                stage.interrupt(one.id)
+        for instance in stage.alive():
+            if instance.market == "spot" and instance.notice_s is None and rng.random() < step_s / (ALPHA * CYCLE_S):
+                stage.interrupt(instance.id)
         if rng.random() < step_s / 600:
             stage.dry(rng)
 
@@ -184,18 +188,20 @@ def check(day: Day, stage: Stage) -> None:
     assert day.world.most_per_slot <= 2
     assert stage.alive() == []
     noted = [
-        (one["slot"], one["incarnation"], one["market"], one["attempt"]) for one in journal if one["kind"] == "order"
+        (entry["slot"], entry["incarnation"], entry["market"], entry["attempt"])
+        for entry in journal
+        if entry["kind"] == "order"
     ]
     asked = stage.launches()
     assert set(asked) <= set(noted), "every call is accounted for"
     machines = stage.all_instances()
-    assert len(machines) == last.bill.instances == len([one for one in journal if one["kind"] == "launched"])
-    assert len({(one.slot, one.incarnation) for one in machines}) == len(machines)
+    assert len(machines) == last.bill.instances == len([entry for entry in journal if entry["kind"] == "launched"])
+    assert len({(machine.slot, machine.incarnation) for machine in machines}) == len(machines)
     if HOURS >= 8:  # the guard of a short job, asked every few minutes, leaves little to spot
         assert last.bill.usd < 0.9 * last.all_on_demand_usd
-    for one in machines:
-        assert one.end_reason in (EndReason.INTERRUPTED, EndReason.TERMINATED)
-        assert one.notice_s is None or one.end_reason is EndReason.INTERRUPTED, (
+    for machine in machines:
+        assert machine.end_reason in (EndReason.INTERRUPTED, EndReason.TERMINATED)
+        assert machine.notice_s is None or machine.end_reason is EndReason.INTERRUPTED, (
             "what has its notice is left to its owner"
         )
 
@@ -207,15 +213,19 @@ def test_on_the_fake_fleet() -> None:
     sys.stdout.write(f"\n{day.text('fake fleet')}\n")
     check(day, stage)
     spot = sum(
-        (one.ended_s or 0) - one.launched_s for one in stage.all_instances() if _costs(one) and one.market == "spot"
+        (instance.ended_s or 0) - instance.launched_s
+        for instance in stage.all_instances()
+        if _costs(instance) and instance.market == "spot"
     )
-    demand = sum((one.ended_s or 0) - one.launched_s for one in stage.all_instances() if one.market != "spot")
+    demand = sum(
+        (instance.ended_s or 0) - instance.launched_s for instance in stage.all_instances() if instance.market != "spot"
+    )
     assert day.decisions[-1].bill.usd == pytest.approx((spot * SPOT + demand * ON_DEMAND) / 3600, rel=1e-3)
 
 
-def _costs(one: Instance) -> bool:
+def _costs(instance: Instance) -> bool:
     """EC2's first hour is free where it was interrupted."""
-    return one.end_reason is not EndReason.INTERRUPTED or (one.ended_s or 0) - one.launched_s >= 3600
+    return instance.end_reason is not EndReason.INTERRUPTED or (instance.ended_s or 0) - instance.launched_s >= 3600
 
 
 def test_on_ec2() -> None:

@@ -67,8 +67,8 @@ class Cloud:
         process = self.start(command, "--json", *more)
         out, _ = process.communicate(timeout=240)
         assert process.returncode == 0, self.log()
-        found: dict[str, Any] = json.loads(out)
-        return found
+        document: dict[str, Any] = json.loads(out)
+        return document
 
     def say(self, command: str) -> str:
         """What it says to people."""
@@ -85,16 +85,16 @@ class Cloud:
     def journal(self, kind: str) -> list[dict[str, Any]]:
         path: Path = FileStateStore(self.job.run, self.job.config.job).journal
         lines = path.read_text().splitlines() if path.exists() else []
-        return [found for found in map(json.loads, lines) if found["kind"] == kind]
+        return [entry for entry in map(json.loads, lines) if entry["kind"] == kind]
 
     def alive(self) -> dict[str, dict[str, str]]:
         """Tags of each instance that runs or boots, whoever it belongs to."""
         pages = self.rig.ec2.describe_instances()["Reservations"]
         return {
-            one["InstanceId"]: {tag["Key"]: tag["Value"] for tag in one["Tags"]}
+            instance["InstanceId"]: {tag["Key"]: tag["Value"] for tag in instance["Tags"]}
             for group in pages
-            for one in group["Instances"]
-            if one["State"]["Name"] in ("pending", "running")
+            for instance in group["Instances"]
+            if instance["State"]["Name"] in ("pending", "running")
         }
 
     def close(self) -> None:
@@ -117,9 +117,9 @@ def cloud(make_pipeline: Callable[..., Any]) -> Iterator[Cloud]:
         server.start()
         host, port = server.get_host_and_port()
         endpoint = f"http://{host}:{port}"
-        found = Cloud(make_pipeline, rig, endpoint)
-        yield found
-        found.close()
+        cloud = Cloud(make_pipeline, rig, endpoint)
+        yield cloud
+        cloud.close()
         server.stop()
 
 
@@ -137,18 +137,18 @@ def test_once_status_and_drain(cloud: Cloud) -> None:
         (cloud.job.config.cluster, slot, "1", "spot") for slot in "01"
     ]
     assert len({request["ClientToken"] for request in cloud.market.requests}) == len(cloud.market.requests) == 2
-    kinds = {one["ResourceType"] for one in cloud.market.requests[0]["TagSpecifications"]}
+    kinds = {specification["ResourceType"] for specification in cloud.market.requests[0]["TagSpecifications"]}
     assert kinds == {"instance", "volume", "network-interface", "fleet"}
-    assert {(one["slot"], one["incarnation"], one["market"]) for one in cloud.journal("order")} == {
+    assert {(entry["slot"], entry["incarnation"], entry["market"]) for entry in cloud.journal("order")} == {
         (0, 1, "spot"), (1, 1, "spot")
     }  # fmt: skip
-    assert {one["id"] for one in cloud.journal("launched")} == bought.keys()
+    assert {entry["id"] for entry in cloud.journal("launched")} == bought.keys()
     (decision,) = cloud.journal("decision")
     assert len(decision["actions"]) == 2
     assert decision["reasons"]
 
     shown = cloud.ask("status")
-    assert {one["id"] for one in shown["instances"]} == bought.keys()
+    assert {instance["id"] for instance in shown["instances"]} == bought.keys()
     assert (shown["phase"], shown["turn"]) == ("run", 1)
     assert shown["placement_scores"] == {"use1-az99": 7}
     assert "placement scores for all workers, of 10: use1-az99 7" in cloud.say("status")
@@ -163,8 +163,8 @@ def test_once_status_and_drain(cloud: Cloud) -> None:
     assert (said["phase"], said["finished"]) == ("drain", True)
     assert cloud.alive() == {}
     assert sorted(cloud.market.terminated) == sorted(bought)
-    assert {one["id"] for one in cloud.journal("ended")} == bought.keys(), "every machine has its bill"
-    assert {one["id"] for one in cloud.journal("end")} == bought.keys(), "and the reason of its end"
+    assert {entry["id"] for entry in cloud.journal("ended")} == bought.keys(), "every machine has its bill"
+    assert {entry["id"] for entry in cloud.journal("end")} == bought.keys(), "and the reason of its end"
     shown = cloud.ask("status")
     assert (shown["phase"], shown["instances"]) == ("drain", [])
 
@@ -179,7 +179,7 @@ def test_a_notice_in_the_queue_is_acted_on_and_its_machine_left_alone(cloud: Clo
     assert len(after) == 3
     (new,) = after.keys() - before.keys()
     assert (after[new]["doll:worker"], after[new]["doll:incarnation"]) == ("0", "2")
-    assert [one["id"] for one in cloud.journal("interrupted")] == [taken]
+    assert [entry["id"] for entry in cloud.journal("interrupted")] == [taken]
     assert said["interruptions_total"] == 1
     assert len(cloud.ask("status")["instances"]) == 3
     assert cloud.market.terminated == []
@@ -228,6 +228,6 @@ def test_a_second_job_with_the_same_state_folder_gets_machines_of_its_own(cloud:
     assert second.keys().isdisjoint(bought.keys() | {overlooked})
     assert {tags["doll:job"] for tags in second.values()} == {cloud.job.config.job}
     assert {tags["doll:worker"] for tags in second.values()} == {"0", "1"}
-    assert len({one["ClientToken"] for one in cloud.market.requests}) == len(cloud.market.requests)
+    assert len({request["ClientToken"] for request in cloud.market.requests}) == len(cloud.market.requests)
     cloud.ask("drain")
     assert cloud.alive() == {}

@@ -195,11 +195,11 @@ def test_a_whole_job_over_tls_with_log_ins(secured: Secured, tmp_path: Path, job
     assert (report["updates"], report["kafka_kind"], report["redis_kind"]) == (20, "given", "given")
     assert report["audit"]["ok"]
     assert (report["audit"]["applied"], report["audit"]["missing"], report["audit"]["duplicate"]) == (320, 0, 0)
-    told = [done.stdout.encode(), done.stderr.encode()]
-    told += [path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()]
-    assert len(told) > 10
+    texts = [done.stdout.encode(), done.stderr.encode()]
+    texts += [path.read_bytes() for path in (tmp_path / "runs").rglob("*") if path.is_file()]
+    assert len(texts) > 10
     for secret in (KAFKA_SECRET, REDIS_SECRET):
-        assert not any(secret.encode() in text for text in told)
+        assert not any(secret.encode() in text for text in texts)
 
 
 def test_the_secured_services_answer_and_refuse_wrong_secrets_without_repeating_them(

@@ -27,9 +27,9 @@ def config_of(job: str, workers: int, lease_s: float) -> JobConfig:
 
 @pytest.fixture
 def client(redis_server: LocalRedis) -> Iterator[redis.Redis]:
-    found = connect_redis(Services("", redis_server.address))
-    yield found
-    found.close()
+    client = connect_redis(Services("", redis_server.address))
+    yield client
+    client.close()
 
 
 def test_many_at_once_get_a_slot_each_and_the_rest_none(client: redis.Redis, job_name: str) -> None:
@@ -75,12 +75,12 @@ def test_a_spare_takes_over_when_a_holder_goes_without_a_word(client: redis.Redi
 
 
 def test_a_holder_that_has_lost_its_slot_is_told_to_leave(client: redis.Redis, job_name: str) -> None:
-    told = threading.Event()
-    with lease_slot(config_of(job_name, 1, 0.4), client, threading.Event(), told.set) as held:
+    lost = threading.Event()
+    with lease_slot(config_of(job_name, 1, 0.4), client, threading.Event(), lost.set) as held:
         assert held is not None
         held.start_renewing()
         client.set(f"doll:{job_name}:slot:0", b"another")
-        assert told.wait(WAIT_TIMEOUT_S)
+        assert lost.wait(WAIT_TIMEOUT_S)
         assert held.lost
     assert client.get(f"doll:{job_name}:slot:0") == b"another", "what is another's is left alone"
 

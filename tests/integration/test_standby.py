@@ -106,8 +106,8 @@ def test_a_plain_server_leaves_a_living_leader_alone_and_succeeds_a_dead_one(mak
             second.kill()
         assert second.returncode == 1
         assert second.stderr is not None
-        assert "another parameter server leads" in (told := second.stderr.read())
-        assert "--standby" in told
+        assert "another parameter server leads" in (stderr := second.stderr.read())
+        assert "--standby" in stderr
     assert leader.poll() is None
     assert [started.term for started in job.term_starts] == [1]
     job.send(job.samples(200))
