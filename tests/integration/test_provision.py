@@ -203,7 +203,7 @@ def runs(pid: int) -> bool:
 
 
 def test_the_job_file_is_read_again_while_the_job_runs(make_pipeline: Callable[..., Any]) -> None:
-    """Deadline, work and behaviour count from the next turn on; a wrong file does not, and is told; K needs a new
+    """Deadline, work and behaviour count from the next turn on; a wrong file does not, and is reported; K needs a new
     parameter server (docs/operations.md, "Changing one's mind")."""
     job = make_pipeline(*PLAN, "provision.every_s=3600", "plan.updates=400", "provision.heartbeat_timeout_s=60")
     provision = Provisioner(job)

@@ -59,7 +59,7 @@ class MotoMarket:
         scores: spot placement score of each zone id; None: the account may not ask.
         score_requests: parameters of each question for them.
         requests: parameters of each CreateFleet call, whatever came of it.
-        terminated: ids that TerminateInstances was told, in order.
+        terminated: ids that TerminateInstances was called with, in order.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -6,7 +6,7 @@ docs/glossary.md has the words to use. Each pattern below has the word that repl
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -30,6 +30,11 @@ SUFFIXES: Final = {
 PLACES: Final = ("doll", "docs", "deploy", "examples", "benchmarks")
 FILES: Final = ("README.md", "CONTRIBUTING.md", "Makefile", "Dockerfile", "docker-compose.yml", "pyproject.toml")
 
+# Variables that do not name the thing: these are refused in tests, too.
+VARIABLES: Final = {
+    r"\bfor one in\b|\blambda one\b": "the thing's name",
+    r"^\s*(found|told)\b(: [\w\[\], |]+)? = |\bfor (found|told) in\b|\bas (found|told):": "the thing's name",
+}
 # Pattern (of a whole line, case matters where a class is meant), and what to write instead.
 BANNED: Final = {
     # names
@@ -45,9 +50,7 @@ BANNED: Final = {
     r"\b(up|down|an?|its|of a) spells?\b": "up time, down time",
     r"\bclairvoyant\b": "oracle",
     r"\bnext_token\b|\bwaiting_tokens\b|\bcomputing_tokens\b": "next_batch, waiting_batches",
-    # variables that do not name the thing
-    r"\bfor one in\b|\blambda one\b": "the thing's name",
-    r"^\s*(found|told)\b(: [\w\[\], |]+)? = |\bfor (found|told) in\b|\bas (found|told):": "the thing's name",
+    **VARIABLES,
     # prose
     r"\b[Mm]end(s|ed|ing)?\b": "fix",
     r"\b[Hh]eed(s|ed|ing)?\b": "follow",
@@ -63,6 +66,7 @@ BANNED: Final = {
 
 # (part of the path, part of the line): why it may stay.
 ALLOWED: Final = (
+    ("tests/unit/test_words.py", "", "has the words as examples"),
     ("docs/glossary.md", "*Not*", "says which word not to use"),
     ("docs/decisions/0024", "", "lists the earlier names"),
     ("docs/decisions/", "were called mail", "says what was renamed"),
@@ -70,22 +74,22 @@ ALLOWED: Final = (
 )
 
 
-def lines() -> Iterator[tuple[str, int, str]]:
+def lines(places: Iterable[str], files: Iterable[str] = ()) -> Iterator[tuple[str, int, str]]:
     """Every line of code and documents: path, line number, text."""
-    paths = [path for place in PLACES for path in (ROOT / place).rglob("*") if path.suffix in SUFFIXES]
-    for path in sorted((*paths, *(ROOT / name for name in FILES))):
+    paths = [path for place in places for path in (ROOT / place).rglob("*") if path.suffix in SUFFIXES]
+    for path in sorted((*paths, *(ROOT / name for name in files))):
         name = str(path.relative_to(ROOT))
         if path.is_file() and "/results/" not in name and ".terraform/" not in name:
             for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
                 yield name, number, line
 
 
-def violations() -> list[str]:
+def violations(banned: Mapping[str, str], searched: Iterable[tuple[str, int, str]]) -> list[str]:
     """`path:line: text -> word` of every replaced word."""
-    patterns = [(re.compile(pattern), instead) for pattern, instead in BANNED.items()]
+    patterns = [(re.compile(pattern), instead) for pattern, instead in banned.items()]
     return [
         f"{name}:{number}: {match.group(0).strip()!r} -> {instead}"
-        for name, number, line in lines()
+        for name, number, line in searched
         for pattern, instead in patterns
         if (match := pattern.search(line)) is not None
         and not any(place in name and text in line for place, text, _ in ALLOWED)
@@ -93,7 +97,11 @@ def violations() -> list[str]:
 
 
 def test_no_replaced_word_comes_back() -> None:
-    assert violations() == []
+    assert violations(BANNED, lines(PLACES, FILES)) == []
+
+
+def test_variables_in_tests_name_the_thing() -> None:
+    assert violations(VARIABLES, lines(["tests"])) == []
 
 
 @pytest.mark.parametrize(
