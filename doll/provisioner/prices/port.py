@@ -1,4 +1,4 @@
-"""The price port: what machines cost, now and so far. Two adapters: a trace, and EC2."""
+"""The price port: what machines cost, now and so far. Adapters: stated prices, a trace, and EC2."""
 
 from __future__ import annotations
 
