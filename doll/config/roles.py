@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, field_validator
 
 from doll.config.section import Section
 
-S3_URL = re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/\s]+)*/?")
+CHECKPOINT_URLS: Final = {
+    "s3": ("s3://bucket/prefix", re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/\s]+)*/?")),
+}
+"""URLs of checkpoint stores by scheme: the form for messages, and the pattern. `doll.storage.stores` opens them."""
+_URL_LIKE: Final = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*:/|({'|'.join(CHECKPOINT_URLS)}):")
 
 
 class CheckpointConfig(Section):
     """The durable model. The offset of a batch is committed to Kafka only after a checkpoint contains the batch."""
 
-    folder: Annotated[str, StringConstraints(pattern="^s3://")] | Path | None = Field(
+    folder: Annotated[str, StringConstraints(pattern="^[a-z0-9]+://")] | Path | None = Field(
         default=None,
         description="a folder, or s3://bucket/prefix (with the default credentials of boto3); default: `checkpoints/`"
         " in "
@@ -43,10 +47,12 @@ class CheckpointConfig(Section):
     @field_validator("folder", mode="before")
     @classmethod
     def _folder_or_bucket(cls, value: Any) -> Any:
-        malformed = isinstance(value, str) and value.startswith("s3:") and not S3_URL.fullmatch(value)
-        if malformed or not isinstance(value, str | Path | None):
-            raise ValueError(f"expected a folder or s3://bucket/prefix, got {value!r}")
-        return value
+        if value is None or (isinstance(value, str | Path) and not _URL_LIKE.match(str(value))):
+            return value
+        if isinstance(value, str) and any(pattern.fullmatch(value) for _, pattern in CHECKPOINT_URLS.values()):
+            return value
+        forms = " or ".join(["a folder", *(form for form, _ in CHECKPOINT_URLS.values())])
+        raise ValueError(f"expected {forms}, got {str(value)!r}")
 
 
 class EvaluationConfig(Section):

@@ -6,14 +6,14 @@ or an S3 object put on condition that it is not there.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from doll.errors import FencedError
-from doll.storage.file_checkpoints import FileCheckpointStore
-from doll.storage.stores import checkpoint_location
+from doll.storage.stores import open_store
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from doll.config import JobConfig
 
 
@@ -57,9 +57,4 @@ def claims_of(config: JobConfig, run_folder: Path) -> Claims:
     Raises:
         CheckpointError: it is in S3 and boto3 cannot be set up.
     """
-    place = checkpoint_location(config, run_folder)
-    if isinstance(place, Path):
-        return FileCheckpointStore(place / "provision", config.job)
-    from doll.storage.s3_checkpoints import S3CheckpointStore
-
-    return S3CheckpointStore(f"{place.rstrip('/')}/provision", config.job)
+    return open_store(config, run_folder, "provision")

@@ -1,4 +1,7 @@
-"""Opens a job's checkpoint store (a folder, or S3) and its blob store (shared memory, or Redis). Free of torch."""
+"""Opens a job's checkpoint store (a folder, or S3) and its blob store (shared memory, or Redis). Free of torch.
+
+A new checkpoint store is registered in `CHECKPOINT_STORES`, with the form of its URLs in `doll.config.roles`.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,34 @@ def checkpoint_location(config: JobConfig, run_folder: Path) -> Path | str:
     return config.path(folder) if isinstance(folder, Path) else folder
 
 
-def open_store(config: JobConfig, run_folder: Path) -> CheckpointStore:
+def open_store(config: JobConfig, run_folder: Path, part: str = "") -> CheckpointStore:
     """The job's checkpoint store. Nothing is read or written yet.
+
+    Args:
+        part: opens a store of its own in this folder beside the checkpoints; "": the checkpoints.
 
     Raises:
         CheckpointError: it is in S3 and boto3 cannot be set up (region, credentials file).
+        ConfigError: no store is registered for the scheme of `checkpoint.folder`.
     """
     location, keep = checkpoint_location(config, run_folder), config.checkpoint.keep
     if isinstance(location, Path):
-        return FileCheckpointStore(location, config.job, keep=keep)
+        return FileCheckpointStore(location / part, config.job, keep=keep)
+    opener = CHECKPOINT_STORES.get(location.partition("://")[0])
+    if opener is None:
+        schemes = " or ".join(f"{scheme}://" for scheme in CHECKPOINT_STORES)
+        raise ConfigError(f"checkpoint.folder: expected a folder or {schemes}, got {location}")
+    return opener(f"{location.rstrip('/')}/{part}" if part else location, config.job, keep)
+
+
+def _open_s3(url: str, job: str, keep: int) -> CheckpointStore:
     from doll.storage.s3_checkpoints import S3CheckpointStore
 
-    return S3CheckpointStore(location, config.job, keep=keep)
+    return S3CheckpointStore(url, job, keep=keep)
+
+
+CHECKPOINT_STORES: dict[str, Callable[[str, str, int], CheckpointStore]] = {"s3": _open_s3}
+"""What opens the store of a URL, by its scheme: called with the URL, the job's name, and `checkpoint.keep`."""
 
 
 def open_blobs(

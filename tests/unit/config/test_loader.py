@@ -212,7 +212,16 @@ def test_load_reads_a_file_and_takes_paths_from_its_folder(tmp_path: Path) -> No
     in_s3 = load(file, ["checkpoint.folder=s3://models/digits"])
     assert in_s3.checkpoint.folder == "s3://models/digits"
     assert parse(dump(in_s3)).checkpoint == in_s3.checkpoint
-    for wrong in ("s3:/models", "s3://x", "s3://models//a", "3"):
+    for wrong in (
+        "s3:/models",
+        "s3:models",
+        "s3://x",
+        "s3://models//a",
+        "3",
+        "gs://bucket/x",
+        "file:///tmp/x",
+        "S3://models/a",
+    ):
         with pytest.raises(ConfigError, match=r"checkpoint\.folder: expected a folder or s3://bucket/prefix, got"):
             load(file, [f"checkpoint.folder={wrong}"])
     with pytest.raises(ConfigError, match=r"cannot read job file .*none\.yaml: No such file"):
