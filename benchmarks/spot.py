@@ -37,7 +37,7 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def one(job: Path, seed: int) -> dict[str, Any]:
+def run_once(job: Path, seed: int) -> dict[str, Any]:
     """One run; what its report says.
 
     Raises:
@@ -104,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     rows: list[dict[str, Any]] = []
     for seed in range(options.first, options.first + options.seeds):
-        rows.append(one(options.job, seed))
+        rows.append(run_once(options.job, seed))
         print(table(rows), flush=True)
         # After each: a run that is cut off keeps what it has.
         options.out.parent.mkdir(parents=True, exist_ok=True)
