@@ -47,7 +47,7 @@ class Driver:
         self._announced = [0] * num_workers
         self._grants: deque[SendGrant] = deque()
         for worker in range(num_workers):
-            self.handle(Join(worker=worker, instance=f"w{worker}"))
+            self.handle(Join(worker=worker, process=f"w{worker}"))
         for worker in range(num_workers):
             self.announce(worker)
             self.announce(worker)
@@ -74,7 +74,7 @@ class Driver:
         """A batch of one worker: its gradient, the next batch, a heartbeat, and the server's own clock."""
         grant = self._grants.popleft()
         push = Push(
-            worker=grant.worker, session=grant.session, batch=grant.batch, term=_TERM, grant=grant.grant,
+            worker=grant.worker, session=grant.session, batch=grant.batch, term=_TERM, grant_id=grant.grant_id,
             version=grant.version, key="", n_samples=8, loss_sum=0.0,
         )  # fmt: skip
         self.handle(push)

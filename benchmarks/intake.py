@@ -34,7 +34,7 @@ def confirm_all(job_path: str, kafka: str, redis: str, out: str, batches: int) -
                     channel.send_command(
                         0,
                         Welcome(
-                            term=1, worker=0, instance=join.instance, session=1, origin=origin, next_batch=0,
+                            term=1, worker=0, process=join.process, session=1, origin=origin, next_batch=0,
                             fingerprint=mark,
                         ),
                     )  # fmt: skip

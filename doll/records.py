@@ -34,7 +34,7 @@ class Join(Record, frozen=True, omit_defaults=True):
     """A worker process has started, or answers a Hello: `session` is 0 in a new process, else the one it holds."""
 
     worker: int
-    instance: str  # tells two processes apart: [name of the machine, ":",] random id
+    process: str  # tells two processes apart: [name of the machine, ":",] random id
     session: int = 0
     incarnation: int = 0  # of the worker's machine, from the provisioner; 0: it has none
 
@@ -55,7 +55,7 @@ class Push(Record, frozen=True):
     session: int
     batch: int
     term: int
-    grant: int
+    grant_id: int
     version: int  # of the weights that the gradient was computed on
     key: str  # blob key; "" when the batch holds no usable sample (its gradient is zero)
     n_samples: int  # usable samples in the batch
@@ -79,7 +79,7 @@ class Nack(Record, frozen=True):
     session: int
     batch: int
     term: int
-    grant: int
+    grant_id: int
     reason: Literal["weights", "batch"]
 
 
@@ -118,7 +118,7 @@ class Welcome(Record, frozen=True, omit_defaults=True):
 
     term: int
     worker: int
-    instance: str
+    process: str
     session: int
     origin: int  # offset at which the job began on this partition
     next_batch: int  # first that is not in the durable model: read from origin + next_batch * records_per_batch
@@ -135,7 +135,7 @@ class Grant(Record, frozen=True):
     worker: int
     session: int
     batch: int
-    grant: int
+    grant_id: int
     version: int  # the newest published
     min_version: int
     key: str  # blob key of the weights of `version`
@@ -169,7 +169,7 @@ class Fence(Record, frozen=True):
 
     term: int
     worker: int
-    instance: str
+    process: str
 
 
 class Stop(Record, frozen=True):

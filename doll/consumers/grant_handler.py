@@ -62,7 +62,7 @@ class GrantHandler:
         computed_s = time.perf_counter()
         if gradient is None:
             return GradientDone("", version, 0.0, {}, computed_s - fetched_s, fetched_s - started_s, 0.0, *usable)
-        key = gradient_key(self._job, grant.term, grant.grant)
+        key = gradient_key(self._job, grant.term, grant.grant_id)
         self._blobs.put(key, self._compressor.compress(gradient.values, version=version), self._ttl_s)
         stored_s = time.perf_counter()
         fault_point("worker.after_blob")

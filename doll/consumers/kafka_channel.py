@@ -125,12 +125,12 @@ class WorkerChannel:
             return {offset: value for offset, value in values if offset in offsets and value is not None}
 
     def join(
-        self, instance: str, should_stop: Callable[[], bool], incarnation: int = 0, *, after_term: int = 0
+        self, process: str, should_stop: Callable[[], bool], incarnation: int = 0, *, after_term: int = 0
     ) -> tuple[Welcome, int] | None:
         """Ask the parameter server for a place, and wait for it as long as it takes. Call it once.
 
         Args:
-            instance: name of this process, as in `Join`.
+            process: name of this process, as in `Join`.
             incarnation: number of its machine, as in `Join`.
             after_term: servers of terms up to this one were of earlier runs: their Stop is not this job's.
 
@@ -156,7 +156,7 @@ class WorkerChannel:
         while not should_stop():
             now = time.monotonic()
             if now - asked_s >= _JOIN_RETRY_S:
-                self.send(Join(worker=self._worker, instance=instance, incarnation=incarnation))
+                self.send(Join(worker=self._worker, process=process, incarnation=incarnation))
                 asked_s = now
             if ended is not None and now - started_s >= self._ended_after_s:
                 raise JobEndedError(ended.reason)
@@ -172,9 +172,9 @@ class WorkerChannel:
                     continue
                 ended = None
                 match record:
-                    case Welcome() if record.instance == instance:
+                    case Welcome() if record.process == process:
                         return record, message.offset + 1
-                    case Fence() if record.instance == instance:
+                    case Fence() if record.process == process:
                         raise FencedError(f"worker {self._worker} has been replaced by a newer process")
                     case Hello():
                         asked_s = float("-inf")

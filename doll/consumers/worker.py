@@ -111,7 +111,7 @@ class WorkerCore:
         self, welcome: Welcome, *, max_pending: int, now: float, market: str = "", incarnation: int = 0
     ) -> None:
         self.worker = welcome.worker
-        self.instance = welcome.instance
+        self.process = welcome.process
         self.session = welcome.session
         self.term = welcome.term
         self.origin = welcome.origin
@@ -175,7 +175,7 @@ class WorkerCore:
     def on_record(self, record: AnyRecord, now: float) -> list[WorkerAction]:
         """A record came on this worker's `commands` partition."""
         match record:
-            case Fence() if record.instance == self.instance:
+            case Fence() if record.process == self.process:
                 return [Exit(0, "fenced: a newer process of this worker has joined")]
             case Fence():
                 return []
@@ -196,10 +196,10 @@ class WorkerCore:
 
     def join(self) -> Join:
         """What to answer to a Hello."""
-        return Join(worker=self.worker, instance=self.instance, session=self.session, incarnation=self.incarnation)
+        return Join(worker=self.worker, process=self.process, session=self.session, incarnation=self.incarnation)
 
     def _on_welcome(self, record: Welcome) -> list[WorkerAction]:
-        if record.instance != self.instance:
+        if record.process != self.process:
             if 0 < record.incarnation < self.incarnation:
                 # The server has restarted and forgotten this machine, so it gave the slot back to an older one.
                 return [] if self.draining else [Send(self.join())]
@@ -238,7 +238,7 @@ class WorkerCore:
                 session=self.session,
                 batch=grant.batch,
                 term=grant.term,
-                grant=grant.grant,
+                grant_id=grant.grant_id,
                 reason="batch",
             )
             return [Send(nack)]
@@ -255,7 +255,7 @@ class WorkerCore:
             return []
         del self._grants[grant.batch]
         push = Push(
-            worker=self.worker, session=self.session, batch=grant.batch, term=grant.term, grant=grant.grant,
+            worker=self.worker, session=self.session, batch=grant.batch, term=grant.term, grant_id=grant.grant_id,
             version=done.version, key=done.key, n_samples=done.num_samples, loss_sum=done.loss_sum,
             metric_sums=done.metric_sums, dead=done.dead, gaps=batch.gaps, lost=batch.lost,
             dead_samples=done.dead_samples, compute_s=done.compute_s, fetch_s=done.fetch_s, store_s=done.store_s,
@@ -273,7 +273,7 @@ class WorkerCore:
             session=self.session,
             batch=grant.batch,
             term=grant.term,
-            grant=grant.grant,
+            grant_id=grant.grant_id,
             reason="weights",
         )
         return [Send(nack)]

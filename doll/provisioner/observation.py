@@ -41,7 +41,7 @@ _MAX_INCARNATION: Final = 10**9
 class _Slot:
     """The process that the parameter server has welcomed last for one slot."""
 
-    process_id: str = ""  # its random id
+    process: str = ""  # as in `Welcome.process`
     session: int = 0  # the parameter server's number for it
     incarnation: int = 0  # the fleet's number for its instance
     highest_incarnation: int = 0  # of all incarnations that have asked for the slot
@@ -181,8 +181,8 @@ class Observed:
     def _welcomed(self, slot: _Slot, record: Welcome, at_s: float) -> None:
         if record.session < slot.session:
             return
-        if record.instance != slot.process_id:
-            slot.process_id, slot.since_s, slot.read_to = record.instance, at_s, -1
+        if record.process != slot.process:
+            slot.process, slot.since_s, slot.read_to = record.process, at_s, -1
         slot.session, slot.incarnation, slot.left = record.session, record.incarnation, False
         slot.note_incarnation(record.incarnation)
         slot.last_seen_s = max(slot.last_seen_s, at_s)
@@ -264,7 +264,7 @@ class Observed:
     def holder(self, slot: int) -> SlotHolder | None:
         """Who holds the slot; None while no worker was welcomed."""
         holder = self._slots[slot]
-        if not holder.process_id:
+        if not holder.process:
             return None
         works = not holder.left and self.last_seen_s - holder.last_seen_s <= self.heartbeat_timeout_s
         return SlotHolder(holder.incarnation, holder.since_s, holder.last_seen_s, works)

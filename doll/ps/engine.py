@@ -107,7 +107,7 @@ class Engine(EngineState):
         self._note_change(worker)
         actions.append(
             SendWelcome(
-                worker.number, worker.instance, worker.session, partition.origin, partition.durable, event.incarnation
+                worker.number, worker.process, worker.session, partition.origin, partition.durable, event.incarnation
             )
         )
 
@@ -173,7 +173,7 @@ class Engine(EngineState):
             self._drop(event, "fenced", actions)
             return
         self._clear_stall(worker)
-        grant = self._find(worker, event.term, event.grant, event.batch)
+        grant = self._find(worker, event.term, event.grant_id, event.batch)
         if grant is None:
             self.counters["refused_late"] += 1
             self._drop(event, "late", actions)
@@ -209,11 +209,11 @@ class Engine(EngineState):
             actions.append(DropGradient(event.key, reason))
 
     def _on_fetched(self, event: GradientFetched, now: float) -> None:
-        grant = self._grants.get(event.grant)
+        grant = self._grants.get(event.grant_id)
         if grant is None:
             return  # its owner went down while the gradient was on its way: the batch is back in the queue
         if grant.push is None or grant.held:
-            raise self._illegal(f"gradient of grant {event.grant} was not asked for")
+            raise self._illegal(f"gradient of grant {event.grant_id} was not asked for")
         self._hold(grant, now)
 
     def _hold(self, grant: ActiveGrant, now: float) -> None:
@@ -225,10 +225,10 @@ class Engine(EngineState):
         self._note_change(self._owner(partition))
 
     def _on_lost(self, event: GradientLost, actions: list[EngineAction]) -> None:
-        grant = self._grants.get(event.grant)
+        grant = self._grants.get(event.grant_id)
         if grant is not None:
             if grant.held:
-                raise self._illegal(f"gradient of grant {event.grant} is held already")
+                raise self._illegal(f"gradient of grant {event.grant_id} is held already")
             self._requeue_from(self._owner(self._partitions[grant.partition]), grant.batch, "blob_lost", actions)
 
     def _on_nack(self, event: Nack, now: float, actions: list[EngineAction]) -> None:
@@ -236,7 +236,7 @@ class Engine(EngineState):
         if worker is None:
             return
         self._clear_stall(worker)
-        grant = self._find(worker, event.term, event.grant, event.batch)
+        grant = self._find(worker, event.term, event.grant_id, event.batch)
         if grant is None or grant.push is not None:
             self.counters["refused_late"] += 1
             return

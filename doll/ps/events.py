@@ -20,13 +20,13 @@ from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, Re
 class GradientFetched(Record, frozen=True):
     """The gradient of this grant is in the parameter server's memory, checked."""
 
-    grant: int
+    grant_id: int
 
 
 class GradientLost(Record, frozen=True):
     """The gradient of this grant is not in the blob store, or is torn."""
 
-    grant: int
+    grant_id: int
     reason: str
 
 
@@ -60,7 +60,7 @@ class SendWelcome:
     stream that begins at offset `origin`."""
 
     worker: int
-    instance: str
+    process: str
     session: int
     origin: int
     next_batch: int
@@ -72,7 +72,7 @@ class SendFence:
     """Tell a process that has been replaced to exit."""
 
     worker: int
-    instance: str
+    process: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class SendGrant:
     worker: int
     session: int
     batch: int
-    grant: int
+    grant_id: int
     version: int
     min_version: int
 
@@ -118,7 +118,7 @@ class RepublishWeights:
 class FetchGradient:
     """Get this gradient; report GradientFetched or GradientLost."""
 
-    grant: int
+    grant_id: int
     key: str
     version: int
 
@@ -135,7 +135,7 @@ class DropGradient:
 class AppliedBatch:
     """One batch of an update, with what its worker reported."""
 
-    grant: int
+    grant_id: int
     lo: int
     hi: int
     granted_at_s: float
@@ -193,7 +193,7 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     applied: tuple[int, ...]  # batches of each partition in the model: always a prefix
     assignment: tuple[int, ...]  # worker that serves each partition
     sessions: tuple[int, ...]  # of each worker, as are the following
-    instances: tuple[str, ...]
+    processes: tuple[str, ...]
     samples_total: int
     elapsed_s: float  # since the first update of the job
     counters: dict[str, int]

@@ -45,9 +45,9 @@ class LocalModelHost:
             gradient = decode_blob(blob, job=self._job, kind="g", version=order.version, numel=self.num_values)
         except BlobError as exc:
             log.warning("gradient_lost", key=order.key, reason=str(exc), action="its batch is computed again")
-            return FetchOutcome(GradientLost(grant=order.grant, reason=str(exc)))
-        self._contributions.put(order.grant, gradient)
-        return FetchOutcome(GradientFetched(grant=order.grant), blob)
+            return FetchOutcome(GradientLost(grant_id=order.grant_id, reason=str(exc)))
+        self._contributions.put(order.grant_id, gradient)
+        return FetchOutcome(GradientFetched(grant_id=order.grant_id), blob)
 
     def apply(self, update: ApplyUpdate) -> int:
         num_samples = self._contributions.apply(update)

@@ -38,7 +38,6 @@ class Worker:
     __slots__ = (
         "fenced",
         "incarnation",
-        "instance",
         "joined",
         "lag",
         "last_heard_s",
@@ -48,6 +47,7 @@ class Worker:
         "number",
         "partition",
         "present",
+        "process",
         "restarts",
         "retained",
         "session",
@@ -56,12 +56,12 @@ class Worker:
     )
 
     def __init__(
-        self, number: int, partition: Partition, *, session: int, instance: str, incarnation: int, restarts: int
+        self, number: int, partition: Partition, *, session: int, process: str, incarnation: int, restarts: int
     ) -> None:
         self.number = number
         self.partition = partition
         self.session = session
-        self.instance = instance
+        self.process = process
         self.incarnation = incarnation
         self.restarts = restarts
         self.market = ""
@@ -119,20 +119,20 @@ class Membership:
         # to an older machine since.
         later = event.incarnation > worker.incarnation
         # The current process may hold a session of an earlier server, whose Welcome came before ours.
-        replaced = event.instance != worker.instance and (
+        replaced = event.process != worker.process and (
             0 < event.incarnation < worker.incarnation or (0 < event.session < worker.session and not later)
         )
-        if event.instance in worker.fenced or replaced:
+        if event.process in worker.fenced or replaced:
             self._counters["refused_fenced"] += 1
-            actions.append(SendFence(event.worker, event.instance))
+            actions.append(SendFence(event.worker, event.process))
             return None
         worker.incarnation = max(worker.incarnation, event.incarnation)
-        if event.instance != worker.instance:
-            if worker.instance:
-                worker.fenced.append(worker.instance)
+        if event.process != worker.process:
+            if worker.process:
+                worker.fenced.append(worker.process)
                 worker.restarts += 1
-                actions.append(SendFence(event.worker, worker.instance))
-            worker.instance = event.instance
+                actions.append(SendFence(event.worker, worker.process))
+            worker.process = event.process
             worker.live_since_s = now
             # A process that already holds a session (its server died before a checkpoint kept it) keeps that session.
             worker.session = event.session if event.session >= max(worker.session, 1) else self._new_session()

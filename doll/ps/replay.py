@@ -53,7 +53,7 @@ def replay(
             version = blob_info(entry.gradient).version
             size = updater.weights.size
             gradient = decode_blob(entry.gradient, job=config.job, kind="g", version=version, numel=size)
-            contributions.put(entry.event.grant, gradient)
+            contributions.put(entry.event.grant_id, gradient)
         for action in engine.handle(entry.event, entry.now):
             match action:
                 case ev.ApplyUpdate():

@@ -256,8 +256,8 @@ class ParameterServer:
             case ev.SendWelcome():
                 self._send_welcome(action)
             case ev.SendFence():
-                log.info("worker_fenced", worker=action.worker, instance=action.instance)
-                fence = Fence(term=term, worker=action.worker, instance=action.instance)
+                log.info("worker_fenced", worker=action.worker, process=action.process)
+                fence = Fence(term=term, worker=action.worker, process=action.process)
                 self._outbox.send_command(action.worker, fence)
             case ev.SendHello():
                 self._outbox.send_command(action.worker, Hello(term=term))
@@ -290,7 +290,7 @@ class ParameterServer:
                 worker=action.worker,
                 session=action.session,
                 batch=action.batch,
-                grant=action.grant,
+                grant_id=action.grant_id,
                 version=action.version,
                 min_version=action.min_version,
                 key=key,
@@ -303,7 +303,7 @@ class ParameterServer:
         if self._welcomed.get(action.worker) != action.session:  # a Join is repeated until it is answered
             self._welcomed[action.worker] = action.session
             log.info(
-                "worker_joined", worker=action.worker, instance=action.instance, session=action.session,
+                "worker_joined", worker=action.worker, process=action.process, session=action.session,
                 next_batch=action.next_batch,
             )  # fmt: skip
         self._outbox.send_command(
@@ -311,7 +311,7 @@ class ParameterServer:
             Welcome(
                 term=engine.term,
                 worker=action.worker,
-                instance=action.instance,
+                process=action.process,
                 session=action.session,
                 origin=action.origin,
                 next_batch=action.next_batch,

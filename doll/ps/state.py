@@ -64,7 +64,7 @@ class EngineState:
         if snapshot is None:
             snapshot = EngineSnapshot(
                 version=0, origins=tuple(origins or ()), records_per_batch=settings.records_per_batch, applied=(0,) * n,
-                assignment=Assignment.identity(n).worker_of, sessions=(0,) * n, instances=("",) * n,
+                assignment=Assignment.identity(n).worker_of, sessions=(0,) * n, processes=("",) * n,
                 incarnations=(0,) * n, restarts=(0,) * n, samples_total=0, elapsed_s=0.0, counters={},
                 policy=policy.name, policy_state=None, generation=generation, samples_id=samples_id,
             )  # fmt: skip
@@ -94,7 +94,7 @@ class EngineState:
         self._workers = [
             Worker(
                 number, self._partitions[self.assignment.partition_of(number)], session=session,
-                instance=snapshot.instances[number], incarnation=snapshot.incarnations[number],
+                process=snapshot.processes[number], incarnation=snapshot.incarnations[number],
                 restarts=snapshot.restarts[number],
             )
             for number, session in enumerate(snapshot.sessions)
@@ -163,7 +163,7 @@ class EngineState:
             applied=tuple(partition.applied for partition in self._partitions),
             assignment=self.assignment.worker_of,
             sessions=tuple(worker.session for worker in self._workers),
-            instances=tuple(worker.instance for worker in self._workers),
+            processes=tuple(worker.process for worker in self._workers),
             incarnations=tuple(worker.incarnation for worker in self._workers),
             restarts=tuple(worker.restarts for worker in self._workers),
             samples_total=self.samples_total,

@@ -68,13 +68,13 @@ class ContributionBuffer:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, grant: int, contribution: Contribution) -> None:
-        """Keep the answer to `grant` until its update comes. It is not copied."""
-        self._waiting[grant] = contribution
+    def put(self, grant_id: int, contribution: Contribution) -> None:
+        """Keep the answer to `grant_id` until its update comes. It is not copied."""
+        self._waiting[grant_id] = contribution
 
-    def drop(self, grant: int) -> None:
-        """Forget the answer to `grant`: its update will never come."""
-        del self._waiting[grant]
+    def drop(self, grant_id: int) -> None:
+        """Forget the answer to `grant_id`: its update will never come."""
+        del self._waiting[grant_id]
 
     def apply(self, update: ApplyUpdate) -> int:
         """Make the version of `update`; how many samples it has learned from.
@@ -85,11 +85,11 @@ class ContributionBuffer:
         """
         contributions = []
         for item in update.batches:
-            contribution = self._waiting.pop(item.grant, None)
+            contribution = self._waiting.pop(item.grant_id, None)
             if contribution is not None:
                 contributions.append(contribution)
             elif item.push.key:
-                raise KeyError(f"update {update.version}: expected the gradient of grant {item.grant}, got none")
+                raise KeyError(f"update {update.version}: expected the gradient of grant {item.grant_id}, got none")
         num_samples = sum(item.push.n_samples for item in update.batches)
         self._updater.apply(contributions, update.scale, num_samples)
         return num_samples

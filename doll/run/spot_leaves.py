@@ -25,7 +25,7 @@ class LeaveReporter:
     def feed(self, record: AnyRecord) -> None:
         """A record of the job: Welcome names the worker of a machine."""
         if isinstance(record, Welcome):
-            self._sessions[record.instance.partition(":")[0]] = (record.worker, record.session)
+            self._sessions[record.process.partition(":")[0]] = (record.worker, record.session)
 
     def report(self, machines: Sequence[Machine]) -> None:
         """Send Leave for machines that were killed since the last call."""

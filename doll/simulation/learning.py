@@ -73,11 +73,11 @@ class Learner:
         if grant.version != self.version:
             raise ValueError(f"expected a grant of version {self.version}, got one of {grant.version}")
         x, y = self._batches(grant.worker, grant.batch)
-        self._contributions.put(grant.grant, self._computer.compute(x, y).values.copy())
+        self._contributions.put(grant.grant_id, self._computer.compute(x, y).values.copy())
 
     def drop(self, grant: SendGrant) -> None:
         """The worker is gone and its gradient with it."""
-        self._contributions.drop(grant.grant)
+        self._contributions.drop(grant.grant_id)
 
     def apply(self, update: ApplyUpdate) -> None:
         """The parameter server's step."""

@@ -145,7 +145,7 @@ class System:
         self.spot_available = [True] * n
         self._booted_at = [0.0] * n
         self._session = [0] * n
-        self._num_instances = [0] * n
+        self._num_processes = [0] * n
         # Money and up-time until `_accrued_at`.
         self._accrued_at = 0.0
         self._usd = 0.0
@@ -300,7 +300,7 @@ class System:
         if granted:
             self._begin(worker)
         push = Push(
-            worker=worker, session=grant.session, batch=grant.batch, term=_TERM, grant=grant.grant,
+            worker=worker, session=grant.session, batch=grant.batch, term=_TERM, grant_id=grant.grant_id,
             version=grant.version, key="", n_samples=self.settings.batch_size, loss_sum=0.0,
         )  # fmt: skip
         self._handle(push)
@@ -410,8 +410,8 @@ class System:
 
     def _join(self, worker: int) -> None:
         """A new machine runs this worker: it announces again what is not durable."""
-        self._num_instances[worker] += 1
-        for action in self._handle(Join(worker=worker, instance=f"{worker}.{self._num_instances[worker]}")):
+        self._num_processes[worker] += 1
+        for action in self._handle(Join(worker=worker, process=f"{worker}.{self._num_processes[worker]}")):
             if type(action) is SendWelcome:
                 self._session[worker] = action.session
                 self._announced[worker] = action.next_batch

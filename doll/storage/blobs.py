@@ -58,9 +58,9 @@ def weights_key(job: str, term: int, version: int) -> str:
     return f"doll:{job}:w:{term}:{version}"
 
 
-def gradient_key(job: str, term: int, grant: int) -> str:
+def gradient_key(job: str, term: int, grant_id: int) -> str:
     """Key of the gradient that answers one grant."""
-    return f"doll:{job}:g:{term}:{grant}"
+    return f"doll:{job}:g:{term}:{grant_id}"
 
 
 def latest_key(job: str) -> str:

@@ -64,7 +64,7 @@ def update(version: int, *numbers: int, scale: float = 0.125, samples: int = 4) 
         AppliedBatch(
             number, 0, 4, 0.0, 0.0,
             Push(
-                worker=0, session=1, batch=number, term=3, grant=number, version=0, key=f"g{number}",
+                worker=0, session=1, batch=number, term=3, grant_id=number, version=0, key=f"g{number}",
                 n_samples=samples, loss_sum=0.0,
             ),
         )
@@ -78,7 +78,7 @@ def test_a_version_is_made_of_the_gradients_that_were_fetched(rig: Rig) -> None:
     for number, value in ((1, 2.0), (2, 6.0)):
         order = rig.store(number, value)
         outcome = rig.host.fetch(order)
-        assert outcome.event == GradientFetched(grant=number)
+        assert outcome.event == GradientFetched(grant_id=number)
         assert outcome.blob == rig.blobs.get(order.key)
     assert rig.host.apply(update(1, 1, 2)) == 8
     np.testing.assert_array_equal(rig.published(rig.host.publish(1), 1), before - np.float32(LR))
@@ -103,7 +103,7 @@ def test_a_gradient_that_is_not_whole_is_lost(rig: Rig, damage: str) -> None:
         rig.blobs.put(order.key, [damaged[damage]], 60.0)
     outcome = rig.host.fetch(order)
     assert isinstance(outcome.event, GradientLost)
-    assert outcome.event.grant == 1
+    assert outcome.event.grant_id == 1
     assert outcome.blob is None
 
 

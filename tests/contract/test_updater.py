@@ -142,7 +142,7 @@ def update(*pushes: tuple[int, str, int], scale: float = 0.125) -> ApplyUpdate:
         AppliedBatch(
             number, 0, 4, 0.0, 0.0,
             Push(
-                worker=0, session=1, batch=number, term=1, grant=number, version=0, key=key, n_samples=samples,
+                worker=0, session=1, batch=number, term=1, grant_id=number, version=0, key=key, n_samples=samples,
                 loss_sum=0.0,
             ),
         )

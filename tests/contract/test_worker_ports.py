@@ -53,7 +53,7 @@ def test_every_grant_is_answered_in_order_and_not_in_the_callers_thread(
 
     def handle(order: Grant, of: Batch) -> GradientDone | None:
         threads.add(threading.get_ident())
-        return done(of.number) if order.grant != 2 else None
+        return done(of.number) if order.grant_id != 2 else None
 
     engine = make_engine(lambda records: NOTHING, handle)
     assert engine.depth >= 1

@@ -69,24 +69,24 @@ pytestmark = pytest.mark.fuzz
 
 W: dict[str, Any] = {"worker": 1, "session": 1 << 20}
 EVENTS: list[AnyRecord] = [
-    Join(worker=1, instance="a"),
-    Join(worker=1, instance="a", session=1 << 20),
+    Join(worker=1, process="a"),
+    Join(worker=1, process="a", session=1 << 20),
     Announce(**W, first=0, until=3),
-    Push(**W, batch=0, term=1, grant=1, version=0, key="doll:j:g:1:1", n_samples=8, loss_sum=4.5,
+    Push(**W, batch=0, term=1, grant_id=1, version=0, key="doll:j:g:1:1", n_samples=8, loss_sum=4.5,
          metric_sums={"accuracy": 3.0}, dead=(3,), gaps=((5, 7),), dead_samples=1, market="spot"),
-    Nack(**W, batch=0, term=1, grant=1, reason="weights"),
+    Nack(**W, batch=0, term=1, grant_id=1, reason="weights"),
     Alive(**W, retained=2, next_offset=16, lag=3),
     Leave(**W, cause="sigterm"),
     Evaluated(term=1, version=1, loss=0.5, accuracy=0.9),
 ]  # fmt: skip
 G: dict[str, Any] = {"term": 1, "worker": 1}
 COMMANDS: list[AnyRecord] = [
-    Welcome(**G, instance="a", session=1 << 20, origin=0, next_batch=0, fingerprint="f"),
-    Grant(**G, session=1 << 20, batch=0, grant=1, version=0, min_version=0, key="doll:j:w:1:0"),
+    Welcome(**G, process="a", session=1 << 20, origin=0, next_batch=0, fingerprint="f"),
+    Grant(**G, session=1 << 20, batch=0, grant_id=1, version=0, min_version=0, key="doll:j:w:1:0"),
     NewVersion(**G, version=1, key="doll:j:w:1:1"),
     Durable(**G, until=1),
     Hello(term=1),
-    Fence(**G, instance="a"),
+    Fence(**G, process="a"),
     Stop(term=1, reason="updates"),
 ]
 MEMBER = Member(worker=0, batch=0, lo=0, hi=8, n_samples=8, base_version=0, dead=(2,), gaps=((3, 4),))
@@ -142,7 +142,7 @@ def test_the_engine_takes_any_record_that_decodes(policy: str) -> None:
         if number % 100 == 0:
             subject = engine(policy)
             for worker in (0, 1):
-                subject.handle(Join(worker=worker, instance="a"), 0.0)
+                subject.handle(Join(worker=worker, process="a"), 0.0)
                 session = subject.worker(worker).session
                 subject.handle(Announce(worker=worker, session=session, first=0, until=3), 0.0)
         record = call_or_none(RecordError, data, decode, data)

@@ -230,7 +230,7 @@ def test_tables_of_a_run(tmp_path: Path) -> None:
 def _snapshot() -> EngineSnapshot:
     return EngineSnapshot(
         version=3, origins=(0, 0), records_per_batch=8, applied=(2, 1), assignment=(0, 1),
-        sessions=(1 << 20, 0), instances=("a", ""), incarnations=(1, 0), restarts=(0, 0),
+        sessions=(1 << 20, 0), processes=("a", ""), incarnations=(1, 0), restarts=(0, 0),
         samples_total=24, elapsed_s=2.5, counters={"stale": 1},
         policy="doll", policy_state={"clock": [1, 2]},
     )  # fmt: skip
@@ -253,7 +253,7 @@ def test_event_logs(tmp_path: Path) -> None:
     path = tmp_path / "events.log"
     log = FileEventLog(path, Start(1, 0.0, (), b"".join(encode_checkpoint(checkpoint))))
     for number in range(3):
-        log.write(Join(worker=number, instance="a"), float(number), b"gradient")
+        log.write(Join(worker=number, process="a"), float(number), b"gradient")
     log.close()
     valid = path.read_bytes()
 

@@ -179,13 +179,13 @@ def test_garbage_on_the_control_topics_is_counted_and_refused(points: Any) -> No
         job.control("events", value)
     # Well-formed and wrong: nobody's session, nobody's worker, nobody's grant.
     nonsense = [
-        Join(worker=99, instance="x"),
-        Join(worker=-1, instance="x"),
+        Join(worker=99, process="x"),
+        Join(worker=-1, process="x"),
         Announce(worker=0, session=12345, first=0, until=10**12),
         Announce(worker=7, session=1, first=0, until=1),
         Alive(worker=1, session=1),
         Leave(worker=0, session=3, cause="forged"),
-        Push(worker=0, session=1, batch=0, term=1, grant=1, version=0, key="doll:x:g:1:1", n_samples=8, loss_sum=0.0),
+        Push(worker=0, session=1, batch=0, term=1, grant_id=1, version=0, key="doll:x:g:1:1", n_samples=8, loss_sum=0),
         Evaluated(term=99, version=10**9, loss=0.0, accuracy=1.0),
     ]  # fmt: skip
     for record in nonsense:
@@ -193,12 +193,12 @@ def test_garbage_on_the_control_topics_is_counted_and_refused(points: Any) -> No
     for n in (0, 1):
         for value in forged_events[:-1]:
             job.control("commands", value, n)
-        grant = Grant(term=0, worker=n, session=1, batch=0, grant=1, version=0, min_version=0, key="doll:x:w:1:0")
+        grant = Grant(term=0, worker=n, session=1, batch=0, grant_id=1, version=0, min_version=0, key="doll:x:w:1:0")
         for record in (
             grant,
             Stop(term=0, reason="forged"),
-            Welcome(term=0, worker=n, instance="x", session=99, origin=0, next_batch=9, fingerprint=""),
-            Join(worker=n, instance="x"),
+            Welcome(term=0, worker=n, process="x", session=99, origin=0, next_batch=9, fingerprint=""),
+            Join(worker=n, process="x"),
         ):
             job.control("commands", record, n)
     job.send([point(i) for i in range(800)])
@@ -326,7 +326,7 @@ def test_an_update_of_nothing_but_bad_records_fits_into_its_topic(make_pipeline:
     server = KafkaChannel(job.config, job.services)
     worker = WorkerChannel(job.config, job.services, 0)
     push = Push(
-        worker=0, session=1, batch=0, term=1, grant=1, version=0, key="", n_samples=0, loss_sum=0.0, dead=dead
+        worker=0, session=1, batch=0, term=1, grant_id=1, version=0, key="", n_samples=0, loss_sum=0.0, dead=dead
     )  # fmt: skip
     try:
         server.send_update(update)

@@ -43,7 +43,7 @@ class Process:
     """One worker process: joining until it is welcomed, then a WorkerCore."""
 
     worker: int
-    instance: str
+    name: str  # as in `Join.process`
     reads_from: int  # position in its channel of commands
     incarnation: int = 0  # of its machine; 0: nobody numbers them
     core: WorkerCore | None = None
@@ -78,7 +78,7 @@ class World:
         self.term = 0
         self.engine: Engine | None = None
         self.processes: list[Process] = []
-        self.instances = 0
+        self.num_processes = 0
         self.launched = [0] * workers  # incarnation of the newest machine of each slot
         self.highest_incarnations = [0] * workers  # the highest incarnation that has joined
         self.acknowledged = list(self.origins)
@@ -123,8 +123,8 @@ class World:
 
     def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
         match action:
-            case ev.SendWelcome(worker, instance, session, origin, next_batch, incarnation):
-                (process,) = [p for p in self.processes if p.instance == instance]
+            case ev.SendWelcome(worker, name, session, origin, next_batch, incarnation):
+                (process,) = [p for p in self.processes if p.name == name]
                 assert process.incarnation in (0, self.highest_incarnations[worker]), (
                     "an older machine gets its slot back"
                 )
@@ -132,7 +132,7 @@ class World:
                     Welcome(
                         term=self.term,
                         worker=worker,
-                        instance=instance,
+                        process=name,
                         session=session,
                         origin=origin,
                         next_batch=next_batch,
@@ -140,11 +140,11 @@ class World:
                         incarnation=incarnation,
                     )
                 )
-            case ev.SendFence(worker, instance):
-                self.commands[worker].append(Fence(term=self.term, worker=worker, instance=instance))
+            case ev.SendFence(worker, name):
+                self.commands[worker].append(Fence(term=self.term, worker=worker, process=name))
             case ev.SendHello(worker):
                 self.commands[worker].append(Hello(term=self.term))
-            case ev.SendGrant(worker, session, batch, grant, version, min_version):
+            case ev.SendGrant(worker, session, batch, grant_id, version, min_version):
                 key = f"w:{self.term}:{version}"
                 self.blobs.add(key)
                 self.commands[worker].append(
@@ -153,7 +153,7 @@ class World:
                         worker=worker,
                         session=session,
                         batch=batch,
-                        grant=grant,
+                        grant_id=grant_id,
                         version=version,
                         min_version=min_version,
                         key=key,
@@ -166,9 +166,13 @@ class World:
                     self.commands[worker].append(NewVersion(term=self.term, worker=worker, version=version, key=key))
             case ev.RepublishWeights(version):
                 self.blobs.add(f"w:{self.term}:{version}")
-            case ev.FetchGradient(grant, key, _):
+            case ev.FetchGradient(grant_id, key, _):
                 there = key in self.blobs
-                event = ev.GradientFetched(grant=grant) if there else ev.GradientLost(grant=grant, reason="missing")
+                event = (
+                    ev.GradientFetched(grant_id=grant_id)
+                    if there
+                    else ev.GradientLost(grant_id=grant_id, reason="missing")
+                )
                 more = engine.handle(event, self.now)
                 engine.check_invariants()
                 return more
@@ -194,8 +198,8 @@ class World:
     # --- workers -------------------------------------------------------------------------------------------------
 
     def start_worker(self, worker: int, incarnation: int = 0) -> None:
-        self.instances += 1
-        process = Process(worker, f"i{self.instances}", len(self.commands[worker]), incarnation)
+        self.num_processes += 1
+        process = Process(worker, f"i{self.num_processes}", len(self.commands[worker]), incarnation)
         self.processes.append(process)
         self._ask_for_place(process)
 
@@ -205,7 +209,7 @@ class World:
         self.start_worker(worker, self.launched[worker])
 
     def _ask_for_place(self, process: Process) -> None:
-        join = Join(worker=process.worker, instance=process.instance, incarnation=process.incarnation)
+        join = Join(worker=process.worker, process=process.name, incarnation=process.incarnation)
         process.outbox.append(join)
 
     def live(self, worker: int) -> list[Process]:
@@ -227,7 +231,7 @@ class World:
         process.reads_from += 1
         if process.core is None:
             match record:
-                case Welcome() if record.instance == process.instance:
+                case Welcome() if record.process == process.name:
                     process.core = WorkerCore(
                         record,
                         max_pending=self.settings.max_pending_batches,
@@ -242,7 +246,7 @@ class World:
                     process.position = process.batcher.next_offset
                 case Hello():
                     self._ask_for_place(process)
-                case Fence() if record.instance == process.instance:
+                case Fence() if record.process == process.name:
                     process.dead = True
         else:
             self._do(process, process.core.on_record(record, self.now))
@@ -270,7 +274,7 @@ class World:
         if item.grant.key not in self.blobs:
             self._do(process, core.weights_missing(item.grant))
             return
-        key = f"g:{item.grant.term}:{item.grant.grant}"
+        key = f"g:{item.grant.term}:{item.grant.grant_id}"
         if not blob_lost:
             self.blobs.add(key)
         done = GradientDone(key, item.grant.version, 1.0, {}, 0.1, 0.0, 0.0, item.batch.num_samples)

@@ -178,9 +178,9 @@ class JobWorld:
             return
         self._session += 1
         self._holders[instance.slot] = (instance.id, instance.incarnation, self._session)
-        self.log.append((Join(worker=instance.slot, instance=instance.id, incarnation=instance.incarnation), now_s))
+        self.log.append((Join(worker=instance.slot, process=instance.id, incarnation=instance.incarnation), now_s))
         welcome = Welcome(
-            term=1, worker=instance.slot, instance=instance.id, session=self._session, origin=0, next_batch=0,
+            term=1, worker=instance.slot, process=instance.id, session=self._session, origin=0, next_batch=0,
             fingerprint="", incarnation=instance.incarnation,
         )  # fmt: skip
         self.log.append((welcome, now_s))

@@ -17,7 +17,7 @@ from doll.records import AnyRecord, DeadLetter, Grant, Welcome, encode
 def welcome(**changes: Any) -> Welcome:
     """Worker 1 of session 7, from offset 100 on, with 5 batches in the durable model."""
     values: dict[str, Any] = {
-        "term": 3, "worker": 1, "instance": "me", "session": 7, "origin": 100, "next_batch": 5, "fingerprint": "f",
+        "term": 3, "worker": 1, "process": "me", "session": 7, "origin": 100, "next_batch": 5, "fingerprint": "f",
     }  # fmt: skip
     return Welcome(**{**values, **changes})
 
@@ -25,7 +25,7 @@ def welcome(**changes: Any) -> Welcome:
 def grant(batch: int, number: int = 1, **changes: Any) -> Grant:
     """A grant for the worker of `welcome`, at version 9."""
     values: dict[str, Any] = {
-        "term": 3, "worker": 1, "session": 7, "batch": batch, "grant": number, "min_version": 9,
+        "term": 3, "worker": 1, "session": 7, "batch": batch, "grant_id": number, "min_version": 9,
         "version": 9, "key": "doll:unit:w:3:9",
     }  # fmt: skip
     return Grant(**{**values, **changes})

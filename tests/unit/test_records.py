@@ -65,7 +65,7 @@ def body(value: Any) -> bytes:
         (body({"type": "hello", "term": 1, "extra": 1}), "extra"),
         (body({"type": "hello", "term": 2**64 - 1}) + b"\x00", "trailing"),
         (body([1, 2]), "Expected `object`, got `array`"),
-        (body({"type": "nack", "worker": 0, "session": 1, "batch": 1, "term": 1, "grant": 1, "reason": "-"}), "'-'"),
+        (body({"type": "nack", "worker": 0, "session": 1, "batch": 1, "term": 1, "grant_id": 1, "reason": "-"}), "'-'"),
         (b"\xd0\x02" + b"\x91" * 100_000, "does not fit"),
         (b"\xd0\x02\xdf\xff\xff\xff\xff", "does not fit"),
         (b"\xd0\x02\x82\xa4type\xa5hello\xa4term\xd9\xff", "does not fit"),
@@ -106,13 +106,13 @@ def test_20000_random_inputs_raise_nothing_else() -> None:
 
 
 EXAMPLES = (
-    records.Join(worker=1, instance="i"),
+    records.Join(worker=1, process="i"),
     records.Push(
         worker=1,
         session=2,
         batch=3,
         term=4,
-        grant=5,
+        grant_id=5,
         version=6,
         key="k",
         n_samples=7,

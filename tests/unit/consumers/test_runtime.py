@@ -189,7 +189,7 @@ async def test_a_grant_that_was_replaced_is_not_computed(start: Callable[..., Ri
     rig.channel.command(grant(6, 3))
     rig.engine.submitted.popleft()[2].set_result(done("a"))
     await rig.until(lambda: rig.engine.submitted)
-    assert [order.grant for order, _, _ in rig.engine.submitted] == [3]
+    assert [order.grant_id for order, _, _ in rig.engine.submitted] == [3]
 
 
 async def test_missing_weights_are_reported(start: Callable[..., Rig]) -> None:

@@ -27,14 +27,14 @@ DONE = GradientDone("doll:j:g:3:1", 9, 12.0, {"accuracy": 4.0}, 0.1, 0.2, 0.3, 4
 
 def welcome(**changes: Any) -> Welcome:
     values: dict[str, Any] = {
-        "term": 3, "worker": 1, "instance": "me", "session": 7, "origin": 100, "next_batch": 5, "fingerprint": "f",
+        "term": 3, "worker": 1, "process": "me", "session": 7, "origin": 100, "next_batch": 5, "fingerprint": "f",
     }  # fmt: skip
     return Welcome(**{**values, **changes})
 
 
 def grant(of_batch: int, number: int = 1, **changes: Any) -> Grant:
     values: dict[str, Any] = {
-        "term": 3, "worker": 1, "session": 7, "batch": of_batch, "grant": number, "version": 9, "min_version": 9,
+        "term": 3, "worker": 1, "session": 7, "batch": of_batch, "grant_id": number, "version": 9, "min_version": 9,
         "key": "doll:j:w:3:9",
     }  # fmt: skip
     return Grant(**{**values, **changes})
@@ -87,7 +87,7 @@ def test_a_grant_is_computed_and_pushed_with_all_that_the_lineage_needs(core: Wo
     (sent,) = core.gradient_done(asked, held, DONE, granted_at_s=12.5)
     assert sent == Send(
         Push(
-            worker=1, session=7, batch=5, term=3, grant=1, version=9, key="doll:j:g:3:1", n_samples=4, loss_sum=12.0,
+            worker=1, session=7, batch=5, term=3, grant_id=1, version=9, key="doll:j:g:3:1", n_samples=4, loss_sum=12.0,
             metric_sums={"accuracy": 4.0}, dead=(101,), gaps=((103, 105),), dead_samples=2, compute_s=0.1, fetch_s=0.2,
             store_s=0.3, wait_s=2.5, market="spot",
         )
@@ -98,7 +98,7 @@ def test_a_grant_is_computed_and_pushed_with_all_that_the_lineage_needs(core: Wo
 
 @pytest.mark.parametrize("number", [4, 8, -1, 10**12])
 def test_a_grant_of_a_batch_that_it_does_not_hold_is_refused(core: WorkerCore, number: int) -> None:
-    nack = Nack(worker=1, session=7, batch=number, term=3, grant=1, reason="batch")
+    nack = Nack(worker=1, session=7, batch=number, term=3, grant_id=1, reason="batch")
     assert core.on_record(grant(number), 1.0) == [Send(nack)]
     assert not core.busy
 
@@ -106,7 +106,7 @@ def test_a_grant_of_a_batch_that_it_does_not_hold_is_refused(core: WorkerCore, n
 def test_weights_that_are_gone_are_told_never_replaced_by_others(core: WorkerCore) -> None:
     asked = grant(5)
     core.on_record(asked, 1.0)
-    nack = Nack(worker=1, session=7, batch=5, term=3, grant=1, reason="weights")
+    nack = Nack(worker=1, session=7, batch=5, term=3, grant_id=1, reason="weights")
     assert core.weights_missing(asked) == [Send(nack)]
     assert core.weights_missing(asked) == []
 
@@ -129,9 +129,9 @@ def test_a_later_grant_of_the_same_batch_replaces_the_earlier(core: WorkerCore) 
         Stop(term=2, reason="old"),
         Hello(term=2),
         welcome(term=2, next_batch=0),
-        welcome(instance="other", session=6),
-        Fence(term=3, worker=1, instance="other"),
-        Join(worker=1, instance="me"),
+        welcome(process="other", session=6),
+        Fence(term=3, worker=1, process="other"),
+        Join(worker=1, process="me"),
         Announce(worker=1, session=7, first=0, until=1),
     ],
     ids=lambda record: type(record).__name__,
@@ -170,7 +170,7 @@ def test_what_became_durable_before_it_was_read_again_takes_no_room() -> None:
 def test_a_new_server_says_hello_and_hears_all_that_is_not_durable(core: WorkerCore) -> None:
     asked = grant(5)
     core.on_record(asked, 1.0)
-    assert core.on_record(Hello(term=4), 1.0) == [Send(Join(worker=1, instance="me", session=7))]
+    assert core.on_record(Hello(term=4), 1.0) == [Send(Join(worker=1, process="me", session=7))]
     assert not core.is_current(asked)  # its server is gone
     assert core.on_record(grant(5), 1.0) == []
     actions = core.on_record(welcome(term=4, session=7, next_batch=6), 2.0)
@@ -180,15 +180,15 @@ def test_a_new_server_says_hello_and_hears_all_that_is_not_durable(core: WorkerC
 
 def test_a_later_machine_claims_its_slot_from_a_server_that_has_forgotten_it() -> None:
     core = WorkerCore(welcome(), max_pending=4, now=0.0, incarnation=3)
-    join = Send(Join(worker=1, instance="me", session=7, incarnation=3))
+    join = Send(Join(worker=1, process="me", session=7, incarnation=3))
     assert core.on_record(Hello(term=4), 1.0) == [join]
-    assert core.on_record(welcome(term=4, instance="older", session=99, incarnation=2), 1.0) == [join]
+    assert core.on_record(welcome(term=4, process="older", session=99, incarnation=2), 1.0) == [join]
     for later in (0, 3, 4):  # 0: a process that nobody has numbered
-        (action,) = core.on_record(welcome(term=4, instance="newer", session=99, incarnation=later), 1.0)
+        (action,) = core.on_record(welcome(term=4, process="newer", session=99, incarnation=later), 1.0)
         assert isinstance(action, Exit)
         assert action.code == 0
     core.drain()
-    assert core.on_record(welcome(term=4, instance="older", session=99, incarnation=2), 1.0) == []
+    assert core.on_record(welcome(term=4, process="older", session=99, incarnation=2), 1.0) == []
 
 
 def test_a_new_server_may_give_a_new_session(core: WorkerCore) -> None:
@@ -214,7 +214,7 @@ def test_nothing_held_is_nothing_announced() -> None:
 
 
 @pytest.mark.parametrize(
-    "record", [Fence(term=3, worker=1, instance="me"), welcome(instance="newer", session=8)], ids=["fence", "welcome"]
+    "record", [Fence(term=3, worker=1, process="me"), welcome(process="newer", session=8)], ids=["fence", "welcome"]
 )
 def test_a_replaced_process_ends_and_is_not_started_again(core: WorkerCore, record: AnyRecord) -> None:
     (action,) = core.on_record(record, 1.0)

@@ -32,9 +32,9 @@ def observed(slots: int = 2, **more: Any) -> Observed:
     return Observed(np.full(slots, 10.0), **more)
 
 
-def welcome(worker: int, incarnation: int, session: int, instance: str = "") -> Welcome:
+def welcome(worker: int, incarnation: int, session: int, process: str = "") -> Welcome:
     return Welcome(
-        term=1, worker=worker, instance=instance or f"p{worker}.{incarnation}", session=session, origin=0,
+        term=1, worker=worker, process=process or f"p{worker}.{incarnation}", session=session, origin=0,
         next_batch=0, fingerprint="", incarnation=incarnation,
     )  # fmt: skip
 
@@ -52,7 +52,7 @@ def feed(model: Observed, *records: AnyRecord, at_s: float = T0) -> None:
 def test_a_slot_is_held_by_whom_the_server_has_welcomed() -> None:
     model = observed()
     assert model.holder(0) is None
-    feed(model, Join(worker=0, instance="p0.1", incarnation=1))
+    feed(model, Join(worker=0, process="p0.1", incarnation=1))
     assert model.holder(0) is None, "asking is not having"
     feed(model, welcome(0, 1, session=100))
     holder = model.holder(0)
@@ -104,7 +104,7 @@ def test_who_has_left_does_not_work_until_it_joins_again() -> None:
 def test_slots_that_are_none_are_passed_over(worker: int) -> None:
     model = observed()
     feed(
-        model, Join(worker=worker, instance="x"), welcome(worker, 1, 1), Alive(worker=worker, session=1),
+        model, Join(worker=worker, process="x"), welcome(worker, 1, 1), Alive(worker=worker, session=1),
         Leave(worker=worker, session=1, cause=""),
     )  # fmt: skip
     assert model.holder(0) is None
@@ -247,5 +247,5 @@ def test_incarnations_that_no_fleet_can_have_used_are_passed_over() -> None:
     wild = ProvisionDecision(
         turn=1, time_s=T0, started_s=0, phase="run", binding="none", feasible=True, incarnations=(2**63 - 1, 7, 5)
     )
-    feed(model, wild, Join(worker=0, instance="x", incarnation=2**62))
+    feed(model, wild, Join(worker=0, process="x", incarnation=2**62))
     assert [model.highest_incarnation(slot) for slot in range(2)] == [0, 7]

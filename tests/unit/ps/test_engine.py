@@ -52,7 +52,7 @@ class Bench:
 
     def join(self, *workers: int) -> None:
         for worker in workers:
-            (welcome,) = only(self.handle(Join(worker=worker, instance=f"w{worker}")), ev.SendWelcome)
+            (welcome,) = only(self.handle(Join(worker=worker, process=f"w{worker}")), ev.SendWelcome)
             self.sessions[worker] = welcome.session
 
     def announce(self, worker: int, first: int, until: int) -> list[ev.EngineAction]:
@@ -61,12 +61,12 @@ class Bench:
     def push(self, worker: int, batch: int, **changes: object) -> list[ev.EngineAction]:
         grant = self.grants[worker, batch]
         values: dict[str, object] = {
-            "worker": worker, "session": self.sessions[worker], "batch": batch, "term": 1, "grant": grant.grant,
-            "version": grant.version, "key": f"g{grant.grant}", "n_samples": 4, "loss_sum": 4.0,
+            "worker": worker, "session": self.sessions[worker], "batch": batch, "term": 1, "grant_id": grant.grant_id,
+            "version": grant.version, "key": f"g{grant.grant_id}", "n_samples": 4, "loss_sum": 4.0,
         }  # fmt: skip
         actions = self.handle(Push(**{**values, **changes}))  # type: ignore[arg-type]
         for fetch in only(actions, ev.FetchGradient):
-            actions = actions + self.handle(ev.GradientFetched(grant=fetch.grant))
+            actions = actions + self.handle(ev.GradientFetched(grant_id=fetch.grant_id))
         return actions
 
 
@@ -161,14 +161,14 @@ def test_a_lost_gradient_takes_later_batches_of_its_worker_back_too() -> None:
         session=bench.sessions[0],
         batch=0,
         term=1,
-        grant=grant.grant,
+        grant_id=grant.grant_id,
         version=0,
         key="k",
         n_samples=4,
         loss_sum=0.0,
     )
     bench.handle(push)
-    actions = bench.handle(ev.GradientLost(grant=grant.grant, reason="gone"))
+    actions = bench.handle(ev.GradientLost(grant_id=grant.grant_id, reason="gone"))
     assert granted(actions) == [(0, 0), (0, 1)]
     assert bench.engine.counters["requeued_blob_lost"] == 2
 
@@ -195,40 +195,40 @@ def test_a_newer_incarnation_fences_the_older_and_reads_on_from_the_durable_batc
     bench.announce(0, 0, 2)
     bench.push(0, 0)
     old = bench.sessions[0]
-    actions = bench.handle(Join(worker=0, instance="second"))
-    assert [fence.instance for fence in only(actions, ev.SendFence)] == ["w0"]
+    actions = bench.handle(Join(worker=0, process="second"))
+    assert [fence.process for fence in only(actions, ev.SendFence)] == ["w0"]
     (welcome,) = only(actions, ev.SendWelcome)
     assert welcome.session > old
     assert welcome.next_batch == 0, "batch 0 is applied, but no checkpoint has it yet"
-    assert only(bench.handle(Join(worker=0, instance="w0", session=old)), ev.SendFence)
+    assert only(bench.handle(Join(worker=0, process="w0", session=old)), ev.SendFence)
     assert bench.handle(Announce(worker=0, session=old, first=0, until=2)) == []
     assert granted(bench.handle(Announce(worker=0, session=welcome.session, first=0, until=2))) == [(0, 1)]
 
 
 def test_an_older_machine_that_starts_again_does_not_get_its_slot_back() -> None:
     bench = Bench(Doll(1), workers=1)
-    only(bench.handle(Join(worker=0, instance="i-1:a", incarnation=1)), ev.SendWelcome)
-    (welcome,) = only(bench.handle(Join(worker=0, instance="i-2:b", incarnation=2)), ev.SendWelcome)
+    only(bench.handle(Join(worker=0, process="i-1:a", incarnation=1)), ev.SendWelcome)
+    (welcome,) = only(bench.handle(Join(worker=0, process="i-2:b", incarnation=2)), ev.SendWelcome)
     for _ in range(2):
-        actions = bench.handle(Join(worker=0, instance="i-1:c", incarnation=1))
-        assert [fence.instance for fence in only(actions, ev.SendFence)] == ["i-1:c"]
+        actions = bench.handle(Join(worker=0, process="i-1:c", incarnation=1))
+        assert [fence.process for fence in only(actions, ev.SendFence)] == ["i-1:c"]
         assert not only(actions, ev.SendWelcome)
     assert bench.engine.counters["refused_fenced"] == 2
     bench.handle(Announce(worker=0, session=welcome.session, first=0, until=1))
     assert bench.engine.num_computing == 1, "the newer machine goes on undisturbed"
     # Its own process may start again, and a process that nobody has numbered may take over, as ever.
-    assert only(bench.handle(Join(worker=0, instance="i-2:d", incarnation=2)), ev.SendWelcome)
-    assert only(bench.handle(Join(worker=0, instance="by hand")), ev.SendWelcome)
-    assert only(bench.handle(Join(worker=0, instance="i-1:e", incarnation=1)), ev.SendFence)
+    assert only(bench.handle(Join(worker=0, process="i-2:d", incarnation=2)), ev.SendWelcome)
+    assert only(bench.handle(Join(worker=0, process="by hand")), ev.SendWelcome)
+    assert only(bench.handle(Join(worker=0, process="i-1:e", incarnation=1)), ev.SendFence)
 
 
 def test_incarnations_survive_a_restart_of_the_server() -> None:
     bench = Bench(Doll(1), workers=2)
-    bench.handle(Join(worker=1, instance="i-7:a", incarnation=7))
+    bench.handle(Join(worker=1, process="i-7:a", incarnation=7))
     state = msgspec.msgpack.decode(msgspec.msgpack.encode(bench.engine.snapshot(0.0)), type=ev.EngineSnapshot)
     again = Engine(settings(2), Doll(1), term=2, now=0.0, snapshot=state)
-    assert only(again.handle(Join(worker=1, instance="i-6:b", incarnation=6), 0.0), ev.SendFence)
-    assert only(again.handle(Join(worker=0, instance="i-1:c", incarnation=1), 0.0), ev.SendWelcome)
+    assert only(again.handle(Join(worker=1, process="i-6:b", incarnation=6), 0.0), ev.SendFence)
+    assert only(again.handle(Join(worker=0, process="i-1:c", incarnation=1), 0.0), ev.SendWelcome)
 
 
 def test_restarts_and_since_when_a_worker_is_live() -> None:
@@ -240,7 +240,7 @@ def test_restarts_and_since_when_a_worker_is_live() -> None:
     worker = bench.engine.worker(0)
     assert (worker.restarts, worker.live_since_s) == (0, 5.0)
     bench.now = 7.0
-    bench.handle(Join(worker=0, instance="second"))
+    bench.handle(Join(worker=0, process="second"))
     assert (worker.restarts, worker.live_since_s) == (1, 7.0)
     again = Engine(settings(2), Doll(1), term=2, now=0.0, snapshot=bench.engine.snapshot(7.0))
     assert again.snapshot(0.0).restarts == (1, 0)
@@ -249,14 +249,14 @@ def test_restarts_and_since_when_a_worker_is_live() -> None:
 def test_a_later_machine_that_a_restarted_server_has_forgotten_wins_over_an_older_one() -> None:
     """The checkpoint is of before machine 2 joined; machine 1 joins the next server first and gets a higher session."""
     bench = Bench(Doll(1), workers=1)
-    bench.handle(Join(worker=0, instance="i-1:a", incarnation=1))
+    bench.handle(Join(worker=0, process="i-1:a", incarnation=1))
     snapshot = bench.engine.snapshot(0.0)
-    (held,) = only(bench.handle(Join(worker=0, instance="i-2:b", incarnation=2)), ev.SendWelcome)
+    (held,) = only(bench.handle(Join(worker=0, process="i-2:b", incarnation=2)), ev.SendWelcome)
     again = Engine(settings(1), Doll(1), term=2, now=0.0, snapshot=snapshot)
-    (older,) = only(again.handle(Join(worker=0, instance="i-1:c", incarnation=1), 0.0), ev.SendWelcome)
+    (older,) = only(again.handle(Join(worker=0, process="i-1:c", incarnation=1), 0.0), ev.SendWelcome)
     assert older.session > held.session
-    actions = again.handle(Join(worker=0, instance="i-2:b", session=held.session, incarnation=2), 0.0)
-    assert [fence.instance for fence in only(actions, ev.SendFence)] == ["i-1:c"]
+    actions = again.handle(Join(worker=0, process="i-2:b", session=held.session, incarnation=2), 0.0)
+    assert [fence.process for fence in only(actions, ev.SendFence)] == ["i-1:c"]
     (welcome,) = only(actions, ev.SendWelcome)
     assert welcome.session > older.session
 
@@ -264,20 +264,20 @@ def test_a_later_machine_that_a_restarted_server_has_forgotten_wins_over_an_olde
 def test_a_process_that_two_servers_have_welcomed_is_not_fenced_as_its_own_predecessor() -> None:
     """Both heard its Join; it takes the earlier server's session first, and answers the later one's Hello with that."""
     earlier, later = (Engine(settings(1), Doll(1), term=number, now=0.0, origins=[0]) for number in (1, 2))
-    join = Join(worker=0, instance="a")
+    join = Join(worker=0, process="a")
     (first,) = only(earlier.handle(join, 0.0), ev.SendWelcome)
     (second,) = only(later.handle(join, 0.0), ev.SendWelcome)
     assert first.session < second.session
-    (again,) = only(later.handle(Join(worker=0, instance="a", session=first.session), 0.0), ev.SendWelcome)
+    (again,) = only(later.handle(Join(worker=0, process="a", session=first.session), 0.0), ev.SendWelcome)
     assert again.session == second.session
 
 
 def test_sessions_of_a_later_server_are_higher_whatever_the_earlier_one_handed_out() -> None:
     first = Bench(Doll(1), workers=1)
     first.join(0)
-    first.handle(Join(worker=0, instance="b"))
+    first.handle(Join(worker=0, process="b"))
     second = Engine(settings(1), Doll(1), term=2, now=0.0, origins=[0])
-    (welcome,) = only(second.handle(Join(worker=0, instance="c"), 0.0), ev.SendWelcome)
+    (welcome,) = only(second.handle(Join(worker=0, process="c"), 0.0), ev.SendWelcome)
     assert welcome.session > 1 << 20
     assert welcome.session >> 20 == 2
 
@@ -316,8 +316,8 @@ def test_missing_weights_are_published_again_and_the_batch_is_granted_again() ->
     bench = Bench(Doll(1), workers=1)
     bench.join(0)
     bench.announce(0, 0, 1)
-    grant = bench.grants[0, 0].grant
-    actions = bench.handle(Nack(worker=0, session=bench.sessions[0], batch=0, term=1, grant=grant, reason="weights"))
+    grant = bench.grants[0, 0].grant_id
+    actions = bench.handle(Nack(worker=0, session=bench.sessions[0], batch=0, term=1, grant_id=grant, reason="weights"))
     assert [type(action) for action in actions] == [ev.RepublishWeights, ev.SendGrant]
 
 
@@ -413,7 +413,7 @@ def test_messages_before_a_restarted_server_knows_the_worker_ask_it_to_join() ->
     again = Engine(settings(1), Doll(1), term=2, now=0.0, snapshot=snapshot)
     assert only(again.handle(Alive(worker=0, session=bench.sessions[0]), 0.0), ev.SendHello)
     assert (
-        only(again.handle(Join(worker=0, instance="w0", session=bench.sessions[0]), 0.0), ev.SendWelcome)[0].session
+        only(again.handle(Join(worker=0, process="w0", session=bench.sessions[0]), 0.0), ev.SendWelcome)[0].session
         == bench.sessions[0]
     )
 
@@ -512,10 +512,10 @@ def test_a_worker_that_answers_too_late_gets_another_grant_also_where_it_has_no_
     bench = Bench(Asp(), workers=1)
     bench.join(0)
     assert granted(bench.announce(0, 0, 1)) == [(0, 0)]
-    late = bench.grants[0, 0].grant
+    late = bench.grants[0, 0].grant_id
     for bench.now in (TIMEOUT_S / 2, TIMEOUT_S + 1.0):
         bench.handle(Alive(worker=0, session=bench.sessions[0]))
         assert granted(bench.handle(ev.Tick())) == []
     assert bench.engine.counters["requeued_timeout"] == 1
-    nack = Nack(worker=0, session=bench.sessions[0], batch=0, term=1, grant=late, reason="weights")
+    nack = Nack(worker=0, session=bench.sessions[0], batch=0, term=1, grant_id=late, reason="weights")
     assert granted(bench.handle(nack)) == [(0, 0)]

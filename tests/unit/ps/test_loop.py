@@ -99,7 +99,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 
 def test_records_reach_the_server_in_order_until_it_has_finished(rig: Rig) -> None:
-    joins = [Join(worker=worker, instance="i") for worker in range(3)]
+    joins = [Join(worker=worker, process="i") for worker in range(3)]
     rig.channel.values.extend([[encode(joins[0]), encode(joins[1])], [], [encode(joins[2])], [encode(joins[0])]])
     rig.serve()
     assert rig.server.fed == joins
@@ -108,7 +108,7 @@ def test_records_reach_the_server_in_order_until_it_has_finished(rig: Rig) -> No
 
 @pytest.mark.parametrize("value", [b"garbage", None, encode(Stop(term=1, reason="not a record of this topic"))])
 def test_what_does_not_belong_on_the_topic_is_counted_and_skipped(rig: Rig, value: bytes | None) -> None:
-    join = Join(worker=0, instance="i")
+    join = Join(worker=0, process="i")
     rig.channel.values.append([value, encode(join)])
     rig.serve()
     assert rig.server.fed == [join]
@@ -155,7 +155,7 @@ def test_a_server_that_paused_beyond_its_lease_writes_nothing_before_the_store_a
     rig: Rig, error: Exception
 ) -> None:
     rig.server.store_error = error
-    rig.channel.values.append([encode(Join(worker=0, instance="i"))])
+    rig.channel.values.append([encode(Join(worker=0, process="i"))])
 
     def pause() -> None:
         rig.now += 2 * LEASE_S

@@ -59,14 +59,14 @@ class LedgerWorld(World):
     def compute(self, process: Process, *, blob_lost: bool = False) -> None:
         if process.computing:
             item = process.computing[0]
-            self.held[item.grant.term, item.grant.grant] = item.batch.data
+            self.held[item.grant.term, item.grant.grant_id] = item.batch.data
         super().compute(process, blob_lost=blob_lost)
 
     def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
         if isinstance(action, ev.ApplyUpdate):
             members = []
             for item in action.batches:
-                offsets = self.held[self.term, item.grant]
+                offsets = self.held[self.term, item.grant_id]
                 members.append(
                     Member(
                         worker=item.push.worker, batch=item.push.batch, lo=offsets[0], hi=offsets[-1] + 1,

@@ -74,14 +74,14 @@ class Exchanged:
 
 def test_the_assignment_of_a_checkpoint_says_whose_batches_a_worker_has() -> None:
     world = Exchanged.make()
-    (welcome,) = world.handle(Join(worker=0, instance="a"))
+    (welcome,) = world.handle(Join(worker=0, process="a"))
     assert isinstance(welcome, ev.SendWelcome)
     assert (welcome.origin, welcome.next_batch) == (2000, 2)
     (grant,) = world.handle(Announce(worker=0, session=welcome.session, first=2, until=3))
     assert isinstance(grant, ev.SendGrant)
     assert (grant.worker, grant.batch) == (0, 2)
     update, order = world.handle(
-        Push(worker=0, session=grant.session, batch=2, term=2, grant=grant.grant, version=5, key="", n_samples=0,
+        Push(worker=0, session=grant.session, batch=2, term=2, grant_id=grant.grant_id, version=5, key="", n_samples=0,
              loss_sum=0.0)
     )  # fmt: skip
     assert isinstance(update, ev.ApplyUpdate)

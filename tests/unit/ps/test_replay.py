@@ -87,7 +87,7 @@ class Run:
         return self.now
 
     def join(self, worker: int) -> None:
-        self.server.feed(Join(worker=worker, instance=f"{worker}-{self.rng.random()}"))
+        self.server.feed(Join(worker=worker, process=f"{worker}-{self.rng.random()}"))
         welcome = next(record for record in reversed(self.outbox.commands) if isinstance(record, Welcome))
         self.sessions[worker] = welcome.session
         first = welcome.next_batch
@@ -108,13 +108,13 @@ class Run:
 
     def answer(self, grant: Grant) -> None:
         fate = self.rng.random()
-        key = gradient_key(self.config.job, grant.term, grant.grant) if fate > 0.1 else ""
+        key = gradient_key(self.config.job, grant.term, grant.grant_id) if fate > 0.1 else ""
         if fate > 0.3:
             gradient = self.numbers.normal(size=self.optimizer.weights.size).astype(np.float32)
             self.blobs.put(key, encode_blob(gradient, job=self.config.job, kind="g", version=grant.version), 600.0)
         self.server.feed(
             Push(
-                worker=grant.worker, session=grant.session, batch=grant.batch, term=grant.term, grant=grant.grant,
+                worker=grant.worker, session=grant.session, batch=grant.batch, term=grant.term, grant_id=grant.grant_id,
                 version=grant.version, key=key, n_samples=4 if key else 0, loss_sum=4.0,
             )
         )  # fmt: skip

@@ -109,7 +109,7 @@ class Rig:
 
     def join(self) -> None:
         for worker in (0, 1):
-            self.server.feed(Join(worker=worker, instance=f"i{worker}"))
+            self.server.feed(Join(worker=worker, process=f"i{worker}"))
         self.sessions = {record.worker: record.session for record in self.outbox.of(Welcome)}
 
     def announce(self, worker: int, first: int, until: int) -> None:
@@ -117,13 +117,13 @@ class Rig:
 
     def answer(self, grant: Grant, value: float = 1.0, *, store: bool = True, key: str | None = None) -> None:
         """Push a gradient of this value everywhere, as the sum over 4 samples."""
-        name = gradient_key("unit", grant.term, grant.grant) if key is None else key
+        name = gradient_key("unit", grant.term, grant.grant_id) if key is None else key
         if store and name:
             gradient = np.full(self.size, value, np.float32)
             self.blobs.put(name, encode_blob(gradient, job="unit", kind="g", version=grant.version), 60.0)
         self.server.feed(
             Push(
-                worker=grant.worker, session=grant.session, batch=grant.batch, term=grant.term, grant=grant.grant,
+                worker=grant.worker, session=grant.session, batch=grant.batch, term=grant.term, grant_id=grant.grant_id,
                 version=grant.version, key=name, n_samples=4 if name else 0, loss_sum=8.0 if name else 0.0,
                 metric_sums={"accuracy": 2.0} if name else {}, dead=() if name else (100,),
             )
@@ -308,7 +308,7 @@ def test_a_lost_gradient_is_computed_again(rig: Rig) -> None:
     assert rig.server.engine.version == 0
     (again,) = rig.grants()
     assert (again.worker, again.batch, again.version) == (second.worker, second.batch, 0)
-    assert again.grant != second.grant
+    assert again.grant_id != second.grant_id
     rig.answer(second)  # the old answer comes late: refused, and its blob is dropped
     assert rig.server.engine.version == 0
     assert rig.server.engine.counters["refused_late"] == 1
@@ -329,7 +329,7 @@ def test_a_gradient_that_is_not_the_one_that_was_asked_for_is_never_applied(rig:
         "other size": b"".join(encode_blob(np.ones(3, np.float32), job="unit", kind="g", version=0)),
         "garbage": b"garbage",
     }
-    rig.blobs.put(gradient_key("unit", 1, second.grant), [values[damage]], 60.0)
+    rig.blobs.put(gradient_key("unit", 1, second.grant_id), [values[damage]], 60.0)
     rig.answer(second, store=False)
     assert rig.server.engine.version == 0
     assert rig.optimizer.weights.tobytes() == before.tobytes()
@@ -341,7 +341,7 @@ def test_weights_that_a_worker_misses_are_published_again(rig: Rig) -> None:
     rig.announce(1, 0, 1)
     first, second = rig.grants()
     rig.blobs.wipe()
-    nack = Nack(worker=0, session=first.session, batch=0, term=1, grant=first.grant, reason="weights")
+    nack = Nack(worker=0, session=first.session, batch=0, term=1, grant_id=first.grant_id, reason="weights")
     rig.server.feed(nack)
     (again,) = rig.grants()
     assert again.key == second.key
@@ -385,7 +385,7 @@ def test_a_fenced_server_stops_and_saves_nothing(rig: Rig) -> None:
 
 def test_a_superseded_server_with_nothing_to_save_stops_too(rig: Rig) -> None:
     """It hears workers answer a newer server, and asks the store whether that is so: anybody may write to the topic."""
-    newer = Nack(worker=0, session=rig.sessions[0], batch=0, term=2, grant=1, reason="batch")
+    newer = Nack(worker=0, session=rig.sessions[0], batch=0, term=2, grant_id=1, reason="batch")
     rig.server.feed(newer)
     rig.store.claim_term()
     with pytest.raises(FencedError, match="term 1 is over: term 2"):
@@ -522,10 +522,10 @@ def test_crash_after_the_checkpoint_before_durable_is_said_in_the_next_welcome()
 def test_an_older_incarnation_is_fenced(rig: Rig) -> None:
     rig.announce(0, 0, 1)
     old = rig.sessions[0]
-    rig.server.feed(Join(worker=0, instance="newer"))
-    assert rig.outbox.of(Fence) == [Fence(term=1, worker=0, instance="i0")]
+    rig.server.feed(Join(worker=0, process="newer"))
+    assert rig.outbox.of(Fence) == [Fence(term=1, worker=0, process="i0")]
     welcome = rig.outbox.of(Welcome)[-1]
-    assert (welcome.instance, welcome.session > old) == ("newer", True)
+    assert (welcome.process, welcome.session > old) == ("newer", True)
     rig.server.feed(Announce(worker=0, session=old, first=0, until=2))
     assert rig.server.engine.counters["refused_fenced"] == 1
 

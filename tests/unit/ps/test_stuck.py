@@ -29,8 +29,8 @@ class Bench:
         for worker in (0, 1):
             self.join(worker)
 
-    def join(self, worker: int, instance: str = "a") -> None:
-        for action in self.handle(Join(worker=worker, instance=f"{instance}{worker}")):
+    def join(self, worker: int, process: str = "a") -> None:
+        for action in self.handle(Join(worker=worker, process=f"{process}{worker}")):
             if isinstance(action, ev.SendWelcome):
                 self.sessions[worker] = action.session
 
@@ -42,7 +42,7 @@ class Bench:
         for grant in grants:
             self.handle(
                 Push(
-                    worker=grant.worker, session=grant.session, batch=grant.batch, term=1, grant=grant.grant,
+                    worker=grant.worker, session=grant.session, batch=grant.batch, term=1, grant_id=grant.grant_id,
                     version=grant.version, key="", n_samples=0, loss_sum=0.0,
                 )
             )  # fmt: skip

@@ -14,8 +14,8 @@ def machine(id_: str, *, killed: bool = True, ended_s: float | None = 9.0) -> Ma
     return Machine(instance, killed=killed)
 
 
-def welcome(instance: str, worker: int, session: int) -> Welcome:
-    return Welcome(term=1, worker=worker, instance=instance, session=session, origin=0, next_batch=0, fingerprint="")
+def welcome(process: str, worker: int, session: int) -> Welcome:
+    return Welcome(term=1, worker=worker, process=process, session=session, origin=0, next_batch=0, fingerprint="")
 
 
 def test_a_killed_machine_is_reported_once_with_the_session_of_its_worker() -> None:
