@@ -18,7 +18,7 @@ from doll import records, telemetry
 from doll.errors import ServiceUnavailableError
 from doll.provisioner.alarms import alarms_of
 from doll.provisioner.apply import ActionExecutor
-from doll.provisioner.billing import MARKETS, Bill, all_on_demand_usd, usd_per_error_point
+from doll.provisioner.billing import MARKETS, Bill, BillingRule, all_on_demand_usd, usd_per_error_point
 from doll.provisioner.billing_account import LINES_KEPT_S, BillingAccount
 from doll.provisioner.budget import reserve_usd
 from doll.provisioner.decision import ActionResult, Decision, Phase
@@ -49,6 +49,7 @@ class Controller:
     continues from the state store where the previous one stopped.
 
     Args:
+        billing: how the owner of the fleet's machines bills.
         state_store: persists state and journal.
         probe: reports whether spot has a machine without buying one; None: inferred from launches and their outcomes.
         check_lease: raises where another provisioner has taken over.
@@ -66,6 +67,7 @@ class Controller:
         settings: ControllerSettings,
         fleet: Fleet,
         prices: PriceFeed,
+        billing: BillingRule,
         state_store: StateStore,
         *,
         probe: SpotProbe | None = None,
@@ -77,6 +79,7 @@ class Controller:
         self.settings = settings
         self._fleet = fleet
         self._prices = prices
+        self._billing = billing
         self._state_store = state_store
         self._probe = probe
         self._check_lease = check_lease
@@ -98,10 +101,10 @@ class Controller:
         )
         self.positions: dict[str, int] = {}
         self._launch_state = LaunchState(count, settings.limits)
-        self._plan = MarketPlan(settings, self._probe, dry_run=self._dry_run)
+        self._plan = MarketPlan(settings, self._billing, self._probe, dry_run=self._dry_run)
         self._tracker = InstanceTracker(count)
         self._account = BillingAccount(
-            settings.billing, lambda pool, market, start_s, end_s: self._prices.series(pool, market, start_s, end_s)
+            self._billing, lambda pool, market, start_s, end_s: self._prices.series(pool, market, start_s, end_s)
         )
         self._executor = ActionExecutor(
             self._fleet, self._launch_state, self._tracker, journal=self._append_journal, save=self._save
@@ -325,7 +328,7 @@ class Controller:
         commit: dict[Market, float] = {}
         if budget_usd is not None:
             running = sum(instance.state is not InstanceState.ENDED for instance in instances)
-            reserve = reserve_usd(prices, self._plan.planner.replan_s, self.settings.billing)
+            reserve = reserve_usd(prices, self._plan.planner.replan_s, self._billing)
             spare_usd = budget_usd - bill.usd - running * reserve
             commit = dict.fromkeys(MARKETS, reserve)
         return FleetStatus(

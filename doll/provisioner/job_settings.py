@@ -8,7 +8,6 @@ import numpy as np
 
 from doll.config import JobConfig, ProcessesFleetConfig
 from doll.errors import ConfigError
-from doll.provisioner.billing import EC2_LINUX, LOCAL
 from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.planning.plan_request import apply_speed_up, updates_to_target
 from doll.provisioner.planning.state import PlannerSettings
@@ -56,7 +55,7 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
     )  # fmt: skip
     settings = ControllerSettings(
         planner=planner, rates_per_s=np.asarray(rates), samples_per_record=config.data.samples_per_record,
-        prior_alpha=plan.alpha, limits=limits, billing=EC2_LINUX if config.fleet.kind == "ec2" else LOCAL,
+        prior_alpha=plan.alpha, limits=limits,
         heartbeat_timeout_s=own.heartbeat_timeout_s, target_error=plan.target_error if own.re_estimate else None,
         measure=plan.measure,
     )  # fmt: skip

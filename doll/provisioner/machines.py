@@ -28,7 +28,7 @@ class Machines:
 
     Attributes:
         probe: can tell whether spot is available; None on a real market.
-        billing: how the owner of the machines bills.
+        billing: how the owner of the machines bills; the controller's bills and budget follow it.
         placement: EC2's scores of where spot is likely; None elsewhere, or where the job does not ask for them.
     """
 

@@ -88,9 +88,9 @@ class Provisioner:
             self._state_store = FileStateStore(setup.run_folder, config.job)
             self._placement = machines.placement
             self._controller = Controller(
-                self._settings, machines.fleet, machines.prices, self._state_store, probe=machines.probe,
-                check_lease=None if lease is None else lease.check, dry_run=setup.dry_run, job=config.job,
-                topics_id=topics.topic_id(config, services, "updates"),
+                self._settings, machines.fleet, machines.prices, machines.billing, self._state_store,
+                probe=machines.probe, check_lease=None if lease is None else lease.check, dry_run=setup.dry_run,
+                job=config.job, topics_id=topics.topic_id(config, services, "updates"),
             )  # fmt: skip
             self._job_records = stack.enter_context(JobRecords(config, services, self._controller.positions))
             self._publisher = None if setup.dry_run else _publisher(config, services)

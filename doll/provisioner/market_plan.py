@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from doll.provisioner.billing import Bill
+from doll.provisioner.billing import Bill, BillingRule
 from doll.provisioner.budget import fit_to_budget, reserve_usd
 from doll.provisioner.decision import Phase
 from doll.provisioner.fleets.port import Instance, SpotProbe
@@ -60,6 +60,7 @@ class MarketPlan:
     """The markets that were last chosen, and what the next choice needs of the past.
 
     Args:
+        billing: of the fleet, for the reserve of the budget.
         probe: reports whether spot has a machine without buying one; None: inferred from launches and their outcomes.
         dry_run: choices are not remembered.
 
@@ -68,10 +69,13 @@ class MarketPlan:
         moves: slots that changed their market so far.
     """
 
-    def __init__(self, settings: ControllerSettings, probe: SpotProbe | None, *, dry_run: bool) -> None:
+    def __init__(
+        self, settings: ControllerSettings, billing: BillingRule, probe: SpotProbe | None, *, dry_run: bool
+    ) -> None:
         self.planner = settings.planner
         self.moves = 0
         self._settings = settings
+        self._billing = billing
         self._probe = probe
         self._dry_run = dry_run
         self._history = SlotHistory((settings.num_slots,))
@@ -208,7 +212,7 @@ class MarketPlan:
         plan = (planner.start if first else planner.plan)(state, settings)
         on_spot, reasons, binding, feasible = plan.on_spot, list(plan.reasons), plan.binding, plan.feasible
         expected_usd, finish_s = plan.forecast.expected_cost_usd, plan.forecast.expected_finish_s
-        reserve = reserve_usd(state.prices, settings.replan_s, self._settings.billing)
+        reserve = reserve_usd(state.prices, settings.replan_s, self._billing)
         fit = fit_to_budget(on_spot, state, settings, reserve_usd=reserve)
         if fit is not None:
             forced = fit.on_spot & ~on_spot

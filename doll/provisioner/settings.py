@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from doll.provisioner.billing import LOCAL, BillingRule
 from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.planning.state import PlannerSettings
 from doll.theory.checks import Floats
@@ -21,7 +20,6 @@ class ControllerSettings:
         samples_per_record: m of packed records.
         prior_alpha: assumed availability of spot before anything is observed.
         limits: rates and timeouts of launches.
-        billing: how the cloud bills.
         heartbeat_timeout_s: a worker that sent nothing for this long, while others did, does not work.
         target_error, measure: the work is re-estimated from the job's own held-out errors; None: it stays as planned.
         started_s: when the job's clock began, Unix seconds; None: at the first turn.
@@ -32,7 +30,6 @@ class ControllerSettings:
     samples_per_record: int = 1
     prior_alpha: float = 0.9
     limits: LaunchLimits = field(default_factory=LaunchLimits)
-    billing: BillingRule = LOCAL
     heartbeat_timeout_s: float = 30.0
     target_error: float | None = None
     measure: str = "error_rate"

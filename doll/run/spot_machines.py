@@ -62,7 +62,7 @@ class SpotMachines:
             drain_s=self._drain_s, clock=self.clock,
         )  # fmt: skip
         self._controller = Controller(
-            spot_run.settings, self._fleet, self._prices, FileStateStore(folder, config.job),
+            spot_run.settings, self._fleet, self._prices, LOCAL, FileStateStore(folder, config.job),
             probe=MarketProbe(self._market, lambda: self._market_clock.since(self.clock())),
         )  # fmt: skip
         self._job_records = JobRecords(config, services, {})

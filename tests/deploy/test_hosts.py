@@ -17,6 +17,7 @@ import pytest
 from botocore.session import Session
 from botocore.validate import ParamValidator
 from doll.monitor.job_metrics import samples_of
+from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.planning.state import PlannerSettings
@@ -208,7 +209,7 @@ def test_what_the_provisioner_measures_is_told_to_the_dashboard(make_host: Calla
     )
     controller = Controller(
         ControllerSettings(planner=plan, rates_per_s=np.full(4, 10.0)), FakeFleet(clock), StatedPrices(0.158, 0.286),
-        FileStateStore(host.root / "var/lib/doll/run", "t"),
+        LOCAL, FileStateStore(host.root / "var/lib/doll/run", "t"),
     )  # fmt: skip
     controller.turn(clock())
     clock.advance(100.0)

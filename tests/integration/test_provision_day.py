@@ -161,11 +161,11 @@ def play(stage: Stage, clock: VirtualClock, hours: float, *, step_s: float = STE
     deadline_s = hours * 3600
     job = settings(
         SLOTS, updates=BUSY * deadline_s * SLOTS * RATE / (GROUP * BATCH), group_size=GROUP, batch_size=BATCH,
-        rate_per_s=RATE, deadline_s=deadline_s, replan_s=step_s, boot_s=90.0, cycle_s=CYCLE_S, billing=EC2_LINUX,
+        rate_per_s=RATE, deadline_s=deadline_s, replan_s=step_s, boot_s=90.0, cycle_s=CYCLE_S,
         limits=LaunchLimits(launches_per_min=240), heartbeat_timeout_s=2.5 * step_s,
     )  # fmt: skip
     world, state_store, rng = JobWorld(clock, stage, job, join_s=30.0), MemoryStateStore(), random.Random(seed)
-    controller = Controller(job, stage.fleet, stage.prices, state_store)
+    controller = Controller(job, stage.fleet, stage.prices, EC2_LINUX, state_store)
 
     def market() -> None:
         for instance in stage.alive():

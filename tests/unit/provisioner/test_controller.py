@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from any_record import ANY  # any record of any type, with any content
 from doll.errors import ConfigError, FencedError, ServiceUnavailableError
-from doll.provisioner.billing import EC2_LINUX
+from doll.provisioner.billing import EC2_LINUX, LOCAL, BillingRule
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
@@ -51,19 +51,22 @@ class Forgetful(FakeFleet):
 class Scene:
     """A controller, its fleet and its job."""
 
-    def __init__(self, job: ControllerSettings | None = None, *, boot_s: float = 20.0, **more: Any) -> None:
+    def __init__(
+        self, job: ControllerSettings | None = None, *, boot_s: float = 20.0, billing: BillingRule = LOCAL, **more: Any
+    ) -> None:
         self.job = job or settings()
         self.clock = VirtualClock()
         self.fleet = Forgetful(self.clock, boot_s=boot_s, ending_s=5.0)
         self.world = JobWorld(self.clock, self.fleet, self.job)
         self.state_store = MemoryStateStore()
         self.prices = StatedPrices(SPOT, ON_DEMAND)
+        self.billing = billing
         self.more = more
         self.controller = self.successor()
         self.decisions: list[Decision] = []
 
     def successor(self) -> Controller:
-        return Controller(self.job, self.fleet, self.prices, self.state_store, **self.more)
+        return Controller(self.job, self.fleet, self.prices, self.billing, self.state_store, **self.more)
 
     def turn(self, **more: Any) -> Decision:
         self.world.tell(self.controller)
@@ -667,8 +670,8 @@ def test_an_unwritable_book_is_an_error_that_says_what_to_do(tmp_path: Path) -> 
 
 
 def test_ended_machines_are_settled_once_and_in_the_end_only_as_a_sum() -> None:
-    job = settings(updates=1e6, deadline_s=1e7, replan_s=600.0, billing=EC2_LINUX)
-    scene = Scene(job)
+    job = settings(updates=1e6, deadline_s=1e7, replan_s=600.0)
+    scene = Scene(job, billing=EC2_LINUX)
     scene.steps(4, step_s=600.0)
     scene.fleet.interrupt("i-00000000000000000", 0.0)
     scene.steps(4, step_s=600.0)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
+from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
@@ -125,7 +126,7 @@ class CrashScenario:
         self.controller = self._start()
 
     def _start(self) -> Controller:
-        return Controller(self.job, FusedFleet(self.fleet, self.fuse, self), FlatPrices(), self.state_store)
+        return Controller(self.job, FusedFleet(self.fleet, self.fuse, self), FlatPrices(), LOCAL, self.state_store)
 
     @property
     def ending(self) -> bool:

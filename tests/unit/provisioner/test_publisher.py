@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from doll.process.heartbeats import HEARTBEAT_EVERY_S, LEFT
+from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
@@ -24,7 +25,9 @@ def decision(folder: Path) -> Decision:
         samples=10_000.0, group_size=4, batch_size=25, deadline_s=500.0, replan_s=10.0, boot_s=20.0, cycle_s=2000.0
     )
     settings = ControllerSettings(planner=plan, rates_per_s=np.full(4, 10.0))
-    return Controller(settings, FakeFleet(clock), StatedPrices(0.1, 0.3), FileStateStore(folder, "t")).turn(clock())
+    return Controller(settings, FakeFleet(clock), StatedPrices(0.1, 0.3), LOCAL, FileStateStore(folder, "t")).turn(
+        clock()
+    )
 
 
 def test_a_decision_is_a_record_and_measurements(tmp_path: Path) -> None:

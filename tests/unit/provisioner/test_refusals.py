@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.state_store import MemoryStateStore
@@ -24,7 +25,7 @@ class Stack:
         self.rig = rig
         job = settings(3, deadline_s=4000.0)
         self.state_store = MemoryStateStore()
-        self.controller = Controller(job, rig.fleet, FlatPrices(), self.state_store, job="digits")
+        self.controller = Controller(job, rig.fleet, FlatPrices(), LOCAL, self.state_store, job="digits")
         self.decisions: list[Decision] = []
 
     def refuse(self, kind: str, code: str) -> None:

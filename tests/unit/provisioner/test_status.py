@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doll.errors import ConfigError
+from doll.provisioner.billing import LOCAL
 from doll.provisioner.controller import Controller
 from doll.provisioner.fleets.fake import FakeFleet, VirtualClock
 from doll.provisioner.fleets.port import InstanceState
@@ -22,7 +23,7 @@ def controller(folder: Path, clock: VirtualClock) -> Controller:
         samples=10_000.0, group_size=4, batch_size=25, deadline_s=500.0, replan_s=10.0, boot_s=20.0, cycle_s=2000.0
     )
     settings = ControllerSettings(planner=plan, rates_per_s=np.full(4, 10.0))
-    return Controller(settings, FakeFleet(clock), StatedPrices(0.158, 0.286), FileStateStore(folder, "t"))
+    return Controller(settings, FakeFleet(clock), StatedPrices(0.158, 0.286), LOCAL, FileStateStore(folder, "t"))
 
 
 def test_the_journal_and_the_decision_give_the_same_text(tmp_path: Path) -> None:

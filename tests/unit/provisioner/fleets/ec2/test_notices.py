@@ -7,6 +7,7 @@ import json
 import pytest
 import structlog
 from doll.errors import ServiceUnavailableError
+from doll.provisioner.billing import EC2_LINUX
 from doll.provisioner.controller import Controller
 from doll.provisioner.decision import Decision
 from doll.provisioner.fleets.ec2.notices import Ec2Notices
@@ -122,7 +123,7 @@ class Scene:
 
     def start(self) -> None:
         self.rig.crash()
-        self.controller = Controller(settings(2), self.rig.fleet, StatedPrices(0.1, 0.3), self.state_store)
+        self.controller = Controller(settings(2), self.rig.fleet, StatedPrices(0.1, 0.3), EC2_LINUX, self.state_store)
 
     def turn(self) -> Decision:
         self.rig.advance(10.0)
