@@ -6,9 +6,10 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 
+from doll.kafka.clients import ProbeClients
 from doll.kafka.errors import error_of
 
 READY_TOPIC: Final = "doll-ready"  # the probe writes to it
@@ -29,12 +30,7 @@ class ReadinessProbe:
 
     def __init__(self, address: str, cluster_id: str, alive: Callable[[], bool], brokers: int = 1) -> None:
         self._brokers = brokers
-        self._settings: dict[str, Any] = {
-            "bootstrap.servers": address,
-            "log_level": 0,
-            "reconnect.backoff.max.ms": 200,
-            "error_cb": lambda error: None,
-        }
+        self._clients = ProbeClients(address)
         self._cluster_id = cluster_id
         self._alive = alive
         self._deadline_s = time.monotonic() + _START_S
@@ -42,7 +38,7 @@ class ReadinessProbe:
     def run(self) -> bool:
         """Whether it serves, before its process exits or the time is over."""
         return (
-            self._retry(self._is_ours, AdminClient(self._settings))
+            self._retry(self._is_ours, self._clients.admin())
             and self._retry(self._writes)
             and self._retry(self._commits)
         )
@@ -76,13 +72,13 @@ class ReadinessProbe:
 
     def _writes(self) -> bool:
         acked: list[bool] = []
-        producer = Producer(self._settings | {"enable.idempotence": True, "linger.ms": 0, "message.timeout.ms": 5000})
+        producer = self._clients.producer(message_timeout_ms=5000)
         producer.produce(READY_TOPIC, b"ready", on_delivery=lambda error, message: acked.append(error is None))
         producer.flush(6.0)
         return acked == [True]
 
     def _commits(self) -> bool:
-        consumer = Consumer(self._settings | {"group.id": READY_TOPIC, "enable.auto.commit": False})
+        consumer = self._clients.consumer(group=READY_TOPIC)
         try:
             committed = consumer.commit(offsets=[TopicPartition(READY_TOPIC, 0, 1)], asynchronous=False)
             return bool(committed) and committed[0].error is None

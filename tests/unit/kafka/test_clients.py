@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
+import doll
 import pytest
 from doll.errors import ConfigError
 from doll.kafka import clients
@@ -72,3 +76,20 @@ def test_a_producer_waits_for_all_replicas_and_a_consumer_commits_nothing(monkey
     assert (consumer["group.id"], consumer["enable.auto.commit"]) == ("doll.j.watch", False)
     assert (consumer["auto.offset.reset"], consumer["fetch.wait.max.ms"]) == ("earliest", 100)
     assert unordered["enable.idempotence"] is False
+
+
+def _built_clients(source: str) -> set[str]:
+    """The confluent_kafka client classes that this module calls."""
+    calls = [node.func for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    names = {func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "") for func in calls}
+    return names & {"AdminClient", "Consumer", "Producer"}
+
+
+def test_clients_are_built_in_one_module() -> None:
+    package = Path(doll.__file__).parent
+    builders = {
+        path.relative_to(package).as_posix(): built
+        for path in package.rglob("*.py")
+        if (built := _built_clients(path.read_text()))
+    }
+    assert builders == {"kafka/clients.py": {"AdminClient", "Consumer", "Producer"}}
