@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from doll.config.section import Section
-from doll.config.variants import Variants
+from doll.config.variants import S, Variants
 
 
 class ArrivalsConfig(Section):
@@ -41,19 +41,33 @@ class ArrivalsConfig(Section):
         return self
 
 
-class _Source(Section):
+class SourceSection(Section):
+    """What all sources have in common."""
+
+    kind: str
     limit_samples: PositiveInt | None = Field(
         default=None, description="end the stream after this many samples; default: no end"
     )
 
+    def position_identity(self) -> list[Any] | None:
+        """What a position in this source depends on, as JSON, for sources that a restarted producer continues.
 
-class DigitsSource(_Source):
+        None: the source has no positions, because it draws at random or is a pipe. Every source must define it:
+        a file without it would be sent again from its start.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: expected position_identity to be defined")
+
+
+class DigitsSource(SourceSection):
     """The handwritten digits of scikit-learn, each under a random affine and perspective transform."""
 
     kind: Literal["digits"]
 
+    def position_identity(self) -> list[Any] | None:
+        return None
 
-class IdxSource(_Source):
+
+class IdxSource(SourceSection):
     """Images and labels in IDX files (the format of MNIST), plain or .gz."""
 
     kind: Literal["idx"]
@@ -62,8 +76,11 @@ class IdxSource(_Source):
     augment: bool = Field(default=True, description="transform each image at random")
     skip: int = Field(default=0, ge=0, description="number of images to skip at the beginning, for a held-out set")
 
+    def position_identity(self) -> list[Any] | None:
+        return None if self.augment else ["idx", str(self.images), str(self.labels), self.skip]
 
-class CsvSource(_Source):
+
+class CsvSource(SourceSection):
     """The lines of a CSV file in order, unchanged; sample i goes to stream i mod N."""
 
     kind: Literal["csv"]
@@ -71,22 +88,31 @@ class CsvSource(_Source):
     header: bool = Field(default=False, description="the first line is a header and not a sample")
     repeat: bool = Field(default=False, description="start again at the end of the file")
 
+    def position_identity(self) -> list[Any] | None:
+        return ["csv", str(self.path), self.header]
 
-class JsonlSource(_Source):
+
+class JsonlSource(SourceSection):
     """The lines of a JSON Lines file in order, unchanged; sample i goes to stream i mod N."""
 
     kind: Literal["jsonl"]
     path: Path
     repeat: bool = Field(default=False, description="start again at the end of the file")
 
+    def position_identity(self) -> list[Any] | None:
+        return ["jsonl", str(self.path)]
 
-class StdinSource(_Source):
+
+class StdinSource(SourceSection):
     """The lines of standard input, unchanged; sample i goes to stream i mod N."""
 
     kind: Literal["stdin"]
 
+    def position_identity(self) -> list[Any] | None:
+        return None
 
-class SyntheticSource(_Source):
+
+class SyntheticSource(SourceSection):
     """Gaussian classes. A sample is `features` little-endian float32 values, then the class as one float32."""
 
     kind: Literal["synthetic"]
@@ -96,7 +122,27 @@ class SyntheticSource(_Source):
         default=0.0, ge=0, description="distance that the class means move with each sample"
     )
 
+    def position_identity(self) -> list[Any] | None:
+        return None
 
-sources = Variants("kind", DigitsSource, IdxSource, CsvSource, JsonlSource, StdinSource, SyntheticSource)
 
-SourceConfig = Annotated[DigitsSource | IdxSource | CsvSource | JsonlSource | StdinSource | SyntheticSource, sources]
+class SourceVariants(Variants):
+    """Sections of sources, each of which defines `position_identity`."""
+
+    def add(self, cls: type[S]) -> type[S]:
+        """Register a class, also as a decorator.
+
+        Raises:
+            ValueError: as in `Variants.add`, or the class does not define `position_identity`.
+        """
+        if getattr(cls, "position_identity", None) in (None, SourceSection.position_identity):
+            raise ValueError(
+                f"{cls.__name__}: expected position_identity to be defined: the identity of a source that is read in "
+                "order, or None"
+            )
+        return super().add(cls)
+
+
+sources = SourceVariants("kind", DigitsSource, IdxSource, CsvSource, JsonlSource, StdinSource, SyntheticSource)
+
+SourceConfig = Annotated[SourceSection, sources]

@@ -13,9 +13,8 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from doll.config import CsvSource, IdxSource, JsonlSource
 from doll.errors import ConfigError
 from doll.kafka.range_reader import RangeReader
 from doll.ledger.admission import read_lineage
@@ -34,16 +33,8 @@ _FIRST_WINDOW: Final = 64  # records from the end of a partition; each further w
 
 def source_name(source: SourceConfig | None) -> str:
     """A name for a source that is read in order from a file; "" for sources that draw at random, and for a pipe."""
-    match source:
-        case CsvSource():
-            identity: list[Any] = ["csv", str(source.path), source.header]
-        case JsonlSource():
-            identity = ["jsonl", str(source.path)]
-        case IdxSource(augment=False):
-            identity = ["idx", str(source.images), str(source.labels), source.skip]
-        case _:
-            return ""
-    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
+    identity = None if source is None else source.position_identity()
+    return "" if identity is None else hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
 
 def position_headers(name: str, position: int) -> list[tuple[str, bytes]]:

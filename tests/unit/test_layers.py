@@ -134,7 +134,7 @@ HEAVY = (
 )  # fmt: skip
 # Their functions choose what is loaded: a command its own part of doll, a table its source, store or fleet.
 CHOOSERS = (
-    "doll", "doll.cli.*", "doll.producers.schedule", "doll.producers.sources", "doll.provisioner.lease",
+    "doll", "doll.cli.*", "doll.producers.schedule", "doll.producers.sources",
     "doll.run.export", "doll.run.preflight", "doll.run.roles", "doll.storage.stores", "doll.tasks.*",
 )  # fmt: skip
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
-from doll.config import JobConfig
+from doll.config import JobConfig, StdinSource
+from doll.config.source import SourceSection
+from doll.config.source import sources as source_sections
 from doll.producers import sources
 from doll.producers.position import HEADER, position_headers, position_in, source_name
 from job_files import job
@@ -57,3 +61,37 @@ def test_each_stream_goes_on_behind_its_own_position(tmp_path: Path, name: str) 
         assert [list(itertools.islice(stream, 10)) for stream in rest] == [
             stream[position : position + 10] for stream in whole
         ]
+
+
+def test_a_source_that_does_not_define_its_positions_is_refused() -> None:
+    class Parquet(SourceSection):
+        kind: Literal["parquet"]
+
+    with pytest.raises(ValueError, match=r"Parquet: expected position_identity to be defined"):
+        source_sections.add(Parquet)
+    assert "parquet" not in source_sections.classes
+
+
+def test_a_new_source_is_one_section_and_one_opener(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it defines is where its streams begin, and the name under which a restarted producer continues."""
+
+    class Counter(SourceSection):
+        kind: Literal["counter"]
+
+        def position_identity(self) -> list[Any] | None:
+            return ["counter"]
+
+    def opened(config: JobConfig, source: SourceSection, start: sources.StreamStarts) -> list[Iterator[bytes]]:
+        return [map(str.encode, map(str, itertools.count(position))) for position in start.positions]
+
+    monkeypatch.setattr(source_sections, "_classes", {**source_sections.classes, "counter": Counter})
+    openers: dict[Any, Any] = {**sources.OPENERS, Counter: opened}
+    monkeypatch.setattr(sources, "OPENERS", openers)
+    counter = config("{kind: counter}")
+    streams = sources.open_streams(counter, [9, 9, 9], [4, 0, 7])
+    assert [next(stream) for stream in streams] == [b"4", b"0", b"7"]
+    assert source_name(counter.source) != ""
+
+
+def test_every_source_but_the_pipe_has_an_opener() -> None:
+    assert set(sources.OPENERS) == set(source_sections.classes.values()) - {StdinSource}

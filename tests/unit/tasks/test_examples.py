@@ -44,7 +44,7 @@ def test_an_example_loads_and_its_task_decodes_its_source(name: str) -> None:
 def test_emnist_streams_what_is_not_held_out() -> None:
     config = job_config.load(EXAMPLES / "emnist.yaml")
     assert config.source is not None
-    assert config.source.skip >= config.task.args["holdout_samples"]  # type: ignore[union-attr]
+    assert config.source.skip >= config.task.args["holdout_samples"]  # type: ignore[attr-defined]
 
 
 def test_the_digits_example_needs_no_file() -> None:
