@@ -98,7 +98,7 @@ def run(quick: bool) -> Result:
         "“Expect. lower bound” is printed as 79.8 % and as 80.1 % for the same α, θ/θ_0 and prices: the first is (19), "
         "the second (16) at N_s = 30, both truncated.",
         "Three of the four measured static costs with equal rates lie below the paper's own lower bound: they were "
-        "not made at the prices that the text names, or the runs did not do all J updates.",
+        "not measured at the prices in the text, or the runs did not make all J updates.",
         "Six of the seven adaptive costs (52.9 to 57.2 %) are those of runs all on spot (55.2 %), which by (15) take "
         "1.11 θ_0: they cannot have met 1.05 θ_0 in this model.",
         "The model gives every row of equal rates the same cost, whatever K, data set and optimizer; the paper's rows "
