@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
@@ -17,7 +19,7 @@ POLICIES: Final = Registry(
 )
 
 
-class PolicyConfig(Section):
+class PolicyConfig(Section, ABC):
     """Base of every policy's section. Its methods are what planner, progress and reports predict with.
 
     Attributes:
@@ -28,10 +30,11 @@ class PolicyConfig(Section):
     serial_updates: ClassVar[bool] = False
     name: str
 
+    @abstractmethod
     def batches_per_update(self, num_workers: int) -> int:
         """K: how many batches one update takes while `num_workers` workers are live."""
-        raise NotImplementedError
 
+    @abstractmethod
     def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
         """λ_U in updates per second while the workers keep up.
 
@@ -39,7 +42,6 @@ class PolicyConfig(Section):
             rates_per_s: samples per second of each live worker's stream, shape (N,); may be infinite.
             batch_size: b, samples.
         """
-        raise NotImplementedError
 
     def shortfall_text(self, missing: int, *, live: int, workers: int, max_pending_batches: int) -> str:
         """Why no update can be made and what to do, where `missing` batches cannot come from the live workers."""
@@ -63,6 +65,9 @@ def policy_section(name: str) -> type[PolicyConfig]:
         raise ConfigError(
             f"{POLICIES.origin(name)}: expected a doll.ps.policies.PolicySpec named {name!r}, got {spec!r:.200}"
         )
+    if inspect.isabstract(section):
+        missing = ", ".join(sorted(section.__abstractmethods__))
+        raise ConfigError(f"{POLICIES.origin(name)}: expected {section.__name__} to define {missing}")
     return section
 
 

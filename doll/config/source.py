@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -41,7 +43,7 @@ class ArrivalsConfig(Section):
         return self
 
 
-class SourceSection(Section):
+class SourceSection(Section, ABC):
     """What all sources have in common."""
 
     kind: str
@@ -49,13 +51,13 @@ class SourceSection(Section):
         default=None, description="end the stream after this many samples; default: no end"
     )
 
+    @abstractmethod
     def position_identity(self) -> list[Any] | None:
         """What a position in this source depends on, as JSON, for sources that a restarted producer continues.
 
         None: the source has no positions, because it draws at random or is a pipe. Every source must define it:
         a file without it would be sent again from its start.
         """
-        raise NotImplementedError(f"{type(self).__name__}: expected position_identity to be defined")
 
 
 class DigitsSource(SourceSection):
@@ -135,7 +137,7 @@ class SourceVariants(Variants):
         Raises:
             ValueError: as in `Variants.add`, or the class does not define `position_identity`.
         """
-        if getattr(cls, "position_identity", None) in (None, SourceSection.position_identity):
+        if not issubclass(cls, SourceSection) or inspect.isabstract(cls):
             raise ValueError(
                 f"{cls.__name__}: expected position_identity to be defined: the identity of a source that is read in "
                 "order, or None"

@@ -97,7 +97,7 @@ sys.exit(run_worker(config, Services(sys.argv[2], sys.argv[3]), 1, Path(sys.argv
 def test_a_notice_ends_a_worker_in_time_and_its_gradient_is_computed_by_another(
     make_pipeline: Any, tmp_path: Path
 ) -> None:
-    """The gradient takes longer than the notice leaves: its batch is handed back, and the group is filled anew."""
+    """The gradient takes longer than the notice leaves: its batch is requeued, and another takes its place."""
     (tmp_path / "held.py").write_text(TASK)
     job = make_pipeline(*NEVER, "task.class=held.py:Held", "worker.notice_s=4")
     job.start_ps()

@@ -167,7 +167,7 @@ def test_status_names_a_provisioner_that_is_silent(
 
 
 def test_processes_join_the_job_and_end_with_their_owner(make_pipeline: Callable[..., Any]) -> None:
-    """What `fleet.kind: processes` stands for: workers of this job on a market that tells what is to be had."""
+    """What `fleet.kind: processes` stands for: workers of this job on a market that says what is available."""
     job = make_pipeline(*PLAN, "fleet.speed_up=10")
     job.start_ps()
     run = RunFolder(job.run)

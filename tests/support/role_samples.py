@@ -39,10 +39,10 @@ def fail() -> None:
     raise RuntimeError("this role has failed")
 
 
-def be_a_worker(path: str, heeds: bool) -> int:
-    """Write down who one is; then wait for SIGTERM and leave with 0, or, if not `heeds`, ignore it."""
+def be_a_worker(path: str, obeys: bool) -> int:
+    """Write the worker's identity to a file; then exit with 0 on SIGTERM, or ignore it if not `obeys`."""
     stopping = threading.Event()
-    signal.signal(signal.SIGTERM, (lambda *_: stopping.set()) if heeds else signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, (lambda *_: stopping.set()) if obeys else signal.SIG_IGN)
     names = ("DOLL_WORKER", "DOLL_INCARNATION", "DOLL_INSTANCE", "DOLL_MARKET", "DOLL_BOOT_DELAY_S")
     target = Path(path) / os.environ["DOLL_INSTANCE"]
     target.with_suffix(".part").write_text(" ".join(os.environ[name] for name in names))

@@ -68,7 +68,7 @@ def test_a_source_that_does_not_define_its_positions_is_refused() -> None:
         kind: Literal["parquet"]
 
     with pytest.raises(ValueError, match=r"Parquet: expected position_identity to be defined"):
-        source_sections.add(Parquet)
+        source_sections.add(Parquet)  # type: ignore[type-abstract]
     assert "parquet" not in source_sections.classes
 
 

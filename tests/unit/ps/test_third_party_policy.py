@@ -169,8 +169,21 @@ def test_a_simulated_job() -> None:
 
 @pytest.mark.usefixtures("fresh_registry")
 def test_a_broken_plugin_is_named_only_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_distribution(tmp_path, "sad", {"gone": "no_such_module:SPEC", "odd": "broken_policy:SPEC"}, version="2.1")
-    (tmp_path / "broken_policy.py").write_text("SPEC = 'not a spec'\n", encoding="utf-8")
+    write_distribution(
+        tmp_path,
+        "sad",
+        {"gone": "no_such_module:SPEC", "odd": "broken_policy:SPEC", "half": "broken_policy:HALF"},
+        version="2.1",
+    )
+    (tmp_path / "broken_policy.py").write_text(
+        "from doll.config.policy import PolicyConfig\n"
+        "from doll.ps.policies.base import PolicySpec\n"
+        "class Half(PolicyConfig):\n"
+        "    def batches_per_update(self, num_workers): return 1\n"
+        "SPEC = 'not a spec'\n"
+        "HALF = PolicySpec('half', Half, None)\n",
+        encoding="utf-8",
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     POLICIES.refresh()
     assert parse(JOB % "{name: asp}").group_size == 1
@@ -182,6 +195,8 @@ def test_a_broken_plugin_is_named_only_when_it_is_asked_for(tmp_path: Path, monk
         ConfigError, match=r"of sad 2.1: expected a doll.ps.policies.PolicySpec named 'odd', got 'not a"
     ):
         parse(JOB % "{name: odd}")
+    with pytest.raises(ConfigError, match=r"of sad 2.1: expected Half to define update_rate_per_s"):
+        parse(JOB % "{name: half}")
 
 
 @pytest.mark.usefixtures("fresh_registry")

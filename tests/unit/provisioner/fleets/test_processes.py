@@ -73,7 +73,7 @@ def make(forks: ForkServer, tmp_path: Path) -> Iterator[Callable[..., Box]]:
 
     def make_box(
         *spans: tuple[bool, float],
-        heeds: bool = True,
+        obeys: bool = True,
         boot_s: float = 0.0,
         no_notice_share: float = 0.0,
         slots: int = 2,
@@ -89,7 +89,7 @@ def make(forks: ForkServer, tmp_path: Path) -> Iterator[Callable[..., Box]]:
 
         def spec(instance: Instance) -> RoleSpec:
             log = tmp_path / f"worker-{instance.slot}.log"
-            return RoleSpec("", "role_samples:be_a_worker", log, [str(tmp_path), heeds])
+            return RoleSpec("", "role_samples:be_a_worker", log, [str(tmp_path), obeys])
 
         def fleet() -> ProcessFleet:
             return ProcessFleet(
@@ -103,7 +103,7 @@ def make(forks: ForkServer, tmp_path: Path) -> Iterator[Callable[..., Box]]:
     yield make_box
     for box in made:
         box.fleet.terminate([machine.instance.id for machine in box.fleet.machines])
-        box.clock.advance(60.0)  # who does not heed SIGTERM is killed
+        box.clock.advance(60.0)  # a process that ignores SIGTERM is killed
         assert box.fleet.wait_until_ended(WAIT_TIMEOUT_S)
 
 
@@ -189,7 +189,7 @@ def test_a_worker_that_is_told_leaves_within_its_notice(make: Callable[..., Box]
 
 
 def test_a_worker_that_stays_is_killed_when_the_notice_is_over(make: Callable[..., Box]) -> None:
-    box = make((True, 10.0), (False, 10.0), heeds=False)
+    box = make((True, 10.0), (False, 10.0), obeys=False)
     instance = box.launch()
     box.works(instance.id)
     box.clock.advance(14.9)
@@ -225,14 +225,14 @@ def test_a_machine_that_is_taken_while_it_boots_is_told_too(make: Callable[..., 
     assert (ended.instance.end_reason, ended.exit_code) == (EndReason.INTERRUPTED, 0)
 
 
-@pytest.mark.parametrize(("heeds", "code"), [(True, 0), (False, -signal.SIGKILL)])
-def test_to_terminate_is_to_tell_and_then_to_kill(make: Callable[..., Box], heeds: bool, code: int) -> None:
-    box = make((True, math.inf), heeds=heeds)
+@pytest.mark.parametrize(("obeys", "code"), [(True, 0), (False, -signal.SIGKILL)])
+def test_to_terminate_is_to_tell_and_then_to_kill(make: Callable[..., Box], obeys: bool, code: int) -> None:
+    box = make((True, math.inf), obeys=obeys)
     instance = box.launch(market="on_demand")
     box.works(instance.id)
     box.fleet.terminate([instance.id, "unknown"])
     assert box.fleet.instances()[0].state in (InstanceState.ENDING, InstanceState.ENDED)
-    if not heeds:
+    if not obeys:
         box.clock.advance(5.0)  # the time to drain, and one second
     ended = box.ended(instance.id)
     assert (ended.instance.end_reason, ended.exit_code, ended.preempted) == (EndReason.TERMINATED, code, False)
