@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from doll.config import JobConfig, load
 from doll.consumers.bisection import usual_norm
-from doll.consumers.decoding import decode_records
+from doll.consumers.decoding import Records, decode_records
 from doll.consumers.gradient import Gradient, GradientComputer
 from doll.consumers.guard import Guard, Samples
 from doll.model import build
@@ -127,7 +127,7 @@ def watch(name: str, data: Path, updates: int | None = None) -> dict[str, Any]:
             values = list(enumerate(itertools.islice(streams[worker], config.data.batch_size)))
             if len(values) < config.data.batch_size:
                 break
-            decoded = decode_records(task, values, samples_per_record=1, max_record_bytes=1 << 20)
+            decoded = decode_records(task, Records.of(values), samples_per_record=1, max_record_bytes=1 << 20)
             if version % 25 == 0 and not gradients:
                 lengths = guards[worker].lengths(Samples(decoded.x, decoded.y))
                 longest = (max(longest[0], lengths[0]), max(longest[1], lengths[1]))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from doll.config import JobConfig
-from doll.consumers.decoding import Decoded, Refused, decode_records, refuse
+from doll.consumers.decoding import Decoded, Records, Refused, decode_records, refuse
 from doll.consumers.worker import Batch
 from doll.process.fault_points import fault_point
 from doll.records import DeadLetter
@@ -41,7 +41,8 @@ class UsableSamples(NamedTuple):
 class DeadLetters:
     """Decodes one worker's batches and dead-letters what is refused, then or while the gradient is computed.
 
-    Every call may raise ServiceUnavailableError where Kafka does not take a dead letter.
+    `decode` and `refuse_samples` may run at once, in two threads. Every call may raise ServiceUnavailableError where
+    Kafka does not take a dead letter.
     """
 
     def __init__(
@@ -58,14 +59,14 @@ class DeadLetters:
         self._worker = worker
         self._term = term
 
-    def decode(self, records: Sequence[tuple[int, bytes | None]]) -> Decoded:
-        """The usable samples of these records, (offset, value) each."""
+    def decode(self, records: Records) -> Decoded:
+        """The usable samples of one batch."""
         data = self._data
         decoded = decode_records(
             self._task, records, samples_per_record=data.samples_per_record, max_record_bytes=data.max_record_bytes
         )
         if decoded.refused:
-            self._send(decoded.refused, {offset: value or b"" for offset, value in records})
+            self._send(decoded.refused, {offset: value or b"" for offset, value in zip(*records, strict=True)})
             fault_point("worker.after_dead_letter")
         return decoded
 

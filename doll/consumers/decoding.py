@@ -6,9 +6,9 @@ A task's `decode_block` is tried first, on all records at once; only where it re
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,19 @@ from doll.task import Sample, Task, as_features, as_target
 MAX_REASON_CHARS = 500
 _NUMERIC_KINDS = "biufc"  # numpy's kinds: boolean, integer, unsigned, floating, complex
 _Row = tuple[int, npt.NDArray[Any], npt.NDArray[Any]]  # offset, x, y
+
+
+class Records(NamedTuple):
+    """The records of one batch, not decoded: value i is the record at offset i. In offset order, of one length."""
+
+    offsets: Sequence[int]
+    values: Sequence[bytes | None]
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[int, bytes | None]]) -> Records:
+        """From (offset, value) pairs in offset order."""
+        pairs = list(pairs)
+        return cls([offset for offset, _ in pairs], [value for _, value in pairs])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +64,16 @@ class Decoded:
         return len(self.x)
 
 
-def decode_records(
-    task: Task, records: Sequence[tuple[int, bytes | None]], *, samples_per_record: int, max_record_bytes: int
-) -> Decoded:
+def decode_records(task: Task, records: Records, *, samples_per_record: int, max_record_bytes: int) -> Decoded:
     """Decode the records of one batch.
 
     Args:
-        records: (offset, value) in offset order.
         samples_per_record: m; above 1, each value is a packed record (`doll.packing`) of at most m samples.
         max_record_bytes: a longer record is refused unread.
     """
     refused: list[Refused] = []
     pieces: list[tuple[int, list[bytes], memoryview | None, int]] = []  # offset, samples, block, width
-    for offset, value in records:
+    for offset, value in zip(*records, strict=True):
         if not value:
             refused.append(Refused(offset, "empty value: expected a sample", 1, True, "empty"))
         elif len(value) > max_record_bytes:

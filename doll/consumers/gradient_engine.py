@@ -1,4 +1,4 @@
-"""Port: where a worker's batches are decoded and their gradients computed, away from its event loop.
+"""Port: where a worker's gradients are computed, away from its event loop.
 
 Today that is one thread of the worker's process. A process of its own, a GPU, or a pipeline of stages (several grants
 under way at once) are further adapters.
@@ -6,15 +6,12 @@ under way at once) are further adapters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
-from doll.consumers.decoding import Decoded
 from doll.consumers.worker import Batch, GradientDone
 from doll.records import Grant
-
-Records: TypeAlias = Sequence[tuple[int, bytes | None]]  # (offset, value), in offset order
 
 
 class GradientEngine(Protocol):
@@ -26,13 +23,6 @@ class GradientEngine(Protocol):
 
     @property
     def depth(self) -> int: ...
-
-    def decode(self, records: Records) -> Future[Decoded]:
-        """The usable samples of one batch, as `Batch.data` takes them. What is refused is dead-lettered by then.
-
-        Fails with ServiceUnavailableError where Kafka does not take a dead letter.
-        """
-        ...
 
     def submit(self, grant: Grant, batch: Batch) -> Future[GradientDone | None]:
         """The gradient of `batch` at weights that `grant` allows, stored; None: these weights are gone.
@@ -47,19 +37,13 @@ class GradientEngine(Protocol):
 
 
 class ThreadGradientEngine:
-    """`GradientEngine` of one thread, which decodes too: torch's and numpy's work never runs beside itself."""
+    """`GradientEngine` of one thread, so torch never runs beside itself. It computes and does nothing else."""
 
     depth = 1
 
-    def __init__(
-        self, *, decode: Callable[[Records], Decoded], handle: Callable[[Grant, Batch], GradientDone | None]
-    ) -> None:
-        self._decode = decode
+    def __init__(self, handle: Callable[[Grant, Batch], GradientDone | None]) -> None:
         self._handle = handle
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch")
-
-    def decode(self, records: Records) -> Future[Decoded]:
-        return self._executor.submit(self._decode, records)
 
     def submit(self, grant: Grant, batch: Batch) -> Future[GradientDone | None]:
         return self._executor.submit(self._handle, grant, batch)

@@ -15,6 +15,7 @@ import torch
 from doll.config import JobConfig
 from doll.consumers.compressor import DenseCompressor
 from doll.consumers.dead_letters import DeadLetters
+from doll.consumers.decoder import ThreadDecoder
 from doll.consumers.departure import Departure
 from doll.consumers.faust_app import FaustStream
 from doll.consumers.gradient import GradientComputer
@@ -118,22 +119,24 @@ def _run(
         welcome, max_pending=config.worker.max_pending_batches, now=time.monotonic(),
         market=os.environ.get(MARKET_ENV, ""), incarnation=incarnation(),
     )  # fmt: skip
-    engine = _make_engine(config, core, task, GradientComputer(task, model), blobs, channel)
+    dead_letters = DeadLetters(config, task, channel, core.worker, term=lambda: core.term)
+    decoder = ThreadDecoder(dead_letters.decode)
+    engine = _make_engine(config, task, GradientComputer(task, model), blobs, dead_letters)
     runtime = WorkerRuntime(
-        config, core=core, channel=channel, engine=engine, commands_offset=commands_offset, departure=departure,
-        heartbeat=heartbeat,
+        config, core=core, channel=channel, decoder=decoder, engine=engine, commands_offset=commands_offset,
+        departure=departure, heartbeat=heartbeat,
     )  # fmt: skip
     try:
         return FaustStream(config, services, runtime, run_folder / "faust" / f"worker-{worker}").run()
     finally:
+        decoder.close()
         engine.close()
         channel.close()
 
 
 def _make_engine(
-    config: JobConfig, core: WorkerCore, task: Task, computer: GradientComputer, blobs: Blobs, channel: WorkerChannel
+    config: JobConfig, task: Task, computer: GradientComputer, blobs: Blobs, dead_letters: DeadLetters
 ) -> GradientEngine:
-    dead_letters = DeadLetters(config, task, channel, core.worker, term=lambda: core.term)
     handler = GrantHandler(
         config,
         local_model=GrantedVersion(config.job, blobs, computer),
@@ -142,7 +145,7 @@ def _make_engine(
         blobs=blobs,
         dead_letters=dead_letters,
     )
-    return ThreadGradientEngine(decode=dead_letters.decode, handle=handler.handle)
+    return ThreadGradientEngine(handler.handle)
 
 
 def process_name() -> str:

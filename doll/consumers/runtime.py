@@ -1,8 +1,9 @@
-"""A worker's process without Faust: the tasks that connect protocol, sample stream, gradient engine and channel.
+"""A worker's process without Faust: the tasks that connect protocol, stream, decoder, gradient engine and channel.
 
 The stream feeds `buffer` (Algorithm 1); `prepare` decodes and announces its batches; `read_commands` and `compute`
-(Algorithm 2) answer grants. Gradients are computed elsewhere (`GradientEngine`), so the event loop stays free for
-heartbeats. Offsets are acknowledged in order and only when the parameter server reports them durable.
+(Algorithm 2) answer grants. Batches are decoded (`Decoder`) and gradients computed (`GradientEngine`) elsewhere, so the
+event loop stays free for heartbeats. Offsets are acknowledged in order and only when the parameter server reports them
+durable.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any, Final, Protocol, TypeAlias
 from doll.config import JobConfig
 from doll.consumers.batch_buffer import BatchBuffer, buffer_capacity
 from doll.consumers.batching import Batcher, RawBatch
-from doll.consumers.decoding import Decoded
+from doll.consumers.decoder import Decoder
+from doll.consumers.decoding import Decoded, Records
 from doll.consumers.deleted_records import DeletedRecords, LogChannel
 from doll.consumers.departure import Departure
 from doll.consumers.exits import ProcessExit
@@ -98,6 +100,7 @@ class WorkerRuntime:
         *,
         core: WorkerCore,
         channel: Channel,
+        decoder: Decoder,
         engine: GradientEngine,
         commands_offset: int,
         departure: Departure,
@@ -111,6 +114,7 @@ class WorkerRuntime:
         self._config = config
         self._core = core
         self._channel = channel
+        self._decoder = decoder
         self._engine = engine
         self._next_command = commands_offset
         self.departure = departure
@@ -150,9 +154,9 @@ class WorkerRuntime:
             raw = buffer.take()
             if buffer.is_half_empty:
                 self.stream.resume()
-            records = [(offset, message.value) for offset, message in raw.records]
+            records = Records.of((offset, message.value) for offset, message in raw.records)
             try:
-                decoded = await asyncio.wrap_future(self._engine.decode(records))
+                decoded = await asyncio.wrap_future(self._decoder.decode(records))
             except ServiceUnavailableError as exc:  # Kafka does not take a dead letter
                 self.exit.request(1, str(exc))
                 return

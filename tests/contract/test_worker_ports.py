@@ -1,21 +1,21 @@
-"""The contracts of a worker's ports, for every adapter: `GradientEngine`, `LocalModel` and `Compressor`."""
+"""The contracts of a worker's ports, for every adapter: `Decoder`, `GradientEngine`, `LocalModel` and `Compressor`."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
 import torch
 from doll.consumers.compressor import Compressor, DenseCompressor
-from doll.consumers.decoding import Decoded
+from doll.consumers.decoder import Decoder, ThreadDecoder
+from doll.consumers.decoding import Decoded, Records
 from doll.consumers.gradient import GradientComputer
-from doll.consumers.gradient_engine import GradientEngine, Records, ThreadGradientEngine
+from doll.consumers.gradient_engine import GradientEngine, ThreadGradientEngine
 from doll.consumers.local_model import GrantedVersion, LocalModel
 from doll.consumers.worker import Batch, GradientDone
-from doll.errors import TaskError
+from doll.errors import ServiceUnavailableError, TaskError
 from doll.model import FlatModel
 from doll.records import Grant
 from doll.storage.blobs import decode_blob, encode_blob
@@ -23,18 +23,102 @@ from doll.task import Task
 from doll.testing import MemoryBlobs
 from worker_fakes import grant
 
-# --- GradientEngine -------------------------------------------------------------------------------------------------
+NOTHING = Decoded(np.zeros((0,), np.float32), np.zeros((0,), np.float32), np.zeros((0,), np.int64))
+
+# --- Decoder --------------------------------------------------------------------------------------------------------
 
 Decode = Callable[[Records], Decoded]
+DECODERS: dict[str, Callable[[Decode], Decoder]] = {"thread": ThreadDecoder}
+
+
+@pytest.fixture(params=DECODERS)
+def make_decoder(request: pytest.FixtureRequest) -> Callable[[Decode], Decoder]:
+    return DECODERS[request.param]
+
+
+def test_batches_are_decoded_in_order_and_not_in_the_callers_thread(make_decoder: Callable[[Decode], Decoder]) -> None:
+    seen: list[tuple[Records, int]] = []
+
+    def decode(records: Records) -> Decoded:
+        seen.append((records, threading.get_ident()))
+        return NOTHING
+
+    decoder = make_decoder(decode)
+    assert decoder.depth >= 1
+    finished: list[int] = []
+    batches = [Records([number], [b"x"]) for number in range(5)]
+    futures = [decoder.decode(records) for records in batches]
+    for number, future in enumerate(futures):
+        future.add_done_callback(lambda _, number=number: finished.append(number))  # type: ignore[misc]
+    assert [future.result(60) for future in futures] == [NOTHING] * 5
+    decoder.close()
+    assert finished == [0, 1, 2, 3, 4]
+    assert [records for records, _ in seen] == batches
+    assert threading.get_ident() not in {thread for _, thread in seen}
+
+
+def test_a_batch_that_cannot_be_decoded_fails_alone(make_decoder: Callable[[Decode], Decoder]) -> None:
+    def decode(records: Records) -> Decoded:
+        if records.offsets == [1]:
+            raise ServiceUnavailableError("Kafka does not take a dead letter")
+        return NOTHING
+
+    decoder = make_decoder(decode)
+    first, second = (decoder.decode(Records([number], [b"x"])) for number in (1, 2))
+    with pytest.raises(ServiceUnavailableError, match="does not take"):
+        first.result(60)
+    assert second.result(60) is NOTHING
+    decoder.close()
+
+
+def test_closing_a_decoder_waits_for_the_batch_under_way(
+    make_decoder: Callable[[Decode], Decoder],
+) -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def decode(records: Records) -> Decoded:
+        entered.set()
+        assert release.wait(60)
+        return NOTHING
+
+    decoder = make_decoder(decode)
+    first = decoder.decode(Records([1], [b"x"]))
+    assert entered.wait(60)
+    closing = threading.Thread(target=decoder.close)
+    closing.start()
+    assert not first.done()
+    release.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert first.result(0) is NOTHING
+
+
+def test_a_gradient_does_not_wait_for_a_batch_that_is_being_decoded() -> None:
+    entered, release = threading.Event(), threading.Event()
+
+    def decode(records: Records) -> Decoded:
+        entered.set()
+        assert release.wait(60)
+        return NOTHING
+
+    decoder, engine = ThreadDecoder(decode), ThreadGradientEngine(lambda order, of: done(of.number))
+    decoding = decoder.decode(Records([1], [b"x"]))
+    assert entered.wait(60)
+    assert engine.submit(grant(1), batch(1)).result(60) == done(1)
+    assert not decoding.done()
+    release.set()
+    decoder.close()
+    engine.close()
+
+
+# --- GradientEngine -------------------------------------------------------------------------------------------------
+
 Handle = Callable[[Grant, Batch], GradientDone | None]
-ENGINES: dict[str, Callable[[Decode, Handle], GradientEngine]] = {
-    "thread": lambda decode, handle: ThreadGradientEngine(decode=decode, handle=handle),
-}
-NOTHING = Decoded(np.zeros((0,), np.float32), np.zeros((0,), np.float32), np.zeros((0,), np.int64))
+ENGINES: dict[str, Callable[[Handle], GradientEngine]] = {"thread": ThreadGradientEngine}
 
 
 @pytest.fixture(params=ENGINES)
-def make_engine(request: pytest.FixtureRequest) -> Callable[[Decode, Handle], GradientEngine]:
+def make_engine(request: pytest.FixtureRequest) -> Callable[[Handle], GradientEngine]:
     return ENGINES[request.param]
 
 
@@ -47,7 +131,7 @@ def done(number: int) -> GradientDone:
 
 
 def test_every_grant_is_answered_in_order_and_not_in_the_callers_thread(
-    make_engine: Callable[[Decode, Handle], GradientEngine],
+    make_engine: Callable[[Handle], GradientEngine],
 ) -> None:
     threads: set[int] = set()
 
@@ -55,7 +139,7 @@ def test_every_grant_is_answered_in_order_and_not_in_the_callers_thread(
         threads.add(threading.get_ident())
         return done(of.number) if order.grant_id != 2 else None
 
-    engine = make_engine(lambda records: NOTHING, handle)
+    engine = make_engine(handle)
     assert engine.depth >= 1
     finished: list[int] = []
     futures = [engine.submit(grant(number, number), batch(number)) for number in range(1, 6)]
@@ -67,26 +151,13 @@ def test_every_grant_is_answered_in_order_and_not_in_the_callers_thread(
     assert threading.get_ident() not in threads
 
 
-def test_records_are_decoded(make_engine: Callable[[Decode, Handle], GradientEngine]) -> None:
-    seen: list[Records] = []
-
-    def decode(records: Records) -> Decoded:
-        seen.append(records)
-        return NOTHING
-
-    engine = make_engine(decode, lambda order, of: None)
-    assert engine.decode([(7, b"x")]).result(60).num_samples == 0
-    assert seen == [[(7, b"x")]]
-    engine.close()
-
-
-def test_what_fails_fails_alone(make_engine: Callable[[Decode, Handle], GradientEngine]) -> None:
+def test_what_fails_fails_alone(make_engine: Callable[[Handle], GradientEngine]) -> None:
     def handle(order: Grant, of: Batch) -> GradientDone | None:
         if of.number == 1:
             raise TaskError("diverged")
         return done(of.number)
 
-    engine = make_engine(lambda records: NOTHING, handle)
+    engine = make_engine(handle)
     first, second = (engine.submit(grant(number), batch(number)) for number in (1, 2))
     with pytest.raises(TaskError, match="diverged"):
         first.result(60)
@@ -94,7 +165,7 @@ def test_what_fails_fails_alone(make_engine: Callable[[Decode, Handle], Gradient
     engine.close()
 
 
-def test_closing_waits_for_what_is_under_way(make_engine: Callable[[Decode, Handle], GradientEngine]) -> None:
+def test_closing_waits_for_what_is_under_way(make_engine: Callable[[Handle], GradientEngine]) -> None:
     entered, release = threading.Event(), threading.Event()
 
     def handle(order: Grant, of: Batch) -> GradientDone | None:
@@ -102,7 +173,7 @@ def test_closing_waits_for_what_is_under_way(make_engine: Callable[[Decode, Hand
         assert release.wait(60)
         return done(of.number)
 
-    engine = make_engine(lambda records: NOTHING, handle)
+    engine = make_engine(handle)
     future = engine.submit(grant(1), batch(1))
     assert entered.wait(60)
     closing = threading.Thread(target=engine.close)
@@ -114,29 +185,19 @@ def test_closing_waits_for_what_is_under_way(make_engine: Callable[[Decode, Hand
     assert future.result(0) == done(1)
 
 
-def test_the_thread_decodes_and_computes_one_at_a_time() -> None:
-    """Two of torch's or numpy's at once would take each other's cores."""
+def test_the_thread_computes_one_at_a_time() -> None:
+    """Two of torch's at once would take each other's cores."""
     running, most = 0, 0
 
-    def work() -> None:
+    def handle(order: Grant, of: Batch) -> GradientDone | None:
         nonlocal running, most
         running += 1
         most = max(most, running)
         running -= 1
-
-    def decode(records: Records) -> Decoded:
-        work()
-        return NOTHING
-
-    def handle(order: Grant, of: Batch) -> GradientDone | None:
-        work()
         return None
 
-    engine = ThreadGradientEngine(decode=decode, handle=handle)
-    futures: list[Future[Decoded] | Future[GradientDone | None]] = []
-    for number in range(50):
-        futures += [engine.decode([]), engine.submit(grant(number), batch(number))]
-    for future in futures:
+    engine = ThreadGradientEngine(handle)
+    for future in [engine.submit(grant(number), batch(number)) for number in range(50)]:
         future.result(60)
     engine.close()
     assert most == 1

@@ -8,8 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from doll.consumers.decoding import Decoded
-from doll.consumers.gradient_engine import Records
+from doll.consumers.decoding import Decoded, Records
 from doll.consumers.worker import Batch, GradientDone
 from doll.records import AnyRecord, DeadLetter, Grant, Welcome, encode
 
@@ -117,12 +116,11 @@ class FakeStream:
 
 
 @dataclass
-class FakeEngine:
-    """Decodes at once; a gradient is done when the test says so."""
+class FakeDecoder:
+    """Decodes at once."""
 
     decode_records: Callable[[Records], Decoded]
     depth: int = 1
-    submitted: deque[tuple[Grant, Batch, Future[GradientDone | None]]] = field(default_factory=deque)
 
     def decode(self, records: Records) -> Future[Decoded]:
         future: Future[Decoded] = Future()
@@ -131,6 +129,17 @@ class FakeEngine:
         except Exception as exc:
             future.set_exception(exc)
         return future
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class FakeEngine:
+    """A gradient is done when the test says so."""
+
+    depth: int = 1
+    submitted: deque[tuple[Grant, Batch, Future[GradientDone | None]]] = field(default_factory=deque)
 
     def submit(self, grant: Grant, batch: Batch) -> Future[GradientDone | None]:
         future: Future[GradientDone | None] = Future()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doll.consumers.decoding import MAX_REASON_CHARS, Decoded, Refused, decode_records, refuse
+from doll.consumers.decoding import MAX_REASON_CHARS, Decoded, Records, Refused, decode_records, refuse
 from doll.errors import SampleError
 from doll.packing import pack
 from doll.task import Sample, Task, stack
@@ -40,7 +40,7 @@ GOOD = point([1, 2], 0)
 
 
 def decode(task: Task, *values: bytes | None, m: int = 1, limit: int = 1000) -> Decoded:
-    records = [(100 + i, value) for i, value in enumerate(values)]
+    records = Records(range(100, 100 + len(values)), values)
     return decode_records(task, records, samples_per_record=m, max_record_bytes=limit)
 
 

@@ -10,6 +10,7 @@ import torch
 from doll.config import parse
 from doll.consumers.compressor import DenseCompressor
 from doll.consumers.dead_letters import DeadLetters
+from doll.consumers.decoding import Records
 from doll.consumers.gradient import GradientComputer
 from doll.consumers.grant_handler import GrantHandler
 from doll.consumers.guard import Guard
@@ -51,11 +52,8 @@ class Rig:
     def batch(self, *bad: int) -> Batch:
         """Eight samples from offset 140 on; those of `bad` cannot be decoded."""
         rng = np.random.default_rng(2)
-        records = [
-            (140 + at, b"?" if at in bad else np.array([*rng.normal(size=3), at % 2], "<f4").tobytes())
-            for at in range(8)
-        ]
-        decoded = self.letters.decode(records)
+        values = [b"?" if at in bad else np.array([*rng.normal(size=3), at % 2], "<f4").tobytes() for at in range(8)]
+        decoded = self.letters.decode(Records(range(140, 148), values))
         dead = tuple(item.offset for item in decoded.refused if item.whole)
         return Batch(5, decoded, decoded.num_samples, 0.0, dead=dead)
 
@@ -120,7 +118,9 @@ def test_samples_that_the_guard_refuses_are_dead_lettered_with_what_the_log_hold
 
 def test_the_decoder_dead_letters_what_it_refuses() -> None:
     rig = Rig()
-    decoded = rig.letters.decode([(140, b"?" * 70_000), (141, np.array([1, 2, 3, 0], "<f4").tobytes()), (142, None)])
+    decoded = rig.letters.decode(
+        Records([140, 141, 142], [b"?" * 70_000, np.array([1, 2, 3, 0], "<f4").tobytes(), None])
+    )
     assert decoded.num_samples == 1
     assert [(item.offset, item.payload_bytes, len(item.payload)) for item in rig.channel.letters] == [
         (140, 70_000, 65_536),

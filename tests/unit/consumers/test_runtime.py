@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 from doll.config import parse
 from doll.consumers import exits, runtime
-from doll.consumers.decoding import Decoded, Refused
+from doll.consumers.decoding import Decoded, Records, Refused
 from doll.consumers.departure import Departure
-from doll.consumers.gradient_engine import Records
 from doll.consumers.runtime import WorkerRuntime
 from doll.consumers.worker import GradientDone, WorkerCore
 from doll.errors import ServiceUnavailableError, TaskError
 from doll.process.health import Heartbeat
 from doll.records import Announce, Durable, Leave, Nack, Push, Stop
-from worker_fakes import FakeChannel, FakeEngine, FakeStream, grant, welcome
+from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, FakeStream, grant, welcome
 
 JOB = 'job: unit\ntask: {class: "doll.tasks.synthetic:Gaussian"}\ndata: {workers: 2, batch_size: 2}\n'
 
@@ -33,10 +32,10 @@ class Message:
 
 def decode_records(records: Records) -> Decoded:
     """One sample per record; a record without value is refused."""
-    if any(value == b"away" for _, value in records):
+    if any(value == b"away" for value in records.values):
         raise ServiceUnavailableError("Kafka does not take a dead letter")
-    usable = [offset for offset, value in records if value]
-    refused = [Refused(offset, "empty", 1, True) for offset, value in records if not value]
+    usable = [offset for offset, value in zip(*records, strict=True) if value]
+    refused = [Refused(offset, "empty", 1, True) for offset, value in zip(*records, strict=True) if not value]
     zeros = np.zeros((len(usable), 1), np.float32)
     return Decoded(zeros, np.zeros(len(usable), np.int64), np.array(usable, np.int64), refused)
 
@@ -47,13 +46,13 @@ class Rig:
     def __init__(self, *overrides: str, depth: int = 1) -> None:
         self.config = parse(JOB, ["worker.max_pending_batches=4", *overrides])
         self.channel, self.stream = FakeChannel(), FakeStream()
-        self.engine = FakeEngine(decode_records, depth)
+        self.engine = FakeEngine(depth)
         self.core = WorkerCore(welcome(), max_pending=4, now=0.0)
         self.departure = Departure(end_within=lambda seconds, code: None)
         self.heartbeat = Heartbeat("worker-1")
         self.runtime = WorkerRuntime(
-            self.config, core=self.core, channel=self.channel, engine=self.engine, commands_offset=50,
-            departure=self.departure, heartbeat=self.heartbeat,
+            self.config, core=self.core, channel=self.channel, decoder=FakeDecoder(decode_records), engine=self.engine,
+            commands_offset=50, departure=self.departure, heartbeat=self.heartbeat,
         )  # fmt: skip
         self.runtime.stream = self.stream
         self.messages: list[Message] = []
