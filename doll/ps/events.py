@@ -116,11 +116,16 @@ class RepublishWeights:
 
 @dataclass(frozen=True, slots=True)
 class FetchGradient:
-    """Get this gradient; report GradientFetched or GradientLost."""
+    """Get this gradient; report GradientFetched or GradientLost.
+
+    Attributes:
+        in_order: the gradients of all lower-numbered grants of its update are in, and it will be applied.
+    """
 
     grant_id: int
     key: str
     version: int
+    in_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)

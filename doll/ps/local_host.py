@@ -46,7 +46,7 @@ class LocalModelHost:
         except BlobError as exc:
             log.warning("gradient_lost", key=order.key, reason=str(exc), action="its batch is computed again")
             return FetchOutcome(GradientLost(grant_id=order.grant_id, reason=str(exc)))
-        self._contributions.put(order.grant_id, gradient)
+        self._contributions.put(order.grant_id, gradient, in_order=order.in_order)
         return FetchOutcome(GradientFetched(grant_id=order.grant_id), blob)
 
     def apply(self, update: ApplyUpdate) -> int:

@@ -1,20 +1,22 @@
-"""Updater that steps on a gradient: sums in a fixed order in float32, scales, clips, and calls torch's optimizers.
+"""Updater that steps on a gradient: sums in a fixed order in float32, scales, clips, and steps as torch does.
 
-torch's functions `sgd` and `adam` are called, not its optimizer classes: constructing one of these imports torch's
-compiler, which took 5 s of CPU on two slow cores at each start of a parameter server, restarts included.
+The arithmetic is that of torch's SGD and Adam, to the bit (a test compares them), in as few passes over memory as it
+allows. Adam is torch's function `adam`, called on slices that stay in the processor's cache; torch's optimizer classes
+are not used: constructing one of them imports torch's compiler, which took 5 s of CPU on two slow cores at each start
+of a parameter server, restarts included.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, assert_never
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.optim.adam import adam
-from torch.optim.sgd import sgd
 
 from doll.config import AdamConfig, OptimizerConfig, SgdConfig, TrainingConfig
 from doll.errors import CheckpointError, TaskError
@@ -24,6 +26,10 @@ from doll.ps.updater import Contribution, Updater
 WEIGHTS = "weights"
 _STATE = "optimizer."
 _ADAM_EPSILON = 1e-8
+# The sum is kept times this: so many finite numbers never add up to an infinite one, while their mean is finite. It is
+# a power of two: the sum has the same bits as without it, but for numbers below 1e-33.
+_SUM_FACTOR = 2.0**-16
+_SLICE = 1 << 18  # numbers; several slices of float32 fit into a cache of the second or third level
 
 
 class DivergedError(TaskError):
@@ -43,105 +49,136 @@ class Optimizer:
             clip_norm: the longest gradient that a step is made with, after `scale`; None: any.
         """
         self._model = model
-        self._flat = model.flat
+        self._own = self._flat = model.flat.detach()  # `_flat` is the weights: in memory of our own, or that was given
         self._num_parameters = model.num_parameters
-        self._parameters = model.flat[: model.num_parameters]
-        self._sum = torch.zeros_like(model.flat)
+        self._sum = torch.zeros_like(self._own)
+        self._sum_is_empty = True
         self._config = config
         self._clip_norm = clip_norm
         self._state: dict[str, torch.Tensor] = {}  # named as torch's optimizer classes name it
 
     @property
     def weights(self) -> npt.NDArray[np.float32]:
-        array: npt.NDArray[np.float32] = self._flat.detach().numpy()
+        array: npt.NDArray[np.float32] = self._flat.numpy()
         return array
 
-    def apply(self, gradients: Sequence[Contribution], scale: float, num_samples: int) -> None:
-        """One step on `scale` times the sum of `gradients`, added in the order given.
+    def add(self, gradient: Contribution) -> None:
+        tensor, floats = _tensor(gradient), self._model.num_floats
+        if self._sum_is_empty:
+            torch.mul(tensor[:floats], _SUM_FACTOR, out=self._sum[:floats])
+            self._sum_is_empty = False
+        else:
+            self._sum[:floats].add_(tensor[:floats], alpha=_SUM_FACTOR)
+        if len(tensor) > floats:
+            self._sum[floats:] = tensor[floats:]
+
+    def apply(
+        self,
+        gradients: Sequence[Contribution],
+        scale: float,
+        num_samples: int,
+        into: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        """One step on `scale` times the sum of the gradients that were added and `gradients`, in this order.
 
         Args:
             gradients: float32, shape (numel,) each: sums over samples; for float buffers, values times samples; the
                 other buffers become those of the last gradient.
             scale: 1 / num_samples for the mean.
             num_samples: of all gradients together.
+            into: as in `Updater.apply`.
 
         Raises:
-            DivergedError: the mean is not finite, and the weights are unchanged; or a weight, or a number of the
-                optimizer's state, is not after the step, and this object cannot be used any more.
+            DivergedError: a number of the gradient, of the weights or of the optimizer's state is not finite.
         """
-        if not gradients:
+        for gradient in gradients:
+            self.add(gradient)
+        if self._sum_is_empty:
             return  # nothing but refused records: the version counts, the weights stay
-        total = self._sum
-        total.copy_(_tensor(gradients[0]))
-        for gradient in gradients[1:]:
-            total += _tensor(gradient)
-        n, floats = self._num_parameters, self._model.num_floats
-        if _is_finite(total[:floats]):
-            total[n:floats] /= max(num_samples, 1)
-            total[:n] *= scale
-        else:
-            # Finite gradients may have a sum that float32 cannot hold, and a mean that it can.
-            exact = torch.stack([_tensor(gradient)[:floats].double() for gradient in gradients]).sum(dim=0)
-            total[:n] = exact[:n] * scale
-            total[n:floats] = exact[n:] / max(num_samples, 1)
-            _check_finite(total[:floats], "the gradient is")
-        self._clip(total[:n])
-        total[floats:] = _tensor(gradients[-1])[floats:]
-        with torch.no_grad():
-            self._step(total[:n])
-            self._flat[n:] = total[n:]
-        _check_finite(self._flat[:floats], "after the step the weights are")
-        for state in self._state.values():
-            _check_finite(state, "after the step the optimizer's state is")
-
-    def _clip(self, gradient: torch.Tensor) -> None:
+        self._sum_is_empty = True
+        total, n, floats = self._sum, self._num_parameters, self._model.num_floats
+        target = self._own if into is None else torch.from_numpy(into)
+        factor = scale / _SUM_FACTOR
         if self._clip_norm is not None:
-            norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
-            if norm > self._clip_norm:
-                gradient *= self._clip_norm / norm
+            total[:n] *= factor
+            factor = _clip(total[:n], self._clip_norm)
+        self._step(total[:n], factor, target[:n])
+        total[n:floats] /= max(num_samples, 1) * _SUM_FACTOR
+        target[n:] = total[n:]
+        self._flat = target
+        # What is not finite in the gradient is not finite in the weights then.
+        if not _is_finite(target[:floats]):
+            where = "after the step the weights are" if _is_finite(total[:floats]) else "the gradient is"
+            raise _diverged(where)
+        if "exp_avg_sq" in self._state and not _is_finite(self._state["exp_avg_sq"]):
+            raise _diverged("after the step the optimizer's state is")
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         tensors = {f"{_STATE}{key}": value.numpy().copy() for key, value in self._state.items()}
-        return {WEIGHTS: self.weights.copy(), **tensors}
+        return {WEIGHTS: self.weights.copy() if self._flat is self._own else self.weights, **tensors}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         weights = tensors.get(WEIGHTS)
         try:
             if weights is None:
-                raise ValueError(f"expected weights of shape {tuple(self._flat.shape)}, got nothing")
+                raise ValueError(f"expected weights of shape {tuple(self._own.shape)}, got nothing")
             self._model.load_weights(weights)
         except ValueError as exc:
             raise CheckpointError(str(exc)) from exc
+        self._flat = self._own
         self._state = {
             key.removeprefix(_STATE): torch.from_numpy(np.array(value))
             for key, value in tensors.items()
             if key.startswith(_STATE)
         }
 
-    def _step(self, gradient: torch.Tensor) -> None:
-        """One step on `gradient`, float32, shape (num_parameters,)."""
-        config, state, parameters = self._config, self._state, [self._parameters]
-        match config:
+    def _step(self, gradient: torch.Tensor, factor: float, target: torch.Tensor) -> None:
+        """One step on `factor` times `gradient`, float32, shape (num_parameters,), which may be changed."""
+        before = self._flat[: self._num_parameters]
+        match self._config:
             case SgdConfig():
-                buffers = [state.get("momentum_buffer")]
-                sgd(
-                    parameters, [gradient], buffers, foreach=False, weight_decay=config.weight_decay,
-                    momentum=config.momentum, lr=config.lr, dampening=0.0, nesterov=config.nesterov, maximize=False,
-                )  # fmt: skip
-                if buffers[0] is not None:
-                    state["momentum_buffer"] = buffers[0]
+                self._sgd(self._config, gradient, factor, before, target)
             case AdamConfig():
-                if not state:
-                    state["step"] = torch.tensor(0.0)
-                    state["exp_avg"] = torch.zeros_like(self._parameters)
-                    state["exp_avg_sq"] = torch.zeros_like(self._parameters)
-                adam(
-                    parameters, [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]],
-                    foreach=False, amsgrad=False, beta1=config.beta1, beta2=config.beta2, lr=config.lr,
-                    weight_decay=config.weight_decay, eps=_ADAM_EPSILON, maximize=False,
-                )  # fmt: skip
+                self._adam(self._config, gradient, factor, before, target)
             case _:
-                assert_never(config)
+                assert_never(self._config)
+
+    def _sgd(
+        self, config: SgdConfig, gradient: torch.Tensor, factor: float, before: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        # A power of two commutes with rounding: it needs no pass of its own. Others are rounded where torch rounds.
+        if not _is_power_of_two(factor) or config.weight_decay or (config.momentum and config.nesterov):
+            gradient *= factor
+            factor = 1.0
+        if config.weight_decay:
+            gradient.add_(before, alpha=config.weight_decay)
+        if config.momentum:
+            buffer = self._state.get("momentum_buffer")
+            if buffer is None:
+                buffer = self._state["momentum_buffer"] = gradient * factor
+            else:
+                buffer.mul_(config.momentum).add_(gradient, alpha=factor)
+            gradient, factor = (gradient.add_(buffer, alpha=config.momentum) if config.nesterov else buffer), 1.0
+        torch.add(before, gradient, alpha=-config.lr * factor, out=target)
+
+    def _adam(
+        self, config: AdamConfig, gradient: torch.Tensor, factor: float, before: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        state = self._state
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(gradient)
+            state["exp_avg_sq"] = torch.zeros_like(gradient)
+        for part in _slices(len(gradient)):
+            if target.data_ptr() != before.data_ptr():
+                target[part] = before[part]
+            step = state["step"].clone()
+            adam(
+                [target[part]], [gradient[part].mul_(factor)], [state["exp_avg"][part]], [state["exp_avg_sq"][part]],
+                [], [step], foreach=False, amsgrad=False, beta1=config.beta1, beta2=config.beta2, lr=config.lr,
+                weight_decay=config.weight_decay, eps=_ADAM_EPSILON, maximize=False,
+            )  # fmt: skip
+        state["step"] += 1
 
 
 def make_updater(config: TrainingConfig, model: FlatModel) -> Updater:
@@ -154,12 +191,32 @@ def _is_finite(vector: torch.Tensor) -> bool:
     return bool(torch.isfinite(vector.sum())) or bool(torch.isfinite(vector).all())
 
 
-def _check_finite(vector: torch.Tensor, what: str) -> None:
-    if not _is_finite(vector):
-        raise DivergedError(
-            f"{what} not finite (NaN or infinity): expected a model that converges; lower training.optimizer.lr, set "
-            "training.clip_norm, or look for extreme values in the stream; the last checkpoint is intact"
-        )
+def _diverged(what: str) -> DivergedError:
+    return DivergedError(
+        f"{what} not finite (NaN or infinity): expected a model that converges; lower training.optimizer.lr, set "
+        "training.clip_norm, or look for extreme values in the stream; the last checkpoint is intact"
+    )
+
+
+def _clip(gradient: torch.Tensor, longest: float) -> float:
+    """The factor that makes `gradient` at most `longest` long."""
+    norm = math.sqrt(sum(_norm(gradient[part]) ** 2 for part in _slices(len(gradient))))
+    return longest / norm if norm > longest else 1.0
+
+
+def _norm(vector: torch.Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(vector))
+    if 1e-15 < norm < math.inf:
+        return norm
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))  # squares that float32 cannot hold
+
+
+def _slices(length: int) -> Iterator[slice]:
+    return (slice(begin, begin + _SLICE) for begin in range(0, length, _SLICE))
+
+
+def _is_power_of_two(number: float) -> bool:
+    return math.frexp(number)[0] == 0.5
 
 
 def _tensor(gradient: npt.NDArray[np.float32]) -> torch.Tensor:

@@ -6,6 +6,7 @@ these to the weights: another adapter of the same port (docs/decisions/0020).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -37,59 +38,103 @@ class Updater(HoldsTensors, Protocol):
         """float32, shape (numel,), laid out as `doll.model` says; a view of the live tensor."""
         ...
 
-    def apply(self, contributions: Sequence[Contribution], scale: float, num_samples: int) -> None:
-        """Make the next model from `contributions`, in the order given. Without any, the weights stay as they are.
+    def add(self, contribution: Contribution) -> None:
+        """Add `contribution` to those of the next `apply`, behind the ones added before. It is not used afterwards."""
 
-        The result depends on the weights, the state and the arguments only, bit for bit: a replay makes the same model.
+    def apply(
+        self,
+        contributions: Sequence[Contribution],
+        scale: float,
+        num_samples: int,
+        into: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        """Make the next model from what was added and then `contributions`, in this order.
+
+        Without any, the weights stay as they are. The result depends on the weights, the state and the contributions
+        in their order, bit for bit, and not on whether they were added before: a replay makes the same model.
 
         Args:
             scale: factor for the sum of the contributions.
             num_samples: of all contributions together.
+            into: memory for the new weights, float32, shape (numel,), which then is `weights`. The array that was
+                `weights` before is left as it was, and is not used any more; `into` may be that array. None: memory of
+                the updater's own, in place where it can be.
 
         Raises:
             DivergedError: a number is not finite. The object must not be used any more.
         """
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Copies of the weights and of the state, by name, for a checkpoint. `load` takes them."""
+        """The weights and the state, by name, for a checkpoint; `load` takes them.
+
+        They are copies, except for weights in memory that was given to `apply`: its owner keeps it as it is meanwhile.
+        """
         ...
 
 
 class ContributionBuffer:
     """Contributions that wait for their update, and the apply step: the one place that turns them into a version.
 
-    The parameter server, a replay of its event log and the simulation all apply updates through it.
+    The parameter server, a replay of its event log and the simulation all apply updates through it. The order of
+    addition is that of the update, whenever each contribution came: one that comes in order is added at once and its
+    memory is free, another one waits (docs/decisions/0029).
     """
 
     def __init__(self, updater: Updater) -> None:
         self._updater = updater
         self._waiting: dict[int, Contribution] = {}
+        self._added: list[int] = []  # grants whose contributions are in the updater's sum, in order
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._added)
 
-    def put(self, grant_id: int, contribution: Contribution) -> None:
-        """Keep the answer to `grant_id` until its update comes. It is not copied."""
-        self._waiting[grant_id] = contribution
+    def put(self, grant_id: int, contribution: Contribution, *, in_order: bool = False) -> None:
+        """Keep the answer to `grant_id` until its update comes. It is not copied.
+
+        Args:
+            in_order: those of all lower-numbered grants of its update are here, and this one will be applied: it is
+                added now, and its memory is not used after the call.
+        """
+        if not in_order:
+            self._waiting[grant_id] = contribution
+            return
+        for earlier in sorted(number for number in self._waiting if number < grant_id):
+            self._add(earlier, self._waiting.pop(earlier))
+        self._add(grant_id, contribution)
 
     def drop(self, grant_id: int) -> None:
         """Forget the answer to `grant_id`: its update will never come."""
         del self._waiting[grant_id]
 
-    def apply(self, update: ApplyUpdate) -> int:
+    def apply(self, update: ApplyUpdate, into: npt.NDArray[np.float32] | None = None) -> int:
         """Make the version of `update`; how many samples it has learned from.
+
+        Args:
+            into: memory for the new weights; see `Updater.apply`.
 
         Raises:
             DivergedError: as `Updater.apply`.
             KeyError: a push of the update has a gradient that was never put here.
+            RuntimeError: one that was added already is not of the update, or not the next in its order.
         """
-        contributions = []
+        added, self._added = deque(self._added), []
+        contributions: list[Contribution] = []
         for item in update.batches:
-            contribution = self._waiting.pop(item.grant_id, None)
-            if contribution is not None:
+            if added and item.grant_id == added[0] and not contributions:
+                added.popleft()
+            elif (contribution := self._waiting.pop(item.grant_id, None)) is not None:
                 contributions.append(contribution)
             elif item.push.key:
                 raise KeyError(f"update {update.version}: expected the gradient of grant {item.grant_id}, got none")
+        if added:
+            raise RuntimeError(
+                f"update {update.version}: expected the gradients that were added to be its first ones, in its order; "
+                f"got that of grant {added[0]}"
+            )
         num_samples = sum(item.push.n_samples for item in update.batches)
-        self._updater.apply(contributions, update.scale, num_samples)
+        self._updater.apply(contributions, update.scale, num_samples, into)
         return num_samples
+
+    def _add(self, grant_id: int, contribution: Contribution) -> None:
+        self._updater.add(contribution)
+        self._added.append(grant_id)

@@ -26,14 +26,25 @@ class AddSteps:
 
     def __init__(self, model: FlatModel) -> None:
         self._model = model
+        self._added: list[Contribution] = []
+        self.weights: npt.NDArray[np.float32] = model.flat.detach().numpy()
 
-    @property
-    def weights(self) -> npt.NDArray[np.float32]:
-        array: npt.NDArray[np.float32] = self._model.flat.detach().numpy()
-        return array
+    def add(self, contribution: Contribution) -> None:
+        self._added.append(contribution.copy())
 
-    def apply(self, contributions: Sequence[Contribution], scale: float, num_samples: int) -> None:
-        for step in contributions:
+    def apply(
+        self,
+        contributions: Sequence[Contribution],
+        scale: float,
+        num_samples: int,
+        into: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        steps, self._added = [*self._added, *contributions], []
+        if steps:
+            target = self._model.flat.detach().numpy() if into is None else into
+            target[:] = self.weights
+            self.weights = target
+        for step in steps:
             self.weights[:] += np.float32(scale) * step
         if not np.isfinite(self.weights).all():
             raise DivergedError("not finite")
@@ -44,6 +55,7 @@ class AddSteps:
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         try:
             self._model.load_weights(tensors["weights"])
+            self.weights = self._model.flat.detach().numpy()
         except (KeyError, ValueError) as exc:
             raise CheckpointError(str(exc)) from exc
 
@@ -87,6 +99,43 @@ def test_contributions_are_only_read(make: Callable[[], Updater]) -> None:
         item.flags.writeable = False  # as a blob's are
     make().apply(given, 0.5, 2)
     assert all((now == then).all() for now, then in zip(given, before, strict=True))
+
+
+@pytest.mark.parametrize("added", range(5))
+def test_what_is_added_before_counts_as_if_it_came_with_the_update(make: Callable[[], Updater], added: int) -> None:
+    one, other = make(), make()
+    for seed in range(3):
+        given = contributions(4, seed)
+        one.apply(given, 1 / 12, 12)
+        for item in given[:added]:
+            reused = item.copy()
+            other.add(reused)
+            reused[:] = np.nan
+        other.apply(given[added:], 1 / 12, 12)
+        assert one.weights.tobytes() == other.weights.tobytes()
+
+
+def test_new_weights_are_written_into_the_memory_that_is_given(make: Callable[[], Updater]) -> None:
+    """As a server does that publishes versions from shared memory; it may run out of it for a while."""
+    plain, updater = make(), make()
+    given = [np.empty_like(plain.weights) for _ in range(4)]
+    into = [given[0], given[1], None, None, given[2], given[2], given[3]]
+    written: dict[int, bytes] = {}
+    for seed, memory in enumerate(into):
+        plain.apply(contributions(2, seed), 1 / 24, 24)
+        updater.apply(contributions(2, seed), 1 / 24, 24, memory)
+        assert updater.weights.tobytes() == plain.weights.tobytes()
+        assert (updater.weights is memory or np.shares_memory(updater.weights, memory)) == (memory is not None)
+        if memory is not None:
+            written[id(memory)] = memory.tobytes()
+        for earlier in given:
+            assert id(earlier) not in written or earlier.tobytes() == written[id(earlier)], "others may read it"
+    assert {name: array.tobytes() for name, array in updater.tensors().items()} == {
+        name: array.tobytes() for name, array in plain.tensors().items()
+    }
+    tensors = {name: array.copy() for name, array in updater.tensors().items()}
+    updater.load(tensors)
+    assert not any(np.shares_memory(updater.weights, memory) for memory in given)
 
 
 def test_without_contributions_the_weights_stay(make: Callable[[], Updater]) -> None:
@@ -170,6 +219,45 @@ def test_a_contribution_that_never_came_is_an_error(make: Callable[[], Updater])
     with pytest.raises(KeyError, match="expected the gradient of grant 1"):
         buffer.apply(update((1, "k1", 4)))
     assert updater.weights.tobytes() == before
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_contributions_that_are_added_as_they_come_make_the_same_model(make: Callable[[], Updater], seed: int) -> None:
+    """Grants are answered in any order; some batches have nothing to add, and some answers have to come twice."""
+    rng = np.random.default_rng(seed)
+    at_the_end, as_they_come = make(), make()
+    one, other = ContributionBuffer(at_the_end), ContributionBuffer(as_they_come)
+    added = 0
+    for version in range(3):
+        grants = [10 * version + number for number in range(1, 7)]
+        empty = set(rng.choice(grants, 2, replace=False).tolist())
+        here: set[int] = set(empty)
+        for grant in rng.permutation(grants).tolist():
+            here.add(grant)
+            if grant in empty:
+                continue
+            (contribution,) = contributions(1, grant)
+            one.put(grant, contribution)
+            in_order = all(lower in here for lower in grants if lower < grant)
+            added += in_order
+            passing = contribution.copy()
+            other.put(grant, passing, in_order=in_order)
+            if in_order:
+                passing[:] = np.nan
+        assert len(one) == len(other) == 4
+        order = update(*[(grant, "" if grant in empty else "k", 4) for grant in grants], scale=1 / 24)
+        assert one.apply(order) == other.apply(order) == 24
+        assert len(one) == len(other) == 0
+        assert at_the_end.weights.tobytes() == as_they_come.weights.tobytes()
+    assert added >= 3, "the first one of each update is in order"
+
+
+def test_a_contribution_that_was_added_to_another_update_is_an_error(make: Callable[[], Updater]) -> None:
+    buffer = ContributionBuffer(make())
+    for number, contribution in enumerate(contributions(2), start=1):
+        buffer.put(number, contribution, in_order=True)
+    with pytest.raises(RuntimeError, match=r"its first ones, in its order; got that of grant 1"):
+        buffer.apply(update((2, "", 4), (3, "", 4)))
 
 
 def test_a_dropped_contribution_is_applied_by_no_update(make: Callable[[], Updater]) -> None:
