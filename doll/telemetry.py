@@ -41,7 +41,7 @@ def configure(level: str = "info", *, process: str = "") -> None:
 
 
 class RateLimitFilter(logging.Filter):
-    """Passes each message of a library once in 30 s: without Kafka, aiokafka writes 70 lines a second.
+    """Passes each message of a library once in 30 s: a client without its server may write 70 lines a second.
 
     Messages are compared by their text before values are inserted.
     """

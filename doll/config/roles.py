@@ -101,7 +101,8 @@ class WorkerConfig(Section):
         description="maximum time that samples of a slow stream wait at the broker, so that a request fetches several",
     )
     stream_buffer_records: PositiveInt | None = Field(
-        default=None, description="records that Faust buffers; default: 4096, or fewer if records hold several samples"
+        default=None,
+        description="records that may wait to be decoded; default: 4096, or fewer if records hold several samples",
     )
 
 

@@ -1,15 +1,18 @@
-"""What a worker has read and not decoded, and what it has decoded and not acknowledged. Bounded by back-pressure."""
+"""What a worker has read and not decoded. Bounded by back-pressure, in batches and in bytes."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Generic, TypeVar
+from collections.abc import Sequence
+from typing import Final, TypeAlias
 
 from doll.config import JobConfig
 from doll.consumers.batching import Batcher, RawBatch
 
-M = TypeVar("M")
+Value: TypeAlias = bytes | None
+
+MAX_WAITING_BYTES: Final = 64 << 20
 
 
 def stream_buffer_records(config: JobConfig) -> int:
@@ -22,23 +25,24 @@ def buffer_capacity(config: JobConfig) -> int:
     return max(2, stream_buffer_records(config) // config.data.records_per_batch)
 
 
-class BatchBuffer(Generic[M]):
-    """Cuts messages into batches and keeps these until they are asked for. One event loop owns it.
+class BatchBuffer:
+    """Cuts records into batches and keeps these until they are asked for. One event loop owns it.
 
-    Reading never waits for a batch to be taken: what waits here is one batch, what waits in Faust's own queue would be
-    one event per record. Instead the reader pauses when the buffer is full, until it is half empty.
+    Feeding never waits for a batch to be taken: the reader pauses when the buffer is full, until it is half empty.
     """
 
-    def __init__(self, batcher: Batcher[M], capacity: int) -> None:
+    def __init__(self, batcher: Batcher[Value], capacity: int, max_bytes: int = MAX_WAITING_BYTES) -> None:
         """
         Args:
             capacity: batches from which on reading pauses.
+            max_bytes: bytes in whole batches from which on reading pauses, too.
         """
         self.batcher = batcher
         self._capacity = capacity
-        self._raw_batches: deque[RawBatch[M]] = deque()
+        self._max_bytes = max_bytes
+        self._raw_batches: deque[tuple[RawBatch[Value], int]] = deque()  # with the bytes of its values
+        self._waiting_bytes = 0
         self._filled = asyncio.Event()
-        self._unacknowledged: deque[tuple[int, list[M]]] = deque()
 
     def __len__(self) -> int:
         """Batches that are read and not taken."""
@@ -47,16 +51,16 @@ class BatchBuffer(Generic[M]):
     @property
     def is_half_empty(self) -> bool:
         """Reading should go on."""
-        return len(self._raw_batches) <= self._capacity // 2
+        return len(self._raw_batches) <= self._capacity // 2 and self._waiting_bytes <= self._max_bytes // 2
 
-    def feed(self, offset: int, message: M) -> bool:
-        """Take the message at `offset`; whether the buffer is full."""
-        for raw in self.batcher.feed(offset, message):
+    def feed(self, offsets: Sequence[int], values: Sequence[Value]) -> bool:
+        """Take the next records of the log, as `Batcher.feed`; whether the buffer is full."""
+        for raw in self.batcher.feed(offsets, values):
             self._put(raw)
-        return len(self._raw_batches) >= self._capacity
+        return len(self._raw_batches) >= self._capacity or self._waiting_bytes >= self._max_bytes
 
     def skip_to(self, offset: int) -> None:
-        """No message below `offset` is to come."""
+        """No record below `offset` is to come."""
         for raw in self.batcher.skip_to(offset):
             self._put(raw)
 
@@ -66,25 +70,18 @@ class BatchBuffer(Generic[M]):
             self._filled.clear()
             await self._filled.wait()
 
-    def take(self) -> RawBatch[M]:
+    def take(self) -> RawBatch[Value]:
         """The next batch.
 
         Raises:
             IndexError: there is none.
         """
-        return self._raw_batches.popleft()
+        raw, num_bytes = self._raw_batches.popleft()
+        self._waiting_bytes -= num_bytes
+        return raw
 
-    def retain(self, number: int, messages: list[M]) -> None:
-        """Keep the messages of batch `number` until `release`. Batches come in order."""
-        self._unacknowledged.append((number, messages))
-
-    def release(self, until: int) -> list[M]:
-        """The messages of all batches below `until`, in order; they are no longer kept."""
-        released: list[M] = []
-        while self._unacknowledged and self._unacknowledged[0][0] < until:
-            released += self._unacknowledged.popleft()[1]
-        return released
-
-    def _put(self, raw: RawBatch[M]) -> None:
-        self._raw_batches.append(raw)
+    def _put(self, raw: RawBatch[Value]) -> None:
+        num_bytes = sum(map(len, filter(None, raw.values)))
+        self._raw_batches.append((raw, num_bytes))
+        self._waiting_bytes += num_bytes
         self._filled.set()

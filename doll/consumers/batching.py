@@ -7,8 +7,9 @@ counts samples in memory: docs/theory.md, D1.)
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -20,15 +21,29 @@ class RawBatch(Generic[R]):
     """The records of one batch, in offset order, not decoded yet.
 
     `gaps` are offset ranges [lo, hi) inside the batch in which the log holds no record (transaction markers, records
-    of aborted transactions, compaction). `lost` are those whose records were deleted before they were read.
+    of aborted transactions, compaction). `lost` are those whose records were deleted before they were read. `values`
+    has one value for each other offset of [lo, hi).
     """
 
     number: int
     lo: int
     hi: int
-    records: list[tuple[int, R]] = field(default_factory=list)
+    values: list[R] = field(default_factory=list)
     gaps: list[tuple[int, int]] = field(default_factory=list)
     lost: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def offsets(self) -> Sequence[int]:
+        """The offset of each of `values`, once the batch is complete."""
+        if not self.gaps and not self.lost:
+            return range(self.lo, self.hi)
+        offsets: list[int] = []
+        at = self.lo
+        for lo, hi in sorted([*self.gaps, *self.lost]):
+            offsets += range(at, lo)
+            at = hi
+        offsets += range(at, self.hi)
+        return offsets
 
 
 class Batcher(Generic[R]):
@@ -57,20 +72,28 @@ class Batcher(Generic[R]):
         lo = self._origin + number * self._size
         return RawBatch(number, lo, lo + self._size)
 
-    def feed(self, offset: int, record: R) -> Iterator[RawBatch[R]]:
-        """Take the record at `offset`; yield every batch that it completes, in order.
+    def feed(self, offsets: Sequence[int], values: Sequence[R]) -> Iterator[RawBatch[R]]:
+        """Take the next records of the log; yield every batch that they complete, in order.
 
-        An offset below the next expected one was seen before and is ignored. Skipped offsets become gaps, or lost where
+        Offsets below the next expected one were seen before and are ignored. Skipped offsets become gaps, or lost where
         `mark_lost` named them; batches that lie wholly in these come out empty, so that every batch number appears
-        exactly once.
+        exactly once. The time it takes grows with the number of batches and gaps, not of records.
+
+        Args:
+            offsets: rising; best a `range` where none is missing.
+            values: one for each offset.
         """
-        if offset < self.next_offset:
-            return
-        yield from self.skip_to(offset)
-        self._batch.records.append((offset, record))
-        self.next_offset = offset + 1
-        if self.next_offset == self._batch.hi:
-            yield self._close()
+        at, end = bisect_left(offsets, self.next_offset), len(offsets)
+        while at < end:
+            yield from self.skip_to(offsets[at])
+            until = min(end, at + self._batch.hi - self.next_offset)
+            if offsets[until - 1] - offsets[at] != until - 1 - at:  # one is missing: up to the first that is
+                until = _first_missing(offsets, at, until)
+            self._batch.values += values[at:until]
+            self.next_offset = offsets[until - 1] + 1
+            at = until
+            if self.next_offset == self._batch.hi:
+                yield self._close()
 
     def skip_to(self, offset: int) -> Iterator[RawBatch[R]]:
         """No record below `offset` will come; yield every batch that this completes."""
@@ -94,3 +117,15 @@ class Batcher(Generic[R]):
     def _close(self) -> RawBatch[R]:
         batch, self._batch = self._batch, self._open(self._batch.number + 1)
         return batch
+
+
+def _first_missing(offsets: Sequence[int], at: int, until: int) -> int:
+    """The first index behind `at` whose offset does not follow the one before it."""
+    lo, hi = at + 1, until - 1  # the offset at `hi` is too high for its index
+    while lo < hi:
+        middle = (lo + hi) // 2
+        if offsets[middle] - offsets[at] == middle - at:
+            lo = middle + 1
+        else:
+            hi = middle
+    return lo

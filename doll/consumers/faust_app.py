@@ -1,4 +1,4 @@
-"""Faust's part of a worker: it reads partition n of `samples`, commits what is acknowledged and owns the main loop.
+"""Faust's part of a worker: it reads partition n of `samples`, in chunks of records, and owns the main loop.
 
 The app's agent feeds `WorkerRuntime`, whose tasks run beside it. `CrashingSupervisor` ends the process on any
 unexpected error: an agent that is restarted in place has lost its position (ADR 0002).
@@ -7,36 +7,34 @@ unexpected error: an agent that is restarted in place has lost its position (ADR
 from __future__ import annotations
 
 import asyncio
-import os
-import ssl
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import faust
 from faust.types import TP
 
 from doll.config import JobConfig
-from doll.consumers.batch_buffer import stream_buffer_records
 from doll.consumers.runtime import WorkerRuntime
-from doll.consumers.transport import OutOfRange
-from doll.kafka.clients import kafka_credentials
-from doll.services import KAFKA_CA_ENV, Services
+from doll.consumers.transport import OutOfRangeHandler
+from doll.kafka.chunk_reader import ChunkReader
+from doll.kafka.reader import Partition
+from doll.services import Services
+
+_WAITING_CHUNKS: Final = 2  # between Faust's consumer and its agent
 
 
 class DollApp(faust.App):  # type: ignore[misc]
     """A Faust app on the `doll://` transport."""
 
-    fixed_partitions: dict[str, list[int]]
-    start_offsets: dict[TP, int]
-    fetch_max_wait_ms: int
-    on_out_of_range: OutOfRange
-    fetch_progress: dict[TP, tuple[int, int]]
+    reader: ChunkReader
+    partition: TP
+    on_out_of_range: OutOfRangeHandler
+    fetch_progress: tuple[int, int]
 
     def on_init_dependencies(self) -> Any:
         services = super().on_init_dependencies()
-        self.sensors.remove(self.monitor)  # 6 us of CPU per record, for figures that nobody reads
+        self.sensors.remove(self.monitor)  # 6 us of CPU per event, for figures that nobody reads
         return services
 
 
@@ -73,19 +71,16 @@ class FaustStream:
         return self._runtime.exit.code
 
     def pause(self) -> None:
-        # Not pause_partitions: that silently drops what is fetched already and not delivered.
-        self._app.consumer.on_buffer_full(self._tp)
+        self._app.reader.pause()
 
     def resume(self) -> None:
-        self._app.consumer.on_buffer_drop(self._tp)
+        self._app.reader.resume()
 
-    def acknowledge(self, messages: Sequence[Any]) -> None:
-        consumer = self._app.consumer
-        for message in messages:
-            message.ack(consumer)
+    def acknowledge(self, until: int) -> None:
+        self._app.reader.commit(until)
 
     def fetch_progress(self) -> tuple[int, int]:
-        return self._app.fetch_progress[self._tp]
+        return self._app.fetch_progress
 
     def leave(self) -> None:
         if self._faust_worker is not None:
@@ -98,11 +93,10 @@ class FaustStream:
     def _make_app(self, services: Services, folder: Path) -> DollApp:
         config, runtime = self._config, self._runtime
         folder.mkdir(parents=True, exist_ok=True)
+        name = f"doll-{config.job}-w{runtime.worker}"
         app = DollApp(
-            f"doll-{config.job}-w{runtime.worker}",
+            name,
             broker=[f"doll://{address}" for address in services.kafka.split(",")],
-            broker_credentials=_credentials(config),
-            broker_commit_interval=1.0,
             topic_allow_declare=False,
             topic_disable_leader=True,
             web_enabled=False,
@@ -110,20 +104,21 @@ class FaustStream:
             key_serializer="raw",
             table_standby_replicas=0,
             stream_wait_empty=False,
-            stream_buffer_maxsize=stream_buffer_records(config),
-            consumer_max_fetch_size=max(1 << 20, config.data.max_record_bytes),
+            stream_buffer_maxsize=_WAITING_CHUNKS,
             agent_supervisor="mode.CrashingSupervisor",
             autodiscover=False,
             datadir=str(folder),
             store="memory://",
         )
         first = runtime.buffer.batcher.next_offset
-        app.fixed_partitions = {self._tp.topic: [self._tp.partition]}
-        app.start_offsets = {self._tp: first}
-        app.fetch_progress = {self._tp: (first, first)}
-        app.fetch_max_wait_ms = config.worker.fetch_max_wait_ms
+        app.partition = self._tp
+        app.reader = ChunkReader(
+            config, services, Partition(*self._tp), group=name, start=first,
+            fetch_max_wait_ms=config.worker.fetch_max_wait_ms,
+        )  # fmt: skip
+        app.fetch_progress = (first, first)
         app.on_out_of_range = self._on_out_of_range
-        samples = app.topic(self._tp.topic, value_type=bytes, value_serializer="raw")
+        samples = app.topic(self._tp.topic, value_serializer="raw")
         app.agent(samples, name="samples")(self._read_samples)
         for task in runtime.tasks():
             app.task(task)
@@ -132,9 +127,9 @@ class FaustStream:
     async def _read_samples(self, stream: Any) -> None:
         feed, watch = self._runtime.buffer.feed, self._runtime.stall_watch
         async for event in stream.noack().events():
-            message = event.message
+            chunk = event.value
             watch.samples_at_s = time.monotonic()
-            if feed(message.offset, message):
+            if feed(chunk.offsets, chunk.values):
                 self.pause()
 
     async def _on_out_of_range(self, tp: TP, offset: int) -> int | None:
@@ -165,18 +160,6 @@ class _FaustWorker(faust.Worker):  # type: ignore[misc]
 
     def shut_down(self) -> None:
         super()._on_sigterm()
-
-
-def _credentials(config: JobConfig) -> Any:
-    ca = os.environ.get(KAFKA_CA_ENV)
-    context = ssl.create_default_context(cafile=ca) if config.kafka.security.endswith("ssl") else None
-    credentials = kafka_credentials(config)
-    if credentials is not None:
-        username, password = credentials
-        return faust.SASLCredentials(
-            username=username, password=password, ssl_context=context, mechanism="SCRAM-SHA-512"
-        )
-    return None if context is None else faust.SSLCredentials(context)
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

@@ -1,8 +1,8 @@
 """A worker's channel to Kafka beside Faust: joins the job, sends to `events` and `dead`, and reads `commands`.
 
 It sends with librdkafka, whose producer keeps order, retries without limit and never doubles a record. Commands are
-read on a connection of their own: aiokafka has one request per broker under way, so a grant would wait behind a fetch
-of samples, or every fetch of samples would have to be short (ADR 0006).
+read on a connection of their own: a client has one fetch per broker under way, so a grant would wait behind a fetch of
+samples, or every fetch of samples would have to be short (ADR 0006).
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ class SampleStream(Protocol):
     def resume(self) -> None:
         """Fetch again; may be called when it does."""
 
-    def acknowledge(self, messages: Sequence[Any]) -> None:
-        """The offsets of these messages may be committed."""
+    def acknowledge(self, until: int) -> None:
+        """The offsets below `until` are durable and may be committed."""
 
     def fetch_progress(self) -> tuple[int, int]:
         """(delivered, position): the records below `delivered` have been fed, and from there to `position` are none."""
@@ -121,10 +121,10 @@ class WorkerRuntime:
         self._heartbeat = heartbeat
         self._samples_topic = config.topic("samples")
         self._commands_topic = config.topic("commands")
-        batcher: Batcher[Any] = Batcher(
+        batcher: Batcher[bytes | None] = Batcher(
             origin=core.origin, records_per_batch=config.data.records_per_batch, next_batch=core.next_batch
         )
-        self.buffer: BatchBuffer[Any] = BatchBuffer(batcher, buffer_capacity(config))
+        self.buffer = BatchBuffer(batcher, buffer_capacity(config))
         self.stall_watch = StallWatch(config.worker.stall_timeout_s, commands_offset, time.monotonic())
         self.exit = ProcessExit(config.worker.drain_s, flush=lambda: channel.flush(1.0), stop=self._stop)
         self.deleted_records = DeletedRecords(config, core, batcher, channel, self.exit)
@@ -154,16 +154,11 @@ class WorkerRuntime:
             raw = buffer.take()
             if buffer.is_half_empty:
                 self.stream.resume()
-            records = Records.of((offset, message.value) for offset, message in raw.records)
             try:
-                decoded = await asyncio.wrap_future(self._decoder.decode(records))
+                decoded = await asyncio.wrap_future(self._decoder.decode(Records(raw.offsets, raw.values)))
             except ServiceUnavailableError as exc:  # Kafka does not take a dead letter
                 self.exit.request(1, str(exc))
                 return
-            messages = [message for _, message in raw.records]
-            for message in messages:
-                message.value = None  # decoded: the bytes need not wait for the checkpoint
-            buffer.retain(raw.number, messages)
             core.next_offset = raw.hi
             self._do(core.batch_ready(_batch(raw, decoded)))
             self.stall_watch.samples_at_s = time.monotonic()
@@ -230,7 +225,7 @@ class WorkerRuntime:
                     self._orders.put_nowait(action)
                 case Acknowledge(until):
                     fault_point("worker.after_durable")
-                    self.stream.acknowledge(self.buffer.release(until))
+                    self.stream.acknowledge(self._core.origin + until * self._config.data.records_per_batch)
                     self._room.set()
                 case Exit(code, reason):
                     self.exit.request(code, reason)

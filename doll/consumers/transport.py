@@ -1,144 +1,197 @@
-"""`doll://`: Faust's aiokafka transport with fixed partitions instead of group membership.
+"""`doll://`: a Faust transport that reads one partition in chunks, with fixed partitions instead of group membership.
 
 Worker n reads partition n, always. A consumer group would stop all workers whenever one joins or leaves, and give a
 dead worker's partition away only after Kafka's session timeout; with `assign` a restart takes a second (ADR 0002). The
 parameter server tells two processes on one partition apart by the sessions that it gives them.
 
-The app carries `fixed_partitions: {topic: [partition]}`, `start_offsets: {TP: offset}`, `fetch_max_wait_ms: int`,
-`on_out_of_range` (see `OutOfRange`), and `fetch_progress: {TP: (delivered, position)}`, which is kept here: the records
-below `delivered` have been delivered, and from there to `position` are none (markers of transactions, for instance). A
-fetch waits `fetch_max_wait_ms` for `FETCH_MIN_BYTES`: one request of a slow stream brings many records, not one.
+Records come from `doll.kafka.chunk_reader`. One Faust event carries one `Chunk` as its value, so what Faust does per
+event costs next to nothing per record (ADR 0027). Faust itself sends nothing and commits nothing: the app tells the
+reader which offset is durable.
 
-Only committed records are read. A position that the log no longer holds is never reset silently: everything below it
-has been delivered by then, so the app knows exactly which offsets it will not get.
-Private attributes of Faust and aiokafka are used: their versions are pinned exactly (ADR 0002).
+The app carries `reader` and `partition` (what it reads), `on_out_of_range` (see `OutOfRangeHandler`), and
+`fetch_progress: (delivered, position)`, which is kept here: the records below `delivered` have been delivered, and from
+there to `position` are none (markers of transactions, for instance).
+
+A position that the log no longer holds is never reset silently: everything below it has been delivered by then, so the
+app knows exactly which offsets it will not get.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final, TypeAlias
 
-from aiokafka.errors import NoOffsetForPartitionError, OffsetOutOfRangeError
-from aiokafka.structs import TopicPartition
-from faust.transport.drivers import aiokafka as driver
-from faust.types import TP
+from faust.transport import base
+from faust.types import TP, ConsumerMessage
 
-FETCH_MIN_BYTES: Final = 65_536
-_RECHECK_S: Final = 1.0  # whether to stop
+from doll.kafka.chunk_reader import Chunk, Delivery, NoRecordBelow, OutOfRange
+
+_ASK_AGAIN_S: Final = 1.0  # the broker is not sure whether it holds an offset
 
 # Given the partition and the offset that the log does not hold: the offset to continue at; the same offset: try again;
 # None: do not continue.
-OutOfRange: TypeAlias = Callable[[TP, int], Awaitable[int | None]]
+OutOfRangeHandler: TypeAlias = Callable[[TP, int], Awaitable[int | None]]
 
 
-class AssignedThread(driver.AIOKafkaConsumerThread):  # type: ignore[misc]
-    """Assigns the app's fixed partitions and starts them at its offsets."""
+class ChunkConsumer(base.Consumer):  # type: ignore[misc]
+    """Faust's consumer: assigns the app's partition and passes the reader's chunks to the conductor as messages."""
 
     _generation = 0
 
-    def _create_worker_consumer(self, transport: Any) -> Any:
-        consumer = super()._create_worker_consumer(transport)
-        consumer._fetch_max_wait_ms = self.app.fetch_max_wait_ms  # Faust hard-codes 1500
-        consumer._fetch_min_bytes = FETCH_MIN_BYTES
-        consumer._isolation_level = "read_committed"  # Faust sets it only where it writes in transactions itself
-        consumer._auto_offset_reset = "none"
-        return consumer
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._assigned: set[TP] = set()
+        self._deliveries: deque[Delivery] = deque()
+        self._delivered = asyncio.Event()
+        self._is_reading = False
 
-    async def getmany(self, active_partitions: set[TP] | None, timeout: float) -> Any:
-        try:
-            return await super().getmany(active_partitions, timeout)
-        except NoOffsetForPartitionError:  # assigned and not positioned yet
-            return {}
-        except OffsetOutOfRangeError as exc:
-            for partition, offset in exc.args[0].items():
-                await self._out_of_range(TP(*partition), offset)
-            return {}
-
-    async def _fetch_records(self, consumer: Any, active_partitions: Any, *args: Any, **options: Any) -> Any:
-        records = await super()._fetch_records(consumer, active_partitions, *args, **options)
-        subscription = consumer._subscription.subscription
-        for tp, fetch_progress in self.app.fetch_progress.items() if subscription is not None else ():
-            state = subscription.assignment.state_value(TopicPartition(*tp))
-            if state is not None and state.has_valid_position:
-                fetched = records.get(TopicPartition(*tp))
-                delivered = fetched[-1].offset + 1 if fetched else min(fetch_progress[0], state.position)
-                self.app.fetch_progress[tp] = (delivered, state.position)
-        return records
-
-    async def _out_of_range(self, tp: TP, offset: int) -> None:
-        partition = TopicPartition(*tp)
-        consumer = self._ensure_consumer()
-        if await self.call_thread(consumer.position, partition) != offset:
-            return  # an answer to a fetch from before a seek
-        resume_offset = await self.app.on_out_of_range(tp, offset)
-        if resume_offset is None or resume_offset == offset:  # the process is about to end, or the broker is not sure
-            await asyncio.sleep(_RECHECK_S)
-            return
-        # Faust would list every offset that it has not seen before it commits one behind them.
-        self.consumer._read_offset[tp] = self.consumer._committed_offset[tp] = resume_offset - 1
-        consumer.seek(partition, resume_offset)
+    # --- life cycle -------------------------------------------------------------------------------------------------
 
     async def subscribe(self, topics: Iterable[str]) -> None:
-        await self.call_thread(self._assign, sorted(topics))
-
-    async def _assign(self, topics: list[str]) -> None:
-        consumer = self._ensure_consumer()
-        wanted = self.app.fixed_partitions
-        partitions = {TP(topic, partition) for topic in topics for partition in wanted.get(topic, ())}
-        if self._generation and partitions == self.assignment():
+        partitions = {self.app.partition} & {TP(topic, self.app.partition.partition) for topic in topics}
+        if self._generation and partitions == self._assigned:
             return
         self.app.on_rebalance_start()
-        if self._generation:
-            await self.on_partitions_revoked(self.assignment())
-        consumer.assign([TopicPartition(*tp) for tp in partitions])
+        self._assigned = partitions
         self._generation += 1
         self.app.consumer_generation_id = self._generation
         # Not awaited: on_partitions_assigned waits until this subscribe() has returned.
-        self._assigned = asyncio.ensure_future(self.on_partitions_assigned(partitions, self._generation))
+        self._assigning = asyncio.ensure_future(self.on_partitions_assigned(partitions, self._generation))
 
     async def seek_to_committed(self) -> Mapping[TP, int]:
-        """The server's durable watermark is the truth, not Kafka's committed offset, which may lag or expire."""
-        consumer = self._ensure_consumer()
-        offsets = dict(await self.call_thread(consumer.seek_to_committed))
-        for tp, offset in self.app.start_offsets.items():
-            partition = TopicPartition(*tp)
-            consumer.seek(partition, offset)
-            offsets[partition] = offset
-        return offsets
+        """Start reading where the reader says: the server's durable watermark is the truth.
 
+        Kafka's committed offset may lag or expire.
+        """
+        if not self._is_reading:
+            self._is_reading = True
+            loop = asyncio.get_running_loop()
 
-class AssignedConsumer(driver.Consumer):  # type: ignore[misc]
-    """Reads on as soon as its partition's buffer has room. Faust's own looks again after a second."""
+            def deliver(delivery: Delivery) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(self._put, delivery)
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._room = asyncio.Event()
-        self._room.set()
-        super().__init__(*args, **kwargs)
+            self.app.reader.start(deliver)
+        return {self.app.partition: self.app.fetch_progress[0]}
+
+    async def on_stop(self) -> None:
+        await super().on_stop()
+        await asyncio.get_running_loop().run_in_executor(None, self.app.reader.close)
+
+    def _put(self, delivery: Delivery) -> None:
+        self._deliveries.append(delivery)
+        self._delivered.set()
+
+    # --- records ----------------------------------------------------------------------------------------------------
+
+    async def _drain_messages(self, fetcher: Any) -> None:
+        """Faust's fetcher runs this: pass on what comes, until the app stops."""
+        try:
+            while not (self.should_stop or fetcher.should_stop):
+                while not self._deliveries:
+                    self._delivered.clear()
+                    await self._delivered.wait()
+                await self._pass_on(self._deliveries.popleft())
+                self.app.reader.taken()
+        except asyncio.CancelledError:
+            if not self.app.should_stop:
+                raise
+
+    async def _pass_on(self, delivery: Delivery) -> None:
+        """
+        Raises:
+            Exception: the reader cannot go on.
+        """
+        match delivery:
+            case Chunk(offsets):
+                await self.wait_first(
+                    self.callback(self._to_message(self.app.partition, delivery)), self.suspend_flow.wait()
+                )
+                next_offset = offsets[-1] + 1
+                self.app.fetch_progress = (next_offset, next_offset)
+            case NoRecordBelow(offset):
+                self.app.fetch_progress = (self.app.fetch_progress[0], offset)
+            case OutOfRange(offset):
+                await self._out_of_range(offset)
+            case Exception():
+                raise delivery
+
+    async def _out_of_range(self, offset: int) -> None:
+        resume_offset = await self.app.on_out_of_range(self.app.partition, offset)
+        if resume_offset is None:  # the process is about to end
+            return
+        if resume_offset == offset:
+            await asyncio.sleep(_ASK_AGAIN_S)
+        self.app.fetch_progress = (resume_offset, resume_offset)
+        self.app.reader.seek(resume_offset)
+
+    def _to_message(self, tp: TP, record: Chunk) -> ConsumerMessage:
+        return ConsumerMessage(
+            tp.topic, tp.partition, record.offsets[0], 0.0, 0, None, None, record, None, 0, 0, tp,
+            generation_id=self._generation,
+        )  # fmt: skip
+
+    # --- what Faust asks for, and this transport does otherwise or not at all ---------------------------------------
+
+    async def commit(self, topics: Any = None, start_new_transaction: bool = True) -> bool:
+        """Nothing: the reader commits what the app says is durable."""
+        return False
 
     def on_buffer_full(self, tp: TP) -> None:
-        super().on_buffer_full(tp)
-        if not self._get_active_partitions():
-            self._room.clear()
+        """Nothing: the reader is a few chunks ahead at most."""
 
     def on_buffer_drop(self, tp: TP) -> None:
-        super().on_buffer_drop(tp)
-        self._room.set()
+        """See `on_buffer_full`."""
 
-    async def _wait_next_records(self, timeout: float) -> Any:
-        if self._room.is_set():
-            return await super()._wait_next_records(timeout)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._room.wait(), _RECHECK_S)
-        return {}, set()
+    def assignment(self) -> set[TP]:
+        return self._assigned
 
-    def _new_consumer_thread(self) -> AssignedThread:
-        return AssignedThread(self, loop=self.loop, beacon=self.beacon)
+    def highwater(self, tp: TP) -> int:
+        return int(self.app.fetch_progress[1])
+
+    async def position(self, tp: TP) -> int | None:
+        return int(self.app.fetch_progress[1])
+
+    def topic_partitions(self, topic: str) -> int | None:
+        return None
+
+    def _new_topicpartition(self, topic: str, partition: int) -> TP:
+        return TP(topic, partition)
+
+    async def _commit(self, offsets: Mapping[TP, int]) -> bool:
+        raise NotImplementedError
+
+    async def _getmany(self, active_partitions: set[TP] | None, timeout: float) -> Any:
+        raise NotImplementedError
+
+    async def _seek(self, partition: TP, offset: int) -> None:
+        raise NotImplementedError
+
+    async def seek_wait(self, partitions: Mapping[TP, int]) -> None:
+        raise NotImplementedError
+
+    async def create_topic(self, topic: str, partitions: int, replication: int, **options: Any) -> None:
+        raise NotImplementedError
+
+    async def earliest_offsets(self, *partitions: TP) -> Mapping[TP, int]:
+        raise NotImplementedError
+
+    async def highwaters(self, *partitions: TP) -> Mapping[TP, int]:
+        raise NotImplementedError
+
+    def key_partition(self, topic: str, key: bytes | None, partition: int | None = None) -> int | None:
+        raise NotImplementedError
 
 
-class Transport(driver.Transport):  # type: ignore[misc]
-    """Registered as `doll` in the entry point group `faust.transports`."""
+class Transport(base.Transport):  # type: ignore[misc]
+    """Registered as `doll` in the entry point group `faust.transports`.
 
-    Consumer = AssignedConsumer
+    The producer is Faust's base class: its service starts, and it can send nothing.
+    """
+
+    Consumer = ChunkConsumer
+    default_port = 9092
+    driver_version = "doll"

@@ -181,7 +181,7 @@ def config(secured: Secured) -> JobConfig:
 
 
 def test_a_whole_job_over_tls_with_log_ins(secured: Secured, tmp_path: Path, job_name: str) -> None:
-    """aiokafka (Faust), librdkafka and redis-py all log in; afterwards no file that the run left holds a secret."""
+    """librdkafka and redis-py all log in; afterwards no file that the run left holds a secret."""
     (tmp_path / "job.yaml").write_text(
         JOB.format(job=job_name, kafka=secured.services.kafka, redis=secured.services.redis)
     )

@@ -258,9 +258,9 @@ class World:
         while core.has_room and process.position < self.high[process.worker]:
             offset = process.position
             process.position += 1
-            done = list(batcher.feed(offset, offset))
+            done = list(batcher.feed([offset], [offset]))
             for raw in done:
-                self._do(process, core.batch_ready(Batch(raw.number, None, len(raw.records), self.now)))
+                self._do(process, core.batch_ready(Batch(raw.number, None, len(raw.values), self.now)))
             if done:
                 return
 

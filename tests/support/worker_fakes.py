@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,7 +91,7 @@ class FakeStream:
     """What the runtime asked of its stream."""
 
     paused: bool = False
-    acknowledged: list[Any] = field(default_factory=list)
+    acknowledged: list[int] = field(default_factory=list)
     progress: tuple[int, int] = (0, 0)
     left: int = 0
     stopped: int = 0
@@ -102,8 +102,8 @@ class FakeStream:
     def resume(self) -> None:
         self.paused = False
 
-    def acknowledge(self, messages: Sequence[Any]) -> None:
-        self.acknowledged += messages
+    def acknowledge(self, until: int) -> None:
+        self.acknowledged.append(until)
 
     def fetch_progress(self) -> tuple[int, int]:
         return self.progress

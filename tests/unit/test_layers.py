@@ -108,7 +108,7 @@ IMPURE = (
 
 # Each vendor's package is imported by its adapters alone.
 ADAPTERS = {
-    "aiokafka": ("doll.consumers.transport",),
+    "aiokafka": (),
     "boto3": ("doll.provisioner.fleets.ec2.*", "doll.provisioner.prices.ec2", "doll.storage.s3_checkpoints"),
     "botocore": ("doll.provisioner.fleets.ec2.*", "doll.provisioner.prices.ec2", "doll.storage.s3_checkpoints"),
     "confluent_kafka": ("doll.kafka.*",),

@@ -12,21 +12,25 @@ from doll.consumers.batching import Batcher
 JOB = 'job: unit\ntask: {class: "doll.tasks.synthetic:Gaussian"}\ndata: {workers: 2, batch_size: 4}\n'
 
 
-def buffer(capacity: int = 3) -> BatchBuffer[str]:
-    return BatchBuffer(Batcher(origin=10, records_per_batch=2, next_batch=1), capacity)
+def buffer(capacity: int = 3, max_bytes: int = 1000) -> BatchBuffer:
+    return BatchBuffer(Batcher(origin=10, records_per_batch=2, next_batch=1), capacity, max_bytes)
 
 
-def feed(made: BatchBuffer[str], until: int) -> list[bool]:
-    return [made.feed(offset, f"message {offset}") for offset in range(made.batcher.next_offset, until)]
+def feed(made: BatchBuffer, until: int) -> list[bool]:
+    """One record a chunk; whether the buffer was full behind each."""
+    return [made.feed([offset], [b"%d" % offset]) for offset in range(made.batcher.next_offset, until)]
 
 
-def test_messages_come_out_as_batches_in_order() -> None:
+@pytest.mark.parametrize("chunk", [1, 2, 3, 5])
+def test_records_come_out_as_batches_in_order(chunk: int) -> None:
     made = buffer()
-    feed(made, 17)
+    for first in range(12, 17, chunk):
+        offsets = range(first, min(first + chunk, 17))
+        made.feed(offsets, [b"%d" % offset for offset in offsets])
     assert len(made) == 2
-    assert [(raw.number, [message for _, message in raw.records]) for raw in (made.take(), made.take())] == [
-        (1, ["message 12", "message 13"]),
-        (2, ["message 14", "message 15"]),
+    assert [(raw.number, raw.offsets, raw.values) for raw in (made.take(), made.take())] == [
+        (1, range(12, 14), [b"12", b"13"]),
+        (2, range(14, 16), [b"14", b"15"]),
     ]
     with pytest.raises(IndexError):
         made.take()
@@ -56,15 +60,22 @@ async def test_whoever_waits_goes_on_with_the_next_batch_also_an_empty_one() -> 
     await waiter
 
 
-def test_messages_are_kept_until_their_batch_is_durable() -> None:
-    made = buffer()
-    made.retain(1, ["a", "b"])
-    made.retain(2, [])
-    made.retain(3, ["c"])
-    assert made.release(1) == []
-    assert made.release(3) == ["a", "b"]
-    assert made.release(3) == []
-    assert made.release(9) == ["c"]
+def test_bytes_in_whole_batches_count_too() -> None:
+    made = buffer(capacity=100, max_bytes=40)
+    full = [made.feed([offset], [value]) for offset, value in zip(range(12, 18), [b"x" * 10] * 6, strict=True)]
+    assert full == [False, False, False, True, True, True]  # 20 bytes each two records
+    made.take()
+    assert not made.is_half_empty  # 40 of 60 are left
+    made.take()
+    assert made.is_half_empty
+
+
+def test_a_batch_larger_than_the_bound_still_comes_out_and_reading_goes_on() -> None:
+    made = buffer(capacity=100, max_bytes=40)
+    assert made.feed(range(12, 14), [b"x" * 100, None])
+    assert not made.is_half_empty
+    assert made.take().values == [b"x" * 100, None]
+    assert made.is_half_empty
 
 
 @pytest.mark.parametrize(

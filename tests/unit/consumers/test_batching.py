@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
 import pytest
 from doll.consumers.batching import Batcher, RawBatch
 from doll.ledger import offset_ranges
@@ -9,17 +13,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 
-def feed(batcher: Batcher[int], offsets: list[int]) -> list[RawBatch[int]]:
-    return [batch for offset in offsets for batch in batcher.feed(offset, offset)]
+def feed(batcher: Batcher[int], offsets: Sequence[int], cuts: Sequence[int] = ()) -> list[RawBatch[int]]:
+    """Offsets, each its own value, in chunks: of one record each, or up to each of `cuts` and then the rest."""
+    ends = {0, *(cut for cut in cuts if cut < len(offsets)), len(offsets)}
+    bounds = sorted(ends) if cuts else range(len(offsets) + 1)
+    return [
+        batch
+        for begin, end in pairwise(bounds)
+        for batch in batcher.feed(compact(offsets[begin:end]), list(offsets[begin:end]))
+    ]
+
+
+def compact(offsets: Sequence[int]) -> Sequence[int]:
+    """As a reader gives them: a range where none is missing."""
+    whole = range(offsets[0], offsets[-1] + 1)
+    return whole if len(whole) == len(offsets) else offsets
 
 
 def check(batch: RawBatch[int], origin: int, size: int) -> None:
     """Fixed bounds; each offset is a record or in a gap, once."""
     assert (batch.lo, batch.hi) == (origin + batch.number * size, origin + (batch.number + 1) * size)
-    covered = [offset for offset, _ in batch.records] + [o for lo, hi in batch.gaps for o in range(lo, hi)]
+    covered = [*batch.offsets] + [o for lo, hi in batch.gaps for o in range(lo, hi)]
     assert sorted(covered) == list(range(batch.lo, batch.hi))
-    assert [offset for offset, _ in batch.records] == sorted(offset for offset, _ in batch.records)
-    assert all(offset == record for offset, record in batch.records)
+    assert [*batch.offsets] == sorted(batch.offsets) == batch.values
     assert all(lo < hi for lo, hi in batch.gaps)
 
 
@@ -27,7 +43,7 @@ def test_full_batches_come_out_as_soon_as_their_last_record_is_there() -> None:
     batcher: Batcher[int] = Batcher(origin=100, records_per_batch=3, next_batch=0)
     assert feed(batcher, [100, 101]) == []
     (batch,) = feed(batcher, [102])
-    assert batch == RawBatch(0, 100, 103, [(100, 100), (101, 101), (102, 102)], [])
+    assert batch == RawBatch(0, 100, 103, [100, 101, 102], [])
     assert batcher.next_offset == 103
 
 
@@ -41,12 +57,59 @@ def test_it_begins_at_any_batch() -> None:
 def test_a_gap_over_several_batches_gives_each_of_them() -> None:
     batcher: Batcher[int] = Batcher(origin=0, records_per_batch=4, next_batch=0)
     batches = feed(batcher, [0, 1, 14, 15])
-    assert [(b.number, [o for o, _ in b.records], b.gaps) for b in batches] == [
+    assert [(b.number, [*b.offsets], b.gaps) for b in batches] == [
         (0, [0, 1], [(2, 4)]),
         (1, [], [(4, 8)]),
         (2, [], [(8, 12)]),
         (3, [14, 15], [(12, 14)]),
     ]
+
+
+@given(
+    missing=st.sets(st.integers(0, 80)),
+    length=st.integers(0, 80),
+    size=st.integers(1, 9),
+    start=st.integers(0, 20),
+    cuts=st.lists(st.integers(0, 80), min_size=1, max_size=9),
+    losses=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 12)), max_size=3),
+)
+def test_how_the_stream_is_cut_into_chunks_changes_nothing(
+    missing: set[int], length: int, size: int, start: int, cuts: list[int], losses: list[tuple[int, int]]
+) -> None:
+    log = [at for at in range(length) if at not in missing]
+
+    def batcher() -> Batcher[int]:
+        made: Batcher[int] = Batcher(origin=0, records_per_batch=size, next_batch=start // size)
+        for lo, hi in offset_ranges.union((lo, lo + span) for lo, span in losses):
+            made.mark_lost(lo, hi)
+        return made
+
+    whole, one_by_one = batcher(), batcher()
+    assert feed(whole, log, cuts) == feed(one_by_one, log)
+    assert whole.next_offset == one_by_one.next_offset
+
+
+def test_a_chunk_costs_no_call_per_record() -> None:
+    """Offsets and values are looked at by index and slice only."""
+
+    class Values(list[int]):
+        def __iter__(self) -> Iterator[int]:
+            raise AssertionError("one by one")
+
+    batcher: Batcher[int] = Batcher(origin=0, records_per_batch=1000, next_batch=0)
+    lookups = 0
+
+    class Offsets(Sequence[int]):
+        def __len__(self) -> int:
+            return 100_000
+
+        def __getitem__(self, at: Any) -> Any:
+            nonlocal lookups
+            lookups += 1
+            return range(100_000)[at]
+
+    assert len(list(batcher.feed(Offsets(), Values(range(100_000))))) == 100
+    assert lookups < 1000
 
 
 def test_a_batch_of_no_records_is_refused() -> None:
@@ -103,7 +166,7 @@ def test_what_was_deleted_before_it_was_read_is_lost_and_no_gap() -> None:
     batcher.mark_lost(5, 9)  # the position of the reader, which is ahead of what was fed
     batcher.mark_lost(9, 11)
     batches = feed(batcher, [0, 1, 3, 12, 13, 14, 15])
-    assert [(b.number, [o for o, _ in b.records], b.gaps, b.lost) for b in batches] == [
+    assert [(b.number, [*b.offsets], b.gaps, b.lost) for b in batches] == [
         (0, [0, 1, 3], [(2, 3)], []),
         (1, [], [(4, 5)], [(5, 8)]),
         (2, [], [(11, 12)], [(8, 9), (9, 11)]),
@@ -130,12 +193,12 @@ def test_each_offset_is_a_record_a_gap_or_lost_whenever_the_loss_is_told(
         # The reader is ahead of what is fed by some records, so a loss is reported early, but in order.
         while spans and offset + ahead >= spans[0][0]:
             batcher.mark_lost(*spans.pop(0))
-        batches += list(batcher.feed(offset, offset))
+        batches += list(batcher.feed([offset], [offset]))
     missing = offset_ranges.union((lo, lo + length) for lo, length in losses)
     for batch in batches:
         lost = {o for lo, hi in batch.lost for o in range(lo, hi)}
         gaps = {o for lo, hi in batch.gaps for o in range(lo, hi)}
-        read = {o for o, _ in batch.records}
+        read = {*batch.offsets}
         assert sorted([*lost, *gaps, *read]) == list(range(batch.lo, batch.hi))
         assert lost == {o for o in range(batch.lo, batch.hi) if offset_ranges.contains(missing, o)}
 
@@ -149,4 +212,4 @@ def test_a_batch_that_ends_in_a_gap_is_complete_as_soon_as_that_is_known() -> No
     assert list(batcher.skip_to(7)) == []
     assert list(batcher.skip_to(6)) == []
     (batch,) = feed(batcher, [4, 6, 7])  # below 7 nothing was to come
-    assert ([offset for offset, _ in batch.records], batch.gaps, batch.lost) == ([7], [(4, 5)], [(5, 7)])
+    assert ([*batch.offsets], batch.gaps, batch.lost) == ([7], [(4, 5)], [(5, 7)])

@@ -66,10 +66,9 @@ async def test_lost_records_are_skipped_where_the_job_file_allows_it() -> None:
     rig.channel.bounds = (122, 400)
     assert await rig.deleted.resume_offset(120) == 122
     assert (rig.exit.is_requested, rig.channel.lost) == (False, [])
-    list(rig.batcher.feed(122, "a"))
-    (batch,) = rig.batcher.feed(123, "b")
+    (batch,) = rig.batcher.feed([122, 123], "ab")
     assert batch.lost == [(120, 122)]
-    assert [offset for offset, _ in batch.records] == [122, 123]
+    assert (batch.offsets, batch.values) == ([122, 123], ["a", "b"])
 
 
 async def test_a_server_that_holds_the_records_by_now_makes_the_worker_start_again() -> None:

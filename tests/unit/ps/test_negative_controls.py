@@ -52,8 +52,8 @@ class LedgerWorld(World):
         while core.has_room and process.position < self.high[process.worker]:
             offset = process.position
             process.position += 1
-            for raw in batcher.feed(offset, offset):
-                offsets = tuple(at for at, _ in raw.records)
+            for raw in batcher.feed([offset], [offset]):
+                offsets = tuple(raw.offsets)
                 self._do(process, core.batch_ready(Batch(raw.number, offsets, len(offsets), self.now)))
 
     def compute(self, process: Process, *, blob_lost: bool = False) -> None:

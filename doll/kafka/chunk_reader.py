@@ -1,0 +1,272 @@
+"""One partition as chunks of records, read in a thread of its own: the intake of a worker.
+
+The client library's calls are per chunk, not per record, and the thread waits without Python's interpreter lock. What
+it reads it hands over in order; it stays at most `_MAX_UNTAKEN` chunks ahead of whoever takes them. A pause leaves what
+the library has fetched where it is.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+
+from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import Message as _Record
+from confluent_kafka import TopicPartition as _TopicPartition
+
+from doll.errors import ServiceUnavailableError
+from doll.kafka.clients import make_consumer
+from doll.kafka.reader import Partition
+from doll.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.services import Services
+
+log = get_logger(__name__)
+
+# Bounds of a chunk. The library makes a chunk's Python objects in one go, about 0.5 us each, while every other thread
+# of the process waits.
+MAX_CHUNK_RECORDS: Final = 512
+MAX_CHUNK_BYTES: Final = 1 << 20
+_MAX_UNTAKEN: Final = 2
+
+FETCH_MIN_BYTES: Final = 65_536
+_MIN_PARTITION_FETCH_BYTES: Final = 1 << 20
+# Bounds of what the library fetches ahead: whichever is reached first, and one fetch more.
+_FETCHED_AHEAD_RECORDS: Final = 20_000
+_FETCHED_AHEAD_KBYTES: Final = 16 * 1024
+# How soon the library looks again whether there is room; its own second would stop a fast stream for as long.
+_FULL_RECHECK_MS: Final = 20
+_ERROR_BACKOFF_MS: Final = 100
+
+_POLL_S: Final = 0.2  # how soon the thread sees that it must pause or stop while nothing comes
+_COMMIT_EVERY_S: Final = 1.0
+_LAST_COMMIT_S: Final = 1.0
+
+# The log does not hold the next offset: it was deleted, or a new leader has a shorter log.
+_OUT_OF_RANGE: Final = frozenset(
+    {KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE, KafkaError._LOG_TRUNCATION}
+)
+# The library goes on behind what it cannot read, which would pass for offsets without a record.
+_UNREADABLE: Final = frozenset(
+    {KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError._NOT_IMPLEMENTED, KafkaError.INVALID_MSG}
+)
+
+
+class Chunk(NamedTuple):
+    """Records of one partition in offset order, with none between them that the log holds.
+
+    Attributes:
+        offsets: rising; a `range` where none is missing.
+        values: one for each offset.
+    """
+
+    offsets: Sequence[int]
+    values: list[bytes | None]
+
+
+class NoRecordBelow(NamedTuple):
+    """All records below `offset` have been handed over: markers of transactions and what was aborted are none."""
+
+    offset: int
+
+
+class OutOfRange(NamedTuple):
+    """The log does not hold `offset`, the next one to be read. Nothing more comes before `seek`."""
+
+    offset: int
+
+
+Delivery: TypeAlias = Chunk | NoRecordBelow | OutOfRange | Exception
+
+
+class ChunkReader:
+    """Reads one partition from an explicit offset and commits offsets in the name of a group that it does not join.
+
+    Only committed records are read. An unreachable broker is waited for. Its methods may be called from any thread.
+
+    Args:
+        group: of the committed offsets.
+        start: offset of the first record.
+        fetch_max_wait_ms: how long a fetch may wait at the broker for `FETCH_MIN_BYTES`.
+    """
+
+    def __init__(
+        self, config: JobConfig, services: Services, partition: Partition, *, group: str, start: int,
+        fetch_max_wait_ms: int,
+    ) -> None:  # fmt: skip
+        self._address = services.kafka
+        self._partition = partition
+        self._consumer: Any = make_consumer(
+            config, services, "samples", group_id=group, auto_offset_reset="error", enable_auto_offset_store=False,
+            isolation_level="read_committed", enable_partition_eof=True, check_crcs=True,
+            fetch_min_bytes=FETCH_MIN_BYTES, fetch_wait_max_ms=fetch_max_wait_ms,
+            max_partition_fetch_bytes=max(_MIN_PARTITION_FETCH_BYTES, config.data.max_record_bytes),
+            queued_min_messages=_FETCHED_AHEAD_RECORDS, queued_max_messages_kbytes=_FETCHED_AHEAD_KBYTES,
+            fetch_queue_backoff_ms=_FULL_RECHECK_MS, fetch_error_backoff_ms=_ERROR_BACKOFF_MS,
+            on_commit=self._on_commit,
+        )  # fmt: skip
+        self._changed = threading.Condition()  # guards what follows
+        self._closed = self._paused = False
+        self._seek_to: int | None = start
+        self._untaken = 0
+        self._durable = -1
+        # Of the thread alone:
+        self._committed = -1
+        self._committing: int | None = None
+        self._commit_at_s = 0.0
+        self._chunk_records = 16  # at first: records may be large
+        self._deliver: Callable[[Delivery], object]
+        self._thread: threading.Thread | None = None
+
+    def start(self, deliver: Callable[[Delivery], object]) -> None:
+        """Pass everything to `deliver` from now on, in order, from the thread; an exception is the last. Call it once.
+
+        Each is answered by `taken`.
+        """
+        self._deliver = deliver
+        self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
+        self._thread.start()
+
+    def taken(self) -> None:
+        """One more delivery has been dealt with."""
+        with self._changed:
+            self._untaken -= 1
+            self._changed.notify()
+
+    def pause(self) -> None:
+        """Deliver nothing more, apart from what is under way."""
+        with self._changed:
+            self._paused = True
+
+    def resume(self) -> None:
+        """Deliver again; may be called when it does."""
+        with self._changed:
+            self._paused = False
+            self._changed.notify()
+
+    def seek(self, offset: int) -> None:
+        """After `OutOfRange`: go on at `offset`."""
+        with self._changed:
+            self._seek_to = offset
+            self._changed.notify()
+
+    def commit(self, offset: int) -> None:
+        """Everything below `offset` is durable. It is committed within a second, and when the reader is closed."""
+        with self._changed:
+            self._durable = max(self._durable, offset)
+
+    def close(self) -> None:
+        """Commit what is durable, and end. Waits at most about `_LAST_COMMIT_S` for Kafka."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join()
+        self._consumer.close()
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._may_read():
+                self._read()
+                self._commit_if_due()
+            self._commit_last()
+        except KafkaException as exc:
+            self._deliver(ServiceUnavailableError(f"reading {self._partition} from Kafka at {self._address}: {exc}"))
+        except Exception as exc:
+            self._deliver(exc)
+
+    def _may_read(self) -> bool:
+        """Wait until there is room; False when the reader is closed."""
+        with self._changed:
+            while not self._closed and (self._paused or self._untaken >= _MAX_UNTAKEN):
+                self._changed.wait(_COMMIT_EVERY_S)
+                self._commit_if_due()
+            seek_to, self._seek_to = self._seek_to, None
+            closed = self._closed
+        if seek_to is not None and not closed:
+            # Always with an explicit offset: without one, a broker that has just started may deliver nothing.
+            self._consumer.assign([_TopicPartition(*self._partition, seek_to)])
+        return not closed
+
+    def _read(self) -> None:
+        first = self._consumer.poll(_POLL_S)
+        if first is None:
+            return
+        # With a timeout, `consume` would wait for as many as it may return.
+        records = [first, *self._consumer.consume(self._chunk_records - 1, 0)]
+        if not any(map(_Record.error, records)):
+            self._hand_over(records)
+            return
+        begin = 0
+        for at, record in enumerate(records):
+            if (error := record.error()) is not None:
+                self._hand_over(records[begin:at])
+                begin = at + 1
+                if not self._handle(error, record.offset()):
+                    return
+        self._hand_over(records[begin:])
+
+    def _hand_over(self, records: list[Any]) -> None:
+        if not records:
+            return
+        first, last, count = records[0].offset(), records[-1].offset(), len(records)
+        offsets = range(first, last + 1) if last - first + 1 == count else list(map(_Record.offset, records))
+        record_bytes = sum(map(len, records)) // count + 1
+        self._chunk_records = max(1, min(MAX_CHUNK_RECORDS, MAX_CHUNK_BYTES // record_bytes))
+        self._send(Chunk(offsets, list(map(_Record.value, records))))
+
+    def _send(self, delivery: Delivery) -> None:
+        with self._changed:
+            self._untaken += 1
+        self._deliver(delivery)
+
+    def _handle(self, error: Any, offset: int) -> bool:
+        """Whether what follows may be read.
+
+        Raises:
+            ServiceUnavailableError: the client cannot go on.
+        """
+        code = error.code()
+        if code == KafkaError._PARTITION_EOF:
+            self._send(NoRecordBelow(offset))
+        elif code in _OUT_OF_RANGE:
+            self._consumer.unassign()
+            self._send(OutOfRange(offset))
+            return False
+        elif error.fatal() or code in _UNREADABLE:
+            raise ServiceUnavailableError(
+                f"Kafka at {self._address} sends nothing usable of {self._partition} at offset {offset}: {error.str()}"
+            )
+        else:
+            log.warning("topic_error", topic=str(self._partition), reason=error.str())
+        return True
+
+    # --- commits ----------------------------------------------------------------------------------------------------
+
+    def _commit_if_due(self) -> None:
+        """Start a commit where there is something new and none is under way. The next one is at least a second away."""
+        now = time.monotonic()
+        durable = self._durable
+        if self._committing is None and durable > self._committed and now >= self._commit_at_s:
+            self._commit_at_s = now + _COMMIT_EVERY_S
+            self._committing = durable
+            self._consumer.commit(offsets=[_TopicPartition(*self._partition, durable)], asynchronous=True)
+
+    def _on_commit(self, error: Any, partitions: list[Any]) -> None:
+        """In the thread, while it polls. What failed is tried again, with what is durable by then."""
+        if error is None and self._committing is not None and all(partition.error is None for partition in partitions):
+            self._committed = self._committing
+        self._committing = None
+
+    def _commit_last(self) -> None:
+        self._consumer.unassign()
+        deadline_s = time.monotonic() + _LAST_COMMIT_S
+        while self._committed < self._durable and (left_s := deadline_s - time.monotonic()) > 0:
+            self._commit_if_due()
+            self._consumer.poll(min(left_s, _POLL_S))
