@@ -20,7 +20,7 @@ from doll.ps.engine import Engine
 from doll.ps.events import CheckpointStored, Event, SendGrant, SendWelcome, StoreCheckpoint, Tick
 from doll.ps.policies import make_policy
 from doll.ps.state import EngineSettings
-from doll.records import Alive, Announce, Join, Push
+from doll.records import Alive, Announce, Join, Push, PushedBatch
 
 SIZES = (10, 100, 1_000, 10_000)
 MAX_GROWTH = 4.0
@@ -71,14 +71,18 @@ class Driver:
         self.handle(Announce(worker=worker, session=self._sessions[worker], first=first, until=first + 1))
 
     def round(self) -> None:
-        """A batch of one worker: its gradient, the next batch, a heartbeat, and the server's own clock."""
+        """A set of one worker: its gradient, as many batches more, a heartbeat, and the server's own clock."""
         grant = self._grants.popleft()
+        batches = tuple(
+            PushedBatch(batch=batch, grant_id=number, n_samples=8, loss_sum=0.0)
+            for batch, number in enumerate(grant.grant_ids, grant.first)
+        )
         push = Push(
-            worker=grant.worker, session=grant.session, batch=grant.batch, term=_TERM, grant_id=grant.grant_id,
-            version=grant.version, key="", n_samples=8, loss_sum=0.0,
-        )  # fmt: skip
+            worker=grant.worker, session=grant.session, term=_TERM, version=grant.version, key="", batches=batches
+        )
         self.handle(push)
-        self.announce(grant.worker)
+        for _ in batches:
+            self.announce(grant.worker)
         self.handle(Alive(worker=grant.worker, session=grant.session))
         self.handle(Tick())
 

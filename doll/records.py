@@ -19,7 +19,7 @@ import msgspec
 from doll.errors import RecordError, SchemaVersionError
 
 MAGIC: Final = 0xD0
-SCHEMA_VERSION: Final = 2
+SCHEMA_VERSION: Final = 3
 _PREFIX: Final = bytes([MAGIC, SCHEMA_VERSION])
 
 
@@ -48,17 +48,12 @@ class Announce(Record, frozen=True):
     until: int
 
 
-class Push(Record, frozen=True):
-    """The gradient of one granted batch is in the blob store (Algorithm 2). Losses are taken before learning."""
+class PushedBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One batch of a Push. Losses are taken before learning."""
 
-    worker: int
-    session: int
     batch: int
-    term: int
     grant_id: int
-    version: int  # of the weights that the gradient was computed on
-    key: str  # blob key; "" when the batch holds no usable sample (its gradient is zero)
-    n_samples: int  # usable samples in the batch
+    n_samples: int  # usable samples in the batch; 0: it adds nothing to the gradient
     loss_sum: float
     metric_sums: Mapping[str, float] = {}
     dead: tuple[int, ...] = ()  # offsets that went to the dead-letter topic
@@ -66,20 +61,31 @@ class Push(Record, frozen=True):
     lost: tuple[tuple[int, int], ...] = ()  # offset ranges [lo, hi) that were deleted before this worker read them
     dead_samples: int = 0  # samples lost inside records that are otherwise usable (packed records)
     compute_s: float = 0.0
-    fetch_s: float = 0.0
-    store_s: float = 0.0
-    wait_s: float = 0.0  # from the batch's completion to its grant
+    wait_s: float = 0.0  # from the batch's completion to the start of its set
+
+
+class Push(Record, frozen=True):
+    """The gradient of one set is in the blob store: the sum over consecutive granted batches (Algorithm 2)."""
+
+    worker: int
+    session: int
+    term: int
+    version: int  # of the weights that the gradients were computed on
+    key: str  # blob key; "" when no batch holds a usable sample (the gradient is zero)
+    batches: tuple[PushedBatch, ...]  # in the order of their numbers, at least one
+    fetch_s: float = 0.0  # weights, of the whole set
+    store_s: float = 0.0  # gradient, of the whole set
     market: str = ""
 
 
 class Nack(Record, frozen=True):
-    """A grant cannot be carried out: the weights blob is gone, or the batch is not held by this worker."""
+    """A grant cannot be carried out, from batch `batch` on: the weights blob is gone, or a batch is not held here."""
 
     worker: int
     session: int
     batch: int
     term: int
-    grant_id: int
+    grant_id: int  # of `batch`
     reason: Literal["weights", "batch"]
 
 
@@ -129,13 +135,16 @@ class Welcome(Record, frozen=True, omit_defaults=True):
 
 
 class Grant(Record, frozen=True):
-    """Compute the gradient of batch `batch`, at weights that are not older than `min_version`; the Push says which."""
+    """Compute the gradients of consecutive batches, at weights that are not older than `min_version`.
+
+    Batch `first + i` is granted by `grant_ids[i]`. The Push says which version was used, and may come in parts.
+    """
 
     term: int
     worker: int
     session: int
-    batch: int
-    grant_id: int
+    first: int
+    grant_ids: tuple[int, ...]  # increasing, at least one
     version: int  # the newest published
     min_version: int
     key: str  # blob key of the weights of `version`
@@ -213,6 +222,7 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     wait_s: float = 0.0
     grant_to_push_s: float = 0.0
     market: str = ""
+    set_grant_id: int = 0  # first grant of the set that it was pushed in; `fetch_s` and `store_s` are its share of both
 
 
 class Update(Record, frozen=True):

@@ -14,6 +14,8 @@ CHECKPOINT_URLS: Final = {
     "s3": ("s3://bucket/prefix", re.compile(r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^/\s]+)*/?")),
 }
 """URLs of checkpoint stores by scheme: the form for messages, and the pattern. `doll.storage.stores` opens them."""
+MAX_SET_S: Final = 2.0
+"""A worker adds no batch to a set that has taken so long, see `WorkerConfig.set_limit_s`."""
 _URL_LIKE: Final = re.compile(rf"[A-Za-z][A-Za-z0-9+.-]*:/|({'|'.join(CHECKPOINT_URLS)}):")
 
 
@@ -104,6 +106,14 @@ class WorkerConfig(Section):
         default=None,
         description="records that may wait to be decoded; default: 4096, or fewer if records hold several samples",
     )
+
+    @property
+    def set_limit_s(self) -> float:
+        """A worker that has computed a set of batches for so long begins no other batch of it, and sends its gradient.
+
+        Well below the time after which a grant is replaced, and the time to drain.
+        """
+        return min(MAX_SET_S, self.grant_timeout_s / 4, self.drain_s / 4)
 
 
 class PsConfig(Section):

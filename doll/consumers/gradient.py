@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,8 @@ import torch
 
 from doll.model import FlatModel
 from doll.task import Task
+
+_MAX_SUM: Final = 1e38  # well below the largest float32
 
 
 class Gradient(NamedTuple):
@@ -117,6 +119,10 @@ class GradientComputer:
         finally:
             self.weights[parameters] = before
 
+    def new_sum(self) -> GradientSum:
+        """For the gradients of one set."""
+        return GradientSum(self._model.num_parameters, self._model.num_floats)
+
     @property
     def num_buffers(self) -> int:
         """Numbers in the float buffers."""
@@ -150,6 +156,67 @@ class GradientComputer:
         target = torch.from_numpy(np.ascontiguousarray(y))
         output = self._task.forward(module, torch.from_numpy(np.ascontiguousarray(x)))
         return output, self._task.loss(output, target), target
+
+
+class GradientSum:
+    """The gradients of one set of batches, added in float32 in the order of the batches. One alone is not copied.
+
+    Buffers that are not of floats are those of the last. Not thread-safe.
+    """
+
+    def __init__(self, num_parameters: int, num_floats: int) -> None:
+        """
+        Args:
+            num_floats: of parameters and float buffers; what is behind is not numbers.
+        """
+        self._num_parameters = num_parameters
+        self._num_floats = num_floats
+        self._memory: npt.NDArray[np.float32] | None = None  # allocated when a set has two gradients
+        self._is_kept = False  # `_memory` holds those before `_last`
+        self._last: npt.NDArray[np.float32] | None = None
+        self._bound = 0.0  # no number of the sum is larger
+
+    def clear(self) -> None:
+        """Begin a set."""
+        self._is_kept, self._last, self._bound = False, None, 0.0
+
+    def add(self, gradient: Gradient) -> bool:
+        """Take a gradient, whose memory must not change until `keep`; False where float32 may not hold the sum."""
+        floats = gradient.values[self._num_parameters : self._num_floats]
+        bound = self._bound + max(gradient.norm, float(np.abs(floats).max(initial=0.0)))
+        if not self._is_empty and not bound < _MAX_SUM:
+            return False
+        self.keep()
+        self._last, self._bound = gradient.values, bound
+        return True
+
+    def keep(self) -> None:
+        """Copy what `add` has taken: its memory may change from now on."""
+        values, floats = self._last, self._num_floats
+        if values is None:
+            return
+        if self._memory is None:
+            self._memory = np.empty_like(values)
+        if self._is_kept:
+            np.add(self._memory[:floats], values[:floats], out=self._memory[:floats])
+            self._memory[floats:] = values[floats:]
+        else:
+            self._memory[:] = values
+        self._is_kept, self._last = True, None
+
+    def values(self) -> npt.NDArray[np.float32] | None:
+        """The sum, float32, shape (numel,), as `doll.model` lays out a gradient; None without any gradient.
+
+        It is this object's memory, or the gradient's where it is one alone.
+        """
+        if self._is_kept:
+            self.keep()
+            return self._memory
+        return self._last
+
+    @property
+    def _is_empty(self) -> bool:
+        return not self._is_kept and self._last is None
 
 
 def _norm(vector: torch.Tensor) -> float:

@@ -6,26 +6,34 @@ under way at once) are further adapters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from doll.consumers.worker import Batch, GradientDone
 from doll.records import Grant
+
+# (batch, grant id) -> whether a set may go on with this batch. Called between two batches, from the engine's thread.
+GoesOn: TypeAlias = Callable[[int, int], bool]
+Handle: TypeAlias = Callable[[Grant, Sequence[Batch], GoesOn], GradientDone | None]
 
 
 class GradientEngine(Protocol):
     """Computes what it is given, in that order. Called from one thread; the futures are set by another.
 
     Attributes:
-        depth: how many gradients may be under way at once.
+        depth: how many grants may be under way at once. An engine that takes several computes each to its end, but for
+            batches at which `goes_on` ends it.
     """
 
     @property
     def depth(self) -> int: ...
 
-    def submit(self, grant: Grant, batch: Batch) -> Future[GradientDone | None]:
-        """The gradient of `batch` at weights that `grant` allows, stored; None: these weights are gone.
+    def submit(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> Future[GradientDone | None]:
+        """The sum of the gradients of `batches` at weights that `grant` allows, stored; None: these weights are gone.
+
+        The set may end early, after its first batch or later: where `goes_on` says so, or where it has taken as long as
+        a set may take. The caller submits the rest.
 
         Futures are done in the order of submission: the server takes a stream's gradients in their order only.
         Fails with TaskError (the task's fault), ServiceUnavailableError, or whatever else went wrong.
@@ -41,12 +49,12 @@ class ThreadGradientEngine:
 
     depth = 1
 
-    def __init__(self, handle: Callable[[Grant, Batch], GradientDone | None]) -> None:
+    def __init__(self, handle: Handle) -> None:
         self._handle = handle
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch")
 
-    def submit(self, grant: Grant, batch: Batch) -> Future[GradientDone | None]:
-        return self._executor.submit(self._handle, grant, batch)
+    def submit(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> Future[GradientDone | None]:
+        return self._executor.submit(self._handle, grant, batches, goes_on)
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)

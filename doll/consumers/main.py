@@ -144,6 +144,7 @@ def _make_engine(
         compressor=DenseCompressor(config.job),
         blobs=blobs,
         dead_letters=dead_letters,
+        gradient_sum=computer.new_sum(),
     )
     return ThreadGradientEngine(handler.handle)
 

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
+from msgspec import structs
+
 from doll.config import JobConfig
 from doll.consumers.batch_buffer import BatchBuffer, buffer_capacity
 from doll.consumers.batching import Batcher, RawBatch
@@ -187,28 +189,36 @@ class WorkerRuntime:
 
     async def compute(self) -> None:
         """Answer grants, one at a time. As many of these tasks run as the engine takes grants at once."""
+        core = self._core
         while True:
             order = await self._orders.get()
-            if not self._core.is_current(order.grant):
-                continue
-            granted_at_s = time.monotonic()
-            number = order.batch.number
-            try:
-                done = await asyncio.wrap_future(self._engine.submit(order.grant, order.batch))
-            except ServiceUnavailableError as exc:
-                self.exit.request(1, str(exc))
-                return
-            except TaskError as exc:
-                self.exit.request(exc.exit_code, f"batch {number}: {exc}")
-                return
-            except Exception as exc:  # a bug, or this machine's memory or disk
-                log.error("task_failed", batch=number, error=f"{type(exc).__name__}: {exc}", exc_info=True)
-                self.exit.request(1, f"{self._config.task.cls} failed on batch {number}: {exc}")
-                return
-            if done is None:
-                self._do(self._core.weights_missing(order.grant))
-            else:
-                self._do(self._core.gradient_done(order.grant, order.batch, done, granted_at_s))
+            grant, batches = order.grant, order.batches
+            while batches and core.is_current(grant):
+                begun_at_s = time.monotonic()
+                number = batches[0].number
+                try:
+                    done = await asyncio.wrap_future(self._engine.submit(grant, batches, self._goes_on))
+                except ServiceUnavailableError as exc:
+                    self.exit.request(1, str(exc))
+                    return
+                except TaskError as exc:
+                    self.exit.request(exc.exit_code, f"batch {number}: {exc}")
+                    return
+                except Exception as exc:  # a bug, or this machine's memory or disk
+                    log.error("task_failed", batch=number, error=f"{type(exc).__name__}: {exc}", exc_info=True)
+                    self.exit.request(1, f"{self._config.task.cls} failed on batch {number}: {exc}")
+                    return
+                if done is None:
+                    self._do(core.weights_missing(grant))
+                    break
+                self._do(core.gradient_done(grant, batches, done, begun_at_s))
+                # A set that ended early: the others are another set.
+                count = len(done.batches)
+                batches = batches[count:]
+                grant = structs.replace(grant, first=grant.first + count, grant_ids=grant.grant_ids[count:])
+
+    def _goes_on(self, batch: int, grant_id: int) -> bool:
+        return not self._core.draining and self._core.is_wanted(batch, grant_id)
 
     # --- actions and time -------------------------------------------------------------------------------------------
 

@@ -7,9 +7,12 @@ sends Hello. Announcing again makes up for any lost message; a message that come
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import starmap
+from typing import Any, Literal
+
+import msgspec
 
 from doll.records import (
     Alive,
@@ -22,7 +25,9 @@ from doll.records import (
     Join,
     Leave,
     Nack,
+    NewVersion,
     Push,
+    PushedBatch,
     Stop,
     Welcome,
 )
@@ -50,22 +55,30 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class GradientDone:
-    """The gradient of a grant is in the blob store under `key` (\"\" when the batch holds no usable sample).
+class ComputedBatch:
+    """What one batch of a set contributes; `dead`, `dead_samples` and `num_samples` are of this computation: at another
+    version they may differ."""
 
-    `dead`, `dead_samples` and `num_samples` are of this computation: at another version they may differ.
+    num_samples: int
+    loss_sum: float = 0.0
+    metric_sums: Mapping[str, float] = field(default_factory=dict)
+    dead: tuple[int, ...] = ()
+    dead_samples: int = 0
+    compute_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GradientDone:
+    """The sum of the gradients of a grant's first batches is in the blob store under `key`.
+
+    `key` is \"\" when none of them holds a usable sample.
     """
 
     key: str
     version: int  # of the weights that it was computed at
-    loss_sum: float
-    metric_sums: dict[str, float]
-    compute_s: float
-    fetch_s: float
-    store_s: float
-    num_samples: int
-    dead: tuple[int, ...] = ()
-    dead_samples: int = 0
+    batches: tuple[ComputedBatch, ...]  # at least one
+    fetch_s: float = 0.0
+    store_s: float = 0.0
 
 
 # --- actions --------------------------------------------------------------------------------------------------------
@@ -80,10 +93,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Compute this grant's gradient on this batch; report `gradient_done` or `weights_missing`."""
+    """Compute this grant's gradients on these batches; report `gradient_done`, also in parts, or `weights_missing`."""
 
     grant: Grant
-    batch: Batch
+    batches: tuple[Batch, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +138,9 @@ class WorkerCore:
         # What the server reports durable; ahead of `_durable` while batches that a predecessor announced are unread.
         self._reported_durable = welcome.next_batch
         self._announced = welcome.next_batch
-        self._grants: dict[int, Grant] = {}  # batch -> newest grant that is not answered
+        self._newest: dict[int, int] = {}  # batch -> newest grant of this server, answered or not
+        self._owed: dict[int, int] = {}  # batch -> of these, those that are not answered
+        self._unconfirmed: dict[int, Push] = {}  # batch -> the push that answers its newest grant
         self._alive_at_s = now
         self._announced_at_s = now
         self.next_offset = 0
@@ -154,7 +169,7 @@ class WorkerCore:
     @property
     def busy(self) -> bool:
         """A granted gradient has not been sent yet."""
-        return bool(self._grants)
+        return bool(self._owed)
 
     def batch_ready(self, batch: Batch) -> list[WorkerAction]:
         """The next batch of the stream is complete and decoded.
@@ -182,12 +197,14 @@ class WorkerCore:
             case Hello() if record.term >= self.term:
                 # Old grants are void: their server is gone, or it has lost track of us.
                 self.term = record.term
-                self._grants.clear()
+                self._forget_grants()
                 return [] if self.draining else [Send(self.join())]
             case Welcome() if record.term >= self.term:
                 return self._on_welcome(record)
-            case Grant() if record.term == self.term and record.session == self.session:
+            case Grant() if record.term == self.term and record.session == self.session and record.grant_ids:
                 return self._on_grant(record)
+            case NewVersion() if record.term == self.term:
+                self._confirm_pushes(record.version)
             case Durable() if record.term == self.term:
                 return self._on_durable(record.until)
             case Stop() if record.term >= self.term:
@@ -231,52 +248,107 @@ class WorkerCore:
         return [*self._forget_durable(), *self._announce_all()]
 
     def _on_grant(self, grant: Grant) -> list[WorkerAction]:
-        at = grant.batch - self._durable
-        if not 0 <= at < len(self._batches):
-            nack = Nack(
+        """Compute what is new. A grant may come again where messages were lost: what is being computed is not begun a
+        second time, and what was answered is answered again."""
+        self._confirm_pushes(grant.version)
+        end = grant.first + len(grant.grant_ids)
+        if not self._durable <= grant.first < end <= self.next_batch:
+            return [self._nack(grant, "batch")]
+        new: list[int] = []
+        pushes: dict[int, Push] = {}  # by their first grants
+        for batch, number in enumerate(grant.grant_ids, grant.first):
+            newest = self._newest.get(batch, -1)
+            if number == newest and (push := self._unconfirmed.get(batch)) is not None:
+                pushes[push.batches[0].grant_id] = push
+            elif number > newest or (number == newest and batch not in self._owed):
+                self._newest[batch] = self._owed[batch] = number
+                self._unconfirmed.pop(batch, None)
+                new.append(batch)
+        return [*map(Send, pushes.values()), *(self._compute(grant, run) for run in _runs(new))]
+
+    def _compute(self, grant: Grant, batches: range) -> Compute:
+        part = grant
+        if len(batches) < len(grant.grant_ids):
+            ids = grant.grant_ids[batches.start - grant.first : batches.stop - grant.first]
+            part = msgspec.structs.replace(grant, first=batches.start, grant_ids=ids)
+        return Compute(part, tuple(self._batches[number - self._durable] for number in batches))
+
+    def _nack(self, grant: Grant, reason: Literal["weights", "batch"]) -> Send:
+        return Send(
+            Nack(
                 worker=self.worker,
                 session=self.session,
-                batch=grant.batch,
+                batch=grant.first,
                 term=grant.term,
-                grant_id=grant.grant_id,
-                reason="batch",
+                grant_id=grant.grant_ids[0],
+                reason=reason,
             )
-            return [Send(nack)]
-        self._grants[grant.batch] = grant
-        return [Compute(grant, self._batches[at])]
+        )
+
+    def is_wanted(self, batch: int, grant_id: int) -> bool:
+        """Is this batch's gradient still to be computed for this grant, as far as this worker knows? A later grant
+        replaces it. May be called from any thread."""
+        return self._owed.get(batch) == grant_id
 
     def is_current(self, grant: Grant) -> bool:
-        """Is this grant's gradient still wanted, as far as this worker knows? A later grant replaces it."""
-        return self._grants.get(grant.batch) == grant
+        """Is any gradient of this grant still wanted?"""
+        return any(starmap(self.is_wanted, enumerate(grant.grant_ids, grant.first)))
 
-    def gradient_done(self, grant: Grant, batch: Batch, done: GradientDone, granted_at_s: float) -> list[WorkerAction]:
-        """The gradient is in the blob store."""
-        if not self.is_current(grant):
+    def gradient_done(
+        self, grant: Grant, batches: Sequence[Batch], done: GradientDone, begun_at_s: float
+    ) -> list[WorkerAction]:
+        """The gradient of the first batches of `grant` is in the blob store: of as many as `done` names.
+
+        Args:
+            batches: those of `grant`.
+            begun_at_s: when their computation began.
+        """
+        ids = dict(zip((batch.number for batch in batches), grant.grant_ids, strict=True))
+        answered = batches[: len(done.batches)]
+        if not any(self.is_wanted(batch.number, ids[batch.number]) for batch in answered):
             return []
-        del self._grants[grant.batch]
+        # Where only a part of them is void the server takes none, and grants the others again: it must hear of it.
         push = Push(
-            worker=self.worker, session=self.session, batch=grant.batch, term=grant.term, grant_id=grant.grant_id,
-            version=done.version, key=done.key, n_samples=done.num_samples, loss_sum=done.loss_sum,
-            metric_sums=done.metric_sums, dead=done.dead, gaps=batch.gaps, lost=batch.lost,
-            dead_samples=done.dead_samples, compute_s=done.compute_s, fetch_s=done.fetch_s, store_s=done.store_s,
-            wait_s=max(0.0, granted_at_s - batch.complete_at_s), market=self.market,
+            worker=self.worker, session=self.session, term=grant.term, version=done.version, key=done.key,
+            batches=tuple(
+                PushedBatch(
+                    batch=batch.number, grant_id=ids[batch.number], n_samples=item.num_samples,
+                    loss_sum=item.loss_sum, metric_sums=item.metric_sums, dead=item.dead, gaps=batch.gaps,
+                    lost=batch.lost, dead_samples=item.dead_samples, compute_s=item.compute_s,
+                    wait_s=max(0.0, begun_at_s - batch.complete_at_s),
+                )
+                for batch, item in zip(answered, done.batches, strict=True)
+            ),
+            fetch_s=done.fetch_s, store_s=done.store_s, market=self.market,
         )  # fmt: skip
+        for batch in answered:
+            if self.is_wanted(batch.number, ids[batch.number]):
+                del self._owed[batch.number]
+                self._unconfirmed[batch.number] = push
         return [*self._announce_new(), Send(push)]
 
     def weights_missing(self, grant: Grant) -> list[WorkerAction]:
         """The weights of this grant are not in the blob store: never compute on others."""
         if not self.is_current(grant):
             return []
-        del self._grants[grant.batch]
-        nack = Nack(
-            worker=self.worker,
-            session=self.session,
-            batch=grant.batch,
-            term=grant.term,
-            grant_id=grant.grant_id,
-            reason="weights",
-        )
-        return [Send(nack)]
+        for batch, number in enumerate(grant.grant_ids, grant.first):
+            if self.is_wanted(batch, number):
+                del self._owed[batch]
+        return [self._nack(grant, "weights")]
+
+    def resend(self) -> list[WorkerAction]:
+        """What was sent may be lost: send again the pushes that no later version and no checkpoint has confirmed."""
+        return [Send(push) for push in {push.batches[0].grant_id: push for push in self._unconfirmed.values()}.values()]
+
+    def _confirm_pushes(self, version: int) -> None:
+        """There is a version `version`: the server has those that were computed at earlier ones, or refuses them."""
+        if any(push.version < version for push in self._unconfirmed.values()):
+            self._unconfirmed = {at: push for at, push in self._unconfirmed.items() if push.version >= version}
+
+    def _forget_grants(self) -> None:
+        self._newest.clear()
+        self._owed.clear()
+        self._unconfirmed.clear()
 
     def _on_durable(self, until: int) -> list[WorkerAction]:
         self._reported_durable = max(self._reported_durable, until)
@@ -285,7 +357,9 @@ class WorkerCore:
     def _forget_durable(self) -> list[WorkerAction]:
         before = self._durable
         while self._batches and self._durable < self._reported_durable:
-            self._grants.pop(self._batches.popleft().number, None)
+            number = self._batches.popleft().number
+            for by_batch in (self._newest, self._owed, self._unconfirmed):
+                by_batch.pop(number, None)
             self._durable += 1
         self._announced = max(self._announced, self._durable)
         return [Acknowledge(self._durable)] if self._durable > before else []
@@ -327,5 +401,16 @@ class WorkerCore:
 
     def leave(self, cause: str) -> Sequence[WorkerAction]:
         """Leave the job: what is held goes back to the queue and waits for the next process of this worker."""
-        self._grants.clear()
+        self._forget_grants()
         return [Send(Leave(worker=self.worker, session=self.session, cause=cause))]
+
+
+def _runs(numbers: Iterable[int]) -> list[range]:
+    """Increasing numbers as runs of consecutive ones."""
+    runs: list[range] = []
+    for number in numbers:
+        if runs and runs[-1].stop == number:
+            runs[-1] = range(runs[-1].start, number + 1)
+        else:
+            runs.append(range(number, number + 1))
+    return runs

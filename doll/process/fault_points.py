@@ -19,6 +19,8 @@ POINTS: Final = (
     "worker.after_dead_letter",
     "worker.after_announce",
     "worker.after_guard",
+    "worker.mid_set",
+    "worker.after_sum",
     "worker.after_blob",
     "worker.after_push",
     "worker.after_durable",

@@ -4,6 +4,9 @@ It knows where every batch of every partition stands, lets a policy decide which
 applied together, and keeps one invariant: each batch is applied at most once and in its partition's order, so that one
 integer per partition is the whole ledger.
 
+A policy of exact versions grants a worker several batches at once, and gets their gradients as one sum: a set. A set is
+taken, held, lost and applied as one (docs/decisions/0025).
+
 Order of effects: grant -> push -> fetched -> apply -> checkpoint -> durable -> acknowledge. A batch whose owner goes,
 times out or loses its gradient returns to the front of its partition's queue, together with every later batch of the
 partition that is still being computed; another batch takes its place in the group.
@@ -19,6 +22,7 @@ from collections.abc import Sequence
 from doll.errors import IllegalEventError
 from doll.ps.events import (
     AppliedBatch,
+    AppliedSet,
     ApplyUpdate,
     CheckpointStored,
     DropGradient,
@@ -28,6 +32,7 @@ from doll.ps.events import (
     Finish,
     GradientFetched,
     GradientLost,
+    GrantsLost,
     PublishWeights,
     RepublishWeights,
     SendDurable,
@@ -39,7 +44,7 @@ from doll.ps.events import (
     Tick,
 )
 from doll.ps.membership import Worker
-from doll.ps.partitions import ActiveGrant
+from doll.ps.partitions import ActiveGrant, PushedSet
 from doll.ps.policies.base import BatchId
 from doll.ps.state import EngineState
 from doll.ps.stop_rule import progress_reached, target_reached, time_reached
@@ -86,6 +91,8 @@ class Engine(EngineState):
                 self._on_fetched(event, now)
             case GradientLost():
                 self._on_lost(event, actions)
+            case GrantsLost():
+                self._on_grants_lost(event, actions)
             case CheckpointStored():
                 self._on_stored(event, actions)
             case Tick():
@@ -135,8 +142,8 @@ class Engine(EngineState):
             del self._grants[grant.number]
             self.counters["requeued"] += 1
             self.counters[f"requeued_{cause}"] += 1
-            if grant.push is not None and grant.push.key:
-                actions.append(DropGradient(grant.push.key, cause))
+            if grant.pushed is not None and grant.number == grant.pushed.number:
+                self._drop(grant.pushed.push, cause, actions)
         if not partition.computing_grants:
             self._running_since_s.pop(partition.number, None)
         self._note_change(worker)
@@ -173,30 +180,60 @@ class Engine(EngineState):
             self._drop(event, "fenced", actions)
             return
         self._clear_stall(worker)
-        grant = self._find(worker, event.term, event.grant_id, event.batch)
-        if grant is None:
+        standing = [self._find(worker, event.term, item.grant_id, item.batch) for item in event.batches]
+        grants = [grant for grant in standing if grant is not None]
+        if not grants:
             self.counters["refused_late"] += 1
             self._drop(event, "late", actions)
-        elif grant.push is not None:
+        elif grants[0].pushed is not None and tuple(standing) == grants[0].pushed.grants:
             self.counters["refused_duplicate"] += 1
-        elif (
-            grant is not worker.partition.computing_grants[0]
-            or not grant.min_version <= event.version <= self.version
-            or event.n_samples < 0
-        ):
-            # Out of its partition's order, or of a version that the grant does not allow: never apply it; the timeout
-            # brings the batch back.
+        elif len(grants) < len(standing) or any(grant.pushed is not None for grant in grants):
+            # A part of the set does not stand any more, and a sum cannot be taken apart: the rest is computed again.
+            self.counters["refused_partly"] += 1
+            if not any(grant.pushed is not None and grant.pushed.push.key == event.key for grant in grants):
+                self._drop(event, "partly void", actions)
+            if left := [grant.batch for grant in grants if grant.pushed is None]:
+                self._requeue_from(worker, min(left), "partly_void", actions)
+        elif not self._may_take(worker, grants, event):
+            # Out of its partition's order, or of a version that the grants do not allow: never apply it; the timeout
+            # brings the batches back.
             self.counters["refused_order"] += 1
             self._drop(event, "order", actions)
         else:
-            worker.market = event.market
-            grant.push, grant.received_at_s = event, now
-            del self._running_since_s[grant.partition]
-            self._compute_mean_s += 0.2 * ((now - grant.granted_at_s) - self._compute_mean_s)
-            if event.key:
-                actions.append(FetchGradient(grant.number, event.key, event.version))
-            else:
-                self._hold(grant, now)
+            self._take(worker, PushedSet(event, tuple(grants), now), now, actions)
+
+    def _may_take(self, worker: Worker, grants: Sequence[ActiveGrant], event: Push) -> bool:
+        return (
+            worker.partition.begins_with(grants)
+            and (len(grants) == 1 or self.policy.exact_version)
+            and all(grant.min_version <= event.version <= self.version for grant in grants)
+            and all(item.n_samples >= 0 and item.dead_samples >= 0 for item in event.batches)
+        )
+
+    def _take(self, worker: Worker, pushed: PushedSet, now: float, actions: list[EngineAction]) -> None:
+        """The set's gradient is in the blob store, or it has none."""
+        push = pushed.push
+        worker.market = push.market
+        for grant in pushed.grants:
+            grant.pushed = pushed
+        batch_s = (now - self._running_since_s.pop(worker.partition.number)) / len(pushed.grants)
+        self._compute_mean_s += 0.2 * (batch_s - self._compute_mean_s)
+        if push.key:
+            actions.append(FetchGradient(pushed.number, push.key, push.version, self._is_next_in_order(pushed.number)))
+        else:
+            self._hold(pushed, now)
+
+    def _is_next_in_order(self, number: int) -> bool:
+        """Whether no gradient is outstanding that is added before that of grant `number`."""
+        if not self.policy.exact_version:
+            return False
+        self._forget_answered()
+        return self._computing_numbers[0] == number
+
+    def _forget_answered(self) -> None:
+        numbers = self._computing_numbers
+        while numbers and ((grant := self._grants.get(numbers[0])) is None or grant.held):
+            numbers.popleft()
 
     def _clear_stall(self, worker: Worker) -> None:
         """The worker has answered a grant, in time or late, with a gradient or without: it can take another."""
@@ -211,17 +248,18 @@ class Engine(EngineState):
     def _on_fetched(self, event: GradientFetched, now: float) -> None:
         grant = self._grants.get(event.grant_id)
         if grant is None:
-            return  # its owner went down while the gradient was on its way: the batch is back in the queue
-        if grant.push is None or grant.held:
+            return  # its owner went down while the gradient was on its way: the batches are back in the queue
+        if grant.pushed is None or grant.held or grant.pushed.number != event.grant_id:
             raise self._illegal(f"gradient of grant {event.grant_id} was not asked for")
-        self._hold(grant, now)
+        self._hold(grant.pushed, now)
 
-    def _hold(self, grant: ActiveGrant, now: float) -> None:
-        partition = self._partitions[grant.partition]
-        partition.hold()
-        self._held[grant.number] = BatchId(grant.partition, grant.batch)
+    def _hold(self, pushed: PushedSet, now: float) -> None:
+        partition = self._partitions[pushed.grants[0].partition]
+        partition.hold(pushed)
+        for grant in pushed.grants:
+            self._held[grant.number] = BatchId(grant.partition, grant.batch)
         if partition.computing_grants:
-            self._running_since_s[partition.number] = now  # a worker computes its batches one after the other
+            self._running_since_s[partition.number] = now  # a worker computes its sets one after the other
         self._note_change(self._owner(partition))
 
     def _on_lost(self, event: GradientLost, actions: list[EngineAction]) -> None:
@@ -231,13 +269,21 @@ class Engine(EngineState):
                 raise self._illegal(f"gradient of grant {event.grant_id} is held already")
             self._requeue_from(self._owner(self._partitions[grant.partition]), grant.batch, "blob_lost", actions)
 
+    def _on_grants_lost(self, event: GrantsLost, actions: list[EngineAction]) -> None:
+        worker = self._workers[event.worker]
+        left = [grant for grant in worker.partition.computing_grants if grant.pushed is None]
+        size = len(left) if self.policy.exact_version else 1
+        for at in range(0, len(left), max(size, 1)):
+            self.counters["grants_sent_again"] += 1
+            self._send_grants(worker, left[at : at + size], actions)
+
     def _on_nack(self, event: Nack, now: float, actions: list[EngineAction]) -> None:
         worker = self._accept(event.worker, event.session, now, actions)
         if worker is None:
             return
         self._clear_stall(worker)
         grant = self._find(worker, event.term, event.grant_id, event.batch)
-        if grant is None or grant.push is not None:
+        if grant is None or grant.pushed is not None:
             self.counters["refused_late"] += 1
             return
         self._requeue_from(worker, event.batch, f"nack_{event.reason}", actions)
@@ -257,6 +303,7 @@ class Engine(EngineState):
 
     def _advance(self, now: float, actions: list[EngineAction]) -> None:
         """Apply what belongs together and start what may start, until nothing changes."""
+        granted: dict[int, list[ActiveGrant]] = {}  # at this version, not sent yet: what a worker gets is one message
         while self.stopping is None:
             self._report_changes()
             if self._offered_version != self.version:
@@ -264,13 +311,19 @@ class Engine(EngineState):
                 if recipients := self.policy.recipients(self):
                     actions.append(PublishWeights(self.version, tuple(recipients)))
             if group := self.policy.collect(self):
+                self._send_all_grants(granted, actions)
                 self._apply(group, now, actions)
                 continue
             starts = self.policy.start(self)
             if not starts:
                 break
-            for worker in starts:
-                self._grant(worker, now, actions)
+            for number in starts:
+                grant = self._grant(number, now)
+                if self.policy.exact_version:
+                    granted.setdefault(number, []).append(grant)
+                else:
+                    self._send_grants(self._workers[number], (grant,), actions)
+        self._send_all_grants(granted, actions)
         self._report_changes()
         self._save_if_due(now, actions)
 
@@ -279,7 +332,7 @@ class Engine(EngineState):
             changed, self._changed = self._changed, {}
             self.policy.changed(self, changed.keys())
 
-    def _grant(self, number: int, now: float, actions: list[EngineAction]) -> None:
+    def _grant(self, number: int, now: float) -> ActiveGrant:
         worker = self._workers[number]
         if not worker.waiting:
             raise IllegalEventError(f"policy {self.policy.name} starts worker {number}, which has no waiting batch")
@@ -291,17 +344,31 @@ class Engine(EngineState):
         partition = worker.partition
         grant = partition.grant(next(self._grant_numbers), self.version, min_version, now)
         self._grants[grant.number] = grant
+        if self.policy.exact_version:
+            self._computing_numbers.append(grant.number)
         if grant is partition.computing_grants[0]:
             self._running_since_s[partition.number] = now
         self._note_change(worker)
-        actions.append(SendGrant(number, worker.session, grant.batch, grant.number, self.version, min_version))
+        return grant
+
+    def _send_all_grants(self, granted: dict[int, list[ActiveGrant]], actions: list[EngineAction]) -> None:
+        for number, grants in granted.items():
+            self._send_grants(self._workers[number], grants, actions)
+        granted.clear()
+
+    def _send_grants(self, worker: Worker, grants: Sequence[ActiveGrant], actions: list[EngineAction]) -> None:
+        """Consecutive batches of one worker. An older grant that is sent again names the weights that there are now."""
+        first = grants[0]
+        numbers = tuple(grant.number for grant in grants)
+        actions.append(SendGrant(worker.number, worker.session, first.batch, numbers, self.version, first.min_version))
 
     def _apply(self, group: Sequence[BatchId], now: float, actions: list[EngineAction]) -> None:
-        applied: list[AppliedBatch] = []
+        applied: dict[int, list[AppliedBatch]] = {}  # by the first grant of their set
+        sets: dict[int, PushedSet] = {}
         for batch_id in group:
             partition = self._partitions[batch_id.partition]
             grant = partition.apply(batch_id.number)
-            if grant is None or grant.push is None:
+            if grant is None or grant.pushed is None:
                 raise IllegalEventError(
                     f"policy {self.policy.name} applies batch {batch_id.number} of partition {batch_id.partition} "
                     "out of order"
@@ -309,16 +376,34 @@ class Engine(EngineState):
             self._durability.applied(partition)
             del self._grants[grant.number], self._held[grant.number]
             lo, hi = partition.offsets(batch_id.number, self.settings.records_per_batch)
-            applied.append(AppliedBatch(grant.number, lo, hi, grant.granted_at_s, grant.received_at_s, grant.push))
+            pushed = sets.setdefault(grant.pushed.number, grant.pushed)
+            items = applied.setdefault(pushed.number, [])
+            items.append(AppliedBatch(lo, hi, grant.granted_at_s, pushed.push.batches[len(items)]))
             self._note_change(self._owner(partition))
-        samples = sum(item.push.n_samples for item in applied)
+        for number, pushed in sets.items():
+            if len(applied[number]) < len(pushed.grants):
+                raise IllegalEventError(
+                    f"policy {self.policy.name} applies {len(applied[number])} batches of a set of "
+                    f"{len(pushed.grants)} (grant {number}): their gradients are one sum"
+                )
+        if self.policy.exact_version:
+            if self._grants:
+                raise IllegalEventError(
+                    f"policy {self.policy.name} leaves {len(self._grants)} batches of version {self.version} behind: "
+                    "expected all that were granted in one update, since no later one may use their gradients"
+                )
+            self._forget_answered()
+        update_sets = tuple(
+            AppliedSet(sets[number].push, sets[number].received_at_s, tuple(applied[number])) for number in sorted(sets)
+        )
+        samples = sum(item.num_samples for item in update_sets)
         self.samples_total += samples
-        self.batches_total += len(applied)
+        self.batches_total += len(group)
         self.version += 1
         if self._first_update_at_s is None:
             self._first_update_at_s = now
         scale = 1.0 if self.settings.sum_reduction else 1.0 / max(samples, 1)
-        actions.append(ApplyUpdate(self.version, tuple(applied), scale, self.samples_total, self.batches_total))
+        actions.append(ApplyUpdate(self.version, update_sets, scale, self.samples_total, self.batches_total))
         self._stop(progress_reached(self.settings.stop, version=self.version, samples_total=self.samples_total))
 
     # --- durability, time and the end ---------------------------------------------------------------------------------
@@ -341,10 +426,7 @@ class Engine(EngineState):
         for worker in self._members.expired(now):
             self._remove(worker, "lease", actions)
         timeout_s = max(self.settings.grant_timeout_s, 5.0 * self._compute_mean_s)
-        while self._running_since_s:
-            number, since_s = next(iter(self._running_since_s.items()))  # the longest running first
-            if now - since_s <= timeout_s:
-                break
+        for number in self._running_for(timeout_s, now):
             worker = self._owner(self._partitions[number])
             worker.stalled = True
             self._requeue_all(worker, "timeout", actions)
@@ -352,6 +434,17 @@ class Engine(EngineState):
         self._stop(progress_reached(self.settings.stop, version=self.version, samples_total=self.samples_total))
         if self._first_update_at_s is not None:
             self._stop(time_reached(self.settings.stop, self._elapsed_s(now)))
+
+    def _running_for(self, timeout_s: float, now: float) -> list[int]:
+        """Partitions whose first set is due. One of several batches has the time of one batch and a set's limit."""
+        late: list[int] = []
+        for number, since_s in self._running_since_s.items():  # the longest running first
+            if now - since_s <= timeout_s:
+                break
+            is_set = self.policy.exact_version and self._partitions[number].computing > 1
+            if not is_set or now - since_s > timeout_s + self.settings.set_limit_s:
+                late.append(number)
+        return late
 
     def _on_evaluated(self, event: Evaluated) -> None:
         if event.term != self.term or event.version > self.version:

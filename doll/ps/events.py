@@ -12,22 +12,28 @@ from typing import Any
 
 import msgspec
 
-from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, Record
+from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, PushedBatch, Record
 
 # --- events ---------------------------------------------------------------------------------------------------------
 
 
 class GradientFetched(Record, frozen=True):
-    """The gradient of this grant is in the parameter server's memory, checked."""
+    """The gradient of a set is in the parameter server's memory, checked."""
 
-    grant_id: int
+    grant_id: int  # the set's first
 
 
 class GradientLost(Record, frozen=True):
-    """The gradient of this grant is not in the blob store, or is torn."""
+    """The gradient of a set is not in the blob store, or is torn."""
 
-    grant_id: int
+    grant_id: int  # the set's first
     reason: str
+
+
+class GrantsLost(Record, frozen=True):
+    """Grants on their way to this worker, or its answers, may be lost: send again what it has not answered."""
+
+    worker: int
 
 
 class CheckpointStored(Record, frozen=True):
@@ -48,7 +54,7 @@ class StopRequested(Record, frozen=True):
 
 Event = (
     Join | Announce | Push | Nack | Alive | Leave | Evaluated
-    | GradientFetched | GradientLost | CheckpointStored | Tick | StopRequested
+    | GradientFetched | GradientLost | GrantsLost | CheckpointStored | Tick | StopRequested
 )  # fmt: skip
 
 # --- actions --------------------------------------------------------------------------------------------------------
@@ -84,17 +90,18 @@ class SendHello:
 
 @dataclass(frozen=True, slots=True)
 class SendGrant:
-    """Publish the current weights if they are not, then let the worker compute.
+    """Publish the current weights if they are not, then let the worker compute consecutive batches.
 
     Attributes:
+        first: number of the first batch; batch `first + i` is granted by `grant_ids[i]`.
         version: of the current weights.
         min_version: the oldest weights that the worker may compute on.
     """
 
     worker: int
     session: int
-    batch: int
-    grant_id: int
+    first: int
+    grant_ids: tuple[int, ...]
     version: int
     min_version: int
 
@@ -116,10 +123,11 @@ class RepublishWeights:
 
 @dataclass(frozen=True, slots=True)
 class FetchGradient:
-    """Get this gradient; report GradientFetched or GradientLost.
+    """Get the gradient of a set; report GradientFetched or GradientLost.
 
     Attributes:
-        in_order: the gradients of all lower-numbered grants of its update are in, and it will be applied.
+        grant_id: the set's first.
+        in_order: the gradients of all lower-numbered sets of its update are in, and it will be applied.
     """
 
     grant_id: int
@@ -140,20 +148,41 @@ class DropGradient:
 class AppliedBatch:
     """One batch of an update, with what its worker reported."""
 
-    grant_id: int
     lo: int
     hi: int
     granted_at_s: float
-    received_at_s: float
+    pushed: PushedBatch
+
+
+@dataclass(frozen=True, slots=True)
+class AppliedSet:
+    """Batches of one worker whose gradients came as one sum."""
+
     push: Push
+    received_at_s: float
+    batches: tuple[AppliedBatch, ...]
+
+    @property
+    def grant_id(self) -> int:
+        """The first of its grants: the set's name."""
+        return self.push.batches[0].grant_id
+
+    @property
+    def num_samples(self) -> int:
+        """Usable samples of all its batches."""
+        return sum(item.n_samples for item in self.push.batches)
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyUpdate:
-    """Sum these gradients in this order, scale, step: the model becomes `version`; they count as applied."""
+    """Sum these sets' gradients in this order, scale, step: the model becomes `version`, their batches are applied.
+
+    Attributes:
+        sets: in the order of their first grants.
+    """
 
     version: int
-    batches: tuple[AppliedBatch, ...]
+    sets: tuple[AppliedSet, ...]
     scale: float
     samples_total: int
     batches_total: int

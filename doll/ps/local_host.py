@@ -52,7 +52,7 @@ class LocalModelHost:
     def apply(self, update: ApplyUpdate) -> int:
         num_samples = self._contributions.apply(update)
         fault_point("ps.after_apply")
-        self._blobs.delete(*(item.push.key for item in update.batches if item.push.key))
+        self._blobs.delete(*(item.push.key for item in update.sets if item.push.key))
         return num_samples
 
     def publish(self, version: int) -> str:

@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from operator import is_
 from typing import Self
 
 from doll.records import Push
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class ActiveGrant:
     """A grant whose batch is neither applied nor taken back.
 
@@ -30,7 +32,7 @@ class ActiveGrant:
         version: weights that were current when it was granted.
         min_version: the oldest weights that the policy allows for it.
         queue_position: place in the order of announcements, kept when the batch goes back to the queue.
-        push: set once the push is accepted; the gradient is then being fetched.
+        pushed: the set that its push came in, once that is accepted; the gradient is then being fetched.
         held: the gradient is at the server.
     """
 
@@ -41,9 +43,22 @@ class ActiveGrant:
     min_version: int
     queue_position: int
     granted_at_s: float
-    push: Push | None = None
+    pushed: PushedSet | None = None
     held: bool = False
-    received_at_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PushedSet:
+    """Consecutive batches whose gradients came as one sum: they are held, lost and applied together."""
+
+    push: Push
+    grants: tuple[ActiveGrant, ...]
+    received_at_s: float
+
+    @property
+    def number(self) -> int:
+        """Its first grant's."""
+        return self.grants[0].number
 
 
 class Partition:
@@ -111,11 +126,17 @@ class Partition:
         self.computing_grants.append(grant)
         return grant
 
-    def hold(self) -> None:
-        """The gradient of the first computing batch is at the server."""
-        grant = self.computing_grants.popleft()
-        grant.held = True
-        self.held_grants.append(grant)
+    def begins_with(self, grants: Sequence[ActiveGrant]) -> bool:
+        """Whether these are the first computing ones, in order."""
+        first = islice(self.computing_grants, len(grants))
+        return len(grants) <= len(self.computing_grants) and all(map(is_, grants, first))
+
+    def hold(self, pushed: PushedSet) -> None:
+        """The gradient of this set, whose batches are the first computing ones, is at the server."""
+        for _ in pushed.grants:
+            grant = self.computing_grants.popleft()
+            grant.held = True
+            self.held_grants.append(grant)
 
     def take_back(self, batch: int) -> list[ActiveGrant]:
         """Return `batch` and every later one without a gradient to the front of the queue: the latest first.
@@ -144,8 +165,13 @@ class Partition:
         batches = [grant.batch for grant in grants]
         assert batches == list(range(self.applied, self.granted)), "batches are in flight in order, without a hole"
         assert all(grant.partition == self.number for grant in grants)
-        assert all(grant.push is not None and grant.held for grant in self.held_grants)
+        assert all(grant.pushed is not None and grant.held for grant in self.held_grants)
         assert not any(grant.held for grant in self.computing_grants)
+        for grant in grants:
+            if grant.pushed is not None:
+                assert grant in grant.pushed.grants
+                assert len({item.held for item in grant.pushed.grants}) == 1, "a set is held as one"
+                assert all(item in grants for item in grant.pushed.grants), "a set is applied and lost as one"
 
 
 class Assignment:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable
 
 from doll.ps.engine import Engine
-from doll.ps.events import AppliedBatch, ApplyUpdate
+from doll.ps.events import AppliedBatch, AppliedSet, ApplyUpdate
 from doll.ps.stuck import shortfall
 from doll.records import Member, ServerStatus, Update, WorkerStatus
 
@@ -20,19 +20,19 @@ def update_record(update: ApplyUpdate, *, term: int, num_samples: int, apply_s: 
         apply_s: what it has cost the server.
         now: when it was applied, on the clock of the grants; monotonic seconds.
     """
-    pushes = [item.push for item in update.batches]
-    names = sorted({name for push in pushes for name in push.metric_sums})
+    batches = [batch for item in update.sets for batch in item.push.batches]
+    names = sorted({name for batch in batches for name in batch.metric_sums})
     return Update(
         term=term,
         version=update.version,
-        members=tuple(_member(item) for item in update.batches),
+        members=tuple(_member(item, batch) for item in update.sets for batch in item.batches),
         n_samples=num_samples,
-        loss=_mean((push.loss_sum for push in pushes), num_samples),
-        metrics={name: _mean((push.metric_sums.get(name, 0.0) for push in pushes), num_samples) for name in names},
+        loss=_mean((batch.loss_sum for batch in batches), num_samples),
+        metrics={name: _mean((batch.metric_sums.get(name, 0.0) for batch in batches), num_samples) for name in names},
         samples_total=update.samples_total,
         batches_total=update.batches_total,
         apply_s=apply_s,
-        grant_to_update_s=now - min(item.granted_at_s for item in update.batches),
+        grant_to_update_s=now - min(batch.granted_at_s for item in update.sets for batch in item.batches),
         time_s=time.time(),
     )
 
@@ -65,13 +65,14 @@ def server_status(engine: Engine, *, leader_since_s: float, stalled_s: float, no
     )  # fmt: skip
 
 
-def _member(item: AppliedBatch) -> Member:
-    push = item.push
+def _member(item: AppliedSet, batch: AppliedBatch) -> Member:
+    push, pushed, size = item.push, batch.pushed, len(item.batches)
     return Member(
-        worker=push.worker, batch=push.batch, lo=item.lo, hi=item.hi, n_samples=push.n_samples,
-        base_version=push.version, dead=push.dead, gaps=push.gaps, lost=push.lost, dead_samples=push.dead_samples,
-        compute_s=push.compute_s, fetch_s=push.fetch_s, store_s=push.store_s, wait_s=push.wait_s,
-        grant_to_push_s=item.received_at_s - item.granted_at_s, market=push.market,
+        worker=push.worker, batch=pushed.batch, lo=batch.lo, hi=batch.hi, n_samples=pushed.n_samples,
+        base_version=push.version, dead=pushed.dead, gaps=pushed.gaps, lost=pushed.lost,
+        dead_samples=pushed.dead_samples, compute_s=pushed.compute_s, fetch_s=push.fetch_s / size,
+        store_s=push.store_s / size, wait_s=pushed.wait_s, grant_to_push_s=item.received_at_s - batch.granted_at_s,
+        market=push.market, set_grant_id=item.grant_id,
     )  # fmt: skip
 
 

@@ -69,6 +69,7 @@ def engine_settings(config: JobConfig) -> EngineSettings:
         max_pending_batches=config.worker.max_pending_batches,
         lease_s=config.worker.lease_s,
         grant_timeout_s=config.worker.grant_timeout_s,
+        set_limit_s=config.worker.set_limit_s,
         checkpoint_every_updates=config.checkpoint.every_updates,
         checkpoint_every_s=config.checkpoint.every_s,
         sum_reduction=config.training.reduction == "sum",

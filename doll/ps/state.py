@@ -31,6 +31,7 @@ class EngineSettings:
     grant_timeout_s: float
     checkpoint_every_updates: int
     checkpoint_every_s: float
+    set_limit_s: float = 0.0  # a worker that has computed a set for so long begins no other batch of it
     sum_reduction: bool = False  # apply the sum of the sample gradients, not their mean (the paper's literal rule)
     stop: StopConfig = field(default_factory=StopConfig)
 
@@ -107,6 +108,8 @@ class EngineState:
         self._grants: dict[int, ActiveGrant] = {}  # computing or held, by number
         self._held: dict[int, BatchId] = {}  # of these, the held ones
         self._running_since_s: OrderedDict[int, float] = OrderedDict()  # partitions whose first grant has no push yet
+        # Of a policy of exact versions: numbers of grants, increasing, also of those that are not computing any more.
+        self._computing_numbers: deque[int] = deque()
         self._grant_numbers = count(1)
         self._queue_positions = count()
         self._num_waiting = 0
@@ -114,7 +117,7 @@ class EngineState:
         self._offered_version = snapshot.version  # the newest of which the policy has named the recipients
         self._elapsed_before_s = snapshot.elapsed_s
         self._first_update_at_s: float | None = None if snapshot.version == 0 else now
-        self._compute_mean_s = 0.0
+        self._compute_mean_s = 0.0  # of one batch
         self._recent_events: deque[tuple[float, Event]] = deque(maxlen=_RECENT_EVENTS)
         if snapshot.policy_state is not None and snapshot.policy == policy.name:
             policy.restore(snapshot.policy_state)
@@ -193,7 +196,7 @@ class EngineState:
         running = {
             partition.number
             for partition in self._partitions
-            if partition.computing and partition.computing_grants[0].push is None
+            if partition.computing and partition.computing_grants[0].pushed is None
         }
         assert set(self._running_since_s) == running
         assert self.finished or self.stopping or not self._changed, "the policy knows of every change"

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from doll.ps.events import ApplyUpdate
 
-# What one batch adds to an update: float32, shape (numel,), laid out as `doll.model` says; sums over its samples.
+# What one set adds to an update: float32, shape (numel,), laid out as `doll.model` says; sums over its samples.
 Contribution: TypeAlias = npt.NDArray[np.float32]
 
 
@@ -83,16 +83,16 @@ class ContributionBuffer:
     def __init__(self, updater: Updater) -> None:
         self._updater = updater
         self._waiting: dict[int, Contribution] = {}
-        self._added: list[int] = []  # grants whose contributions are in the updater's sum, in order
+        self._added: list[int] = []  # sets whose contributions are in the updater's sum, in order
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._added)
 
     def put(self, grant_id: int, contribution: Contribution, *, in_order: bool = False) -> None:
-        """Keep the answer to `grant_id` until its update comes. It is not copied.
+        """Keep the sum of the set whose first grant is `grant_id` until its update comes. It is not copied.
 
         Args:
-            in_order: those of all lower-numbered grants of its update are here, and this one will be applied: it is
+            in_order: those of all lower-numbered sets of its update are here, and this one will be applied: it is
                 added now, and its memory is not used after the call.
         """
         if not in_order:
@@ -103,7 +103,7 @@ class ContributionBuffer:
         self._add(grant_id, contribution)
 
     def drop(self, grant_id: int) -> None:
-        """Forget the answer to `grant_id`: its update will never come."""
+        """Forget the sum of this set: its update will never come."""
         del self._waiting[grant_id]
 
     def apply(self, update: ApplyUpdate, into: npt.NDArray[np.float32] | None = None) -> int:
@@ -119,7 +119,7 @@ class ContributionBuffer:
         """
         added, self._added = deque(self._added), []
         contributions: list[Contribution] = []
-        for item in update.batches:
+        for item in update.sets:
             if added and item.grant_id == added[0] and not contributions:
                 added.popleft()
             elif (contribution := self._waiting.pop(item.grant_id, None)) is not None:
@@ -131,7 +131,7 @@ class ContributionBuffer:
                 f"update {update.version}: expected the gradients that were added to be its first ones, in its order; "
                 f"got that of grant {added[0]}"
             )
-        num_samples = sum(item.push.n_samples for item in update.batches)
+        num_samples = sum(item.num_samples for item in update.sets)
         self._updater.apply(contributions, update.scale, num_samples, into)
         return num_samples
 

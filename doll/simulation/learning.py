@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from doll.config import OptimizerConfig
-from doll.consumers.gradient import GradientComputer
+from doll.consumers.gradient import Gradient, GradientComputer
 from doll.evaluation.heldout import HeldOut, HeldOutError
 from doll.model import FlatModel
 from doll.ps.events import ApplyUpdate, SendGrant
@@ -48,6 +48,7 @@ class Learner:
         self._computer = GradientComputer(task, self._model)
         self._batches = batches
         self._contributions = ContributionBuffer(Optimizer(self._model, optimizer))
+        self._gradients: dict[int, Gradient] = {}  # by grant
         self._held_out = HeldOut(task, holdout_samples)
         self._evaluate_every = evaluate_every
         self.version = 0
@@ -62,7 +63,7 @@ class Learner:
     @property
     def num_waiting(self) -> int:
         """Gradients that no update has taken."""
-        return len(self._contributions)
+        return len(self._gradients)
 
     def grant(self, grant: SendGrant) -> None:
         """Compute the gradient of this grant.
@@ -72,15 +73,24 @@ class Learner:
         """
         if grant.version != self.version:
             raise ValueError(f"expected a grant of version {self.version}, got one of {grant.version}")
-        x, y = self._batches(grant.worker, grant.batch)
-        self._contributions.put(grant.grant_id, self._computer.compute(x, y).values.copy())
+        for batch, number in enumerate(grant.grant_ids, grant.first):
+            gradient = self._computer.compute(*self._batches(grant.worker, batch))
+            self._gradients[number] = gradient._replace(values=gradient.values.copy())
 
     def drop(self, grant: SendGrant) -> None:
-        """The worker is gone and its gradient with it."""
-        self._contributions.drop(grant.grant_id)
+        """The worker is gone and its gradients with it."""
+        for number in grant.grant_ids:
+            del self._gradients[number]
 
     def apply(self, update: ApplyUpdate) -> None:
-        """The parameter server's step."""
+        """The parameter server's step on the sums of the workers."""
+        for item in update.sets:
+            total = self._computer.new_sum()
+            for batch in item.push.batches:
+                total.add(self._gradients.pop(batch.grant_id))
+            values = total.values()
+            assert values is not None, "a set has a batch"
+            self._contributions.put(item.grant_id, values)
         self._contributions.apply(update)
         self.version = update.version
         if self.version % self._evaluate_every == 0:

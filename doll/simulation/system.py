@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 import numpy as np
 
 from doll.config import StopConfig
+from doll.config.roles import MAX_SET_S
 from doll.provisioner.traces.availability import Preemption
 from doll.ps.engine import Engine
 from doll.ps.events import (
@@ -31,7 +32,7 @@ from doll.ps.events import (
 )
 from doll.ps.policies import make_policy
 from doll.ps.state import EngineSettings
-from doll.records import Announce, Join, Leave, Push
+from doll.records import Announce, Join, Leave, Push, PushedBatch
 from doll.simulation.randomness import Draw, compute_time, samples_time
 from doll.simulation.settings import SimulationSettings
 
@@ -137,8 +138,10 @@ class System:
         self._complete_at = [0.0] * n
         self._remaining_s = [0.0] * n
         self._batch_event = [0] * n  # number of the current one: earlier ones are void
-        # What each worker computes: granted batches in order; the first is under way while the worker is up.
+        # What each worker computes: grants in order; of the first, the batches that are done and not pushed yet.
         self._granted: list[deque[SendGrant]] = [deque() for _ in range(n)]
+        self._done: list[list[PushedBatch]] = [[] for _ in range(n)]
+        self._set_begun_s = [0.0] * n
         self._compute_event = [0] * n  # as above
         self.up = [True] * n
         self.num_up = n
@@ -292,18 +295,33 @@ class System:
             self._begin(worker)
 
     def _begin(self, worker: int) -> None:
+        """The next batch of the set under way, or the first of a set."""
+        if not self._done[worker]:
+            self._set_begun_s[worker] = self.now
         heappush(self._queue, (self.now + self._compute(), _COMPUTED, worker, self._compute_event[worker]))
 
     def _on_computed(self, worker: int) -> None:
-        granted = self._granted[worker]
-        grant = granted.popleft()
+        granted, done = self._granted[worker], self._done[worker]
+        grant = granted[0]
+        batch = PushedBatch(
+            batch=grant.first, grant_id=grant.grant_ids[0], n_samples=self.settings.batch_size, loss_sum=0.0
+        )
+        done.append(batch)
+        if len(grant.grant_ids) > 1:
+            granted[0] = replace(grant, first=grant.first + 1, grant_ids=grant.grant_ids[1:])
+        else:
+            granted.popleft()
+        is_over = len(grant.grant_ids) == 1 or self.now - self._set_begun_s[worker] >= MAX_SET_S
+        if is_over:
+            self._done[worker] = []
         if granted:
             self._begin(worker)
-        push = Push(
-            worker=worker, session=grant.session, batch=grant.batch, term=_TERM, grant_id=grant.grant_id,
-            version=grant.version, key="", n_samples=self.settings.batch_size, loss_sum=0.0,
-        )  # fmt: skip
-        self._handle(push)
+        if is_over:
+            self._handle(
+                Push(
+                    worker=worker, session=grant.session, term=_TERM, version=grant.version, key="", batches=tuple(done)
+                )
+            )
 
     def _on_update(self, update: ApplyUpdate) -> None:
         if self._learner is not None:
@@ -312,7 +330,7 @@ class System:
         trajectory.time_s.append(self.now)
         trajectory.waiting.append(self.engine.num_waiting)
         trajectory.up.append(self.num_up)
-        trajectory.group_s.append(self.now - update.batches[0].granted_at_s)
+        trajectory.group_s.append(self.now - update.sets[0].batches[0].granted_at_s)
         trajectory.usd.append(self.usd)
 
     # --- machines come and go ---------------------------------------------------------------------------------------
@@ -382,7 +400,12 @@ class System:
         self._up_s[worker] += self.now - self._up_since[worker]
         self.up[worker] = False
         self.num_up -= 1
-        self._compute_event[worker] += 1  # a gradient under way is lost
+        self._compute_event[worker] += 1  # a gradient under way is lost, and those of the same set
+        if done := self._done[worker]:
+            left = self._granted[worker][0]
+            ids = tuple(batch.grant_id for batch in done) + left.grant_ids
+            self._granted[worker][0] = replace(left, first=done[0].batch, grant_ids=ids)
+            self._done[worker] = []
         if self.settings.arrivals_pause:
             self._batch_event[worker] += 1
             self._remaining_s[worker] = self._complete_at[worker] - self.now

@@ -10,13 +10,13 @@ import pytest
 import torch
 from doll.config import JobConfig, SgdConfig, parse
 from doll.model import FlatModel
-from doll.ps.events import AppliedBatch, ApplyUpdate, FetchGradient, GradientFetched, GradientLost
+from doll.ps.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
 from doll.ps.local_host import LocalModelHost
 from doll.ps.model_host import ModelHost
 from doll.ps.optimizer import DivergedError, Optimizer
-from doll.records import Push
 from doll.storage.blobs import decode_blob, decode_latest, encode_blob, latest_key
 from doll.testing import MemoryBlobs
+from pushes import applied_set, push_of
 
 JOB = """
 job: unit
@@ -46,7 +46,7 @@ class Rig:
         key = f"g{number}"
         gradient = np.full(self.host.num_values, value, np.float32)
         self.blobs.put(key, encode_blob(gradient, job="unit", kind="g", version=version), 60.0)
-        return FetchGradient(number, key, version)
+        return FetchGradient(number, key, version, in_order=False)
 
     def published(self, key: str, version: int) -> np.ndarray:
         blob = self.blobs.get(key)
@@ -60,17 +60,13 @@ def rig(request: pytest.FixtureRequest) -> Rig:
 
 
 def update(version: int, *numbers: int, scale: float = 0.125, samples: int = 4) -> ApplyUpdate:
-    batches = tuple(
-        AppliedBatch(
-            number, 0, 4, 0.0, 0.0,
-            Push(
-                worker=0, session=1, batch=number, term=3, grant_id=number, version=0, key=f"g{number}",
-                n_samples=samples, loss_sum=0.0,
-            ),
+    pushes = [
+        push_of(
+            worker=0, session=1, batch=number, term=3, grant_id=number, version=0, key=f"g{number}", n_samples=samples
         )
         for number in numbers
-    )  # fmt: skip
-    return ApplyUpdate(version, batches, scale, 0, 0)
+    ]
+    return ApplyUpdate(version, tuple(map(applied_set, pushes)), scale, 0, 0)
 
 
 def test_a_version_is_made_of_the_gradients_that_were_fetched(rig: Rig) -> None:

@@ -12,10 +12,10 @@ import torch
 from doll.config import AdamConfig, SgdConfig
 from doll.errors import CheckpointError
 from doll.model import FlatModel
-from doll.ps.events import AppliedBatch, ApplyUpdate
+from doll.ps.events import ApplyUpdate
 from doll.ps.optimizer import DivergedError, Optimizer
 from doll.ps.updater import Contribution, ContributionBuffer, Updater
-from doll.records import Push
+from pushes import applied_set, push_of
 
 
 class AddSteps:
@@ -187,17 +187,13 @@ def test_a_number_that_is_not_finite_is_an_error(make: Callable[[], Updater]) ->
 
 def update(*pushes: tuple[int, str, int], scale: float = 0.125) -> ApplyUpdate:
     """An update of these (grant, key, samples)."""
-    batches = tuple(
-        AppliedBatch(
-            number, 0, 4, 0.0, 0.0,
-            Push(
-                worker=0, session=1, batch=number, term=1, grant_id=number, version=0, key=key, n_samples=samples,
-                loss_sum=0.0,
-            ),
+    sets = tuple(
+        applied_set(
+            push_of(worker=0, session=1, batch=number, term=1, grant_id=number, version=0, key=key, n_samples=samples)
         )
         for number, key, samples in pushes
-    )  # fmt: skip
-    return ApplyUpdate(1, batches, scale, 0, 0)
+    )
+    return ApplyUpdate(1, sets, scale, 0, 0)
 
 
 def test_the_apply_step_takes_contributions_in_the_updates_order(make: Callable[[], Updater]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -12,9 +12,9 @@ from doll.consumers.compressor import Compressor, DenseCompressor
 from doll.consumers.decoder import Decoder, ThreadDecoder
 from doll.consumers.decoding import Decoded, Records
 from doll.consumers.gradient import GradientComputer
-from doll.consumers.gradient_engine import GradientEngine, ThreadGradientEngine
+from doll.consumers.gradient_engine import GoesOn, GradientEngine, Handle, ThreadGradientEngine
 from doll.consumers.local_model import GrantedVersion, LocalModel
-from doll.consumers.worker import Batch, GradientDone
+from doll.consumers.worker import Batch, ComputedBatch, GradientDone
 from doll.errors import ServiceUnavailableError, TaskError
 from doll.model import FlatModel
 from doll.records import Grant
@@ -101,10 +101,10 @@ def test_a_gradient_does_not_wait_for_a_batch_that_is_being_decoded() -> None:
         assert release.wait(60)
         return NOTHING
 
-    decoder, engine = ThreadDecoder(decode), ThreadGradientEngine(lambda order, of: done(of.number))
+    decoder, engine = ThreadDecoder(decode), ThreadGradientEngine(lambda order, of, _: done(of[0].number))
     decoding = decoder.decode(Records([1], [b"x"]))
     assert entered.wait(60)
-    assert engine.submit(grant(1), batch(1)).result(60) == done(1)
+    assert engine.submit(grant(1), (batch(1),), goes_on).result(60) == done(1)
     assert not decoding.done()
     release.set()
     decoder.close()
@@ -113,7 +113,6 @@ def test_a_gradient_does_not_wait_for_a_batch_that_is_being_decoded() -> None:
 
 # --- GradientEngine -------------------------------------------------------------------------------------------------
 
-Handle = Callable[[Grant, Batch], GradientDone | None]
 ENGINES: dict[str, Callable[[Handle], GradientEngine]] = {"thread": ThreadGradientEngine}
 
 
@@ -126,8 +125,12 @@ def batch(number: int) -> Batch:
     return Batch(number, NOTHING, 0, 0.0)
 
 
+def goes_on(batch: int, grant_id: int) -> bool:
+    return True
+
+
 def done(number: int) -> GradientDone:
-    return GradientDone(f"k{number}", 9, 0.0, {}, 0.0, 0.0, 0.0, 0)
+    return GradientDone(f"k{number}", 9, (ComputedBatch(0),))
 
 
 def test_every_grant_is_answered_in_order_and_not_in_the_callers_thread(
@@ -135,14 +138,14 @@ def test_every_grant_is_answered_in_order_and_not_in_the_callers_thread(
 ) -> None:
     threads: set[int] = set()
 
-    def handle(order: Grant, of: Batch) -> GradientDone | None:
+    def handle(order: Grant, of: Sequence[Batch], goes_on: GoesOn) -> GradientDone | None:
         threads.add(threading.get_ident())
-        return done(of.number) if order.grant_id != 2 else None
+        return done(of[0].number) if order.grant_ids != (2,) else None
 
     engine = make_engine(handle)
     assert engine.depth >= 1
     finished: list[int] = []
-    futures = [engine.submit(grant(number, number), batch(number)) for number in range(1, 6)]
+    futures = [engine.submit(grant(number, number), (batch(number),), goes_on) for number in range(1, 6)]
     for number, future in enumerate(futures, start=1):
         future.add_done_callback(lambda _, number=number: finished.append(number))  # type: ignore[misc]
     assert [future.result(60) for future in futures] == [done(1), None, done(3), done(4), done(5)]
@@ -152,13 +155,13 @@ def test_every_grant_is_answered_in_order_and_not_in_the_callers_thread(
 
 
 def test_what_fails_fails_alone(make_engine: Callable[[Handle], GradientEngine]) -> None:
-    def handle(order: Grant, of: Batch) -> GradientDone | None:
-        if of.number == 1:
+    def handle(order: Grant, of: Sequence[Batch], goes_on: GoesOn) -> GradientDone | None:
+        if of[0].number == 1:
             raise TaskError("diverged")
-        return done(of.number)
+        return done(of[0].number)
 
     engine = make_engine(handle)
-    first, second = (engine.submit(grant(number), batch(number)) for number in (1, 2))
+    first, second = (engine.submit(grant(number), (batch(number),), goes_on) for number in (1, 2))
     with pytest.raises(TaskError, match="diverged"):
         first.result(60)
     assert second.result(60) == done(2)
@@ -168,13 +171,13 @@ def test_what_fails_fails_alone(make_engine: Callable[[Handle], GradientEngine])
 def test_closing_waits_for_what_is_under_way(make_engine: Callable[[Handle], GradientEngine]) -> None:
     entered, release = threading.Event(), threading.Event()
 
-    def handle(order: Grant, of: Batch) -> GradientDone | None:
+    def handle(order: Grant, of: Sequence[Batch], goes_on: GoesOn) -> GradientDone | None:
         entered.set()
         assert release.wait(60)
-        return done(of.number)
+        return done(of[0].number)
 
     engine = make_engine(handle)
-    future = engine.submit(grant(1), batch(1))
+    future = engine.submit(grant(1), (batch(1),), goes_on)
     assert entered.wait(60)
     closing = threading.Thread(target=engine.close)
     closing.start()
@@ -189,7 +192,7 @@ def test_the_thread_computes_one_at_a_time() -> None:
     """Two of torch's at once would take each other's cores."""
     running, most = 0, 0
 
-    def handle(order: Grant, of: Batch) -> GradientDone | None:
+    def handle(order: Grant, of: Sequence[Batch], goes_on: GoesOn) -> GradientDone | None:
         nonlocal running, most
         running += 1
         most = max(most, running)
@@ -197,7 +200,7 @@ def test_the_thread_computes_one_at_a_time() -> None:
         return None
 
     engine = ThreadGradientEngine(handle)
-    for future in [engine.submit(grant(number), batch(number)) for number in range(50)]:
+    for future in [engine.submit(grant(number), (batch(number),), goes_on) for number in range(50)]:
         future.result(60)
     engine.close()
     assert most == 1

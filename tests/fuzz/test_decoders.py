@@ -23,7 +23,7 @@ import yaml
 from doll.config import JobConfig, dump, parse
 from doll.config.policy import POLICIES
 from doll.consumers.decoding import Records, decode_records
-from doll.consumers.worker import Batch, Compute, Exit, GradientDone, Send, WorkerCore
+from doll.consumers.worker import Batch, Compute, ComputedBatch, Exit, GradientDone, Send, WorkerCore
 from doll.errors import BlobError, CheckpointError, ConfigError, RecordError, SampleError
 from doll.packing import pack, unpack
 from doll.ps.engine import Engine
@@ -48,6 +48,7 @@ from doll.records import (
     NewVersion,
     ProvisionDecision,
     Push,
+    PushedBatch,
     Stop,
     TermStarted,
     Update,
@@ -72,8 +73,11 @@ EVENTS: list[AnyRecord] = [
     Join(worker=1, process="a"),
     Join(worker=1, process="a", session=1 << 20),
     Announce(**W, first=0, until=3),
-    Push(**W, batch=0, term=1, grant_id=1, version=0, key="doll:j:g:1:1", n_samples=8, loss_sum=4.5,
-         metric_sums={"accuracy": 3.0}, dead=(3,), gaps=((5, 7),), dead_samples=1, market="spot"),
+    Push(**W, term=1, version=0, key="doll:j:g:1:1", market="spot", batches=(
+        PushedBatch(batch=0, grant_id=1, n_samples=8, loss_sum=4.5, metric_sums={"accuracy": 3.0}, dead=(3,),
+                    gaps=((5, 7),), dead_samples=1),
+        PushedBatch(batch=1, grant_id=3, n_samples=8, loss_sum=4.5),
+    )),
     Nack(**W, batch=0, term=1, grant_id=1, reason="weights"),
     Alive(**W, retained=2, next_offset=16, lag=3),
     Leave(**W, cause="sigterm"),
@@ -82,7 +86,7 @@ EVENTS: list[AnyRecord] = [
 G: dict[str, Any] = {"term": 1, "worker": 1}
 COMMANDS: list[AnyRecord] = [
     Welcome(**G, process="a", session=1 << 20, origin=0, next_batch=0, fingerprint="f"),
-    Grant(**G, session=1 << 20, batch=0, grant_id=1, version=0, min_version=0, key="doll:j:w:1:0"),
+    Grant(**G, session=1 << 20, first=0, grant_ids=(1, 3), version=0, min_version=0, key="doll:j:w:1:0"),
     NewVersion(**G, version=1, key="doll:j:w:1:1"),
     Durable(**G, until=1),
     Hello(term=1),
@@ -168,9 +172,9 @@ def test_a_worker_takes_any_record_that_decodes() -> None:
             continue
         for action in call_or_none(RecordError, data, core.on_record, record, 1.0):
             if isinstance(action, Compute):
-                assert 0 <= action.batch.number < 3
-                done = GradientDone("k", action.grant.version, 0.0, {}, 0, 0, 0, 8)
-                answer = core.gradient_done(action.grant, action.batch, done, 1.0)
+                assert all(0 <= batch.number < 3 for batch in action.batches)
+                done = GradientDone("k", action.grant.version, (ComputedBatch(8),) * len(action.batches))
+                answer = core.gradient_done(action.grant, action.batches, done, 1.0)
                 assert all(isinstance(item, Send) for item in answer)
             assert not isinstance(action, Exit) or action.reason
         assert core.retained <= 3

@@ -36,6 +36,7 @@ from doll.records import (
     Welcome,
     encode,
 )
+from pushes import push_of
 
 pytestmark = pytest.mark.integration
 
@@ -185,7 +186,8 @@ def test_garbage_on_the_control_topics_is_counted_and_refused(points: Any) -> No
         Announce(worker=7, session=1, first=0, until=1),
         Alive(worker=1, session=1),
         Leave(worker=0, session=3, cause="forged"),
-        Push(worker=0, session=1, batch=0, term=1, grant_id=1, version=0, key="doll:x:g:1:1", n_samples=8, loss_sum=0),
+        push_of(worker=0, session=1, batch=0, term=1, grant_id=1, version=0, key="doll:x:g:1:1", n_samples=8),
+        Push(worker=0, session=1, term=1, version=0, key="doll:x:g:1:1", batches=()),
         Evaluated(term=99, version=10**9, loss=0.0, accuracy=1.0),
     ]  # fmt: skip
     for record in nonsense:
@@ -193,7 +195,9 @@ def test_garbage_on_the_control_topics_is_counted_and_refused(points: Any) -> No
     for n in (0, 1):
         for value in forged_events[:-1]:
             job.control("commands", value, n)
-        grant = Grant(term=0, worker=n, session=1, batch=0, grant_id=1, version=0, min_version=0, key="doll:x:w:1:0")
+        grant = Grant(
+            term=0, worker=n, session=1, first=0, grant_ids=(1,), version=0, min_version=0, key="doll:x:w:1:0"
+        )
         for record in (
             grant,
             Stop(term=0, reason="forged"),
@@ -325,9 +329,7 @@ def test_an_update_of_nothing_but_bad_records_fits_into_its_topic(make_pipeline:
     update = Update(term=1, version=1, members=(member,), n_samples=0, loss=0.0, samples_total=0)
     server = KafkaChannel(job.config, job.services)
     worker = WorkerChannel(job.config, job.services, 0)
-    push = Push(
-        worker=0, session=1, batch=0, term=1, grant_id=1, version=0, key="", n_samples=0, loss_sum=0.0, dead=dead
-    )  # fmt: skip
+    push = push_of(worker=0, session=1, batch=0, term=1, grant_id=1, version=0, key="", dead=dead)
     try:
         server.send_update(update)
         worker.send(push)

@@ -21,6 +21,8 @@ from paths import DOCS
 HITS = {
     "worker.after_dead_letter": 1,
     "worker.after_guard": 1,
+    "worker.mid_set": 4,
+    "worker.after_sum": 4,
     "worker.after_announce": 4,
     "worker.after_blob": 4,
     "worker.after_push": 4,
@@ -37,6 +39,8 @@ HITS = {
 }
 # Of both classes: for whatever the model says, one of them is wrong, and its gradient far too long.
 HUGE = [np.array([3e38, 3e38, 3e38, 3e38, y], "<f4").tobytes() for y in (0, 1)]
+# Points inside a set of several batches: twice as many batches in a group as there are workers.
+GROUP_SIZES = {"worker.mid_set": 4, "worker.after_sum": 4}
 OPERATIONS = DOCS / "operations.md"
 
 
@@ -64,7 +68,11 @@ def test_a_point_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, w
 @pytest.mark.integration
 @pytest.mark.parametrize("point", POINTS)
 def test_a_death_in_the_gap_costs_nothing(make_pipeline: Any, tmp_path: Path, point: str) -> None:
-    job = make_pipeline("stop.updates=20", "checkpoint.every_updates=4", "checkpoint.every_s=1000")
+    group_size = GROUP_SIZES.get(point, 2)
+    job = make_pipeline(
+        "stop.updates=20", "checkpoint.every_updates=4", "checkpoint.every_s=1000",
+        f"training.policy.group_size={group_size}",
+    )  # fmt: skip
     marker = tmp_path / "died"
     victim = "ps" if point.startswith("ps.") else "worker-0"
     environment = {ENV: f"{point}@{HITS[point]}", MARKER_ENV: str(marker)}
@@ -73,18 +81,18 @@ def test_a_death_in_the_gap_costs_nothing(make_pipeline: Any, tmp_path: Path, po
         job.pids[name] = job.supervisor.start(
             dataclasses.replace(spec, env=environment) if name == victim else spec
         ).pid
-    samples = job.samples(10 * 2 * 8)
+    samples = job.samples(10 * group_size * 8)
     poison = {"worker.after_dead_letter": [b"poison"], "worker.after_guard": HUGE}.get(point, [])
     samples[: 2 * len(poison) : 2] = poison  # of worker 0
     job.send(samples)
     job.until(marker.exists, f"the death at {point}")
     # More than the stop rule needs of both streams: one of them may be ahead when its worker dies.
-    job.send(job.samples(10 * 2 * 8 + 160))
+    job.send(job.samples(10 * group_size * 8 + 160))
     job.until(lambda: _runs_again(job, victim), f"the successor of {victim}")
     job.until_finished()
     report = job.assert_audit_ok()
     assert report.version == 20
-    assert report.applied + report.dead == 20 * 2 * 8
+    assert report.applied + report.dead == 20 * group_size * 8
     assert min(1, len(poison)) <= report.dead <= len(poison)
     assert report.term == (2 if victim == "ps" else 1)
 

@@ -13,7 +13,7 @@ from doll.config import StopConfig
 from doll.config.policy import POLICIES as registered
 from doll.config.policy import PolicyConfig, policy_section
 from doll.consumers.batching import Batcher
-from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, GradientDone, Send, WorkerCore
+from doll.consumers.worker import Acknowledge, Batch, Compute, ComputedBatch, Exit, GradientDone, Send, WorkerCore
 from doll.ps import events as ev
 from doll.ps.engine import Engine
 from doll.ps.policies import make_policy
@@ -22,6 +22,7 @@ from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.ps.state import EngineSettings
 from doll.records import AnyRecord, Durable, Fence, Grant, Hello, Join, NewVersion, Welcome
+from msgspec import structs
 
 # Every policy that is registered where the tests run, with its defaults.
 POLICIES: dict[str, PolicyConfig] = {name: policy_section(name)(name=name) for name in registered.names()} | {
@@ -50,6 +51,7 @@ class Process:
     batcher: Batcher[int] | None = None
     position: int = 0
     computing: deque[Compute] = field(default_factory=deque)
+    in_set: int = 0  # batches of the first of `computing` that are done and not pushed
     outbox: deque[AnyRecord] = field(default_factory=deque)
     paused: bool = False
     dead: bool = False
@@ -144,7 +146,7 @@ class World:
                 self.commands[worker].append(Fence(term=self.term, worker=worker, process=name))
             case ev.SendHello(worker):
                 self.commands[worker].append(Hello(term=self.term))
-            case ev.SendGrant(worker, session, batch, grant_id, version, min_version):
+            case ev.SendGrant(worker, session, first, grant_ids, version, min_version):
                 key = f"w:{self.term}:{version}"
                 self.blobs.add(key)
                 self.commands[worker].append(
@@ -152,8 +154,8 @@ class World:
                         term=self.term,
                         worker=worker,
                         session=session,
-                        batch=batch,
-                        grant_id=grant_id,
+                        first=first,
+                        grant_ids=grant_ids,
                         version=version,
                         min_version=min_version,
                         key=key,
@@ -166,7 +168,7 @@ class World:
                     self.commands[worker].append(NewVersion(term=self.term, worker=worker, version=version, key=key))
             case ev.RepublishWeights(version):
                 self.blobs.add(f"w:{self.term}:{version}")
-            case ev.FetchGradient(grant_id, key, _):
+            case ev.FetchGradient(grant_id, key):
                 there = key in self.blobs
                 event = (
                     ev.GradientFetched(grant_id=grant_id)
@@ -178,8 +180,10 @@ class World:
                 return more
             case ev.DropGradient(key, _):
                 self.blobs.discard(key)
-            case ev.ApplyUpdate(version=version, batches=batches):
-                members = tuple((item.push.worker, item.push.batch, item.push.version) for item in batches)
+            case ev.ApplyUpdate(version=version, sets=sets):
+                members = tuple(
+                    (item.push.worker, batch.pushed.batch, item.push.version) for item in sets for batch in item.batches
+                )
                 self.updates.append(Applied(self.term, version, members))
             case ev.StoreCheckpoint():
                 self.saving.append(action)
@@ -264,21 +268,37 @@ class World:
             if done:
                 return
 
-    def compute(self, process: Process, *, blob_lost: bool = False) -> None:
+    def compute(self, process: Process, *, blob_lost: bool = False, end_set: bool = False) -> None:
+        """One batch of the set under way; with the last one, or where the set ends early, its blob and its push."""
         core = process.core
         if core is None or not process.computing or process.paused or process.dead:
             return
-        item = process.computing.popleft()
-        if not core.is_current(item.grant):
+        grant, batches = process.computing[0].grant, process.computing[0].batches
+        if not process.in_set:
+            if not core.is_current(grant):
+                process.computing.popleft()
+                return
+            if grant.key not in self.blobs:
+                process.computing.popleft()
+                self._do(process, core.weights_missing(grant))
+                return
+        process.in_set += 1
+        count = process.in_set
+        goes_on = count < len(batches) and core.is_wanted(batches[count].number, grant.grant_ids[count])
+        if goes_on and not end_set and not core.draining:
             return
-        if item.grant.key not in self.blobs:
-            self._do(process, core.weights_missing(item.grant))
-            return
-        key = f"g:{item.grant.term}:{item.grant.grant_id}"
+        process.in_set = 0
+        process.computing.popleft()
+        if count < len(batches):
+            rest = structs.replace(grant, first=grant.first + count, grant_ids=grant.grant_ids[count:])
+            process.computing.appendleft(Compute(rest, batches[count:]))
+        key = f"g:{grant.term}:{grant.grant_ids[0]}"
         if not blob_lost:
             self.blobs.add(key)
-        done = GradientDone(key, item.grant.version, 1.0, {}, 0.1, 0.0, 0.0, item.batch.num_samples)
-        self._do(process, core.gradient_done(item.grant, item.batch, done, self.now))
+        done = GradientDone(
+            key, grant.version, tuple(ComputedBatch(batch.num_samples, 1.0) for batch in batches[:count])
+        )
+        self._do(process, core.gradient_done(grant, batches, done, self.now))
 
     def tick(self, seconds: float) -> None:
         self.now += seconds

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from doll.consumers.decoding import Decoded, Records
+from doll.consumers.gradient_engine import GoesOn
 from doll.consumers.worker import Batch, GradientDone
 from doll.records import AnyRecord, DeadLetter, Grant, Welcome, encode
 
@@ -21,10 +22,10 @@ def welcome(**changes: Any) -> Welcome:
     return Welcome(**{**values, **changes})
 
 
-def grant(batch: int, number: int = 1, **changes: Any) -> Grant:
-    """A grant for the worker of `welcome`, at version 9."""
+def grant(first: int, *numbers: int, **changes: Any) -> Grant:
+    """A grant for the worker of `welcome`, at version 9: of one batch for each number; default: of one, numbered 1."""
     values: dict[str, Any] = {
-        "term": 3, "worker": 1, "session": 7, "batch": batch, "grant_id": number, "min_version": 9,
+        "term": 3, "worker": 1, "session": 7, "first": first, "grant_ids": numbers or (1,), "min_version": 9,
         "version": 9, "key": "doll:unit:w:3:9",
     }  # fmt: skip
     return Grant(**{**values, **changes})
@@ -139,11 +140,13 @@ class FakeEngine:
     """A gradient is done when the test says so."""
 
     depth: int = 1
-    submitted: deque[tuple[Grant, Batch, Future[GradientDone | None]]] = field(default_factory=deque)
+    submitted: deque[tuple[Grant, Sequence[Batch], Future[GradientDone | None]]] = field(default_factory=deque)
+    goes_on: GoesOn = lambda batch, grant_id: True
 
-    def submit(self, grant: Grant, batch: Batch) -> Future[GradientDone | None]:
+    def submit(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> Future[GradientDone | None]:
         future: Future[GradientDone | None] = Future()
-        self.submitted.append((grant, batch, future))
+        self.submitted.append((grant, batches, future))
+        self.goes_on = goes_on
         return future
 
     def close(self) -> None:

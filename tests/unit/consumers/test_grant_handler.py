@@ -29,6 +29,10 @@ data: {workers: 2, batch_size: 8}
 """
 
 
+def goes_on(batch: int, grant_id: int) -> bool:
+    return True
+
+
 class Rig:
     def __init__(self) -> None:
         self.config = parse(JOB)
@@ -43,6 +47,7 @@ class Rig:
             compressor=DenseCompressor("unit"),
             blobs=self.blobs,
             dead_letters=self.letters,
+            gradient_sum=self.computer.new_sum(),
         )
         self.weights = np.random.default_rng(1).normal(size=self.computer.weights.size).astype(np.float32)
 
@@ -63,9 +68,10 @@ def test_the_stored_gradient_is_todays_to_the_bit() -> None:
     rig = Rig()
     rig.publish()
     batch = rig.batch()
-    done = rig.handler.handle(grant(5), batch)
+    done = rig.handler.handle(grant(5), (batch,), goes_on)
     assert done is not None
-    assert (done.version, done.num_samples, done.dead, done.key) == (9, 8, (), "doll:unit:g:3:1")
+    (computed,) = done.batches
+    assert (done.version, computed.num_samples, computed.dead, done.key) == (9, 8, (), "doll:unit:g:3:1")
     blob = rig.blobs.get(done.key)
     assert blob is not None
     stored = decode_blob(blob, job="unit", kind="g", version=9, numel=rig.weights.size)
@@ -74,20 +80,21 @@ def test_the_stored_gradient_is_todays_to_the_bit() -> None:
     other.weights[:] = rig.weights
     expected = other.compute(batch.data.x, batch.data.y)
     assert stored.tobytes() == expected.values.tobytes()
-    assert (done.loss_sum, done.metric_sums) == (expected.loss_sum, expected.metric_sums)
+    assert (computed.loss_sum, computed.metric_sums) == (expected.loss_sum, expected.metric_sums)
 
 
 def test_missing_weights_compute_nothing() -> None:
     rig = Rig()
-    assert rig.handler.handle(grant(5), rig.batch()) is None
+    assert rig.handler.handle(grant(5), (rig.batch(),), goes_on) is None
     assert rig.blobs.keys() == []
 
 
 def test_a_batch_without_usable_samples_needs_no_weights() -> None:
     rig = Rig()
-    done = rig.handler.handle(grant(5), rig.batch(*range(8)))
+    done = rig.handler.handle(grant(5), (rig.batch(*range(8)),), goes_on)
     assert done is not None
-    assert (done.key, done.version, done.num_samples, done.dead) == ("", 9, 0, tuple(range(140, 148)))
+    (computed,) = done.batches
+    assert (done.key, done.version, computed.num_samples, computed.dead) == ("", 9, 0, tuple(range(140, 148)))
     assert [letter.offset for letter in rig.channel.letters] == list(range(140, 148))
 
 
@@ -107,9 +114,9 @@ def test_samples_that_the_guard_refuses_are_dead_lettered_with_what_the_log_hold
         return compute(x, y, **options)
 
     monkeypatch.setattr(rig.computer, "compute", fails_on_the_last)
-    done = rig.handler.handle(grant(5), batch)
+    done = rig.handler.handle(grant(5), (batch,), goes_on)
     assert done is not None
-    assert (done.num_samples, done.dead) == (6, (142, 147))
+    assert [(item.num_samples, item.dead) for item in done.batches] == [(6, (142, 147))]
     letter = rig.channel.letters[-1]
     assert (letter.offset, letter.payload, letter.whole, letter.term) == (147, b"from the log", True, 3)
     assert "cannot learn this" in letter.reason

@@ -13,7 +13,7 @@ from doll.consumers import exits, runtime
 from doll.consumers.decoding import Decoded, Records, Refused
 from doll.consumers.departure import Departure
 from doll.consumers.runtime import WorkerRuntime
-from doll.consumers.worker import GradientDone, WorkerCore
+from doll.consumers.worker import ComputedBatch, GradientDone, WorkerCore
 from doll.errors import ServiceUnavailableError, TaskError
 from doll.process.health import Heartbeat
 from doll.records import Announce, Durable, Leave, Nack, Push, Stop
@@ -92,8 +92,8 @@ async def start() -> AsyncIterator[Callable[..., Rig]]:
         assert result is None or isinstance(result, asyncio.CancelledError), result
 
 
-def done(key: str, version: int = 9) -> GradientDone:
-    return GradientDone(key, version, 1.0, {}, 0.1, 0.1, 0.1, 2)
+def done(key: str, version: int = 9, batches: int = 1) -> GradientDone:
+    return GradientDone(key, version, (ComputedBatch(2, 1.0),) * batches, 0.1, 0.1)
 
 
 async def test_a_batch_is_decoded_and_announced(start: Callable[..., Rig]) -> None:
@@ -141,12 +141,13 @@ async def test_a_grant_is_answered_with_a_push_that_names_the_version_used(start
     await rig.announce(1)
     rig.channel.command(grant(5))
     await rig.until(lambda: rig.engine.submitted)
-    order, batch, future = rig.engine.submitted.popleft()
+    order, (batch,), future = rig.engine.submitted.popleft()
     assert (order, batch.number) == (grant(5), 5)
     future.set_result(done("k", version=8))
     await rig.until(lambda: rig.channel.of(Push))
     (push,) = rig.channel.of(Push)
-    assert (push.batch, push.version, push.key, push.n_samples) == (5, 8, "k", 2)
+    assert (push.version, push.key) == (8, "k")
+    assert [(item.batch, item.n_samples) for item in push.batches] == [(5, 2)]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -163,7 +164,7 @@ async def test_the_engine_gets_as_many_grants_at_once_as_it_takes(start: Callabl
         await rig.until(lambda: rig.engine.submitted)
         rig.engine.submitted.popleft()[2].set_result(done(key))
     await rig.until(lambda: len(rig.channel.of(Push)) == 3)
-    assert [(push.batch, push.key) for push in rig.channel.of(Push)] == [(5, "a"), (6, "b"), (7, "c")]
+    assert [(push.batches[0].batch, push.key) for push in rig.channel.of(Push)] == [(5, "a"), (6, "b"), (7, "c")]
 
 
 async def test_a_grant_that_was_replaced_is_not_computed(start: Callable[..., Rig]) -> None:
@@ -175,7 +176,7 @@ async def test_a_grant_that_was_replaced_is_not_computed(start: Callable[..., Ri
     rig.channel.command(grant(6, 3))
     rig.engine.submitted.popleft()[2].set_result(done("a"))
     await rig.until(lambda: rig.engine.submitted)
-    assert [order.grant_id for order, _, _ in rig.engine.submitted] == [3]
+    assert [order.grant_ids for order, _, _ in rig.engine.submitted] == [(3,)]
 
 
 async def test_missing_weights_are_reported(start: Callable[..., Rig]) -> None:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, GradientDone, Send, WorkerAction, WorkerCore
+from doll.consumers.worker import (
+    Acknowledge,
+    Batch,
+    Compute,
+    ComputedBatch,
+    Exit,
+    GradientDone,
+    Send,
+    WorkerAction,
+    WorkerCore,
+)
 from doll.records import (
     Alive,
     Announce,
@@ -18,11 +28,13 @@ from doll.records import (
     Leave,
     Nack,
     Push,
+    PushedBatch,
     Stop,
     Welcome,
 )
 
-DONE = GradientDone("doll:j:g:3:1", 9, 12.0, {"accuracy": 4.0}, 0.1, 0.2, 0.3, 4, (101,), 2)
+COMPUTED = ComputedBatch(4, 12.0, {"accuracy": 4.0}, (101,), 2, 0.1)
+DONE = GradientDone("doll:j:g:3:1", 9, (COMPUTED,), 0.2, 0.3)
 
 
 def welcome(**changes: Any) -> Welcome:
@@ -32,9 +44,10 @@ def welcome(**changes: Any) -> Welcome:
     return Welcome(**{**values, **changes})
 
 
-def grant(of_batch: int, number: int = 1, **changes: Any) -> Grant:
+def grant(first: int, *numbers: int, **changes: Any) -> Grant:
     values: dict[str, Any] = {
-        "term": 3, "worker": 1, "session": 7, "batch": of_batch, "grant_id": number, "version": 9, "min_version": 9,
+        "term": 3, "worker": 1, "session": 7, "first": first, "grant_ids": numbers or (1,), "version": 9,
+        "min_version": 9,
         "key": "doll:j:w:3:9",
     }  # fmt: skip
     return Grant(**{**values, **changes})
@@ -81,19 +94,23 @@ def test_a_grant_is_computed_and_pushed_with_all_that_the_lineage_needs(core: Wo
     held = batch(5, gaps=((103, 105),), num_samples=5)
     core.batch_ready(held)
     asked = grant(5)
-    assert core.on_record(asked, 11.0) == [Compute(asked, held)]
+    assert core.on_record(asked, 11.0) == [Compute(asked, (held,))]
     assert core.busy
     assert core.is_current(asked)
-    (sent,) = core.gradient_done(asked, held, DONE, granted_at_s=12.5)
+    (sent,) = core.gradient_done(asked, (held,), DONE, begun_at_s=12.5)
     assert sent == Send(
         Push(
-            worker=1, session=7, batch=5, term=3, grant_id=1, version=9, key="doll:j:g:3:1", n_samples=4, loss_sum=12.0,
-            metric_sums={"accuracy": 4.0}, dead=(101,), gaps=((103, 105),), dead_samples=2, compute_s=0.1, fetch_s=0.2,
-            store_s=0.3, wait_s=2.5, market="spot",
+            worker=1, session=7, term=3, version=9, key="doll:j:g:3:1", fetch_s=0.2, store_s=0.3, market="spot",
+            batches=(
+                PushedBatch(
+                    batch=5, grant_id=1, n_samples=4, loss_sum=12.0, metric_sums={"accuracy": 4.0}, dead=(101,),
+                    gaps=((103, 105),), dead_samples=2, compute_s=0.1, wait_s=2.5,
+                ),
+            ),
         )
     )  # fmt: skip
     assert not core.busy
-    assert core.gradient_done(asked, held, DONE, 12.5) == []  # once
+    assert core.gradient_done(asked, (held,), DONE, 12.5) == []  # once
 
 
 @pytest.mark.parametrize("number", [4, 8, -1, 10**12])
@@ -116,8 +133,8 @@ def test_a_later_grant_of_the_same_batch_replaces_the_earlier(core: WorkerCore) 
     core.on_record(first, 1.0)
     core.on_record(second, 1.0)
     assert not core.is_current(first)
-    assert core.gradient_done(first, batch(5), DONE, 1.0) == []
-    assert len(core.gradient_done(second, batch(5), DONE, 1.0)) == 1
+    assert core.gradient_done(first, (batch(5),), DONE, 1.0) == []
+    assert len(core.gradient_done(second, (batch(5),), DONE, 1.0)) == 1
 
 
 @pytest.mark.parametrize(
@@ -246,8 +263,8 @@ def test_a_draining_worker_announces_nothing_and_finishes_what_it_owes(core: Wor
     assert core.batch_ready(batch(8)) == []
     assert core.on_record(Hello(term=3), 1.0) == []
     assert core.tick(10.0) == [Send(Alive(worker=1, session=7, retained=4))]
-    assert core.on_record(grant(6, 2), 1.0) == [Compute(grant(6, 2), batch(6))]
-    assert len(core.gradient_done(grant(6, 2), batch(6), DONE, 1.0)) == 1
+    assert core.on_record(grant(6, 2), 1.0) == [Compute(grant(6, 2), (batch(6),))]
+    assert len(core.gradient_done(grant(6, 2), (batch(6),), DONE, 1.0)) == 1
     assert core.leave("sigterm") == [Send(Leave(worker=1, session=7, cause="sigterm"))]
     assert not core.busy
 
@@ -257,7 +274,7 @@ def test_what_comes_while_a_gradient_is_computed_is_announced_with_the_push_or_a
     core.on_record(grant(7), 1.0)
     assert core.batch_ready(batch(8)) == []
     assert core.batch_ready(batch(9)) == []
-    announcement, push = core.gradient_done(grant(7), batch(7), DONE, 1.0)
+    announcement, push = core.gradient_done(grant(7), (batch(7),), DONE, 1.0)
     assert [announcement] == announced(8, 10)
     assert isinstance(push, Send)
     assert isinstance(push.record, Push)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import pytest
@@ -16,7 +16,8 @@ from doll.ps.policies.base import BatchId, Policy, PolicyView
 from doll.ps.policies.bsp import Bsp
 from doll.ps.policies.doll import Doll
 from doll.ps.state import EngineSettings
-from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push
+from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack
+from pushes import push_of
 
 T = TypeVar("T")
 LEASE_S = 8.0
@@ -31,6 +32,14 @@ def settings(workers: int = 3, **changes: object) -> EngineSettings:
     return EngineSettings(**{**values, **changes})  # type: ignore[arg-type]
 
 
+class Granted(NamedTuple):
+    """One batch of a SendGrant."""
+
+    grant_id: int
+    version: int
+    min_version: int
+
+
 class Bench:
     """An engine whose workers are moved by hand; gradients arrive unless a test says otherwise."""
 
@@ -40,14 +49,15 @@ class Bench:
             settings(workers, **changes), policy, term=1, now=0.0, origins=[100 * n for n in range(workers)]
         )
         self.sessions: dict[int, int] = {}
-        self.grants: dict[tuple[int, int], ev.SendGrant] = {}
+        self.grants: dict[tuple[int, int], Granted] = {}
 
     def handle(self, event: ev.Event) -> list[ev.EngineAction]:
         actions = self.engine.handle(event, self.now)
         self.engine.check_invariants()
         for action in actions:
             if isinstance(action, ev.SendGrant):
-                self.grants[action.worker, action.batch] = action
+                for batch, number in enumerate(action.grant_ids, action.first):
+                    self.grants[action.worker, batch] = Granted(number, action.version, action.min_version)
         return actions
 
     def join(self, *workers: int) -> None:
@@ -64,7 +74,7 @@ class Bench:
             "worker": worker, "session": self.sessions[worker], "batch": batch, "term": 1, "grant_id": grant.grant_id,
             "version": grant.version, "key": f"g{grant.grant_id}", "n_samples": 4, "loss_sum": 4.0,
         }  # fmt: skip
-        actions = self.handle(Push(**{**values, **changes}))  # type: ignore[arg-type]
+        actions = self.handle(push_of(**{**values, **changes}))  # type: ignore[arg-type]
         for fetch in only(actions, ev.FetchGradient):
             actions = actions + self.handle(ev.GradientFetched(grant_id=fetch.grant_id))
         return actions
@@ -75,7 +85,18 @@ def only(actions: Sequence[ev.EngineAction], kind: type[T]) -> list[T]:
 
 
 def granted(actions: Sequence[ev.EngineAction]) -> list[tuple[int, int]]:
-    return [(action.worker, action.batch) for action in only(actions, ev.SendGrant)]
+    """(worker, batch) in the order in which they were granted."""
+    grants = [
+        (number, action.worker, batch)
+        for action in only(actions, ev.SendGrant)
+        for batch, number in enumerate(action.grant_ids, action.first)
+    ]
+    return [(worker, batch) for _, worker, batch in sorted(grants)]
+
+
+def applied(update: ev.ApplyUpdate) -> list[tuple[int, int]]:
+    """(worker, batch) in the order of the update's members."""
+    return [(item.push.worker, batch.pushed.batch) for item in update.sets for batch in item.batches]
 
 
 def test_a_group_starts_when_k_batches_are_there_and_prefers_distinct_workers() -> None:
@@ -87,9 +108,8 @@ def test_a_group_starts_when_k_batches_are_there_and_prefers_distinct_workers() 
         actions = bench.push(worker, batch)
     (update,) = only(actions, ev.ApplyUpdate)
     assert update.version == 1
-    assert [(item.push.worker, item.push.batch, item.lo, item.hi) for item in update.batches] == [
-        (0, 0, 0, 4), (1, 0, 100, 104), (0, 1, 4, 8)
-    ]  # fmt: skip
+    assert applied(update) == [(0, 0), (1, 0), (0, 1)]
+    assert [(batch.lo, batch.hi) for item in update.sets for batch in item.batches] == [(0, 4), (100, 104), (4, 8)]
     assert update.scale == pytest.approx(1 / 12)
     assert granted(bench.announce(0, 2, 5)) == [(0, 2), (0, 3), (0, 4)], "K above the number of workers that have data"
 
@@ -120,7 +140,7 @@ def test_a_worker_that_goes_is_replaced_at_the_same_version() -> None:
     actions = bench.handle(Leave(worker=1, session=bench.sessions[1], cause="spot"))
     assert granted(actions) == [(2, 0)]
     (update,) = only(bench.push(2, 0), ev.ApplyUpdate)
-    assert [item.push.worker for item in update.batches] == [0, 2]
+    assert applied(update) == [(0, 0), (2, 0)]
 
 
 def test_a_silent_worker_loses_its_grants_with_its_lease_and_may_come_back() -> None:
@@ -156,18 +176,12 @@ def test_a_lost_gradient_takes_later_batches_of_its_worker_back_too() -> None:
     bench.join(0)
     bench.announce(0, 0, 2)
     grant = bench.grants[0, 0]
-    push = Push(
-        worker=0,
-        session=bench.sessions[0],
-        batch=0,
-        term=1,
-        grant_id=grant.grant_id,
-        version=0,
-        key="k",
-        n_samples=4,
-        loss_sum=0.0,
-    )
-    bench.handle(push)
+    bench.handle(
+        push_of(
+            worker=0, session=bench.sessions[0], batch=0, term=1, grant_id=grant.grant_id, version=0, key="k",
+            n_samples=4,
+        )
+    )  # fmt: skip
     actions = bench.handle(ev.GradientLost(grant_id=grant.grant_id, reason="gone"))
     assert granted(actions) == [(0, 0), (0, 1)]
     assert bench.engine.counters["requeued_blob_lost"] == 2
@@ -331,7 +345,7 @@ def test_bsp_waits_for_every_live_worker_and_keeps_the_push_of_one_that_left() -
     bench.handle(Leave(worker=1, session=bench.sessions[1], cause="spot"))
     actions = bench.handle(Leave(worker=2, session=bench.sessions[2], cause="spot"))
     (update,) = only(actions, ev.ApplyUpdate)
-    assert [item.push.worker for item in update.batches] == [0, 1]
+    assert applied(update) == [(0, 0), (1, 0)]
     assert granted(actions) == [(0, 1)]
 
 
@@ -343,7 +357,7 @@ def test_asp_applies_each_gradient_at_once_on_whatever_version() -> None:
     assert bench.grants[1, 0].version == 0
     bench.push(0, 0)
     (update,) = only(bench.push(1, 0), ev.ApplyUpdate)
-    assert (update.version, update.batches[0].push.version) == (2, 0)
+    assert (update.version, update.sets[0].push.version) == (2, 0)
 
 
 @pytest.mark.parametrize(
@@ -432,7 +446,7 @@ def test_a_push_may_use_any_version_from_the_oldest_that_its_grant_allows_to_the
     bench.push(0, 0)
     assert (bench.grants[0, 1].version, bench.grants[0, 1].min_version) == (1, 0)
     (update,) = only(bench.push(0, 1, version=0), ev.ApplyUpdate)
-    assert update.batches[0].push.version == 0
+    assert update.sets[0].push.version == 0
     assert (bench.grants[0, 2].version, bench.grants[0, 2].min_version) == (2, 1)
     for version in (0, 3):
         assert only(bench.push(0, 2, version=version), ev.FetchGradient) == []

@@ -56,23 +56,25 @@ class LedgerWorld(World):
                 offsets = tuple(raw.offsets)
                 self._do(process, core.batch_ready(Batch(raw.number, offsets, len(offsets), self.now)))
 
-    def compute(self, process: Process, *, blob_lost: bool = False) -> None:
+    def compute(self, process: Process, *, blob_lost: bool = False, end_set: bool = False) -> None:
         if process.computing:
             item = process.computing[0]
-            self.held[item.grant.term, item.grant.grant_id] = item.batch.data
-        super().compute(process, blob_lost=blob_lost)
+            for number, batch in zip(item.grant.grant_ids, item.batches, strict=True):
+                self.held[item.grant.term, number] = batch.data
+        super().compute(process, blob_lost=blob_lost, end_set=end_set)
 
     def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
         if isinstance(action, ev.ApplyUpdate):
             members = []
-            for item in action.batches:
-                offsets = self.held[self.term, item.grant_id]
-                members.append(
-                    Member(
-                        worker=item.push.worker, batch=item.push.batch, lo=offsets[0], hi=offsets[-1] + 1,
-                        n_samples=len(offsets), base_version=item.push.version,
-                    )
-                )  # fmt: skip
+            for item in action.sets:
+                for pushed in item.push.batches:
+                    offsets = self.held[self.term, pushed.grant_id]
+                    members.append(
+                        Member(
+                            worker=item.push.worker, batch=pushed.batch, lo=offsets[0], hi=offsets[-1] + 1,
+                            n_samples=len(offsets), base_version=item.push.version,
+                        )
+                    )  # fmt: skip
             self.records.append(
                 Update(
                     term=self.term, version=action.version, members=tuple(members),

@@ -8,10 +8,11 @@ import msgspec
 import pytest
 from doll.ps import events as ev
 from doll.ps.engine import Engine
-from doll.ps.partitions import Assignment, Partition
+from doll.ps.partitions import Assignment, Partition, PushedSet
 from doll.ps.policies.doll import Doll
 from doll.ps.state import EngineSettings
-from doll.records import Announce, Join, Push
+from doll.records import Announce, Join
+from pushes import answer
 
 
 def test_a_batch_moves_along_the_counters_in_order() -> None:
@@ -21,7 +22,7 @@ def test_a_batch_moves_along_the_counters_in_order() -> None:
     assert [(grant.batch, grant.queue_position, grant.partition) for grant in grants] == [(5, 10, 3), (6, 11, 3)]
     assert (partition.received, partition.granted, partition.announced) == (5, 7, 8)
     assert partition.apply(5) is None, "its gradient is not there"
-    partition.hold()
+    partition.hold(PushedSet(answer(ev.SendGrant(0, 1, 5, (1,), 7, 7), 1, ""), (grants[0],), 2.0))
     assert partition.apply(6) is None
     assert partition.apply(5) is grants[0]
     assert (partition.applied, partition.durable, partition.unsaved) == (6, 5, 1)
@@ -79,13 +80,10 @@ def test_the_assignment_of_a_checkpoint_says_whose_batches_a_worker_has() -> Non
     assert (welcome.origin, welcome.next_batch) == (2000, 2)
     (grant,) = world.handle(Announce(worker=0, session=welcome.session, first=2, until=3))
     assert isinstance(grant, ev.SendGrant)
-    assert (grant.worker, grant.batch) == (0, 2)
-    update, order = world.handle(
-        Push(worker=0, session=grant.session, batch=2, term=2, grant_id=grant.grant_id, version=5, key="", n_samples=0,
-             loss_sum=0.0)
-    )  # fmt: skip
+    assert (grant.worker, grant.first, len(grant.grant_ids)) == (0, 2, 1)
+    update, order = world.handle(answer(grant, 2, ""))
     assert isinstance(update, ev.ApplyUpdate)
-    assert [(item.lo, item.hi) for item in update.batches] == [(2008, 2012)], "offsets of partition 1"
+    assert [(batch.lo, batch.hi) for batch in update.sets[0].batches] == [(2008, 2012)], "offsets of partition 1"
     assert isinstance(order, ev.StoreCheckpoint)
     assert (order.snapshot.applied, order.snapshot.assignment) == ((3, 3), (1, 0))
     (durable,) = world.handle(ev.CheckpointStored(version=6))

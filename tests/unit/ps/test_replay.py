@@ -18,11 +18,12 @@ from doll.ps.optimizer import DivergedError, Optimizer
 from doll.ps.replay import replay
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
-from doll.records import Announce, AnyRecord, Grant, Join, Push, ServerStatus, Welcome
+from doll.records import Announce, AnyRecord, Grant, Join, ServerStatus, Welcome
 from doll.storage.blobs import encode_blob, gradient_key
 from doll.storage.checkpoints import Checkpoint
 from doll.task import load_task
 from doll.testing import MemoryBlobs, MemoryCheckpointStore
+from pushes import answer
 
 JOB = """
 job: replayed
@@ -108,16 +109,11 @@ class Run:
 
     def answer(self, grant: Grant) -> None:
         fate = self.rng.random()
-        key = gradient_key(self.config.job, grant.term, grant.grant_id) if fate > 0.1 else ""
+        key = gradient_key(self.config.job, grant.term, grant.grant_ids[0]) if fate > 0.1 else ""
         if fate > 0.3:
             gradient = self.numbers.normal(size=self.optimizer.weights.size).astype(np.float32)
             self.blobs.put(key, encode_blob(gradient, job=self.config.job, kind="g", version=grant.version), 600.0)
-        self.server.feed(
-            Push(
-                worker=grant.worker, session=grant.session, batch=grant.batch, term=grant.term, grant_id=grant.grant_id,
-                version=grant.version, key=key, n_samples=4 if key else 0, loss_sum=4.0,
-            )
-        )  # fmt: skip
+        self.server.feed(answer(grant, grant.term, key, n_samples=4 if key else 0, loss_sum=4.0))
         self.weights[self.server.engine.version] = self.optimizer.weights.tobytes()
 
     def close(self) -> None:

@@ -32,7 +32,6 @@ from doll.records import (
     Join,
     Nack,
     NewVersion,
-    Push,
     ServerStatus,
     Stop,
     TermStarted,
@@ -43,6 +42,7 @@ from doll.storage.blobs import decode_blob, decode_latest, encode_blob, gradient
 from doll.storage.checkpoints import Checkpoint
 from doll.task import load_task
 from doll.testing import MemoryBlobs, MemoryCheckpointStore
+from pushes import answer
 
 JOB = """
 job: unit
@@ -117,14 +117,13 @@ class Rig:
 
     def answer(self, grant: Grant, value: float = 1.0, *, store: bool = True, key: str | None = None) -> None:
         """Push a gradient of this value everywhere, as the sum over 4 samples."""
-        name = gradient_key("unit", grant.term, grant.grant_id) if key is None else key
+        name = gradient_key("unit", grant.term, grant.grant_ids[0]) if key is None else key
         if store and name:
             gradient = np.full(self.size, value, np.float32)
             self.blobs.put(name, encode_blob(gradient, job="unit", kind="g", version=grant.version), 60.0)
         self.server.feed(
-            Push(
-                worker=grant.worker, session=grant.session, batch=grant.batch, term=grant.term, grant_id=grant.grant_id,
-                version=grant.version, key=name, n_samples=4 if name else 0, loss_sum=8.0 if name else 0.0,
+            answer(
+                grant, grant.term, name, n_samples=4 if name else 0, loss_sum=8.0 if name else 0.0,
                 metric_sums={"accuracy": 2.0} if name else {}, dead=() if name else (100,),
             )
         )  # fmt: skip
@@ -307,8 +306,8 @@ def test_a_lost_gradient_is_computed_again(rig: Rig) -> None:
     rig.answer(second, store=False)
     assert rig.server.engine.version == 0
     (again,) = rig.grants()
-    assert (again.worker, again.batch, again.version) == (second.worker, second.batch, 0)
-    assert again.grant_id != second.grant_id
+    assert (again.worker, again.first, again.version) == (second.worker, second.first, 0)
+    assert again.grant_ids != second.grant_ids
     rig.answer(second)  # the old answer comes late: refused, and its blob is dropped
     assert rig.server.engine.version == 0
     assert rig.server.engine.counters["refused_late"] == 1
@@ -329,7 +328,7 @@ def test_a_gradient_that_is_not_the_one_that_was_asked_for_is_never_applied(rig:
         "other size": b"".join(encode_blob(np.ones(3, np.float32), job="unit", kind="g", version=0)),
         "garbage": b"garbage",
     }
-    rig.blobs.put(gradient_key("unit", 1, second.grant_id), [values[damage]], 60.0)
+    rig.blobs.put(gradient_key("unit", 1, second.grant_ids[0]), [values[damage]], 60.0)
     rig.answer(second, store=False)
     assert rig.server.engine.version == 0
     assert rig.optimizer.weights.tobytes() == before.tobytes()
@@ -341,7 +340,7 @@ def test_weights_that_a_worker_misses_are_published_again(rig: Rig) -> None:
     rig.announce(1, 0, 1)
     first, second = rig.grants()
     rig.blobs.wipe()
-    nack = Nack(worker=0, session=first.session, batch=0, term=1, grant_id=first.grant_id, reason="weights")
+    nack = Nack(worker=0, session=first.session, batch=0, term=1, grant_id=first.grant_ids[0], reason="weights")
     rig.server.feed(nack)
     (again,) = rig.grants()
     assert again.key == second.key

@@ -13,7 +13,8 @@ from doll.ps.policies.bsp import Bsp, BspPolicyConfig
 from doll.ps.policies.doll import Doll, DollPolicyConfig
 from doll.ps.state import EngineSettings
 from doll.ps.stuck import STALL_REPORT_S, StallDetector, shortfall
-from doll.records import Alive, Announce, Join, Leave, Push
+from doll.records import Alive, Announce, Join, Leave
+from pushes import answer
 
 
 class Bench:
@@ -40,12 +41,7 @@ class Bench:
 
     def push(self, grants: Sequence[ev.SendGrant]) -> None:
         for grant in grants:
-            self.handle(
-                Push(
-                    worker=grant.worker, session=grant.session, batch=grant.batch, term=1, grant_id=grant.grant_id,
-                    version=grant.version, key="", n_samples=0, loss_sum=0.0,
-                )
-            )  # fmt: skip
+            self.handle(answer(grant, 1, ""))
 
     def handle(self, event: ev.Event, now: float = 1.0) -> list[ev.EngineAction]:
         actions = self.engine.handle(event, now)
@@ -67,7 +63,7 @@ def test_a_group_larger_than_what_one_worker_can_hold_needs_the_other() -> None:
     assert shortfall(bench.engine) == 2
     bench.join(1, "b")
     assert shortfall(bench.engine) == 0
-    assert len(bench.announce(1, 2)) == 5  # and on it goes
+    assert sum(len(grant.grant_ids) for grant in bench.announce(1, 2)) == 5  # and on it goes
 
 
 def test_a_group_under_way_counts_what_it_has() -> None:
@@ -78,7 +74,7 @@ def test_a_group_under_way_counts_what_it_has() -> None:
     bench.push(mine)
     assert shortfall(bench.engine) == 0
     bench.handle(Leave(worker=1, session=bench.sessions[1], cause="sigterm"))
-    assert len(mine) == 3
+    assert [len(grant.grant_ids) for grant in mine] == [3]
     assert bench.engine.num_held == 3
     assert shortfall(bench.engine) == 2  # worker 0 is full: its three are held in the group
 

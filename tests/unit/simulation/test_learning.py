@@ -63,4 +63,4 @@ def test_lost_batches_are_computed_again_and_none_is_kept() -> None:
 
 def test_a_grant_of_another_version_is_refused() -> None:
     with pytest.raises(ValueError, match="expected a grant of version 0, got one of 7"):
-        learner().grant(SendGrant(worker=0, session=1, batch=0, grant_id=1, version=7, min_version=7))
+        learner().grant(SendGrant(worker=0, session=1, first=0, grant_ids=(1,), version=7, min_version=7))
