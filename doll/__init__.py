@@ -6,9 +6,10 @@ Importing this package starts nothing, opens nothing and does not import torch.
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["Sample", "Task", "__version__"]
+__all__ = ["JsonTask", "Sample", "Task", "__version__"]
 
 if TYPE_CHECKING:
+    from doll.json_task import JsonTask
     from doll.task import Sample, Task
 
 
@@ -18,4 +19,8 @@ def __getattr__(name: str) -> Any:
         import doll.task
 
         return getattr(doll.task, name)
+    if name == "JsonTask":
+        import doll.json_task
+
+        return doll.json_task.JsonTask
     raise AttributeError(f"module 'doll' has no attribute {name!r}")

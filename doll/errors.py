@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
 
@@ -36,6 +36,18 @@ class BlobError(DollError):
 
 class SampleError(DollError):
     """A record is not a sample of the task: it is dead-lettered with this message as the reason."""
+
+
+class BadRecordsError(SampleError):
+    """Some records of a `Task.decode_many` are not samples of the task.
+
+    Attributes:
+        positions: where they are in the values of that call.
+    """
+
+    def __init__(self, positions: Iterable[int]) -> None:
+        self.positions = tuple(int(position) for position in positions)
+        super().__init__(f"{len(self.positions)} bad records")
 
 
 class TaskError(DollError):

@@ -23,7 +23,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,6 +51,8 @@ class Sample(NamedTuple):
 class Task:
     """What is learned. Subclass it; only `build_model` and `decode` must be written.
 
+    A worker calls `decode`, `decode_block` and `decode_many` in one thread, and the other methods in another one.
+
     Attributes:
         input_shape: shape of one sample's `x`. A record of another shape is dead-lettered. None: the shape that most
             records of a batch have.
@@ -77,8 +79,27 @@ class Task:
             width: bytes per record.
 
         Returns:
-            x of shape (count, *input_shape) and y of shape (count, ...), or None where there is no fast path for this
-            width.
+            Arrays: x of shape (count, *input_shape) and y of shape (count, ...), as `decode` gives them one by one.
+            None where there is no fast path for this width, or a record is bad.
+        """
+        return None
+
+    def decode_many(self, values: Sequence[bytes]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]] | None:
+        """Optional fast path: decode records of any lengths, such as JSON or CSV, in one go.
+
+        A call that raises or returns None is repeated for each half, down to single records, which `decode` then takes
+        or refuses; `BadRecordsError` names the bad ones, and the call is repeated without them. `doll.JsonTask` has
+        this method for JSON objects.
+
+        Args:
+            values: of n records, n >= 1.
+
+        Returns:
+            Arrays: x of shape (n, *input_shape) and y of shape (n, ...), in the order of `values`. Row i must be what
+            `decode(values[i])` gives, of a type that does not depend on the other records.
+
+        Raises:
+            BadRecordsError: some of the records are bad.
         """
         return None
 

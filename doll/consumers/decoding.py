@@ -1,6 +1,7 @@
 """Records to tensors: what can be used goes into the batch, what cannot is refused with a reason. Nothing raises.
 
-A task's `decode_block` is tried first, on all records at once; only where it refuses, records are looked at one by one.
+A task's `decode_block` and `decode_many` are tried first (`doll.consumers.bulk_decoding`); what they leave is looked at
+one by one, and only there a sample is refused.
 """
 
 from __future__ import annotations
@@ -8,19 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from doll.consumers.bulk_decoding import NUMERIC_KINDS, Part, Samples, decode_in_bulk
 from doll.errors import SampleError
 from doll.packing import unpack
 from doll.records import DeadLetterCode
 from doll.task import Sample, Task, as_features, as_target
 
 MAX_REASON_CHARS = 500
-_NUMERIC_KINDS = "biufc"  # numpy's kinds: boolean, integer, unsigned, floating, complex
-_Row = tuple[int, npt.NDArray[Any], npt.NDArray[Any]]  # offset, x, y
+_Row = tuple[int, npt.NDArray[Any], npt.NDArray[Any]]  # place in the batch, x, y
 
 
 class Records(NamedTuple):
@@ -72,26 +73,58 @@ def decode_records(task: Task, records: Records, *, samples_per_record: int, max
         max_record_bytes: a longer record is refused unread.
     """
     refused: list[Refused] = []
-    pieces: list[tuple[int, list[bytes], memoryview | None, int]] = []  # offset, samples, block, width
-    for offset, value in zip(*records, strict=True):
-        if not value:
-            refused.append(Refused(offset, "empty value: expected a sample", 1, True, "empty"))
-        elif len(value) > max_record_bytes:
-            reason = f"record of {len(value)} bytes: expected at most {max_record_bytes} (data.max_record_bytes)"
-            refused.append(Refused(offset, reason, 1, True, "too_long"))
-        elif samples_per_record == 1:
-            pieces.append((offset, [value], memoryview(value), len(value)))
-        else:
+    values, widths, offsets = _readable(records, max_record_bytes, refused)
+    if samples_per_record == 1:
+        samples = Samples.unpacked(values, widths)
+    else:
+        packs, kept = [], []
+        for at, value in enumerate(values):
             try:
-                packed = unpack(value, samples_per_record)
+                packs.append(unpack(value, samples_per_record))
             except SampleError as exc:
-                refused.append(Refused(offset, str(exc), 1, True, "not_packed"))
+                refused.append(Refused(int(offsets[at]), str(exc), 1, True, "not_packed"))
             else:
-                pieces.append((offset, packed.samples() if not packed.width else [], packed.body, packed.width))
-    decoded = _decode_block(task, pieces) or _one_by_one(task, pieces, refused)
+                kept.append(at)
+        samples = Samples.packed(packs)
+        offsets = np.repeat(offsets[kept], [pack.num_samples for pack in packs])
+    with np.errstate(all="ignore"):  # a task's log of a negative number is a NaN, which is refused
+        parts, left = decode_in_bulk(task, samples)
+        reasons: dict[int, str] = {}
+        rows = _one_by_one(task, samples, left.tolist(), reasons)
+    x, y, places = _combined(parts, rows, reasons)
+    if reasons:
+        refused += _by_record(offsets, reasons)
     refused.sort(key=lambda item: item.offset)
-    decoded.refused = refused
-    return decoded
+    return Decoded(x, y, offsets[places], refused)
+
+
+def _readable(
+    records: Records, max_record_bytes: int, refused: list[Refused]
+) -> tuple[list[bytes], list[int], npt.NDArray[np.int64]]:
+    """The values that are neither empty nor too long, their lengths, and their offsets; the others are refused."""
+    values = list(records.values)
+    widths = [len(value) if value else 0 for value in values]
+    offsets = _int64(records.offsets)
+    if len(offsets) != len(values):
+        raise ValueError(f"expected as many offsets as values, got {len(offsets)} and {len(values)}")
+    if not widths or (min(widths) > 0 and max(widths) <= max_record_bytes):
+        return cast(list[bytes], values), widths, offsets
+    kept = []
+    for at, width in enumerate(widths):
+        if width == 0:
+            refused.append(Refused(int(offsets[at]), "empty value: expected a sample", 1, True, "empty"))
+        elif width > max_record_bytes:
+            reason = f"record of {width} bytes: expected at most {max_record_bytes} (data.max_record_bytes)"
+            refused.append(Refused(int(offsets[at]), reason, 1, True, "too_long"))
+        else:
+            kept.append(at)
+    return [cast(bytes, values[at]) for at in kept], [widths[at] for at in kept], offsets[kept]
+
+
+def _int64(offsets: Sequence[int]) -> npt.NDArray[np.int64]:
+    if isinstance(offsets, range):
+        return np.arange(offsets.start, offsets.stop, offsets.step, dtype=np.int64)
+    return np.array(offsets, np.int64)
 
 
 def refuse(decoded: Decoded, bad: Mapping[int, str]) -> list[Refused]:
@@ -111,69 +144,60 @@ def refuse(decoded: Decoded, bad: Mapping[int, str]) -> list[Refused]:
     return refused
 
 
-def _decode_block(task: Task, pieces: Sequence[tuple[int, list[bytes], memoryview | None, int]]) -> Decoded | None:
-    """All records in one go, if they are of one width, the task can, and every sample is good."""
-    widths = {width for _, _, _, width in pieces}
-    if len(widths) != 1 or 0 in widths:
-        return None
-    (width,) = widths
-    blocks = [block for _, _, block, _ in pieces if block is not None]
-    block = blocks[0] if len(blocks) == 1 else memoryview(b"".join(blocks))
-    try:
-        pair = task.decode_block(block, width)
-        if pair is None:
-            return None
-        x, y = as_features(pair[0]), as_target(pair[1])
-        if not _all_good(task, x, y, len(block) // width):
-            return None
-        counts = [len(block) // width for _, _, block, _ in pieces if block is not None]
-        return Decoded(x, y, np.repeat(np.array([offset for offset, *_ in pieces], np.int64), counts))
-    except Exception:  # the user's code may raise or return anything; decoding record by record gives the reasons
-        return None
-
-
-def _all_good(task: Task, x: npt.NDArray[Any], y: npt.NDArray[Any], count: int) -> bool:
-    """The checks of `_check`, on all `count` samples in one go."""
-    if x.dtype.kind not in _NUMERIC_KINDS or y.dtype.kind not in _NUMERIC_KINDS or not len(x) == len(y) == count:
-        return False
-    if task.input_shape is not None and x.shape[1:] != task.input_shape:
-        return False
-    if any(np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all() for array in (x, y)):
-        return False
-    if task.num_classes is None or count == 0:
-        return True
-    return y.ndim == 1 and bool(((y >= 0) & (y < task.num_classes) & (np.floor(y) == y)).all())
-
-
-def _one_by_one(
-    task: Task, pieces: Sequence[tuple[int, list[bytes], memoryview | None, int]], refused: list[Refused]
-) -> Decoded:
+def _one_by_one(task: Task, samples: Samples, places: Sequence[int], reasons: dict[int, str]) -> list[_Row]:
+    """The samples at these places that can be used; `reasons` gets those of the others, by place."""
     rows: list[_Row] = []
-    reasons: dict[int, list[str]] = {}
-    totals: Counter[int] = Counter()
-    for offset, samples, block, width in pieces:
-        if not samples and block is not None:
-            samples = [bytes(block[at : at + width]) for at in range(0, len(block), width)]
-        totals[offset] += len(samples)
-        for sample in samples:
-            try:
-                rows.append((offset, *_check(task, task.decode(sample))))
-            except Exception as exc:  # whatever the user's decode raises is the reason
-                text = str(exc) if isinstance(exc, SampleError) else f"{type(exc).__name__}: {exc}"
-                reasons.setdefault(offset, []).append(text[:MAX_REASON_CHARS])
-    rows = _same_kind(_same_shape(rows, reasons), reasons)
-    for offset, texts in reasons.items():
-        refused.append(Refused(offset, texts[0], len(texts), len(texts) == totals[offset]))
-    if not rows:
-        return Decoded(np.zeros((0,), np.float32), np.zeros((0,), np.float32), np.zeros((0,), np.int64))
-    offsets = np.array([offset for offset, _, _ in rows], np.int64)
-    return Decoded(as_features(np.stack([x for _, x, _ in rows])), np.stack([y for _, _, y in rows]), offsets)
+    for place in places:
+        try:
+            rows.append((place, *_check(task, task.decode(samples[place]))))
+        except Exception as exc:  # whatever the user's decode raises is the reason
+            text = str(exc) if isinstance(exc, SampleError) else f"{type(exc).__name__}: {exc}"
+            reasons[place] = text[:MAX_REASON_CHARS]
+    return rows
+
+
+def _combined(
+    parts: Sequence[Part], rows: list[_Row], reasons: dict[int, str]
+) -> tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[np.int64]]:
+    """x, y and places of all usable samples, in order; `reasons` gets those of samples that do not suit the others."""
+    if len(parts) == 1 and not rows:
+        return parts[0].x, parts[0].y, parts[0].places
+    forms = {(part.x.dtype, part.x.shape[1:], part.y.dtype, part.y.shape[1:]) for part in parts}
+    forms |= {(x.dtype, x.shape, y.dtype, y.shape) for _, x, y in rows}
+    if len(forms) > 1:  # what most of the batch have decides, as if all of it had been decoded one by one
+        rows = rows + [row for part in parts for row in zip(part.places.tolist(), part.x, part.y, strict=True)]
+        rows = _same_kind(_same_shape(sorted(rows, key=lambda row: row[0]), reasons), reasons)
+        parts = []
+    if rows:
+        places = np.array([place for place, _, _ in rows], np.int64)
+        x = as_features(np.stack([x for _, x, _ in rows]))
+        parts = [*parts, Part(places, x, np.stack([y for _, _, y in rows]))]
+    if not parts:
+        return np.zeros((0,), np.float32), np.zeros((0,), np.float32), np.zeros((0,), np.int64)
+    places = np.concatenate([part.places for part in parts])
+    order = np.argsort(places)
+    x, y = (np.concatenate(arrays) for arrays in ([p.x for p in parts], [p.y for p in parts]))
+    return x[order], y[order], places[order]
+
+
+def _by_record(offsets: npt.NDArray[np.int64], reasons: Mapping[int, str]) -> list[Refused]:
+    """The refused samples of each record, with the reason that was found first.
+
+    Args:
+        offsets: of each sample's record.
+        reasons: by the sample's place.
+    """
+    texts: dict[int, list[str]] = {}
+    for place, text in reasons.items():
+        texts.setdefault(int(offsets[place]), []).append(text)
+    totals = Counter(offsets.tolist())
+    return [Refused(offset, own[0], len(own), len(own) == totals[offset]) for offset, own in texts.items()]
 
 
 def _check(task: Task, sample: Sample | tuple[Any, Any]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     x, y = as_features(sample[0]), as_target(sample[1])
     for name, array in (("x", x), ("y", y)):
-        if array.dtype.kind not in _NUMERIC_KINDS:
+        if array.dtype.kind not in NUMERIC_KINDS:
             what = "mixed or ragged values" if array.dtype == object else f"values of type {array.dtype}"
             raise SampleError(f"expected numbers in {name}, got {what}")
     if task.input_shape is not None and x.shape != task.input_shape:
@@ -187,18 +211,18 @@ def _check(task: Task, sample: Sample | tuple[Any, Any]) -> tuple[npt.NDArray[An
     return x, y
 
 
-def _same_kind(rows: list[_Row], reasons: dict[int, list[str]]) -> list[_Row]:
+def _same_kind(rows: list[_Row], reasons: dict[int, str]) -> list[_Row]:
     """Samples with integers among samples with floats: integers become floats, where that does not change them."""
     xs = _one_kind([x for _, x, _ in rows], 1 << 24)  # up to there float32 holds every integer
     ys = _one_kind([y for _, _, y in rows], 1 << 53)
     kept = []
-    for (offset, *values), x, y in zip(rows, xs, ys, strict=True):
+    for (place, *values), x, y in zip(rows, xs, ys, strict=True):
         if x is not None and y is not None:
-            kept.append((offset, x, y))
+            kept.append((place, x, y))
         else:
             name, value = ("x", values[0]) if x is None else ("y", values[1])
             text = f"expected integers in {name} as most of the batch, got {value.ravel()[:4].tolist()}"
-            reasons.setdefault(offset, []).append(text[:MAX_REASON_CHARS])
+            reasons[place] = text[:MAX_REASON_CHARS]
     return kept
 
 
@@ -222,17 +246,17 @@ def _within(array: npt.NDArray[Any], bound: int) -> bool:
     return array.size == 0 or bool(array.max() <= bound and array.min() >= -bound)
 
 
-def _same_shape(rows: list[_Row], reasons: dict[int, list[str]]) -> list[_Row]:
+def _same_shape(rows: list[_Row], reasons: dict[int, str]) -> list[_Row]:
     """Without a declared shape, the shape that most samples of the batch have is the right one."""
     shapes = Counter((x.shape, y.shape) for _, x, y in rows)
     if len(shapes) <= 1:
         return rows
     (usual, _) = shapes.most_common(1)[0]
     kept = []
-    for offset, x, y in rows:
+    for place, x, y in rows:
         if (x.shape, y.shape) == usual:
-            kept.append((offset, x, y))
+            kept.append((place, x, y))
         else:
             text = f"expected x {usual[0]} and y {usual[1]} as most of the batch, got x {x.shape} and y {y.shape}"
-            reasons.setdefault(offset, []).append(text)
+            reasons[place] = text
     return kept

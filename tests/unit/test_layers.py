@@ -28,7 +28,7 @@ ORDER = (
     ("bounded", "packing", "records", "telemetry"),
     ("config",),
     ("fingerprint", "process", "services", "task", "theory"),
-    ("model",),
+    ("json_task", "model"),
     ("kafka", "storage"),
     ("service_checks",),
     ("local",),
