@@ -9,6 +9,7 @@ import torch
 
 from doll.config import JobConfig
 from doll.kafka import topics
+from doll.kafka.range_reader import RangeReader
 from doll.kafka.samples_topic import describe_samples
 from doll.ledger.admission import admit
 from doll.ledger.snapshot_counts import read_counts
@@ -99,7 +100,7 @@ def _run(
         return signals.leave
 
     blobs = open_blobs(config, services, give_up=give_up)
-    start = _start(config, services, channel, checkpoint, term, term if lineage.newest_term else 0)
+    start = _start(config, services, checkpoint, term, term if lineage.newest_term else 0)
     host = LocalModelHost(config, term, make_updater(config.training, model), blobs)
     engine = make_engine(config, start, host)
     log_path = run_folder / "events" / f"ps-{term:06d}.log"
@@ -125,14 +126,7 @@ def _run(
     return 0
 
 
-def _start(
-    config: JobConfig,
-    services: Services,
-    channel: KafkaChannel,
-    checkpoint: Checkpoint | None,
-    term: int,
-    generation: int,
-) -> Start:
+def _start(config: JobConfig, services: Services, checkpoint: Checkpoint | None, term: int, generation: int) -> Start:
     """Continue from the checkpoint, or begin `generation` at `data.start`.
 
     Raises:
@@ -140,13 +134,15 @@ def _start(
     """
     now = time.monotonic()
     counts = None if checkpoint is None else read_counts(config, checkpoint)
-    samples = describe_samples(
-        config,
-        services,
-        channel.watermarks,
-        expected_id="" if counts is None else counts.samples_id,
-        read_until=None if counts is None else counts.read_until,
-    )
+    # A consumer of its own: on the channel's, each request would wait behind the fetch of events (0.5 s a partition).
+    with RangeReader(config, services) as reader:
+        samples = describe_samples(
+            config,
+            services,
+            reader.bounds,
+            expected_id="" if counts is None else counts.samples_id,
+            read_until=None if counts is None else counts.read_until,
+        )
     if checkpoint is not None:
         log.info("resumed", version=checkpoint.version, from_term=checkpoint.term)
         return Start.resume(term, now, checkpoint, samples.topic_id)
