@@ -21,7 +21,7 @@ DISTRIBUTE := -n $(TESTERS) --dist loadscope --no-loadscope-reorder
 SECONDS ?= 3600
 PYTEST  ?=
 
-.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-engine bench-overhead bench-soak bench-cluster paper build lock wheels clean tf-check tf-apply-local
+.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-engine bench-overhead bench-soak bench-cluster bench-fleets paper build lock wheels clean tf-check tf-apply-local
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -109,6 +109,9 @@ bench-soak: setup ## measure memory growth: an hour at full speed with preemptio
 
 bench-cluster: setup ## measure pauses with three brokers, one killed every 20 s (6 minutes)
 	@$(BIN)/python -m benchmarks.cluster $(BENCH)
+
+bench-fleets: setup ## measure one server with 8, 64 and 256 stub workers (8 minutes)
+	@$(BIN)/python -m benchmarks.fleets $(BENCH)
 
 paper: setup ## reproduce the DOLL paper's figures and tables, write docs/results.md (PAPER=--quick: a minute, no docs)
 	@$(BIN)/python -m benchmarks.paper $(PAPER)

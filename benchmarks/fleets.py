@@ -1,0 +1,486 @@
+"""Large fleets against one parameter server: `python -m benchmarks.fleets --workers 8,64,256`.
+
+Stub workers (`benchmarks.stub_workers`) speak the real protocol with the real server, Kafka and Redis; the stream never
+runs dry and a gradient is a pause. Shows how many batches and updates per second the server carries, what each costs,
+and what is busy where it carries no more. `--profile` adds what the server's loop does with its time, `--faults` a
+worker that is lost and a server that is killed. See docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import pstats
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from doll.config import JobConfig
+from doll.errors import DollError
+from doll.kafka import topics
+from doll.kafka.tail import Tail
+from doll.ledger.admission import AFTER_TERM_ENV, read_lineage
+from doll.local import processes
+from doll.local.forks import Role
+from doll.producers.sender import SampleSender
+from doll.records import Finished, ServerStatus, TermStarted, Update
+
+from benchmarks.harness import Bench, CpuSampler, Usage, job
+from benchmarks.pipeline import BATCH, EMNIST, RESULTS
+
+WORKERS_PER_PROCESS = 64
+START_S = 120.0
+FAULT_S = 60.0
+LEASE_S = 8.0  # worker.lease_s
+POLICIES = {"doll K=N/4": 0.25, "doll K=N": 1.0, "doll K=4N": 4.0, "bsp": 0.0}
+TOP_FUNCTIONS = 16
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What is run."""
+
+    workers: int
+    policy: str  # a key of POLICIES
+    compute_s: float
+    blobs: str
+    control: str = ""
+
+    @property
+    def group_size(self) -> int:
+        """Batches per update while all workers are there."""
+        return max(1, round(self.workers * POLICIES[self.policy])) or self.workers
+
+    @property
+    def offered(self) -> float:
+        """Batches per second if nothing but gradients took time."""
+        busy = min(self.workers, self.group_size) if self.policy != "bsp" else self.workers
+        return busy / self.compute_s
+
+
+@dataclass
+class Row:
+    """One run. Rates are per second of its steady state, processor times milliseconds per batch."""
+
+    fleet: Fleet
+    batches_per_s: float
+    updates_per_s: float
+    offered_per_s: float
+    loop_busy: float  # share of one core that the main thread of the server used
+    server_other: float  # its other threads: Kafka's client, checkpoints
+    cores_busy: float  # share of the machine, everything included
+    others: float
+    cpu_ms: dict[str, float]  # by process
+    loop_ms: float  # of the server's main thread
+    update_ms: float  # of the server's process, per update
+    latency_p50_ms: float  # from the first grant of a group to the new weights
+    latency_p99_ms: float
+    joined_s: float  # from the start signal to the last Welcome
+    first_update_s: float  # from the start signal
+    faults: dict[str, float] = field(default_factory=dict)
+
+
+class FleetBench(Bench):
+    """`Bench` that runs fleets of stub workers."""
+
+    def run_fleet(
+        self, fleet: Fleet, *, warm_s: float, seconds: float, profile: Path | None = None, faults: bool = False
+    ) -> Row:
+        """One run, from the start of its server to its end.
+
+        Raises:
+            RuntimeError: a process failed, or nothing was learned; the message shows a log.
+        """
+        config = fleet_job(fleet)
+        topics.ensure(config, self.stack.services)
+        self.flush_redis()
+        run = Path(self.out(config.job)).with_suffix("")
+        run.mkdir()
+        args = self._write_job(config, run)
+        after_term = read_lineage(config, self.stack.services).newest_term
+        fresh = {AFTER_TERM_ENV: str(after_term)}
+        if faults:  # a server that resumes checks that the log reaches as far as the model
+            self._fill_log(config, round(fleet.offered / fleet.workers * (seconds + 2 * FAULT_S)))
+        wanted = (config.topic("updates"), config.topic("metrics"))
+        roles: list[Role] = []
+        with Tail(config, self.stack.services, wanted, from_now_on=True) as tail:
+            watch = _Watch(tail)
+            clock = run / "clock"
+            ps_args = [*args, str(clock), "" if profile is None else str(profile)]
+            try:
+                # The last worker has a process of its own: it is the one that a fault kills.
+                for first, until in shares(fleet.workers, faults):
+                    stub_args = [*args, first, until, fleet.compute_s, after_term]
+                    roles.append(self.start(f"stubs-{first}", "benchmarks.stub_workers:stub_workers", stub_args))
+                server = self.start("ps", "benchmarks.stub_workers:clocked_ps", ps_args, fresh)
+                roles.append(server)
+                watch.wait(lambda: watch.terms == 1 and _ready(run, roles), roles, START_S)
+                (run / "go").touch()
+                go_s, go_unix_s = time.monotonic(), time.time()
+                watch.wait(lambda: watch.version > 0, roles, START_S)
+                first_update_s = watch.update_s - go_unix_s
+                joined = watch.wait(lambda: _joined(run, roles), roles, START_S)
+                watch.idle(warm_s, roles)
+                sampler = CpuSampler(self._names)
+                begin_s = time.monotonic()
+                watch.idle(seconds, roles)
+                usage, end_s = sampler.read(), time.monotonic()
+                outcome = self._break(watch, roles, server, args, run, fresh) if faults else {}
+                [last for last in roles if last.name == "ps"][-1].send_signal(signal.SIGINT)
+                watch.wait(lambda: watch.finished, roles, START_S)
+                for role in roles:
+                    role.wait(20.0)
+            finally:
+                for role in roles:
+                    role.kill()
+        return _row(fleet, watch.updates, usage, _clock(clock, begin_s, end_s), (begin_s, end_s), max(joined) - go_s,
+                    first_update_s, outcome)  # fmt: skip
+
+    def _fill_log(self, config: JobConfig, records: int) -> None:
+        """At least so many records in each partition of the samples; nobody reads them."""
+        missing = records - self._filled.get(config.job, 0)
+        sender = SampleSender(config, self.stack.services, self._say)
+        for _ in range(missing):
+            for partition in range(config.data.workers):
+                sender.send(partition, b"-", 1, lambda: False)
+        sender.drain(lambda: False, 60.0)
+        self._filled[config.job] = max(records, self._filled.get(config.job, 0))
+
+    def _break(
+        self, watch: _Watch, roles: list[Role], server: Role, args: list[str], run: Path, env: dict[str, str]
+    ) -> dict[str, float]:
+        """Lose one worker, then the server; how long updates paused."""
+        lone = max((role for role in roles if role.name.startswith("stubs-")), key=lambda role: int(role.name[6:]))
+        lost_s = time.time()
+        lone.kill()
+        roles.remove(lone)
+        watch.idle(3 * LEASE_S, roles)
+        gaps = watch.longest_gap_s(lost_s, time.time())
+        killed_s, terms = time.time(), watch.terms
+        server.kill()
+        roles.remove(server)
+        successor = self.start("ps", "benchmarks.stub_workers:clocked_ps", [*args, str(run / "clock-2"), ""], env)
+        roles.append(successor)
+        watch.wait(lambda: watch.terms > terms, roles, FAULT_S)
+        opened_s = time.time() - killed_s
+        watch.wait(lambda: watch.update_term == watch.term, roles, FAULT_S)
+        return {"worker_lost_pause_s": gaps, "server_open_s": opened_s, "server_pause_s": watch.update_s - killed_s}
+
+
+class _Watch:
+    """What the job's topics say while it runs. Updates are decoded when they come: the cost is this process's."""
+
+    def __init__(self, tail: Tail) -> None:
+        self._tail = tail
+        self.updates: list[tuple[float, Update]] = []  # monotonic seconds of the arrival
+        self.terms = 0
+        self.term = 0
+        self.version = 0
+        self.update_s = 0.0  # Unix seconds of the last update, by the server
+        self.update_term = 0
+        self.finished = False
+
+    def poll(self, timeout_s: float) -> None:
+        for entry in self._tail.poll(timeout_s):
+            match entry.record:
+                case TermStarted() as started:
+                    self.terms, self.term = self.terms + 1, started.term
+                case Update() as update:
+                    self.updates.append((time.monotonic(), update))
+                    self.version, self.update_s, self.update_term = update.version, update.time_s, update.term
+                case Finished():
+                    self.finished = True
+                case ServerStatus():
+                    pass
+
+    def wait(self, is_done: Callable[[], Any], roles: Sequence[Role], timeout_s: float) -> Any:
+        """Wait until `is_done` says so, and return what it said.
+
+        Raises:
+            RuntimeError: a role has failed, or the time is over.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not (result := is_done()):
+            self.poll(0.05)
+            late = time.monotonic() > deadline_s
+            for role in roles:
+                if role.poll() not in (None, 0) or (late and role.name == "ps"):
+                    how = "is late" if late else f"ended with {role.exitcode}"
+                    raise RuntimeError(f"{role.name} {how}:\n{processes.tail(role.log_path)}")
+        return result
+
+    def idle(self, seconds: float, roles: Sequence[Role]) -> None:
+        end_s = time.monotonic() + seconds
+        self.wait(lambda: time.monotonic() >= end_s, roles, seconds + START_S)
+
+    def longest_gap_s(self, begin_s: float, end_s: float) -> float:
+        """Longest time without an update between two Unix times."""
+        times = [begin_s, *(u.time_s for _, u in self.updates if begin_s <= u.time_s <= end_s), end_s]
+        return max(after - before for before, after in itertools.pairwise(times))
+
+
+def fleet_job(fleet: Fleet) -> JobConfig:
+    """The job of a fleet; one record holds a batch, so that partitions are short."""
+    policy = {"name": "bsp"} if fleet.policy == "bsp" else {"name": "doll", "group_size": fleet.group_size}
+    more: dict[str, Any] = {"control": {"kind": fleet.control}} if fleet.control else {}
+    return job(
+        f"bench-fleet-{fleet.workers}",
+        task=EMNIST,
+        args={"small": True},
+        data={"workers": fleet.workers, "batch_size": BATCH, "samples_per_record": BATCH},
+        training={"policy": policy, "optimizer": {"name": "sgd", "lr": 0.01}},
+        blobs={"kind": fleet.blobs},
+        worker={"lease_s": LEASE_S},
+        **more,
+    )
+
+
+def shares(workers: int, lone_last: bool) -> list[tuple[int, int]]:
+    """Which workers each process has: (first, until)."""
+    end = workers - 1 if lone_last else workers
+    ranges = [(first, min(first + WORKERS_PER_PROCESS, end)) for first in range(0, end, WORKERS_PER_PROCESS)]
+    return [*ranges, (end, workers)] if lone_last else ranges
+
+
+def _ready(run: Path, roles: Iterable[Role]) -> bool:
+    return all((run / f"ready-{role.name[6:]}").exists() for role in roles if role.name.startswith("stubs-"))
+
+
+def _joined(run: Path, roles: Iterable[Role]) -> list[float]:
+    """When each worker had its Welcome; empty until all have."""
+    paths = [run / f"joined-{role.name[6:]}.json" for role in roles if role.name.startswith("stubs-")]
+    if not all(path.exists() for path in paths):
+        return []
+    return [joined_s for path in paths for joined_s in json.loads(path.read_text(encoding="utf-8"))]
+
+
+def _clock(path: Path, begin_s: float, end_s: float) -> tuple[float, float]:
+    """Shares of a core that the server's main thread and its other threads used between two times."""
+    lines = [[float(word) for word in line.split()] for line in path.read_text(encoding="utf-8").splitlines()]
+    inside = [line for line in lines if begin_s <= line[0] <= end_s]
+    if len(inside) < 2:
+        raise RuntimeError(f"the server's clock has {len(inside)} readings in {end_s - begin_s:.0f} s: run for longer")
+    first, last = inside[0], inside[-1]
+    seconds = last[0] - first[0]
+    loop_s, process_s = last[1] - first[1], last[2] - first[2]
+    return loop_s / seconds, (process_s - loop_s) / seconds
+
+
+def _row(
+    fleet: Fleet,
+    seen: Sequence[tuple[float, Update]],
+    usage: Usage,
+    clock: tuple[float, float],
+    window: tuple[float, float],
+    joined_s: float,
+    first_update_s: float,
+    faults: dict[str, float],
+) -> Row:
+    updates = [update for at_s, update in seen if window[0] <= at_s <= window[1]]
+    if len(updates) < 3:
+        raise RuntimeError(f"{fleet}: only {len(updates)} updates: run for longer")
+    seconds = updates[-1].time_s - updates[0].time_s
+    batches_per_s = (updates[-1].batches_total - updates[0].batches_total) / seconds
+    updates_per_s = (len(updates) - 1) / seconds
+    per_batch = {name: 1e3 * cpu_s / usage.seconds / batches_per_s for name, cpu_s in usage.cpu_s.items()}
+    latencies = sorted(1e3 * update.grant_to_update_s for update in updates)
+    cores = os.cpu_count() or 1
+    return Row(
+        fleet, batches_per_s, updates_per_s, fleet.offered, *clock,
+        cores_busy=sum(usage.cpu_s.values()) / usage.seconds / cores, others=usage.others, cpu_ms=per_batch,
+        loop_ms=1e3 * clock[0] / batches_per_s, update_ms=per_batch["ps"] * batches_per_s / updates_per_s,
+        latency_p50_ms=statistics.median(latencies), latency_p99_ms=latencies[int(0.99 * (len(latencies) - 1))],
+        joined_s=joined_s, first_update_s=first_update_s, faults=faults,
+    )  # fmt: skip
+
+
+# --- report
+
+
+def show(rows: Sequence[Row]) -> None:
+    """The rows as a table for the terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="Fleets: rates per second; processor milliseconds per batch; shares")
+    left = ("N", "policy", "control, blobs")
+    columns = ("compute", "batches", "of offered", "updates", "p50", "p99", "server", "(loop)", "Kafka", "Redis",
+               "stubs", "per update", "loop busy", "cores busy", "others", "joined")  # fmt: skip
+    for column in (*left, *columns):
+        table.add_column(column, justify="left" if column in left else "right")
+    for row in rows:
+        cpu = {name: f"{row.cpu_ms.get(name, 0.0):.2f}" for name in ("ps", "kafka", "redis", "stubs")}
+        table.add_row(
+            str(row.fleet.workers), row.fleet.policy, f"{row.fleet.control or 'kafka'}, {row.fleet.blobs}",
+            f"{1e3 * row.fleet.compute_s:.0f} ms", f"{row.batches_per_s:,.0f}",
+            f"{row.batches_per_s / row.offered_per_s:.2f}", f"{row.updates_per_s:.2f}", f"{row.latency_p50_ms:.0f} ms",
+            f"{row.latency_p99_ms:.0f} ms", cpu["ps"], f"{row.loop_ms:.2f}", cpu["kafka"], cpu["redis"], cpu["stubs"],
+            f"{row.update_ms:.1f}", f"{row.loop_busy:.0%}", f"{row.cores_busy:.0%}", f"{row.others:.0%}",
+            f"{row.joined_s:.1f} s",
+        )  # fmt: skip
+    console = Console(width=None if sys.stdout.isatty() else 190)
+    console.print(table)
+    for row in rows:
+        if row.faults:
+            console.print(
+                f"{row.fleet.workers} workers, {row.fleet.policy}: all joined {row.joined_s:.1f} s after the start, "
+                f"first update {row.first_update_s:.1f} s; a worker lost: updates paused "
+                f"{row.faults['worker_lost_pause_s']:.1f} s (lease {LEASE_S:g} s); server killed: successor open "
+                f"after {row.faults['server_open_s']:.1f} s, next update after {row.faults['server_pause_s']:.1f} s"
+            )
+
+
+def profile_table(path: Path, top: int = TOP_FUNCTIONS) -> str:
+    """The functions of a profile of the server's loop with the most time of their own, as Markdown.
+
+    Shares are of the time outside the wait for records. Times of calls include what they wait for.
+    """
+    stats: Any = pstats.Stats(str(path))
+    entries = [(*key, calls, own_s, total_s) for key, (_, calls, own_s, total_s, _) in stats.stats.items()]
+    waiting = ("'poll' of 'cimpl.Consumer'", "method 'poll' of 'select", "time.sleep")
+    waits_s = sum(entry[4] for entry in entries if any(name in entry[2] for name in waiting))
+    serve_s = max((entry[5] for entry in entries if entry[2] == "serve"), default=0.0)
+    busy_s = max(serve_s - waits_s, 1e-9)
+    inside = _under(stats.stats, "serve")
+    lines = [
+        f"busy {busy_s:.1f} s of {serve_s:.1f} s",
+        "",
+        "| function | calls | own | with callees |",
+        "|---|---|---|---|",
+    ]
+    chosen = [entry for entry in entries if entry[:3] in inside and not any(name in entry[2] for name in waiting)]
+    for file, line, name, calls, own_s, total_s in sorted(chosen, key=lambda entry: -entry[4])[:top]:
+        parts = Path(file).parts
+        place = f"{'/'.join(parts[-2:])}:{line} " if line else ""
+        lines.append(f"| `{place}{name}` | {calls:,} | {own_s / busy_s:.1%} | {total_s / busy_s:.1%} |")
+    return "\n".join(lines)
+
+
+def _under(stats: dict[Any, Any], name: str) -> set[Any]:
+    """`name` and everything that it calls, directly or not."""
+    callees: dict[Any, list[Any]] = {}
+    for function, (*_, callers) in stats.items():
+        for caller in callers:
+            callees.setdefault(caller, []).append(function)
+    inside: set[Any] = set()
+    pending = [function for function in stats if function[2] == name]
+    while pending:
+        function = pending.pop()
+        if function not in inside:
+            inside.add(function)
+            pending += callees.get(function, [])
+    return inside
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Batches and updates per second, what a batch costs, and what is busy, over the number of workers; a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10.4, 7.0), layout="constrained", dpi=110)
+    FigureCanvasAgg(figure)
+    ((batches, updates), (cost, busy)) = figure.subplots(2, 2)
+    kinds = dict.fromkeys((row.fleet.policy, row.fleet.control, row.fleet.blobs) for row in rows)
+    for kind in kinds:
+        mine = sorted(
+            (row for row in rows if (row.fleet.policy, row.fleet.control, row.fleet.blobs) == kind),
+            key=lambda row: row.fleet.workers,
+        )
+        sizes = [row.fleet.workers for row in mine]
+        label = ", ".join(part for part in kind if part)
+        (line,) = batches.plot(sizes, [row.batches_per_s for row in mine], "o-", label=label)
+        batches.plot(sizes, [row.offered_per_s for row in mine], ":", color=line.get_color(), linewidth=0.8)
+        updates.plot(sizes, [row.updates_per_s for row in mine], "o-", color=line.get_color())
+        cost.plot(sizes, [row.cpu_ms["ps"] for row in mine], "o-", color=line.get_color())
+        busy.plot(sizes, [row.loop_busy for row in mine], "o-", color=line.get_color())
+        busy.plot(sizes, [row.cores_busy for row in mine], "x--", color=line.get_color(), linewidth=0.8)
+    for axes, title, label, scale in (
+        (batches, "Batches (dotted: if only gradients took time)", "per second", "log"),
+        (updates, "Updates", "per second", "log"),
+        (cost, "The server's processor time", "ms per batch", "linear"),
+        (busy, "Busy: the server's loop (of a core), the machine (dashed)", "share", "linear"),
+    ):
+        axes.set_title(title, fontsize=10)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale(scale)
+        axes.set_ylabel(label, fontsize=9)
+        axes.set_xlabel("workers", fontsize=9)
+        axes.grid(alpha=0.25)
+        axes.tick_params(labelsize=8)
+    for axes in (cost, busy):
+        axes.set_ylim(bottom=0)
+    batches.legend(fontsize=8, frameon=False)
+    figure.savefig(path)
+
+
+def _runs(args: argparse.Namespace) -> Iterable[tuple[Fleet, bool]]:
+    """Every fleet to run, and whether faults come with it."""
+    for control in args.control.split(","):
+        for blobs in args.blobs.split(","):
+            for size in (int(word) for word in args.workers.split(",")):
+                for policy in args.policies.split(","):
+                    is_largest = size == max(int(word) for word in args.workers.split(","))
+                    yield (
+                        Fleet(size, policy, args.compute_ms / 1e3, blobs, "" if control == "kafka" else control),
+                        args.faults and is_largest and policy == "doll K=N",
+                    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.fleets", description=__doc__.splitlines()[0])
+    parser.add_argument("--workers", default="8,64,256", help="sizes of the fleet; default 8,64,256")
+    parser.add_argument("--policies", default="doll K=N/4,doll K=N,doll K=4N", help=f"of {', '.join(POLICIES)}")
+    parser.add_argument("--compute-ms", type=float, default=40.0, help="of one simulated gradient; default 40")
+    parser.add_argument("--control", default="kafka", help="control channels, as control.kind; default kafka")
+    parser.add_argument("--blobs", default="redis", help="blob stores, as blobs.kind; default redis")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each run's steady state; default 15")
+    parser.add_argument("--warm-s", type=float, default=5.0, help="before it, after the first update; default 5")
+    parser.add_argument("--profile", action="store_true", help="profile the server's loop (which slows it down)")
+    parser.add_argument("--faults", action="store_true", help="lose a worker and the server of the largest, doll K=N")
+    args = parser.parse_args(argv)
+    if unknown := set(args.policies.split(",")) - POLICIES.keys():
+        parser.error(f"--policies: expected some of {', '.join(POLICIES)}, got {', '.join(sorted(unknown))}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything started here is ended
+    began = datetime.now()
+
+    def say(text: str) -> None:
+        print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
+
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"fleets-{began:%Y%m%d-%H%M%S}.json"
+    rows: list[Row] = []
+    failed = False
+    with FleetBench(say) as bench:
+        for fleet, faults in _runs(args):
+            profile = path.with_name(f"{path.stem}-{len(rows)}.pstats") if args.profile else None
+            try:
+                row = bench.run_fleet(fleet, warm_s=args.warm_s, seconds=args.seconds, profile=profile, faults=faults)
+            except (KeyboardInterrupt, RuntimeError, DollError) as exc:
+                failed = True
+                say(f"{fleet}: {type(exc).__name__} {exc}")
+                if isinstance(exc, KeyboardInterrupt):
+                    break
+                continue
+            rows.append(row)
+            say(f"{fleet}: {row.batches_per_s:,.0f} batches/s, {row.updates_per_s:.2f} updates/s")
+            if profile is not None:
+                print(f"\n{fleet}\n\n{profile_table(profile)}\n")
+    facts = {"began": began.isoformat(timespec="seconds"), "cores": os.cpu_count(), "batch_size": BATCH}
+    path.write_text(json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1) + "\n", encoding="utf-8")
+    if rows:
+        show(rows)
+        draw(rows, path.with_suffix(".png"))
+        print(f"written: {path} and {path.with_suffix('.png').name}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
