@@ -36,6 +36,9 @@ class MemoryBlobs:
             raise BlobError(f"{key}: expected at most {MAX_BLOB_BYTES} bytes, got {size}")
         self._held[key] = (b"".join(parts), self._clock() + ttl_s)
 
+    def reserve(self, size_bytes: int) -> None:
+        """None: `put` copies."""
+
     def get(self, key: str) -> bytes | None:
         self._fail()
         data, expires_s = self._held.get(key, (None, 0.0))

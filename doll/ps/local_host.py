@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
+import numpy as np
 import numpy.typing as npt
 
 from doll.config import JobConfig
@@ -14,14 +15,30 @@ from doll.process.fault_points import fault_point
 from doll.ps.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
 from doll.ps.model_host import FetchOutcome
 from doll.ps.updater import ContributionBuffer, Updater
-from doll.storage.blobs import Blobs, Latest, decode_blob, encode_blob, encode_latest, latest_key, weights_key
+from doll.storage.blobs import (
+    HEADER_BYTES,
+    Blobs,
+    Latest,
+    decode_blob,
+    encode_blob,
+    encode_latest,
+    finish_blob,
+    latest_key,
+    weights_key,
+)
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
+_LARGE_BYTES: Final = 1 << 20
+
 
 class LocalModelHost:
-    """`ModelHost` of one process."""
+    """`ModelHost` of one process.
+
+    Where the blob store has shared memory, each version is computed in memory of its own there, and published without a
+    copy (docs/decisions/0029).
+    """
 
     def __init__(self, config: JobConfig, term: int, updater: Updater, blobs: Blobs) -> None:
         self._job = config.job
@@ -32,6 +49,10 @@ class LocalModelHost:
         self._blobs = blobs
         self._contributions = ContributionBuffer(updater)
         self._published: deque[int] = deque()
+        # The blob that the weights are in, its header not written yet; None: they are elsewhere, or published.
+        self._unpublished: memoryview | None = None
+        self._may_rewrite = False
+        self._deleted: set[str] = set()
 
     @property
     def num_values(self) -> int:
@@ -47,25 +68,46 @@ class LocalModelHost:
             log.warning("gradient_lost", key=order.key, reason=str(exc), action="its batch is computed again")
             return FetchOutcome(GradientLost(grant_id=order.grant_id, reason=str(exc)))
         self._contributions.put(order.grant_id, gradient, in_order=order.in_order)
+        if order.in_order and len(blob) >= _LARGE_BYTES:  # its memory can be used for the next one
+            self._blobs.delete(order.key)
+            self._deleted.add(order.key)
         return FetchOutcome(GradientFetched(grant_id=order.grant_id), blob)
 
     def apply(self, update: ApplyUpdate) -> int:
-        num_samples = self._contributions.apply(update)
+        memory = self._unpublished if self._may_rewrite else None
+        if memory is None:
+            memory = self._blobs.reserve(HEADER_BYTES + 4 * self.num_values)
+        into = None if memory is None else np.frombuffer(memory, np.float32, offset=HEADER_BYTES)
+        num_samples = self._contributions.apply(update, into)
+        if into is not None and self._updater.weights.ctypes.data == into.ctypes.data:
+            self._unpublished, self._may_rewrite = memory, True
+        else:
+            self._unpublished = None
         fault_point("ps.after_apply")
-        self._blobs.delete(*(item.push.key for item in update.sets if item.push.key))
+        keys = (item.push.key for item in update.sets if item.push.key)
+        self._blobs.delete(*(key for key in keys if key not in self._deleted))
+        self._deleted.clear()
         return num_samples
 
     def publish(self, version: int) -> str:
         key = weights_key(self._job, self._term, version)
         if version not in self._published:
-            weights = self._updater.weights
-            self._blobs.put(key, encode_blob(weights, job=self._job, kind="w", version=version), self._ttl_s)
+            self._put_weights(key, version)
             latest = Latest(term=self._term, version=version, key=key)
             self._blobs.put(latest_key(self._job), encode_latest(latest), self._ttl_s)
             self._published.append(version)
             while len(self._published) > self._keep_versions:
                 self._blobs.delete(weights_key(self._job, self._term, self._published.popleft()))
         return key
+
+    def _put_weights(self, key: str, version: int) -> None:
+        memory, self._unpublished = self._unpublished, None
+        if memory is None:
+            parts = encode_blob(self._updater.weights, job=self._job, kind="w", version=version)
+        else:
+            finish_blob(memory, job=self._job, kind="w", version=version)
+            parts = [memory]
+        self._blobs.put(key, parts, self._ttl_s)
 
     def republish(self, version: int) -> str:
         if version in self._published:
@@ -76,7 +118,9 @@ class LocalModelHost:
         self._blobs.delete(key)
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        self._may_rewrite = False  # weights in shared memory are handed out as they are
         return self._updater.tensors()
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+        self._unpublished = None
         self._updater.load(tensors)

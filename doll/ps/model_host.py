@@ -67,5 +67,5 @@ class ModelHost(HoldsTensors, Protocol):
         ...
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Copies of weights and state by name, for a checkpoint."""
+        """Weights and state by name, for a checkpoint. They stay as they are."""
         ...

@@ -46,6 +46,13 @@ class Blobs(Protocol):
             BlobError: above `MAX_BLOB_BYTES`.
         """
 
+    def reserve(self, size_bytes: int) -> memoryview | None:
+        """Memory that `put` stores without a copy where it is the only part; None: the store has no such memory, or
+        none left.
+
+        What is in it may be read for as long as a view of it is held. After `put` it must not be written.
+        """
+
     def get(self, key: str) -> Buffer | None:
         """What is under `key`; None where nothing is (any more)."""
 
@@ -109,6 +116,17 @@ def encode_blob(array: npt.NDArray[np.float32], *, job: str, kind: Kind, version
         raise ValueError(f"expected contiguous float32 of shape (numel,), got {array.dtype} of shape {array.shape}")
     body = array.view(np.uint8).data
     return [_header(job, kind, version, array.size, crc32(body)), body]
+
+
+def finish_blob(memory: memoryview, *, job: str, kind: Kind, version: int) -> None:
+    """Write the header of a blob whose body is in `memory` already, from `HEADER_BYTES` on.
+
+    Args:
+        memory: of the whole blob, writable; the body is float32.
+        version: as in `encode_blob`.
+    """
+    body = memory[HEADER_BYTES:]
+    memory[:HEADER_BYTES] = _header(job, kind, version, len(body) // 4, crc32(body))
 
 
 def decode_blob(data: Buffer, *, job: str, kind: Kind, version: int, numel: int) -> npt.NDArray[np.float32]:

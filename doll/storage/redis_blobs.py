@@ -71,6 +71,9 @@ class RedisBlobs:
         tail = b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(ttl_ms), ttl_ms)
         self._wait_for(lambda: self._call([head, *parts, tail], lambda connection: connection.read_response()))
 
+    def reserve(self, size_bytes: int) -> None:
+        """None: what goes to Redis is copied into a socket."""
+
     def get(self, key: str) -> Buffer | None:
         """What is under `key`, or None. May be repeated.
 

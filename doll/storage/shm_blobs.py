@@ -1,10 +1,9 @@
 """Parameter blobs in shared memory: files of one folder on tmpfs, for processes on one machine (ADR 0007).
 
-A blob is written to a file of its own and renamed, so that a reader sees all of it or none; the reader maps it, and
-checks its checksums as it would Redis's. What does not fit goes to another store (Redis), and a key that is not here is
-looked up there. Like Redis this is a cache: what is gone is computed or published again.
-
-It costs one copy per blob; 4.8 MB through Redis cost 7 ms of CPU there, and sockets on both sides.
+A blob appears under its name at once, so that a reader sees all of it or none; the reader checks its checksums as it
+would Redis's. Large blobs are in files that are used again (`doll.storage.shm_segments`): new memory costs three times
+as much as the copy into it. What does not fit goes to another store (Redis), and a key that is not here is looked up
+there. Like Redis this is a cache: what is gone is computed or published again.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import contextlib
 import errno
 import hashlib
 import itertools
-import mmap
 import os
 import stat
 import time
@@ -24,6 +22,7 @@ from typing import Final
 from doll import telemetry
 from doll.errors import BlobError, ServiceUnavailableError
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer
+from doll.storage.shm_segments import SEGMENT, Mappings, Segment, Segments
 
 log = telemetry.get_logger(__name__)
 
@@ -31,6 +30,7 @@ _SCAN_EVERY_S: Final = 1.0
 _UNFINISHED: Final = ".new-"
 _UNFINISHED_MAX_AGE_S: Final = 60.0  # then its writer has died
 _PARTS_AT_ONCE: Final = 1000  # IOV_MAX is 1024
+_REUSED_FROM_BYTES: Final = 1 << 20  # below, a new file is as fast
 
 
 class ShmBlobs:
@@ -41,13 +41,20 @@ class ShmBlobs:
         limit_bytes: what all blobs in it may take together; checked against a scan that is at most a second old.
         fallback: takes what does not fit; closed with this store.
         clock: seconds since the machine's start, the same in all processes; an argument for tests.
+        reused_from_bytes: blobs of this size and above are in files that are used again.
 
     Raises:
         ServiceUnavailableError: the folder is another user's, or open to others.
     """
 
     def __init__(
-        self, folder: Path, *, limit_bytes: int, fallback: Blobs, clock: Callable[[], float] = time.monotonic
+        self,
+        folder: Path,
+        *,
+        limit_bytes: int,
+        fallback: Blobs,
+        clock: Callable[[], float] = time.monotonic,
+        reused_from_bytes: int = _REUSED_FROM_BYTES,
     ) -> None:
         self._folder = str(folder)
         self._limit_bytes = limit_bytes
@@ -57,6 +64,9 @@ class ShmBlobs:
         self._used_bytes = 0
         self._scanned_s = float("-inf")
         self._reported_full = False
+        self._reused_from_bytes = max(reused_from_bytes, 1)
+        self._segments = Segments(self._folder)
+        self._mappings = Mappings()
         self._make_folder()
 
     def put(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
@@ -69,7 +79,10 @@ class ShmBlobs:
         size = sum(map(len, parts))
         if size > MAX_BLOB_BYTES:
             raise BlobError(f"{key}: expected at most {MAX_BLOB_BYTES} bytes, got {size}")
-        if self._fits(size) and self._try_write(key, parts, ttl_s):
+        if size >= self._reused_from_bytes:
+            if self._put_reserved(key, parts, ttl_s) or self._try_put_in_segment(key, parts, size, ttl_s):
+                return
+        elif self._fits(size) and self._try_write(key, parts, ttl_s):
             return
         if not self._reported_full:
             self._reported_full = True
@@ -80,29 +93,46 @@ class ShmBlobs:
         self._fallback.put(key, parts, ttl_s)
         self._unlink(key)
 
+    def reserve(self, size_bytes: int) -> memoryview | None:
+        """Memory that `put` stores without a copy, as the only part; None: there is none, or it would not pay.
+
+        What is in it may be read for as long as a view of it is held; after `put` it must not be written.
+        """
+        if size_bytes < self._reused_from_bytes:
+            return None
+        segment = self._take_segment(size_bytes)
+        if segment is None:
+            return None
+        try:
+            return segment.lend()
+        except OSError:
+            self._segments.drop(segment)
+            return None
+        finally:
+            segment.busy = False
+
     def get(self, key: str) -> Buffer | None:
-        """What is under `key`, mapped and read-only, or None. May be repeated."""
+        """What is under `key`, read-only, or None. May be repeated."""
+        path = self._path(key)
         try:
-            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return self._fallback.get(key)
-        try:
-            status = os.fstat(descriptor)
+            status = os.stat(path, follow_symlinks=False)
             if status.st_mtime_ns <= self._clock() * 1e9:
                 return None
-            if not status.st_size:
-                return b""
-            return memoryview(mmap.mmap(descriptor, status.st_size, mmap.MAP_SHARED, mmap.PROT_READ))
-        finally:
-            os.close(descriptor)
+            if status.st_size >= self._reused_from_bytes:
+                return self._mappings.view(path)
+            return _read_all(path)
+        except FileNotFoundError:
+            return self._fallback.get(key)
 
     def delete(self, *keys: str) -> None:
-        """Delete `keys`. May be repeated. The memory is free when the last reader has unmapped it."""
+        """Delete `keys`. May be repeated. The memory is free when nobody reads it any more."""
         if elsewhere := [key for key in keys if not self._unlink(key)]:
             self._fallback.delete(*elsewhere)
 
     def close(self) -> None:
-        """Close the other store; the folder is its owner's (`doll.local.shared_memory`)."""
+        """Close the other store; the folder is its owner's (`doll.local.shared_memory`), the blobs stay in it."""
+        self._segments.close()
+        self._mappings.close()
         close = getattr(self._fallback, "close", None)
         if close is not None:
             close()
@@ -119,11 +149,77 @@ class ShmBlobs:
             return False
         return True
 
+    def _put_reserved(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
+        """Whether `parts` are memory from `reserve`, and now under `key`."""
+        segment = self._segments.lender_of(parts[0]) if len(parts) == 1 else None
+        if segment is None:
+            return False
+        try:
+            self._link(segment, key, ttl_s)
+        except FileNotFoundError:
+            return False  # somebody has deleted its file: it is copied
+        return True
+
+    def _try_put_in_segment(self, key: str, parts: Sequence[Buffer], size: int, ttl_s: float) -> bool:
+        """Whether there was memory for it."""
+
+        def write() -> None:
+            segment = self._take_segment(size)
+            if segment is None:
+                raise OSError(errno.ENOSPC, "no shared memory")
+            try:
+                os.lseek(segment.descriptor, 0, os.SEEK_SET)
+                _write_all(segment.descriptor, parts)
+                self._link(segment, key, ttl_s)
+            except BaseException:
+                self._segments.drop(segment)
+                raise
+            segment.busy = False
+
+        return self._try(write)
+
+    def _take_segment(self, size: int) -> Segment | None:
+        """A segment of `size` bytes, busy; None: there is no memory for it."""
+        segment = self._segments.take(size)
+        if segment is not None:
+            return segment
+        if not self._fits(size):
+            self._segments.drop_free()
+            self._scanned_s = float("-inf")
+            if not self._fits(size):
+                return None
+
+        def create() -> None:
+            nonlocal segment
+            segment = self._segments.create(size)
+            self._used_bytes += size
+
+        return segment if self._try(create) else None
+
+    def _link(self, segment: Segment, key: str, ttl_s: float) -> None:
+        """Give the segment's blob its name.
+
+        Raises:
+            FileNotFoundError: its file or the folder was deleted.
+        """
+        self._date(segment.descriptor, ttl_s)
+        path = self._path(key)
+        try:
+            os.link(segment.path, path, follow_symlinks=False)
+        except FileExistsError:  # an older blob: it is replaced in one step
+            unfinished = self._unfinished_path()
+            os.link(segment.path, unfinished, follow_symlinks=False)
+            os.rename(unfinished, path)
+
     def _try_write(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> bool:
         """Whether there was memory for it."""
+        return self._try(lambda: self._write(key, parts, ttl_s))
+
+    def _try(self, write: Callable[[], None]) -> bool:
+        """Whether there was memory for what `write` does."""
         for folder_may_be_gone in (True, False):  # somebody may have removed it
             try:
-                self._write(key, parts, ttl_s)
+                write()
                 return True
             except OSError as exc:
                 if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
@@ -134,13 +230,12 @@ class ShmBlobs:
         raise AssertionError("unreachable")
 
     def _write(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
-        unfinished = f"{self._folder}/{_UNFINISHED}{os.getpid()}-{id(self)}-{next(self._numbers)}"
+        unfinished = self._unfinished_path()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         descriptor = os.open(unfinished, flags, 0o600)
         try:
             _write_all(descriptor, parts)
-            # Its modification time says when it expires, on a clock that is never set back.
-            os.utime(descriptor, ns=(0, max(0, round((self._clock() + ttl_s) * 1e9))))
+            self._date(descriptor, ttl_s)
             os.rename(unfinished, self._path(key))
         except BaseException:
             with contextlib.suppress(OSError):
@@ -149,6 +244,13 @@ class ShmBlobs:
         finally:
             os.close(descriptor)
         self._used_bytes += sum(map(len, parts))
+
+    def _unfinished_path(self) -> str:
+        return f"{self._folder}/{_UNFINISHED}{os.getpid()}-{id(self)}-{next(self._numbers)}"
+
+    def _date(self, descriptor: int, ttl_s: float) -> None:
+        """Its modification time says when it expires, on a clock that is never set back."""
+        os.utime(descriptor, ns=(0, max(0, round((self._clock() + ttl_s) * 1e9))))
 
     def _fits(self, size: int) -> bool:
         """Whether `size` bytes more are within the limit; expired blobs are removed once a second."""
@@ -159,20 +261,23 @@ class ShmBlobs:
 
     def _remove_expired(self) -> int:
         """Bytes that are left."""
-        left = 0
+        left: dict[int, int] = {}  # by inode: a segment with a blob in it has two names
         with contextlib.suppress(FileNotFoundError), os.scandir(self._folder) as entries:
             for entry in entries:
                 with contextlib.suppress(FileNotFoundError):  # another process was faster
                     status = entry.stat(follow_symlinks=False)
                     if entry.name.startswith(_UNFINISHED):
                         gone = time.time() - status.st_mtime > _UNFINISHED_MAX_AGE_S  # not dated yet
+                    elif entry.name.startswith(SEGMENT):
+                        # Also one that waits to be used again. Its owner makes another one.
+                        gone = status.st_mtime_ns <= self._clock() * 1e9 or _is_orphan(entry.name, status.st_nlink)
                     else:
                         gone = status.st_mtime_ns <= self._clock() * 1e9
                     if gone:
                         os.unlink(entry.path)
                     else:
-                        left += status.st_size
-        return left
+                        left[status.st_ino] = status.st_size
+        return sum(left.values())
 
     def _make_folder(self) -> None:
         with contextlib.suppress(FileExistsError):
@@ -189,6 +294,24 @@ def limit_bytes(folder: Path) -> int:
     """Space for the blobs of one run: half of the file system that holds `folder`. The same in all processes."""
     status = os.statvfs(folder)
     return status.f_blocks * status.f_frsize // 2
+
+
+def _is_orphan(name: str, links: int) -> bool:
+    """Whether a segment has no blob and no owner."""
+    owner = name.removeprefix(SEGMENT).partition("-")[0]
+    return links == 1 and not (owner.isdigit() and os.path.exists(f"/proc/{owner}"))
+
+
+def _read_all(path: str) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        size = os.fstat(descriptor).st_size
+        data = os.read(descriptor, size)
+        while len(data) < size and (more := os.read(descriptor, size - len(data))):
+            data += more
+        return data
+    finally:
+        os.close(descriptor)
 
 
 def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,13 +36,16 @@ def client_of(server: LocalRedis) -> redis.Redis:
     return connect_redis(Services("", server.address))
 
 
-@pytest.fixture(params=["memory", "redis", "shm"])
+@pytest.fixture(params=["memory", "redis", "shm", "shm, files used again"])
 def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Blobs]:
     if request.param == "memory":
         yield MemoryBlobs()
         return
-    if request.param == "shm":
-        yield ShmBlobs(tmp_path / "blobs", limit_bytes=10**9, fallback=MemoryBlobs())
+    if "shm" in request.param:
+        reused_from = 1 if "again" in request.param else 1 << 20
+        store = ShmBlobs(tmp_path / "blobs", limit_bytes=10**9, fallback=MemoryBlobs(), reused_from_bytes=reused_from)
+        yield store
+        store.close()
         return
     client = client_of(request.getfixturevalue("redis_server"))
     client.flushall()
@@ -61,6 +67,24 @@ def test_a_real_blob_survives(blobs: Blobs) -> None:
     data = blobs.get("w")
     assert data is not None
     np.testing.assert_array_equal(codec.decode_blob(data, job="j", kind="w", version=3, numel=array.size), array)
+
+
+def test_what_is_put_from_reserved_memory_is_what_was_in_it(blobs: Blobs) -> None:
+    """And later puts do not change what a reader holds."""
+    held = []
+    for number in range(1, 8):
+        value = bytes([number]) * 3000
+        memory = blobs.reserve(len(value))
+        if memory is not None:
+            memory[:] = value
+        blobs.put("a", [value if memory is None else memory], 60)
+        held.append((value, memory, blobs.get("a")))
+        blobs.put("b", [value[:1000], value[1000:]], 60)
+        held.append((value, None, blobs.get("b")))
+        blobs.delete("a", *["b"] * (number % 2))
+    for value, memory, got in held:
+        assert bytes(got or b"") == value
+        assert memory is None or bytes(memory) == value
 
 
 def test_values_are_binary_safe(blobs: Blobs) -> None:
@@ -324,3 +348,215 @@ def test_shm_refuses_a_torn_blob_as_any_store(shm: Shm) -> None:
     assert data is not None
     with pytest.raises(BlobError, match="the body's checksum does not match"):
         codec.decode_blob(data, job="j", kind="w", version=3, numel=100)
+
+
+# --- files that are used again --------------------------------------------------------------------------------------
+
+
+class Reused(Shm):
+    """Every blob is in such a file. `reader` is another process's store of the same folder."""
+
+    def __init__(self, folder: Path, limit_bytes: int = 10_000) -> None:
+        super().__init__(folder, limit_bytes)
+        self.store = self.another(limit_bytes)
+        self.reader = self.another(limit_bytes)
+
+    def another(self, limit_bytes: int = 10_000) -> ShmBlobs:
+        return ShmBlobs(
+            self.folder, limit_bytes=limit_bytes, fallback=self.fallback, clock=lambda: self.now_s, reused_from_bytes=1
+        )
+
+    def inodes(self) -> set[int]:
+        return {path.stat().st_ino for path in self.folder.iterdir()}
+
+
+@pytest.fixture
+def reused(tmp_path: Path) -> Reused:
+    return Reused(tmp_path / "blobs")
+
+
+def test_a_file_is_used_again_when_its_blob_is_deleted_and_not_before(reused: Reused) -> None:
+    for number in range(20):
+        reused.store.put("a", [bytes([number]) * 1000], 60)
+        assert bytes(reused.reader.get("a") or b"") == bytes([number]) * 1000
+        reused.reader.delete("a")
+    assert len(reused.inodes()) == 1
+    reused.store.put("a", [b"1" * 1000], 60)
+    reused.store.put("b", [b"2" * 1000], 60)
+    assert len(reused.inodes()) == 2
+    assert [bytes(reused.reader.get(key) or b"")[:1] for key in "ab"] == [b"1", b"2"]
+
+
+def test_a_blob_that_is_read_is_not_written_over_though_it_is_deleted(reused: Reused) -> None:
+    reused.store.put("a", [b"1" * 1000], 60)
+    view = reused.reader.get("a")
+    part = np.frombuffer(view, np.uint8)[10:20]  # type: ignore[arg-type]
+    reused.store.delete("a")
+    reused.store.put("b", [b"2" * 1000], 60)
+    assert bytes(view or b"") == b"1" * 1000
+    assert len(reused.inodes()) == 2
+    del view
+    reused.store.delete("b")
+    for key in "cde":
+        reused.store.put(key, [b"3" * 1000], 60)
+    assert part.tobytes() == b"1" * 10, "a part of it is held"
+    assert len(reused.inodes()) == 4
+    del part
+    reused.store.put("f", [b"4" * 1000], 60)
+    assert len(reused.inodes()) == 4
+
+
+def test_a_reader_that_comes_too_late_finds_no_blob(reused: Reused, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its look at the name and its lock, the file may have got another blob."""
+    flock = fcntl.flock
+
+    def owner_was_faster(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        reused.store.delete("a")
+        reused.store.put("b", [b"2" * 1000], 60)
+        flock(descriptor, operation)
+
+    reused.store.put("a", [b"1" * 1000], 60)
+    monkeypatch.setattr(fcntl, "flock", owner_was_faster)
+    assert reused.reader.get("a") is None
+    assert len(reused.inodes()) == 1
+    assert bytes(reused.reader.get("b") or b"") == b"2" * 1000
+
+
+def test_reserved_memory_is_not_copied_and_not_lent_twice(reused: Reused) -> None:
+    one, other = reused.store.reserve(1000), reused.store.reserve(1000)
+    assert one is not None
+    assert other is not None
+    one[:], other[:] = b"1" * 1000, b"2" * 1000
+    files = reused.inodes()
+    reused.store.put("a", [one], 60)
+    assert reused.inodes() == files
+    assert bytes(reused.reader.get("a") or b"") == b"1" * 1000
+    reused.store.delete("a")
+    third = reused.store.reserve(1000)
+    assert third is not None
+    third[:] = b"3" * 1000
+    assert (bytes(one), bytes(other)) == (b"1" * 1000, b"2" * 1000), "both are still held"
+    del one, third
+    reused.store.reserve(1000)
+    assert len(reused.inodes()) == 3
+
+
+@pytest.mark.parametrize("folder_too", [False, True])
+def test_a_wiped_folder_loses_blobs_and_no_process(reused: Reused, folder_too: bool) -> None:
+    memory = reused.store.reserve(1000)
+    assert memory is not None
+    memory[:] = b"m" * 1000
+    reused.store.put("a", [b"1" * 1000], 60)
+    held = reused.reader.get("a")
+    for path in reused.folder.iterdir():
+        path.unlink()
+    if folder_too:
+        reused.folder.rmdir()
+    assert reused.reader.get("a") is None
+    assert bytes(held or b"") == b"1" * 1000
+    reused.store.put("m", [memory], 60)
+    assert bytes(reused.reader.get("m") or b"") == b"m" * 1000
+    reused.store.put("a", [b"2" * 1000], 60)
+    assert bytes(reused.reader.get("a") or b"") == b"2" * 1000
+    assert reused.fallback.keys() == []
+
+
+def test_the_limit_counts_a_file_once_and_frees_what_waits_to_be_used_again(reused: Reused) -> None:
+    for key in "abcde":
+        reused.store.put(key, [bytes(1900)], 60)
+    assert reused.fallback.keys() == []
+    assert reused.store.reserve(1900) is None
+    reused.store.put("f", [bytes(1900)], 60)
+    assert reused.fallback.keys() == ["f"]
+    reused.store.delete("a", "b")
+    reused.store.put("g", [bytes(3800)], 60)  # of another size
+    assert reused.fallback.keys() == ["f"]
+    assert len(reused.inodes()) == 4
+
+
+def test_without_memory_a_blob_goes_beyond(reused: Reused, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert reused.store.reserve(1000) is None
+    reused.store.put("a", [b"1" * 1000], 60)
+    assert reused.fallback.keys() == ["a"]
+    assert bytes(reused.reader.get("a") or b"") == b"1" * 1000
+    assert reused.files() == []
+
+
+def test_what_a_dead_owner_left_is_removed_and_its_blobs_expire(reused: Reused) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for key in "ab":
+        reused.store.put(key, [b"1" * 1000], 60)
+    for number, path in enumerate(sorted(reused.folder.glob(".segment-*"))):
+        path.rename(reused.folder / f".segment-{dead.pid}-{number}")
+    reused.store.delete("a")
+    reused.now_s += 2
+    reader = reused.another()
+    reader.put("c", [b"2" * 1000], 60)
+    assert len(reused.inodes()) == 2
+    assert bytes(reader.get("b") or b"") == b"1" * 1000
+    reused.now_s += 70
+    assert reader.get("b") is None
+    reader.put("d", [b"2" * 1000], 60)
+    assert len(reused.inodes()) == 1
+
+
+def test_a_reader_forgets_the_files_that_are_gone(reused: Reused) -> None:
+    def memory() -> int:
+        return Path("/proc/self/maps").read_text().count(str(reused.folder))
+
+    before = memory()
+    for number in range(100):
+        owner = reused.another()
+        owner.put("a", [bytes([number]) * 1000], 60)
+        assert bytes(reused.reader.get("a") or b"") == bytes([number]) * 1000
+        owner.delete("a")
+        owner.close()
+    assert memory() <= before + 2
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from doll.storage.shm_blobs import ShmBlobs
+from doll.testing import MemoryBlobs
+store = ShmBlobs(Path(sys.argv[1]), limit_bytes=10**9, fallback=MemoryBlobs(), reused_from_bytes=1)
+for number in range(int(sys.argv[2])):
+    memory = store.reserve(200_000) if number % 3 else None
+    value = bytes([number % 251]) * 200_000
+    if memory is not None:
+        memory[:] = value
+    store.put(f"k{number % 4}", [value if memory is None else memory], 60)
+    if number % 5 == 0:
+        store.delete(f"k{(number + 1) % 4}")
+store.put("done", [b"1"], 60)
+"""
+
+
+def test_readers_beside_a_writer_never_see_bytes_change(tmp_path: Path) -> None:
+    """Torn or changed: a value of which not all bytes are equal, or which is another one when it is read again."""
+    folder = tmp_path / "blobs"
+    store = ShmBlobs(folder, limit_bytes=10**9, fallback=MemoryBlobs(), reused_from_bytes=1)
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder), "1500"])
+    read = 0
+    try:
+        while store.get("done") is None:
+            assert writer.poll() in (None, 0)
+            for number in range(4):
+                value = store.get(f"k{number}")
+                if value is None:
+                    continue
+                array = np.frombuffer(value, np.uint8)
+                first = int(array[0])
+                assert (array == first).all()
+                assert (array == first).all()
+                read += 1
+    finally:
+        writer.wait()
+    assert read > 0
+    assert len({path.stat().st_ino for path in folder.iterdir()}) < 12

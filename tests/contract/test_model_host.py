@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,8 @@ from doll.ps.events import ApplyUpdate, FetchGradient, GradientFetched, Gradient
 from doll.ps.local_host import LocalModelHost
 from doll.ps.model_host import ModelHost
 from doll.ps.optimizer import DivergedError, Optimizer
-from doll.storage.blobs import decode_blob, decode_latest, encode_blob, latest_key
+from doll.storage.blobs import Blobs, decode_blob, decode_latest, encode_blob, latest_key
+from doll.storage.shm_blobs import ShmBlobs
 from doll.testing import MemoryBlobs
 from pushes import applied_set, push_of
 
@@ -27,17 +30,32 @@ blobs: {keep_versions: 2}
 LR = 0.5
 
 
-def local(config: JobConfig, term: int, blobs: MemoryBlobs) -> ModelHost:
+Make = Callable[[JobConfig, int, Blobs], ModelHost]
+
+
+def local(config: JobConfig, term: int, blobs: Blobs) -> ModelHost:
     torch.manual_seed(7)
     return LocalModelHost(config, term, Optimizer(FlatModel(torch.nn.Linear(4, 3)), SgdConfig(lr=LR)), blobs)
 
 
-HOSTS: dict[str, Callable[[JobConfig, int, MemoryBlobs], ModelHost]] = {"local": local}
+HOSTS: dict[str, Make] = {"local": local}
+
+
+class WipedShm(ShmBlobs):
+    """In shared memory, every blob in a file that is used again."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, limit_bytes=10**6, fallback=MemoryBlobs(), reused_from_bytes=1)
+        self.folder = folder
+
+    def wipe(self) -> None:
+        for path in self.folder.iterdir():
+            path.unlink()
 
 
 class Rig:
-    def __init__(self, make: Callable[[JobConfig, int, MemoryBlobs], ModelHost]) -> None:
-        self.blobs = MemoryBlobs()
+    def __init__(self, make: Make, blobs: MemoryBlobs | WipedShm) -> None:
+        self.blobs = blobs
         self.make = make
         self.host = make(parse(JOB), 3, self.blobs)
 
@@ -55,8 +73,13 @@ class Rig:
 
 
 @pytest.fixture(params=HOSTS)
-def rig(request: pytest.FixtureRequest) -> Rig:
-    return Rig(HOSTS[request.param])
+def make(request: pytest.FixtureRequest) -> Make:
+    return HOSTS[request.param]
+
+
+@pytest.fixture(params=["memory", "shm"])
+def rig(request: pytest.FixtureRequest, make: Make, tmp_path: Path) -> Rig:
+    return Rig(make, MemoryBlobs() if request.param == "memory" else WipedShm(tmp_path / "blobs"))
 
 
 def update(version: int, *numbers: int, scale: float = 0.125, samples: int = 4) -> ApplyUpdate:
@@ -79,6 +102,55 @@ def test_a_version_is_made_of_the_gradients_that_were_fetched(rig: Rig) -> None:
     assert rig.host.apply(update(1, 1, 2)) == 8
     np.testing.assert_array_equal(rig.published(rig.host.publish(1), 1), before - np.float32(LR))
     assert (rig.blobs.get("g1"), rig.blobs.get("g2")) == (None, None)
+
+
+def test_every_version_and_checkpoint_is_the_same_with_and_without_shared_memory(make: Make, tmp_path: Path) -> None:
+    """Also while readers hold old versions, a checkpoint is being written, and the folder is wiped."""
+    rng = random.Random(3)
+    plain, shared = Rig(make, MemoryBlobs()), Rig(make, WipedShm(tmp_path / "blobs"))
+    kept: list[tuple[Any, bytes]] = []
+    number = 0
+    for version in range(60):
+        if rng.random() < 0.7:  # with asp, not each version is published
+            keys = [rig.host.publish(version) for rig in (plain, shared)]
+            if rng.random() < 0.1:
+                shared.blobs.wipe()
+                shared.host.republish(version)
+            ours, theirs = (rig.published(key, version) for rig, key in zip((shared, plain), keys, strict=True))
+            assert ours.tobytes() == theirs.tobytes()
+            if rng.random() < 0.5:
+                kept.append((ours, ours.tobytes()))
+        if rng.random() < 0.3:
+            tensors = shared.host.tensors()
+            assert tensors["weights"].tobytes() == plain.host.tensors()["weights"].tobytes()
+            kept.append((tensors["weights"], tensors["weights"].tobytes()))
+        count = rng.choice([0, 1, 1, 2, 3])
+        numbers = range(number + 1, number + count + 1)
+        number += count
+        for rig in (plain, shared):
+            for item in numbers:
+                order = rig.store(item, item / 7.0, version=version)
+                if rig is shared and rng.random() < 0.5:
+                    order = FetchGradient(order.grant_id, order.key, version, in_order=True)
+                assert isinstance(rig.host.fetch(order).event, GradientFetched)
+            rig.host.apply(update(version + 1, *numbers))
+        kept = kept[-rng.randrange(6) :]
+        for array, expected in kept:
+            assert array.tobytes() == expected
+
+
+def test_weights_in_shared_memory_are_published_without_a_copy(make: Make, tmp_path: Path) -> None:
+    rig = Rig(make, WipedShm(tmp_path / "blobs"))
+    for version in range(1, 10):
+        rig.host.fetch(rig.store(version, version=version - 1))
+        rig.host.apply(update(version, version))
+        kept_for_a_checkpoint = rig.host.tensors()["weights"]
+        written = {path.stat().st_ino for path in rig.blobs.folder.iterdir()}  # type: ignore[union-attr]
+        path = Path(rig.blobs._path(rig.host.publish(version)))  # type: ignore[union-attr]
+        assert path.stat().st_ino in written
+        del kept_for_a_checkpoint
+    files = {path.stat().st_ino for path in rig.blobs.folder.iterdir()}  # type: ignore[union-attr]
+    assert len(files) <= 6  # two versions that are kept, the next one, a gradient, the pointer and the one before
 
 
 @pytest.mark.parametrize("damage", ["missing", "torn", "another version", "another size"])

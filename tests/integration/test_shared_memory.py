@@ -15,9 +15,14 @@ from doll.storage.stores import open_blobs
 pytestmark = pytest.mark.integration
 
 
+@pytest.mark.parametrize("model", ["small", "large"])
 @pytest.mark.parametrize("wipe", [False, True])
-def test_a_job_learns_every_sample_once_also_when_it_is_wiped(make_pipeline: Any, tmp_path: Path, wipe: bool) -> None:
-    job = make_pipeline("stop.updates=200", "worker.stall_timeout_s=600")
+def test_a_job_learns_every_sample_once_also_when_it_is_wiped(
+    make_pipeline: Any, tmp_path: Path, wipe: bool, model: str
+) -> None:
+    """The blobs of the large model (1.2 MB) are in files that are used again."""
+    large = ["task.args.hidden=[400,700]"] if model == "large" else []
+    job = make_pipeline("stop.updates=200", "worker.stall_timeout_s=600", *large)
     folder = tmp_path / "blobs"
     folder.mkdir(mode=0o700)
     job.services = replace(job.services, blobs=str(folder))
@@ -25,6 +30,7 @@ def test_a_job_learns_every_sample_once_also_when_it_is_wiped(make_pipeline: Any
     job.send(job.samples(1600))
     job.until_version(10)
     assert list(folder.iterdir()), "the weights are not in shared memory"
+    assert (model == "large") == bool(list(folder.glob(".segment-*")))
     if wipe:
         for _ in range(5):
             shutil.rmtree(folder, ignore_errors=True)  # may meet a blob that is being written

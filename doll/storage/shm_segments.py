@@ -1,0 +1,255 @@
+"""Files in shared memory that are used again, so that their pages are allocated, zeroed and mapped once (ADR 0029).
+
+A process that stores large blobs owns a few *segments*. Each is a file with a name of its own; a blob that is in it is
+a second name (a hard link). Whoever deletes the blob removes that name, and the owner then sees that the segment is
+free. A reader that has the segment mapped holds a shared lock on it (flock, which the kernel drops with the process),
+and the owner writes into a segment only when it gets the exclusive lock: nobody ever sees bytes change.
+
+1. Owner: the segment has one name only, and the exclusive lock is free. Write. Date it. Link it under the blob's name.
+2. Reader: take the shared lock, *then* see that the blob's name still leads to this file. From here on it is stable:
+   the owner would have had to get the lock. Otherwise the blob is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import mmap
+import os
+import threading
+import weakref
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+SEGMENT: Final = ".segment-"  # then the owner's process id
+_MAPPINGS_KEPT: Final = 32
+_Bytes = npt.NDArray[np.uint8]
+
+
+class Segment:
+    """One file that this process owns and writes. Made by `Segments`.
+
+    Attributes:
+        path, descriptor: of the file.
+        size_bytes: of the file; it never changes.
+        busy: somebody of this process is at work on it.
+    """
+
+    def __init__(self, path: str, descriptor: int, size_bytes: int) -> None:
+        self.path = path
+        self.descriptor = descriptor
+        self.size_bytes = size_bytes
+        self.busy = True
+        self._mapping: mmap.mmap | None = None
+        self._lent: weakref.ref[_Bytes] | None = None
+
+    def lend(self) -> memoryview:
+        """The segment's memory. It is not used again before the last view of it is gone.
+
+        Raises:
+            OSError: it cannot be mapped.
+        """
+        if self._mapping is None:
+            self._mapping = mmap.mmap(self.descriptor, self.size_bytes)
+        array = np.frombuffer(self._mapping, np.uint8)
+        self._lent = weakref.ref(array)
+        return array.data
+
+    def lends(self, memory: object) -> bool:
+        """Whether `memory` is what `lend` has returned."""
+        array: object = None if self._lent is None else self._lent()
+        return array is not None and isinstance(memory, memoryview) and memory.obj is array
+
+    def is_free(self) -> bool:
+        """No blob is in it, and nobody reads what was in it."""
+        if self.busy or (self._lent is not None and self._lent() is not None):
+            return False
+        if os.fstat(self.descriptor).st_nlink > 1:
+            return False
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        # A reader that comes from now on finds that no blob's name leads here.
+        fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+        return True
+
+    def was_removed(self) -> bool:
+        """Somebody has deleted its file: it takes memory and cannot be linked any more."""
+        return os.fstat(self.descriptor).st_nlink == 0
+
+    def close(self) -> None:
+        """Give it up. A blob that is in it stays until it is deleted."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+        os.close(self.descriptor)
+        self._mapping = None  # unmapped with the last view of it
+
+
+class Segments:
+    """The segments that this process owns in `folder`. Safe to share between threads."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._owned: list[Segment] = []
+
+    def take(self, size_bytes: int) -> Segment | None:
+        """A free segment of this size, busy from now on; None: there is none."""
+        with self._lock:
+            for segment in list(self._owned):
+                if segment.size_bytes == size_bytes and segment.is_free():
+                    if segment.was_removed():
+                        self._owned.remove(segment)
+                        segment.close()
+                    else:
+                        segment.busy = True
+                        return segment
+        return None
+
+    def create(self, size_bytes: int) -> Segment:
+        """A new segment, with all of its memory, busy from now on.
+
+        Raises:
+            OSError: no memory for it (ENOSPC and its like), or no folder.
+        """
+        path = f"{self._folder}/{SEGMENT}{os.getpid()}-{id(self)}-{next(self._numbers)}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        segment = Segment(path, os.open(path, flags, 0o600), size_bytes)
+        try:
+            os.posix_fallocate(segment.descriptor, 0, size_bytes)  # else a full file system is a SIGBUS later
+        except BaseException:
+            segment.close()
+            raise
+        with self._lock:
+            self._owned.append(segment)
+        return segment
+
+    def lender_of(self, memory: object) -> Segment | None:
+        """The segment whose memory this is."""
+        with self._lock:
+            return next((segment for segment in self._owned if segment.lends(memory)), None)
+
+    def drop(self, segment: Segment) -> None:
+        """Give up a segment that is busy."""
+        with self._lock:
+            self._owned.remove(segment)
+        segment.close()
+
+    def drop_free(self) -> None:
+        """Give up all that are free: their memory is needed."""
+        with self._lock:
+            free = [segment for segment in self._owned if segment.is_free()]
+            self._owned = [segment for segment in self._owned if segment not in free]
+        for segment in free:
+            segment.close()
+
+    def close(self) -> None:
+        """Give up all; the blobs in them stay."""
+        with self._lock:
+            owned, self._owned = self._owned, []
+        for segment in owned:
+            segment.close()
+
+
+class _Mapping:
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        self.descriptor = descriptor
+        self.memory = mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        self.readers = 0
+
+
+class Mappings:
+    """Segments of any process, mapped for reading; mapped once, however many blobs are in them one after the other.
+
+    Safe to share between threads.
+    """
+
+    def __init__(self) -> None:
+        # Reentrant: the end of a view is noticed wherever Python frees it.
+        self._lock = threading.RLock()
+        self._mapped: dict[tuple[int, int], _Mapping] = {}
+
+    def view(self, path: str) -> memoryview | None:
+        """The blob at `path`, read-only. It is not written over before the last view of it is gone.
+
+        None: it has been deleted or replaced meanwhile.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        with self._lock:
+            status = os.stat(path, follow_symlinks=False)
+            identity = (status.st_dev, status.st_ino)
+            mapping = self._mapped.pop(identity, None)
+            if mapping is None:
+                self._make_room()
+                mapping = _map(path, identity)
+                if mapping is None:
+                    return None
+            self._mapped[identity] = mapping  # the last one is the one used last
+            mapping.readers += 1
+            try:
+                fcntl.flock(mapping.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                status = os.stat(path, follow_symlinks=False)
+                if (status.st_dev, status.st_ino) == identity:
+                    array = np.frombuffer(mapping.memory, np.uint8)
+                    weakref.finalize(array, self._release, mapping).atexit = False
+                    return array.data
+            except BlockingIOError:
+                pass  # its owner is about to write
+            except BaseException:
+                self._release(mapping)
+                raise
+            self._release(mapping)
+            return None
+
+    def close(self) -> None:
+        """Forget all mappings; what is still read stays mapped."""
+        with self._lock:
+            for mapping in self._mapped.values():
+                _unmap(mapping)
+            self._mapped.clear()
+
+    def _release(self, mapping: _Mapping) -> None:
+        with self._lock:
+            mapping.readers -= 1
+            if not mapping.readers and mapping.descriptor >= 0:
+                fcntl.flock(mapping.descriptor, fcntl.LOCK_UN)
+
+    def _make_room(self) -> None:
+        unused = [identity for identity, mapping in self._mapped.items() if not mapping.readers]
+        surplus = len(self._mapped) + 1 - _MAPPINGS_KEPT
+        for number, identity in enumerate(unused):
+            if number < surplus or os.fstat(self._mapped[identity].descriptor).st_nlink == 0:
+                _unmap(self._mapped.pop(identity))
+
+
+def _map(path: str, identity: tuple[int, int]) -> _Mapping | None:
+    """None: `path` leads to another file now."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError as exc:
+        if exc.errno == errno.ELOOP:
+            return None
+        raise
+    try:
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) != identity or not status.st_size:
+            os.close(descriptor)
+            return None
+        return _Mapping(descriptor, status.st_size)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _unmap(mapping: _Mapping) -> None:
+    # The lock and the memory of one that is still read go with its mapping, which holds the open file.
+    os.close(mapping.descriptor)
+    mapping.descriptor = -1
