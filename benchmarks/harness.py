@@ -26,12 +26,12 @@ from doll.ledger.admission import AFTER_TERM_ENV, read_lineage
 from doll.local import processes
 from doll.local.forks import ForkServer, Role
 from doll.local.stack import Stack, local_stack
-from doll.producers.sender import SampleSender
 from doll.records import Finished, Update
 from doll.services import BLOBS_ENV
 from doll.storage.redis_client import connect_redis
 
 from benchmarks.data import records
+from benchmarks.intake import fill_topic
 
 _RUN_S = 180.0
 _NOTE_S = 0.2
@@ -183,13 +183,7 @@ class Bench:
         m = config.data.samples_per_record
         pool = make(_POOL_RECORDS)
         packs = [packing.pack(pool[at : at + m]) for at in range(0, len(pool), m)] if m > 1 else pool
-        sender = SampleSender(config, self.stack.services, self._say)
-        for number in range(-(-(samples - have) // m)):
-            for partition in range(config.data.workers):
-                sender.send(partition, packs[number % len(packs)], m, lambda: False)
-        sender.drain(lambda: False, 60.0)
-        if sender.counts.failed:
-            raise RuntimeError(f"{sender.counts.failed} samples could not be produced")
+        fill_topic(config, self.stack.services, packs, -(-(samples - have) // m))
         self._filled[config.job] = samples
 
     def learn(self, config: JobConfig, *, produce: bool = False, warm_s: float = WARM_S) -> LearningResult:

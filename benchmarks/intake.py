@@ -1,13 +1,99 @@
-"""A stand-in for the parameter server that only confirms: what a worker announces is durable at once.
+"""Intake of one worker: topics filled fast, and a stand-in for the parameter server that only confirms.
 
-With it, a real worker process shows how fast samples come through broker, Faust, batcher and decoder, no gradient.
+What a worker announces is durable at once. With that, a real worker process shows how fast samples come through broker,
+Faust, batcher and decoder, without gradients.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from doll import JsonTask
+from doll.config import JobConfig
+from doll.json_task import Columns
+from doll.kafka.clients import make_producer
+from doll.services import Services
+
+_FILL_RECORDS = 2000  # in one call of the client
+_QUEUE_KBYTES = 262_144
+_QUEUE_RECORDS = 1_000_000
+
+
+class Event(msgspec.Struct):
+    age: float
+    visits: int
+    spend: float
+    tenure: float
+    left: bool
+
+
+class Events(JsonTask):
+    """JSON of five fields: whether a customer leaves."""
+
+    record = Event
+    input_shape = (4,)
+    num_classes = 2
+
+    def build_model(self) -> Any:
+        import torch
+
+        return torch.nn.Linear(4, 2)
+
+    def samples(self, columns: Columns) -> tuple[Any, Any]:
+        numbers = [columns["age"] / 50, columns["visits"] / 10, np.log1p(columns["spend"]) / 5, columns["tenure"] / 5]
+        return np.stack(numbers, axis=1), columns["left"]
+
+
+def event_records(count: int) -> list[bytes]:
+    """Values of records for `Events`, about 80 bytes each."""
+    rng = random.Random(0)
+    return [
+        json.dumps(
+            {
+                "age": round(rng.uniform(18, 80), 1), "visits": rng.randint(0, 30),
+                "spend": round(rng.expovariate(1 / 80), 2), "tenure": rng.randint(0, 20), "left": rng.random() < 0.5,
+            }
+        ).encode()
+        for _ in range(count)
+    ]  # fmt: skip
+
+
+def fill_topic(config: JobConfig, services: Services, values: Sequence[bytes], records: int) -> None:
+    """Append so many records to each partition of the job's samples, `values` again and again.
+
+    Raises:
+        RuntimeError: Kafka did not take all of them.
+    """
+    producer = make_producer(
+        config, services, delivery_report_only_error=True, linger_ms=20, batch_size=1_000_000,
+        queue_buffering_max_kbytes=_QUEUE_KBYTES, queue_buffering_max_messages=_QUEUE_RECORDS,
+    )  # fmt: skip
+    refused: list[str] = []
+    largest = max(map(len, values))
+    room = min(_QUEUE_RECORDS, _QUEUE_KBYTES * 1024 // (largest + 100)) - _FILL_RECORDS  # records that may wait
+    messages = [{"value": value} for value in values]
+    sent = 0
+    while sent < records:
+        at = sent % len(messages)
+        chunk = messages[at : at + min(_FILL_RECORDS, records - sent)]
+        for partition in range(config.data.workers):
+            while len(producer) > room:
+                producer.poll(0.05)
+            producer.produce_batch(
+                config.topic("samples"), chunk, partition=partition, on_delivery=lambda err, _: refused.append(str(err))
+            )
+        producer.poll(0)
+        sent += len(chunk)
+    left = producer.flush(120.0)
+    if refused or left:
+        raise RuntimeError(f"{len(refused)} records were refused ({refused[:1]}), {left} are not delivered")
 
 
 def confirm_all(job_path: str, kafka: str, redis: str, out: str, batches: int) -> None:

@@ -25,6 +25,7 @@ from doll.records import Update
 from doll.theory.queueing import update_rate_per_s
 
 from benchmarks.harness import Bench, LearningResult, Usage, idle_share, image_records, job
+from benchmarks.intake import event_records
 
 BATCH = 256
 RESULTS = Path(__file__).parent / "results"
@@ -105,23 +106,34 @@ class Runner:
     # --- B
 
     def intake(self) -> None:
-        for packed in (1, 64):
-            samples = (40_000 if packed == 1 else 400_000) // (2 if self.args.quick else 1)
+        share = 4 if self.args.quick else 1
+        for packed, samples in ((1, 1_200_000 // share), (64, 4_000_000 // share)):
             stored = self.job_b(f"bench-stored-{packed}", packed, samples)
             self.bench.fill(stored, gaussian_records, samples)
             self.intake_of(stored, f"stored m={packed}", samples, produce=False)
-            # A new topic each time: the source goes on where the stream ends.
+            # A new topic each time: the source goes on where the stream ends. The source is slower than the worker.
+            samples //= 6
             live = self.job_b(f"bench-live-{packed}-{len(self.runs)}", packed, samples)
             self.intake_of(live, f"live m={packed}", samples, produce=True)
+        events = self.job_b("bench-stored-json", 1, 800_000 // share, task="benchmarks.intake:Events", args={})
+        self.bench.fill(events, event_records, 800_000 // share)
+        self.intake_of(events, "stored json", 800_000 // share, produce=False)
 
     def intake_of(self, config: JobConfig, name: str, samples: int, *, produce: bool) -> None:
         self.measure("B", name, lambda: (*self.bench.intake(config, samples // BATCH, produce=produce), {}))
 
-    def job_b(self, name: str, packed: int, samples: int) -> JobConfig:
+    def job_b(
+        self,
+        name: str,
+        packed: int,
+        samples: int,
+        task: str = "doll.tasks.synthetic:Gaussian",
+        args: dict[str, Any] | None = None,
+    ) -> JobConfig:
         return job(
             name,
-            task="doll.tasks.synthetic:Gaussian",
-            args={"features": 20},
+            task=task,
+            args={"features": 20} if args is None else args,
             data={"workers": 1, "batch_size": BATCH, "samples_per_record": packed},
             source={"kind": "synthetic", "features": 20, "limit_samples": samples},
             arrivals={"process": "asap"},
