@@ -11,7 +11,7 @@ FaultTarget = Literal["worker", "ps", "producer", "evaluator", "redis", "kafka",
 FaultAction = Literal[
     "kill", "freeze", "zombie", "preempt", "cut_kafka", "cut_redis", "poison", "truncate", "malformed_notice"
 ]  # fmt: skip
-Cut = Literal["silent", "reset"]
+Cut = Literal["silent", "reset", "removed"]
 
 # Share of the faults that do not wait for the recovery from the previous one.
 _OVERLAP_SHARE: Final = 0.2

@@ -1,17 +1,22 @@
-"""TCP relays on loopback between one process and one service, so that a drill can cut that connection only.
+"""Relays between one process and one service, so that a drill can cut that connection only.
 
-There are two kinds of cut. A `silent` one forwards and accepts nothing; data that was sent arrives after `restore`, as
-after a network partition, unless an end has timed out. A `reset` one resets open connections and every new one.
+They relay TCP on loopback (`TcpRelay`) or Unix sockets (`UnixRelay`). There are three kinds of cut. A `silent` one
+forwards and accepts nothing; data that was sent arrives after `restore`, as after a network partition, unless an end
+has timed out. A `reset` one resets open connections and every new one; a Unix socket has no reset, and is closed. A
+`removed` one, of Unix sockets only, resets open connections and takes the socket's file away until `restore`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import struct
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Coroutine
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
@@ -21,30 +26,41 @@ from doll.local.processes import LOOPBACK
 T = TypeVar("T")
 
 _CHUNK: Final = 1 << 18
+_BACKLOG: Final = 128
 _ANSWER_S: Final = 60.0  # the relays' thread answers within milliseconds, later on an overloaded machine
 _RESET_ON_CLOSE: Final = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: close() sends RST
 
 
-class Relay:
-    """One listening port and its target port. Call its methods from any thread but the relays' own.
+class Relay(ABC):
+    """One listening socket and its target. Call its methods from any thread but the relays' own.
 
     Attributes:
-        port: listening port on loopback, fixed until `close`.
-        target_port: target port on loopback; 0: not known yet, and connections are reset.
         cut: the kind of the current cut, if any.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, listening: socket.socket) -> None:
         self._loop = loop
-        self._socket = socket.create_server((LOOPBACK, 0), backlog=128)
+        self._socket = listening
         self._socket.setblocking(False)
         self._open = asyncio.Event()
         self._open.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._listening = loop.create_task(self._accept())
-        self.port = int(self._socket.getsockname()[1])
-        self.target_port = 0
         self.cut: Cut | None = None
+
+    @abstractmethod
+    def _target(self) -> tuple[socket.AddressFamily, Any] | None:
+        """Family and address of the service; None: not known yet."""
+
+    def _hide(self) -> None:
+        """
+        Raises:
+            ValueError: connections of this kind cannot be cut by the removal of a file.
+        """
+        raise ValueError(f"expected a silent cut or a reset of a {type(self).__name__}")
+
+    def _show(self) -> None:  # noqa: B027 - not every kind can be hidden
+        """Undo `_hide`, if it was called."""
 
     def start_cut(self, how: Cut) -> None:
         """Cut the connections until `restore`."""
@@ -58,6 +74,8 @@ class Relay:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(_ANSWER_S)
 
     async def _start_cut(self, how: Cut) -> None:
+        if how == "removed":
+            self._hide()
         self.cut = how
         if how == "silent":
             self._open.clear()
@@ -67,6 +85,7 @@ class Relay:
 
     async def _restore(self) -> None:
         self.cut = None
+        self._show()
         self._open.set()
 
     async def close(self) -> None:
@@ -83,21 +102,23 @@ class Relay:
             await self._open.wait()
             connection, _ = await self._loop.sock_accept(self._socket)
             await self._open.wait()
-            if self.cut == "reset" or not self.target_port:
+            target = self._target()
+            if self.cut is not None or target is None:
                 _reset(connection)
                 continue
-            task = self._loop.create_task(self._serve(connection))
+            task = self._loop.create_task(self._serve(connection, *target))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, near: socket.socket) -> None:
+    async def _serve(self, near: socket.socket, family: socket.AddressFamily, address: Any) -> None:
         near.setblocking(False)
-        far = socket.socket()
+        far = socket.socket(family)
         far.setblocking(False)
         try:
-            for end in (near, far):
-                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            await self._loop.sock_connect(far, (LOOPBACK, self.target_port))
+            if family == socket.AF_INET:
+                for end in (near, far):
+                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await self._loop.sock_connect(far, address)
             async with asyncio.TaskGroup() as directions:
                 directions.create_task(self._forward(near, far))
                 directions.create_task(self._forward(far, near))
@@ -117,6 +138,51 @@ class Relay:
         sink.shutdown(socket.SHUT_WR)
 
 
+class TcpRelay(Relay):
+    """From a port on loopback to another one.
+
+    Attributes:
+        port: listening port, fixed until `close`.
+        target_port: port of the service; 0: not known yet, and connections are reset.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop, socket.create_server((LOOPBACK, 0), backlog=_BACKLOG))
+        self.port = int(self._socket.getsockname()[1])
+        self.target_port = 0
+
+    def _target(self) -> tuple[socket.AddressFamily, Any] | None:
+        return (socket.AF_INET, (LOOPBACK, self.target_port)) if self.target_port else None
+
+
+class UnixRelay(Relay):
+    """From one Unix socket to another, which need not exist yet: connections are then closed.
+
+    Attributes:
+        path: of the listening socket. It is in a folder that only this user may enter.
+        target_path: of the service's socket.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, path: Path, target_path: Path) -> None:
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(path))
+        listening.listen(_BACKLOG)
+        super().__init__(loop, listening)
+        self.path = path
+        self.target_path = target_path
+        self._hidden = path.with_suffix(".removed")
+
+    def _target(self) -> tuple[socket.AddressFamily, Any] | None:
+        return socket.AF_UNIX, str(self.target_path)
+
+    def _hide(self) -> None:
+        os.rename(self.path, self._hidden)
+
+    def _show(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(self._hidden, self.path)
+
+
 class Relays:
     """All relays of a drill, served by one thread. Use it as a context manager."""
 
@@ -125,14 +191,25 @@ class Relays:
         self._thread = threading.Thread(target=self._loop.run_forever, name="relays", daemon=True)
         self._relays: list[Relay] = []
 
-    def open(self) -> Relay:
+    def open(self) -> TcpRelay:
         """A new relay; it resets connections until its `target_port` is set."""
 
-        async def make() -> Relay:
-            return Relay(self._loop)
+        async def make() -> TcpRelay:
+            return TcpRelay(self._loop)
 
-        self._relays.append(self._on_loop(make()))
-        return self._relays[-1]
+        relay = self._on_loop(make())
+        self._relays.append(relay)
+        return relay
+
+    def open_unix(self, path: Path, target_path: Path) -> UnixRelay:
+        """A new relay from `path`, which must not exist, to `target_path`."""
+
+        async def make() -> UnixRelay:
+            return UnixRelay(self._loop, path, target_path)
+
+        relay = self._on_loop(make())
+        self._relays.append(relay)
+        return relay
 
     def _on_loop(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_ANSWER_S)

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 from urllib.parse import urlsplit
 
-from doll.drill.relay import Relay, Relays
+from doll.drill.relay import Relays, TcpRelay
 from doll.local.processes import LOOPBACK
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class RoleRelays:
         self._roles = tuple(roles)
         self._brokers = brokers
         self._relays = Relays()
-        self._by_role: dict[tuple[str, Service], tuple[Relay, ...]] = {}
+        self._by_role: dict[tuple[str, Service], tuple[TcpRelay, ...]] = {}
 
     @property
     def advertised_ports(self) -> Sequence[Mapping[str, int]]:
@@ -55,7 +55,7 @@ class RoleRelays:
             redis = f"redis://{LOOPBACK}:{relay.port}/0"
         return replace(stack.services, kafka=kafka, redis=redis)
 
-    def to(self, role: str, service: Service) -> tuple[Relay, ...]:
+    def to(self, role: str, service: Service) -> tuple[TcpRelay, ...]:
         """The relays of `role` to `service`; for Kafka one per broker."""
         return self._by_role[role, service]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from doll.drill.relay import Relay, Relays
+from doll.drill.relay import Relays, TcpRelay
 from doll.local import kafka_jars
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.parametrize("cut", ["silent",
 
 
 @pytest.fixture(scope="module")
-def wired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalKafka, Relay]]:
+def wired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalKafka, TcpRelay]]:
     """A broker with a second way in, through a relay."""
     if (unavailable_reason := kafka_jars.unavailable_reason()) is not None:
         pytest.skip(f"no Kafka broker can be started: {unavailable_reason}")
@@ -31,24 +31,24 @@ def wired(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LocalKafka
 
 
 @pytest.fixture
-def services(wired: tuple[LocalKafka, Relay], redis_server: LocalRedis) -> Services:
+def services(wired: tuple[LocalKafka, TcpRelay], redis_server: LocalRedis) -> Services:
     """For everybody but the one."""
     return Services(wired[0].address, redis_server.address)
 
 
 @pytest.fixture
-def relay(wired: tuple[LocalKafka, Relay]) -> Iterator[Relay]:
+def relay(wired: tuple[LocalKafka, TcpRelay]) -> Iterator[TcpRelay]:
     yield wired[1]
     wired[1].restore()
 
 
-def through(relay: Relay, spec: RoleSpec) -> RoleSpec:
+def through(relay: TcpRelay, spec: RoleSpec) -> RoleSpec:
     job_path, _, *others = spec.args
     return dataclasses.replace(spec, args=[job_path, f"127.0.0.1:{relay.port}", *others])
 
 
 def test_a_worker_that_was_cut_off_for_longer_than_its_lease_comes_back(
-    make_pipeline: Any, relay: Relay, cut: Any
+    make_pipeline: Any, relay: TcpRelay, cut: Any
 ) -> None:
     job = make_pipeline("stop.updates=40", "worker.lease_s=3", "worker.stall_timeout_s=600")
     job.start_ps()
@@ -73,7 +73,7 @@ def test_a_worker_that_was_cut_off_for_longer_than_its_lease_comes_back(
 
 
 def test_a_leader_that_was_cut_off_ends_when_its_standby_has_taken_over(
-    make_pipeline: Any, relay: Relay, cut: Any
+    make_pipeline: Any, relay: TcpRelay, cut: Any
 ) -> None:
     """It was not away and it has nothing to save: it asks the store all the same, and becomes no second leader."""
     job = make_pipeline("stop.updates=40", "ps.lease_s=2")
