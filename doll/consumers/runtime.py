@@ -1,9 +1,9 @@
 """A worker's process without Faust: the tasks that connect protocol, stream, decoder, gradient engine and channel.
 
-The stream feeds `buffer` (Algorithm 1); `prepare` decodes and announces its batches; `read_commands` and `compute`
-(Algorithm 2) answer grants. Batches are decoded (`Decoder`) and gradients computed (`GradientEngine`) elsewhere, so the
-event loop stays free for heartbeats. Offsets are acknowledged in order and only when the parameter server reports them
-durable.
+The stream feeds `buffer` (Algorithm 1); `prepare` has its batches decoded, `announce` announces them; `read_commands`
+and `compute` (Algorithm 2) answer grants. Batches are decoded (`Decoder`) and gradients computed (`GradientEngine`)
+elsewhere, so the event loop stays free for heartbeats. Offsets are acknowledged in order and only when the parameter
+server reports them durable.
 """
 
 from __future__ import annotations
@@ -131,6 +131,8 @@ class WorkerRuntime:
         self.exit = ProcessExit(config.worker.drain_s, flush=lambda: channel.flush(1.0), stop=self._stop)
         self.deleted_records = DeletedRecords(config, core, batcher, channel, self.exit)
         self._commands: asyncio.Queue[Commands] = asyncio.Queue()
+        self._decoding: asyncio.Queue[tuple[RawBatch[bytes | None], asyncio.Future[Decoded]]] = asyncio.Queue()
+        self._num_decoding = 0  # with the one that `announce` waits for
         self._orders: asyncio.Queue[Compute] = asyncio.Queue()
         self._room = asyncio.Event()
 
@@ -141,26 +143,45 @@ class WorkerRuntime:
 
     def tasks(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         """Coroutines that run beside the stream, until the end."""
-        return [self.read_commands, self.prepare, *[self.compute] * self._engine.depth, self.tick, self.watch]
+        answer = [self.compute] * self._engine.depth
+        return [self.read_commands, self.prepare, self.announce, *answer, self.tick, self.watch]
 
     # --- Algorithm 1 ------------------------------------------------------------------------------------------------
 
     async def prepare(self) -> None:
-        """Decode and announce batches while the core has room; resume the stream when few are left."""
-        core, buffer = self._core, self.buffer
+        """Have batches decoded while the core has room; resume the stream when few are left."""
+        buffer = self.buffer
         while True:
             await buffer.wait()
-            while not core.has_room or core.draining:
+            while not self._may_decode:
                 self._room.clear()
                 await self._room.wait()
             raw = buffer.take()
             if buffer.is_half_empty:
                 self.stream.resume()
+            self._num_decoding += 1
+            future = asyncio.wrap_future(self._decoder.decode(Records(raw.offsets, raw.values)))
+            raw.values = []  # the decoder has them
+            self._decoding.put_nowait((raw, future))
+
+    @property
+    def _may_decode(self) -> bool:
+        core = self._core
+        held = core.retained + self._num_decoding
+        return held < core.max_pending and self._num_decoding < self._decoder.depth and not core.draining
+
+    async def announce(self) -> None:
+        """Give the core what is decoded, in order."""
+        core = self._core
+        while True:
+            raw, future = await self._decoding.get()
             try:
-                decoded = await asyncio.wrap_future(self._decoder.decode(Records(raw.offsets, raw.values)))
+                decoded = await future
             except ServiceUnavailableError as exc:  # Kafka does not take a dead letter
                 self.exit.request(1, str(exc))
                 return
+            self._num_decoding -= 1
+            self._room.set()
             core.next_offset = raw.hi
             self._do(core.batch_ready(_batch(raw, decoded)))
             self.stall_watch.samples_at_s = time.monotonic()
@@ -278,7 +299,7 @@ class WorkerRuntime:
             self._heartbeat.beat("kafka")
             next_offset = self.buffer.batcher.next_offset
             unread = watch.unread(next_offset, high)
-            self._core.lag = unread + len(self.buffer) * self._config.data.records_per_batch
+            self._core.lag = unread + (len(self.buffer) + self._num_decoding) * self._config.data.records_per_batch
             watch.observe(
                 unread=unread, is_waiting=not self._core.has_room or self._core.draining,
                 next_command=self._next_command, commands_high=commands_high, now=now,

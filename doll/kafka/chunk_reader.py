@@ -115,8 +115,7 @@ class ChunkReader:
         self._untaken = 0
         self._durable = -1
         # Of the thread alone:
-        self._committed = -1
-        self._committing: int | None = None
+        self._committed = self._asked = -1
         self._commit_at_s = 0.0
         self._chunk_records = 16  # at first: records may be large
         self._deliver: Callable[[Delivery], object]
@@ -250,22 +249,24 @@ class ChunkReader:
     # --- commits ----------------------------------------------------------------------------------------------------
 
     def _commit_if_due(self) -> None:
-        """Start a commit where there is something new and none is under way. The next one is at least a second away."""
+        """Start a commit where there is something new, at most one a second. A pause does not wait for the answer."""
         now = time.monotonic()
         durable = self._durable
-        if self._committing is None and durable > self._committed and now >= self._commit_at_s:
+        if durable > self._asked and now >= self._commit_at_s:
             self._commit_at_s = now + _COMMIT_EVERY_S
-            self._committing = durable
+            self._asked = durable
             self._consumer.commit(offsets=[_TopicPartition(*self._partition, durable)], asynchronous=True)
 
     def _on_commit(self, error: Any, partitions: list[Any]) -> None:
         """In the thread, while it polls. What failed is tried again, with what is durable by then."""
-        if error is None and self._committing is not None and all(partition.error is None for partition in partitions):
-            self._committed = self._committing
-        self._committing = None
+        if error is None and all(partition.error is None for partition in partitions):
+            self._committed = max(self._committed, *(partition.offset for partition in partitions))
+        else:
+            self._asked = self._committed
 
     def _commit_last(self) -> None:
         self._consumer.unassign()
+        self._commit_at_s = 0.0
         deadline_s = time.monotonic() + _LAST_COMMIT_S
         while self._committed < self._durable and (left_s := deadline_s - time.monotonic()) > 0:
             self._commit_if_due()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pytest
 from doll.config import parse
 from doll.consumers import exits, runtime
+from doll.consumers.decoder import Decoder
 from doll.consumers.decoding import Decoded, Records, Refused
 from doll.consumers.departure import Departure
 from doll.consumers.runtime import WorkerRuntime
@@ -32,10 +36,29 @@ def decode_records(records: Records) -> Decoded:
     return Decoded(zeros, np.zeros(len(usable), np.int64), np.array(usable, np.int64), refused)
 
 
+@dataclass
+class SlowDecoder:
+    """Decodes when the test says so."""
+
+    depth: int = 2
+    waiting: deque[tuple[Records, Future[Decoded]]] = field(default_factory=deque)
+
+    def decode(self, records: Records) -> Future[Decoded]:
+        self.waiting.append((records, Future()))
+        return self.waiting[-1][1]
+
+    def finish(self) -> None:
+        records, future = self.waiting.popleft()
+        future.set_result(decode_records(records))
+
+    def close(self) -> None:
+        pass
+
+
 class Rig:
     """Worker 1 from batch 5 on (offset 110): two records a batch, at most four batches that are not durable."""
 
-    def __init__(self, *overrides: str, depth: int = 1) -> None:
+    def __init__(self, *overrides: str, depth: int = 1, decoder: Decoder | None = None) -> None:
         self.config = parse(JOB, ["worker.max_pending_batches=4", *overrides])
         self.channel, self.stream = FakeChannel(), FakeStream()
         self.engine = FakeEngine(depth)
@@ -43,8 +66,9 @@ class Rig:
         self.departure = Departure(end_within=lambda seconds, code: None)
         self.heartbeat = Heartbeat("worker-1")
         self.runtime = WorkerRuntime(
-            self.config, core=self.core, channel=self.channel, decoder=FakeDecoder(decode_records), engine=self.engine,
-            commands_offset=50, departure=self.departure, heartbeat=self.heartbeat,
+            self.config, core=self.core, channel=self.channel, commands_offset=50,
+            decoder=decoder or FakeDecoder(decode_records), engine=self.engine, departure=self.departure,
+            heartbeat=self.heartbeat,
         )  # fmt: skip
         self.runtime.stream = self.stream
 
@@ -80,8 +104,10 @@ async def start() -> AsyncIterator[Callable[..., Rig]]:
     """Make a rig and run its tasks, except those named, until the test's end."""
     tasks: list[asyncio.Task[None]] = []
 
-    def make(*overrides: str, depth: int = 1, without: tuple[str, ...] = ("tick", "watch")) -> Rig:
-        rig = Rig(*overrides, depth=depth)
+    def make(
+        *overrides: str, depth: int = 1, decoder: Decoder | None = None, without: tuple[str, ...] = ("tick", "watch")
+    ) -> Rig:
+        rig = Rig(*overrides, depth=depth, decoder=decoder)
         tasks.extend(asyncio.ensure_future(task()) for task in rig.runtime.tasks() if task.__name__ not in without)
         return rig
 
@@ -117,6 +143,41 @@ async def test_no_more_is_decoded_than_the_core_has_room_for(start: Callable[...
     rig.channel.command(Durable(term=3, worker=1, until=6))
     await rig.until(lambda: len(rig.runtime.buffer) == 1)
     assert rig.stream.acknowledged == [112]
+
+
+async def test_batches_are_decoded_side_by_side_and_announced_in_order(start: Callable[..., Rig]) -> None:
+    decoder = SlowDecoder()
+    rig = start(decoder=decoder)
+    for value in (b"a", b"b", b"c"):
+        rig.feed(value, value)
+    await rig.until(lambda: len(decoder.waiting) == 2)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert [records.values for records, _ in decoder.waiting] == [[b"a", b"a"], [b"b", b"b"]]
+    assert [records.offsets for records, _ in decoder.waiting] == [range(110, 112), range(112, 114)]
+    first, second = decoder.waiting
+    second[1].set_result(decode_records(second[0]))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (rig.channel.sent, rig.core.retained) == ([], 0)  # the one before is not there
+    first[1].set_result(decode_records(first[0]))
+    await rig.until(lambda: rig.core.retained == 2)
+    assert [record.first for record in rig.channel.of(Announce)] == [5, 6]
+    await rig.until(lambda: len(decoder.waiting) == 3)
+
+
+async def test_what_is_being_decoded_takes_room_too(start: Callable[..., Rig]) -> None:
+    decoder = SlowDecoder()
+    rig = start(decoder=decoder)  # at most four that are not durable
+    for _ in range(6):
+        rig.feed(b"x", b"x")
+    for held in range(3):
+        await rig.until(lambda: decoder.waiting)
+        decoder.finish()
+        await rig.until(lambda held=held: rig.core.retained == held + 1)  # type: ignore[misc]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert (rig.core.retained, len(decoder.waiting), len(rig.runtime.buffer)) == (3, 1, 2)
 
 
 async def test_the_stream_pauses_when_the_buffer_is_full_and_resumes_when_it_is_half_empty(
