@@ -13,6 +13,7 @@ checksum in the fingerprint tells whether all have the same (docs/architecture.m
 from __future__ import annotations
 
 import zlib
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,9 @@ from doll.config import JobConfig
 from doll.errors import ConfigError
 from doll.fingerprint import make_fingerprint
 from doll.task import Task
+
+
+MAX_MODEL_BYTES: Final = 499_000_000  # one blob, header included, is at most 500 MB (`doll.storage.blobs`)
 
 
 class FlatModel:
@@ -125,7 +129,7 @@ def build(config: JobConfig, task: Task) -> FlatModel:
     """The task's model, the same in every process of the job: the seed is set before it is built.
 
     Raises:
-        ConfigError: the task's `build_model` fails, or its model cannot be trained here.
+        ConfigError: the task's `build_model` fails, or its model cannot be trained here or is too large.
     """
     torch.manual_seed(config.seed)
     try:
@@ -134,6 +138,17 @@ def build(config: JobConfig, task: Task) -> FlatModel:
         raise ConfigError(f"{config.task.cls}.build_model() failed: {type(exc).__name__}: {exc}") from exc
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"{config.task.cls}.build_model(): expected a torch.nn.Module, got {type(module).__name__}")
+    size_bytes = sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in (*module.parameters(), *module.buffers())
+        if tensor.requires_grad or not isinstance(tensor, torch.nn.Parameter)
+    )
+    if size_bytes > MAX_MODEL_BYTES:
+        raise ConfigError(
+            f"{config.task.cls}.build_model(): expected at most {MAX_MODEL_BYTES / 1e6:.0f} MB of trainable parameters "
+            f"and buffers (Redis takes no more in one value), got {size_bytes / 1e6:.0f} MB: freeze a part of it "
+            "(requires_grad_(False)), or train a smaller one"
+        )
     return FlatModel(module)
 
 

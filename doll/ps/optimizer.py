@@ -221,10 +221,8 @@ def _is_power_of_two(number: float) -> bool:
 
 def _tensor(gradient: npt.NDArray[np.float32]) -> torch.Tensor:
     # A blob's view is read-only, which torch warns about; it is only read here.
-    return torch.frombuffer(gradient.data, dtype=torch.float32) if gradient.flags.writeable else _read_only(gradient)
-
-
-def _read_only(gradient: npt.NDArray[np.float32]) -> torch.Tensor:
+    if gradient.flags.writeable:
+        return torch.from_numpy(gradient)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.from_numpy(gradient)

@@ -168,8 +168,10 @@ class ShmBlobs:
             if segment is None:
                 raise OSError(errno.ENOSPC, "no shared memory")
             try:
-                os.lseek(segment.descriptor, 0, os.SEEK_SET)
-                _write_all(segment.descriptor, parts)
+                if segment.is_new:
+                    _write_all(segment.descriptor, parts)
+                else:
+                    segment.write(parts)
                 self._link(segment, key, ttl_s)
             except BaseException:
                 self._segments.drop(segment)

