@@ -25,7 +25,6 @@ from doll.errors import ConfigError
 from doll.fingerprint import make_fingerprint
 from doll.task import Task
 
-
 MAX_MODEL_BYTES: Final = 499_000_000  # one blob, header included, is at most 500 MB (`doll.storage.blobs`)
 
 
