@@ -212,7 +212,7 @@ def test_garbage_on_the_control_topics_is_counted_and_refused(points: Any) -> No
     refused = job.counters()
     assert refused["refused_record"] == len(forged_events)
     assert refused["refused_unknown_worker"] == 3
-    assert refused["refused_fenced"] == 4
+    assert refused["refused_fenced"] == 5
     assert refused["refused_evaluated"] == 1
     for n in (0, 1):
         assert job.log(f"worker-{n}").count("record_refused") == len(forged_events) - 1
