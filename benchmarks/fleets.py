@@ -83,6 +83,8 @@ class Row:
     update_ms: float  # of the server's process, per update
     latency_p50_ms: float  # from the first grant of a group to the new weights
     latency_p99_ms: float
+    set_size: float  # batches per push
+    workers_per_update: float
     joined_s: float  # from the start signal to the last Welcome
     first_update_s: float  # from the start signal
     faults: dict[str, float] = field(default_factory=dict)
@@ -292,13 +294,17 @@ def _row(
     updates_per_s = (len(updates) - 1) / seconds
     per_batch = {name: 1e3 * cpu_s / usage.seconds / batches_per_s for name, cpu_s in usage.cpu_s.items()}
     latencies = sorted(1e3 * update.grant_to_update_s for update in updates)
+    members = [member for update in updates for member in update.members]
+    pushes = len({(update.term, member.set_grant_id) for update in updates for member in update.members})
+    workers_per_update = statistics.mean(len({member.worker for member in update.members}) for update in updates)
     cores = os.cpu_count() or 1
     return Row(
         fleet, batches_per_s, updates_per_s, fleet.offered, *clock,
         cores_busy=sum(usage.cpu_s.values()) / usage.seconds / cores, others=usage.others, cpu_ms=per_batch,
         loop_ms=1e3 * clock[0] / batches_per_s, update_ms=per_batch["ps"] * batches_per_s / updates_per_s,
         latency_p50_ms=statistics.median(latencies), latency_p99_ms=latencies[int(0.99 * (len(latencies) - 1))],
-        joined_s=joined_s, first_update_s=first_update_s, faults=faults,
+        set_size=len(members) / pushes, workers_per_update=workers_per_update, joined_s=joined_s,
+        first_update_s=first_update_s, faults=faults,
     )  # fmt: skip
 
 
@@ -313,7 +319,7 @@ def show(rows: Sequence[Row]) -> None:
     table = Table(title="Fleets: rates per second; processor milliseconds per batch; shares")
     left = ("N", "policy", "control, blobs")
     columns = ("compute", "batches", "of offered", "updates", "p50", "p99", "server", "(loop)", "Kafka", "Redis",
-               "stubs", "per update", "loop busy", "cores busy", "others", "joined")  # fmt: skip
+               "stubs", "set", "workers", "per update", "loop busy", "cores busy", "others", "joined")  # fmt: skip
     for column in (*left, *columns):
         table.add_column(column, justify="left" if column in left else "right")
     for row in rows:
@@ -323,6 +329,7 @@ def show(rows: Sequence[Row]) -> None:
             f"{1e3 * row.fleet.compute_s:.0f} ms", f"{row.batches_per_s:,.0f}",
             f"{row.batches_per_s / row.offered_per_s:.2f}", f"{row.updates_per_s:.2f}", f"{row.latency_p50_ms:.0f} ms",
             f"{row.latency_p99_ms:.0f} ms", cpu["ps"], f"{row.loop_ms:.2f}", cpu["kafka"], cpu["redis"], cpu["stubs"],
+            f"{row.set_size:.1f}", f"{row.workers_per_update:.0f}",
             f"{row.update_ms:.1f}", f"{row.loop_busy:.0%}", f"{row.cores_busy:.0%}", f"{row.others:.0%}",
             f"{row.joined_s:.1f} s",
         )  # fmt: skip

@@ -44,6 +44,9 @@ class MemoryBlobs:
         data, expires_s = self._held.get(key, (None, 0.0))
         return data if expires_s > self._clock() else None
 
+    def prefetch(self, keys: Sequence[str]) -> None:
+        """Nothing: they are in memory."""
+
     def delete(self, *keys: str) -> None:
         self._fail()
         for key in keys:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -29,6 +29,8 @@ from doll.storage.blobs import (
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
+
+_PREFETCH_BYTES: Final = 16 << 20  # that are held for the gradients of one poll before they are added
 
 _LARGE_BYTES: Final = 1 << 20
 
@@ -72,6 +74,11 @@ class LocalModelHost:
             self._blobs.delete(order.key)
             self._deleted.add(order.key)
         return FetchOutcome(GradientFetched(grant_id=order.grant_id), blob)
+
+    def prefetch(self, keys: Sequence[str]) -> None:
+        count = min(len(keys), _PREFETCH_BYTES // (HEADER_BYTES + 4 * self.num_values))
+        if count > 1:
+            self._blobs.prefetch(keys[:count])
 
     def apply(self, update: ApplyUpdate) -> int:
         memory = self._unpublished if self._may_rewrite else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Sequence
 from types import FrameType
 from typing import Final
 
@@ -63,8 +64,10 @@ def serve(
             _check_fencing(server, paused_s=now - looped_s, lease_s=lease_s)
             checked_s = now
         looped_s = now
-        for value in values:
-            _feed(server, value)
+        events = _decode(server, values)
+        server.prefetch(events)
+        for event in events:
+            server.feed(event)
         if signals.end_job:
             server.feed(ev.StopRequested(reason="interrupted"))
         if signals.leave:
@@ -87,17 +90,20 @@ def deliver(channel: KafkaChannel, signals: Signals, heartbeat: Heartbeat) -> No
         warned = True
 
 
-def _feed(server: ParameterServer, value: bytes | None) -> None:
-    """One record of `events`; what does not belong there is counted and refused."""
-    try:
-        record = decode(value)
-        if not isinstance(record, _EVENT_RECORDS):
-            raise RecordError(f"{type(record).__name__} does not belong on this topic")
-    except RecordError as exc:
-        server.engine.counters["refused_record"] += 1
-        log.warning("record_refused", topic="events", reason=str(exc))
-        return
-    server.feed(record)
+def _decode(server: ParameterServer, values: Sequence[bytes | None]) -> list[ev.Event]:
+    """Records of `events`; what does not belong there is counted and refused."""
+    events: list[ev.Event] = []
+    for value in values:
+        try:
+            record = decode(value)
+            if not isinstance(record, _EVENT_RECORDS):
+                raise RecordError(f"{type(record).__name__} does not belong on this topic")
+        except RecordError as exc:
+            server.engine.counters["refused_record"] += 1
+            log.warning("record_refused", topic="events", reason=str(exc))
+            continue
+        events.append(record)
+    return events
 
 
 def _check_fencing(server: ParameterServer, *, paused_s: float, lease_s: float) -> None:

@@ -6,6 +6,7 @@ a slice of the flat vector, is another adapter: it passes every call on to its s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy.typing as npt
@@ -41,6 +42,9 @@ class ModelHost(HoldsTensors, Protocol):
     def fetch(self, order: FetchGradient) -> FetchOutcome:
         """Get this gradient and keep it until its update. A torn, foreign or missing one is reported as lost."""
         ...
+
+    def prefetch(self, keys: Sequence[str]) -> None:
+        """A hint: gradients under these keys will probably be fetched now."""
 
     def apply(self, update: ApplyUpdate) -> int:
         """Make the version of `update` from its gradients, and delete their blobs; how many samples it learned from.

@@ -56,6 +56,9 @@ class Blobs(Protocol):
     def get(self, key: str) -> Buffer | None:
         """What is under `key`; None where nothing is (any more)."""
 
+    def prefetch(self, keys: Sequence[str]) -> None:
+        """A hint: `get` of these keys follows. A store that is far away reads them in one round trip."""
+
     def delete(self, *keys: str) -> None:
         """Delete `keys`; a key that is not there is no error."""
 

@@ -124,6 +124,9 @@ class ShmBlobs:
         except FileNotFoundError:
             return self._fallback.get(key)
 
+    def prefetch(self, keys: Sequence[str]) -> None:
+        """Nothing: they are in memory."""
+
     def delete(self, *keys: str) -> None:
         """Delete `keys`. May be repeated. The memory is free when nobody reads it any more."""
         if elsewhere := [key for key in keys if not self._unlink(key)]:

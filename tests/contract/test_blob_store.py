@@ -560,3 +560,35 @@ def test_readers_beside_a_writer_never_see_bytes_change(tmp_path: Path) -> None:
         writer.wait()
     assert read > 0
     assert len({path.stat().st_ino for path in folder.iterdir()}) < 12
+
+
+def test_what_is_read_ahead_is_returned_once_and_forgotten_when_it_changes(own_redis: LocalRedis) -> None:
+    store = RedisBlobs(client_of(own_redis))
+    keys = [f"k{n}" for n in range(40)]
+    values = {key: bytes([n]) * (n * n * 50) for n, key in enumerate(keys)}  # 0 to 76,050 bytes: several in one packet
+    for key, value in values.items():
+        store.put(key, [value], 60)
+    del values["k3"], values["k7"]
+    store.delete("k3", "k7")
+    store.prefetch(keys)
+    store.put("k9", [b"new"], 60)
+    store.delete("k11")
+    own_redis.kill()
+    own_redis.start()
+    expected = {**values, "k9": None, "k11": None, "k3": None, "k7": None}  # Redis has lost everything
+    read = {key: store.get(key) for key in keys}
+    assert {key: None if value is None else bytes(value) for key, value in read.items()} == expected
+    assert store.get("k1") is None
+
+
+def test_what_was_read_ahead_and_not_asked_for_is_dropped(own_redis: LocalRedis) -> None:
+    store = RedisBlobs(client_of(own_redis))
+    store.put("a", [b"1"], 60)
+    store.put("b", [b"2"], 60)
+    store.prefetch(["a", "b"])
+    store.prefetch(["b"])
+    own_redis.kill()
+    store.prefetch(["b"])  # a hint: it does not wait
+    own_redis.start()
+    assert store.get("a") is None
+    assert store.get("b") is None

@@ -53,9 +53,13 @@ class Server:
         self.engine = Engine()
         self.turns = turns
         self.fed: list[Any] = []
+        self.prefetched: list[list[Any]] = []
         self.saved = 0
         self.checked = 0
         self.store_error: Exception | None = None
+
+    def prefetch(self, events: list[Any]) -> None:
+        self.prefetched.append(events)
 
     def feed(self, event: Any) -> None:
         self.fed.append(event)
@@ -103,6 +107,7 @@ def test_records_reach_the_server_in_order_until_it_has_finished(rig: Rig) -> No
     rig.channel.values.extend([[encode(joins[0]), encode(joins[1])], [], [encode(joins[2])], [encode(joins[0])]])
     rig.serve()
     assert rig.server.fed == joins
+    assert [events for events in rig.server.prefetched if events] == [joins[:2], joins[2:]]
     assert rig.server.saved == 0
 
 

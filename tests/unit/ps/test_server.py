@@ -22,6 +22,7 @@ from doll.ps.optimizer import DivergedError, Optimizer
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
 from doll.records import (
+    Alive,
     Announce,
     AnyRecord,
     Durable,
@@ -296,6 +297,18 @@ def test_what_a_checkpoint_holds_is_one_moment_also_when_learning_goes_on(rig: R
         assert held.tensors["weights"].tobytes() == weights.tobytes()
         assert decode_snapshot(held).applied == (1, 1)
     assert decode_snapshot(held).version == held.version
+
+
+def test_only_gradients_that_this_server_may_want_are_read_ahead(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    hints: list[list[str]] = []
+    monkeypatch.setattr(rig.blobs, "prefetch", lambda keys: hints.append(list(keys)))
+    for worker in (0, 1):
+        rig.announce(worker, 0, 1)
+    first, second = (answer(grant, grant.term, f"g{grant.worker}", n_samples=4) for grant in rig.grants())
+    empty, foreign = msgspec.structs.replace(second, key=""), msgspec.structs.replace(second, term=second.term + 1)
+    rig.server.prefetch([first, Alive(worker=0, session=first.session), empty, foreign, second])
+    rig.server.prefetch([first, empty, foreign])  # one is read when it is fed
+    assert hints == [["g0", "g1"]]
 
 
 def test_a_lost_gradient_is_computed_again(rig: Rig) -> None:
