@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import psutil
 from doll import config as jobfile
@@ -30,8 +30,10 @@ from doll.records import Finished, Update
 from doll.services import BLOBS_ENV
 from doll.storage.redis_client import connect_redis
 
+from benchmarks import probes
 from benchmarks.data import records
 from benchmarks.intake import fill_topic
+from benchmarks.shares import GradientRow, Hops, gradient_share, hops
 
 _RUN_S = 180.0
 _NOTE_S = 0.2
@@ -59,6 +61,29 @@ class LearningResult:
     samples_per_s: float
     updates: list[Update]  # the steady ones
     usage: Usage
+    share: float  # of the cores: CPU time of gradients
+    hops: Hops
+
+
+class ReferenceResult(NamedTuple):
+    """One run of a reference program."""
+
+    samples_per_s: float
+    usage: Usage
+    share: float  # as of `LearningResult`
+
+
+class Observer(Protocol):
+    """Looks at the processes of a DOLL run in its steady state."""
+
+    def begin(self, processes: Mapping[int, str]) -> None:
+        """Names of the processes by their id; the steady state begins."""
+
+    def note(self) -> None:
+        """Called about five times a second, until the end."""
+
+    def end(self) -> None:
+        """The run ends; its processes are still there."""
 
 
 class Bench:
@@ -132,40 +157,45 @@ class Bench:
 
     # --- reference programs
 
-    def bare(self, small: bool, seconds: float, *, tuned: bool = True) -> tuple[float, Usage]:
-        """Samples/s of 2 independent loops; not `tuned`: with the default malloc settings."""
+    def bare(self, small: bool, seconds: float, *, tuned: bool = True) -> ReferenceResult:
+        """2 independent loops; not `tuned`: with the default malloc settings."""
         start_s = time.monotonic() + 1.5
-        outs = [self.out("bare") for _ in range(2)]
-        usage = self.run_roles(
-            [
-                (f"bare-{rank}", "benchmarks.references:bare_loop", [out, small, rank, start_s, seconds, tuned])
-                for rank, out in enumerate(outs)
-            ]
-        )
-        return sum(map(_rate, outs)), usage
+        return self._reference("bare", lambda out, rank: [out, small, rank, start_s, seconds, tuned], "bare_loop")
 
-    def ddp(self, small: bool, group_size: int, updates: int) -> tuple[float, Usage]:
-        """Samples/s of torch's DistributedDataParallel over gloo, 2 processes."""
-        port, outs = processes.free_port(), [self.out("ddp") for _ in range(2)]
-        usage = self.run_roles(
-            [
-                (f"ddp-{rank}", "benchmarks.references:ddp", [out, small, rank, group_size, updates, 3, port])
-                for rank, out in enumerate(outs)
-            ]
-        )
-        return sum(map(_rate, outs)), usage
+    def barrier(self, small: bool, group_size: int, updates: int) -> ReferenceResult:
+        """2 bare loops that meet after each group."""
+        pipes = [str(self.folder / f"{self._run_number:04d}-pipe-{rank}") for rank in range(2)]
+        for pipe in pipes:
+            os.mkfifo(pipe)
+        return self._reference("barrier", lambda out, rank: [out, small, rank, group_size, updates, 3, pipes])
 
-    def redis_ps(self, small: bool, group_size: int, updates: int) -> tuple[float, Usage]:
-        """Samples/s of the bare Redis parameter server with 2 workers."""
+    def ddp(self, small: bool, group_size: int, updates: int) -> ReferenceResult:
+        """torch's DistributedDataParallel over gloo, 2 processes."""
+        port = processes.free_port()
+        return self._reference("ddp", lambda out, rank: [out, small, rank, group_size, updates, 3, port])
+
+    def _reference(self, name: str, args: Callable[[str, int], list[Any]], target: str = "") -> ReferenceResult:
+        """2 processes, each with its own result."""
+        outs = [self.out(name) for _ in range(2)]
+        target = f"benchmarks.references:{target or name}"
+        usage = self.run_roles([(f"{name}-{rank}", target, args(out, rank)) for rank, out in enumerate(outs)])
+        results = [_result(out) for out in outs]
+        shares = [gradient_share([result["gradients"]], result["first_s"], result["last_s"]) for result in results]
+        return ReferenceResult(sum(map(_rate, results)), usage, sum(shares) / len(shares))
+
+    def redis_ps(self, small: bool, group_size: int, updates: int) -> ReferenceResult:
+        """The bare Redis parameter server with 2 workers."""
         self.flush_redis()
         out, url = self.out("redis-ps"), self.stack.services.redis
+        outs = [self.out("redis-worker") for _ in range(2)]
         server = ("bareps", "benchmarks.references:redis_server", [out, small, url, group_size, updates, 3])
         workers = [
-            (f"bareworker-{rank}", "benchmarks.references:redis_worker", [small, url, rank, group_size])
-            for rank in range(2)
+            (f"bareworker-{rank}", "benchmarks.references:redis_worker", [worker_out, small, url, rank, group_size])
+            for rank, worker_out in enumerate(outs)
         ]
         usage = self.run_roles([server, *workers])
-        return _rate(out), usage
+        result, logs = _result(out), [_result(worker_out)["gradients"] for worker_out in outs]
+        return ReferenceResult(_rate(result), usage, gradient_share(logs, result["first_s"], result["last_s"]))
 
     def flush_redis(self) -> None:
         client = connect_redis(self.stack.services)
@@ -186,7 +216,9 @@ class Bench:
         fill_topic(config, self.stack.services, packs, -(-(samples - have) // m))
         self._filled[config.job] = samples
 
-    def learn(self, config: JobConfig, *, produce: bool = False, warm_s: float = WARM_S) -> LearningResult:
+    def learn(
+        self, config: JobConfig, *, produce: bool = False, warm_s: float = WARM_S, observer: Observer | None = None
+    ) -> LearningResult:
         """Run the job's parameter server and workers until its stop rule; `produce` starts its source too.
 
         Runs of one job name use the same topics, with separate checkpoint folders: each begins at the first sample.
@@ -196,31 +228,41 @@ class Bench:
         run = Path(self.out(config.job)).with_suffix("")
         run.mkdir()
         args = self._write_job(config, run)
+        messages, *logs = (str(run / f"log-{number}.json") for number in range(1 + config.data.workers))
         roles = []
         fresh = {AFTER_TERM_ENV: str(read_lineage(config, self.stack.services).newest_term)}
         with Tail(config, self.stack.services, (config.topic("updates"),)) as tail:
-            roles.append(self.start("ps", "doll.run.roles:ps_role", args, fresh))
+            roles.append(self.start("ps", "benchmarks.probes:ps_role", [messages, *args], fresh))
             roles += [
-                self.start(f"worker-{n}", "doll.run.roles:worker_role", [*args, n], fresh)
-                for n in range(config.data.workers)
+                self.start(f"worker-{n}", "benchmarks.probes:worker_role", [log, *args, n], fresh)
+                for n, log in enumerate(logs)
             ]
             try:
                 if produce:
                     time.sleep(3.0)  # as `doll up`, which waits for the workers
                     roles.append(self.start("producer", "doll.run.roles:producer_role", args))
-                updates, usage = self._collect(tail, config, roles, warm_s)
+                updates, usage = self._collect(tail, config, roles, warm_s, observer)
                 for role in roles:
                     if role.name != "producer":
                         role.wait(10.0)
             finally:
                 for role in roles:
                     role.kill()
-        shutil.rmtree(run, ignore_errors=True)
         first, last = updates[0], updates[-1]
-        rate = (last.samples_total - first.samples_total) / (last.time_s - first.time_s)
-        return LearningResult(rate, updates[1:], usage)
+        gradients: list[list[GradientRow]] = [probes.read(log) for log in logs]
+        result = LearningResult(
+            samples_per_s=(last.samples_total - first.samples_total) / (last.time_s - first.time_s),
+            updates=updates[1:],
+            usage=usage,
+            share=gradient_share(gradients, first.time_s, last.time_s),
+            hops=hops(probes.read(messages), gradients, first.time_s, last.time_s),
+        )
+        shutil.rmtree(run, ignore_errors=True)
+        return result
 
-    def _collect(self, tail: Tail, config: JobConfig, roles: list[Role], warm_s: float) -> tuple[list[Update], Usage]:
+    def _collect(
+        self, tail: Tail, config: JobConfig, roles: list[Role], warm_s: float, observer: Observer | None
+    ) -> tuple[list[Update], Usage]:
         updates: list[Update] = []
         sampler = CpuSampler(self._names)
         warm = False
@@ -233,12 +275,19 @@ class Bench:
                     case Update():
                         updates.append(entry.record)
                     case Finished():
+                        if observer is not None and warm:
+                            observer.end()
                         steady = [update for update in updates if update.time_s >= updates[0].time_s + warm_s]
                         if len(steady) < 3:
                             raise RuntimeError(f"only {len(steady)} updates after {warm_s} s: run for longer")
                         return steady, sampler.read()
             if updates and not warm and updates[-1].time_s >= updates[0].time_s + warm_s:
                 warm, sampler = True, CpuSampler(self._names)
+                if observer is not None:
+                    pids = {role.pid: role.name for role in roles}
+                    observer.begin({**self._names, **pids, os.getpid(): "bench"})
+            if observer is not None and warm:
+                observer.note()
             for role in roles:
                 if role.poll() not in (None, 0):
                     raise RuntimeError(f"{role.name} ended with {role.exitcode}:\n{processes.tail(role.log_path, 40)}")
@@ -322,6 +371,10 @@ def image_records(count: int) -> list[bytes]:
     return records(count, seed=1)
 
 
-def _rate(out: str) -> float:
-    result = json.loads(Path(out).read_text(encoding="utf-8"))
+def _result(out: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(Path(out).read_text(encoding="utf-8"))
+    return result
+
+
+def _rate(result: dict[str, Any]) -> float:
     return float(result["samples"] / (result["last_s"] - result["first_s"]))

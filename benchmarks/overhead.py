@@ -6,7 +6,6 @@ The same job with everything as a user gets it, and with checkpoints off, in tur
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
@@ -21,7 +20,8 @@ from doll.errors import DollError
 from doll.local import processes
 
 from benchmarks.harness import Bench, image_records, job
-from benchmarks.pipeline import BATCH, EMNIST, MODELS, PACKING, RESULTS, Runner
+from benchmarks.pipeline import BATCH, EMNIST, MODELS, PACKING, Measured, Runner
+from benchmarks.results import keep
 
 TARGET_RATIO = 0.95
 GROUP_SIZE = 8
@@ -54,7 +54,7 @@ def measure(runner: Runner, model: str, seconds: float) -> None:
     """One pair of runs, each learning for about `seconds`; which comes first alternates."""
     bench = runner.bench
     if model not in runner.rates:
-        runner.rates[model] = bench.bare(MODELS[model], 3.0)[0]
+        runner.rates[model] = bench.bare(MODELS[model], 3.0).samples_per_s
     # The rate of bare loops is never reached: a run lasts somewhat longer. 3 s go by before its steady state.
     updates = max(12, round(runner.rates[model] * (seconds + 3.0) / (GROUP_SIZE * BATCH)))
     configs = {name: job_of(model, updates, checkpoints=name == "on") for name in ("on", "off")}
@@ -63,9 +63,9 @@ def measure(runner: Runner, model: str, seconds: float) -> None:
     pairs = len([run for run in runner.runs if run["name"] == f"{model} on"])
     for name in ("on", "off") if pairs % 2 == 0 else ("off", "on"):
 
-        def learn(config: JobConfig = configs[name]) -> tuple[float, Any, dict[str, Any]]:
+        def learn(config: JobConfig = configs[name]) -> Measured:
             learned = bench.learn(config)
-            return learned.samples_per_s, learned.usage, {"updates": len(learned.updates)}
+            return Measured(learned.samples_per_s, learned.usage, {"updates": len(learned.updates)})
 
         runner.measure("F", f"{model} {name}", learn)
 
@@ -121,10 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     failed, runs = _run(args, say)
     rows = summarize(runs)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"overhead-{began:%Y%m%d-%H%M%S}.json"
     facts = {"began": began.isoformat(timespec="seconds"), "cores": os.cpu_count(), "batch_size": BATCH}
-    path.write_text(json.dumps({**facts, "rows": rows, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+    path = keep(f"overhead-{began:%Y%m%d-%H%M%S}", {**facts, "rows": rows, "runs": runs})
     show(rows)
     print(f"written: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
     return 1 if failed else 0

@@ -7,15 +7,14 @@ the parameter server; D latency of an update; E update rate against theory. See 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from doll.config import JobConfig
@@ -24,17 +23,31 @@ from doll.monitor.rates import steady_update_rate
 from doll.records import Update
 from doll.theory.queueing import update_rate_per_s
 
-from benchmarks.harness import Bench, LearningResult, Usage, idle_share, image_records, job
+from benchmarks import report
+from benchmarks.arrivals import arrivals_between
+from benchmarks.harness import Bench, LearningResult, ReferenceResult, Usage, idle_share, image_records, job
 from benchmarks.intake import event_records
+from benchmarks.results import keep
+from benchmarks.shares import is_steady, percentile
 
 BATCH = 256
-RESULTS = Path(__file__).parent / "results"
 EMNIST = "doll.tasks.emnist:Emnist"
 # Packed as streams of about these rates would be; docs/benchmarks.md has the cost of unpacked records.
 PACKING = {"cnn": 16, "small": 32}
 MODELS = {"cnn": False, "small": True}
-TARGET_RATIOS = {("cnn", 8): 0.95, ("small", 8): 0.90}
 GROUP_SIZES = (2, 8)
+CHANNELS = ("auto", "kafka", "redis", "local")
+_WARM_RUNS = 6  # at most
+_RATE_WARM_S = 15.0  # section E: what came while the workers joined is learned by then
+
+
+@dataclass
+class Measured:
+    """One run: its figure, what it used, and what else is kept of it."""
+
+    value: float
+    usage: Usage
+    more: dict[str, Any] = field(default_factory=dict)
 
 
 class Runner:
@@ -47,20 +60,40 @@ class Runner:
         self.runs: list[dict[str, Any]] = []
         self.rates: dict[str, float] = {}  # samples/s of the bare loops, to size the other runs
 
-    def measure(self, section: str, name: str, call: Callable[[], tuple[float, Usage, dict[str, Any]]]) -> float:
+    def measure(self, section: str, name: str, call: Callable[[], Measured]) -> float:
         """Measure when the machine is idle, or after `--wait-s` in any case; return the result."""
         waited_s = time.monotonic()
         while (idle := idle_share()) < 0.85 and time.monotonic() - waited_s < self.args.wait_s:
             pass
-        value, usage, more = call()
+        measured = call()
+        value, usage = measured.value, measured.usage
         self.runs.append(
             {
                 "section": section, "name": name, "value": value, "idle_before": idle, "others": usage.others,
-                "seconds": usage.seconds, "cpu_s": usage.cpu_s, **more,
+                "seconds": usage.seconds, "cpu_s": usage.cpu_s, **measured.more,
             }
         )  # fmt: skip
-        self.say(f"{section} {name}: {value:,.1f} (others used {usage.others:.0%} of the machine)")
+        share = f", share {measured.more['share']:.3f}" if "share" in measured.more else ""
+        self.say(f"{section} {name}: {value:,.1f}{share} (others used {usage.others:.0%} of the machine)")
         return value
+
+    def warm(self) -> None:
+        """Run each model for nothing, the small one until the broker's CPU time per update is steady.
+
+        A broker whose Java code is not compiled yet uses nearly twice the CPU time of a warm one.
+        """
+        cost_s: list[float] = []
+        while not is_steady(cost_s) and len(cost_s) < _WARM_RUNS:
+            learned = self._learn("small", GROUP_SIZES[0], 250)
+            cost_s.append(learned.usage.cpu_s.get("kafka", 0.0) / len(learned.updates))
+            self.say(f"warming: the broker used {1e3 * cost_s[-1]:.1f} ms per update")
+        self._learn("cnn", GROUP_SIZES[-1], 12)
+
+    def _learn(self, model: str, group_size: int, updates: int) -> LearningResult:
+        config = self.job_a(model, group_size, updates)
+        samples = updates * group_size * BATCH // 2
+        self.bench.fill(config, image_records, samples + (config.worker.max_pending_batches + 8) * BATCH)
+        return self.bench.learn(config)
 
     # --- A, C, D
 
@@ -68,27 +101,37 @@ class Runner:
         small, seconds = MODELS[model], self.args.seconds
         name = f"{model} K={group_size}"
 
-        def bare() -> tuple[float, Usage, dict[str, Any]]:
-            return (*self.bench.bare(small, seconds), {})
+        def reference(row: str, call: Callable[[], ReferenceResult]) -> float:
+            def measured() -> Measured:
+                result = call()
+                return Measured(result.samples_per_s, result.usage, {"share": result.share})
 
-        rate = self.measure("A", f"{name} bare", bare)
+            return self.measure("A", f"{name} {row}", measured)
+
+        rate = reference("bare", lambda: self.bench.bare(small, seconds))
         # Each of the others learns for about as long as the bare loops did.
         updates = max(10, round(rate * seconds / (group_size * BATCH)))
 
-        def doll() -> tuple[float, Usage, dict[str, Any]]:
-            config = self.job_a(model, group_size, round(updates * (1 + 3.0 / seconds)))
-            samples = config.stop.updates * group_size * BATCH // 2  # type: ignore[operator]
-            self.bench.fill(config, image_records, samples + (config.worker.max_pending_batches + 8) * BATCH)
-            learned = self.bench.learn(config)
-            return learned.samples_per_s, learned.usage, _anatomy(learned)
+        def doll() -> Measured:
+            learned = self._learn(model, group_size, round(updates * (1 + 3.0 / seconds)))
+            return Measured(learned.samples_per_s, learned.usage, _anatomy(learned))
 
         self.measure("A", f"{name} doll", doll)
         # Once more: a shared machine changes its speed by a third within a minute, and DOLL is set beside both.
-        self.measure("A", f"{name} bare", bare)
-        if group_size == GROUP_SIZES[0]:
-            self.measure("A", f"{name} stock", lambda: (*self.bench.bare(small, seconds, tuned=False), {}))
-        self.measure("A", f"{name} ddp", lambda: (*self.bench.ddp(small, group_size, updates), {}))
-        self.measure("A", f"{name} redis", lambda: (*self.bench.redis_ps(small, group_size, updates), {}))
+        reference("bare", lambda: self.bench.bare(small, seconds))
+        reference("barrier", lambda: self.bench.barrier(small, group_size, updates))
+        reference("ddp", lambda: self.bench.ddp(small, group_size, updates))
+        reference("redis", lambda: self.bench.redis_ps(small, group_size, updates))
+
+    def stock(self, model: str) -> None:
+        """Bare loops with the default malloc settings; in the rows of the smallest K."""
+        name = f"{model} K={GROUP_SIZES[0]} stock"
+
+        def measured() -> Measured:
+            result = self.bench.bare(MODELS[model], self.args.seconds, tuned=False)
+            return Measured(result.samples_per_s, result.usage, {"share": result.share})
+
+        self.measure("A", name, measured)
 
     def job_a(self, model: str, group_size: int, updates: int) -> JobConfig:
         return job(
@@ -101,6 +144,7 @@ class Runner:
                 "optimizer": {"name": "sgd", "lr": 0.01},
             },
             stop={"updates": updates},
+            **({"control": {"kind": self.args.channel}} if self.args.channel else {}),
         )
 
     # --- B
@@ -120,7 +164,7 @@ class Runner:
         self.intake_of(events, "stored json", 800_000 // share, produce=False)
 
     def intake_of(self, config: JobConfig, name: str, samples: int, *, produce: bool) -> None:
-        self.measure("B", name, lambda: (*self.bench.intake(config, samples // BATCH, produce=produce), {}))
+        self.measure("B", name, lambda: Measured(*self.bench.intake(config, samples // BATCH, produce=produce)))
 
     def job_b(
         self,
@@ -143,26 +187,40 @@ class Runner:
     # --- E
 
     def update_rate(self) -> None:
-        rate_per_s, batch, group = 400.0, 32, 4
-        seconds = 20.0 if self.args.quick else 60.0
-        predicted = update_rate_per_s(2 * rate_per_s, group, batch)
+        """8 workers at 200 samples/s each: 192,000 arrivals in 120 s, a standard error of 0.23 %."""
+        workers, rate_per_s, batch, group = 8, 200.0, 32, 8
+        seconds = 20.0 if self.args.quick else 120.0
+        predicted = update_rate_per_s(workers * rate_per_s, group, batch)
         config = job(
             f"bench-rate-{len(self.runs)}",
             task="doll.tasks.digits:Digits",
-            data={"workers": 2, "batch_size": batch},
+            data={"workers": workers, "batch_size": batch},
             source={"kind": "digits"},
             arrivals={"process": "poisson", "rate_per_s": rate_per_s},
             training={"policy": {"name": "doll", "group_size": group}},
-            stop={"updates": round(predicted * seconds)},
+            stop={"updates": round(predicted * (seconds + _RATE_WARM_S))},
             seed=len(self.runs),
         )
+        sent: dict[str, float] = {}
 
-        def learn() -> tuple[float, Usage, dict[str, Any]]:
-            learned = self.bench.learn(config, produce=True)
-            measured = steady_update_rate([update.time_s for update in learned.updates], 0.0, 0.0)
-            return measured / predicted, learned.usage, {"predicted": predicted, "measured": measured}
+        def learn() -> Measured:
+            learned = self.bench.learn(config, produce=True, warm_s=_RATE_WARM_S)
+            times_s = [update.time_s for update in learned.updates]
+            measured = steady_update_rate(times_s, 0.0, 0.0)
+            arrivals = arrivals_between(config, self.bench.stack.services, times_s[0], times_s[-1])
+            arrivals_per_s = arrivals / (times_s[-1] - times_s[0])
+            sent["ratio"] = measured / update_rate_per_s(arrivals_per_s, group, batch)
+            more = {
+                "predicted": predicted,
+                "measured": measured,
+                "arrivals": arrivals,
+                "arrivals_per_s": arrivals_per_s,
+            }
+            return Measured(measured / predicted, learned.usage, more)
 
         self.measure("E", "update rate / prediction", learn)
+        last = self.runs[-1]
+        self.runs.append({**last, "name": "update rate / prediction for the arrivals sent", "value": sent["ratio"]})
 
 
 def gaussian_records(count: int) -> list[bytes]:
@@ -174,31 +232,32 @@ def gaussian_records(count: int) -> list[bytes]:
 
 
 def _anatomy(learned: LearningResult) -> dict[str, Any]:
-    """What the update records say of one run (sections C and D); times in milliseconds."""
+    """What the records and the processes of one run say (sections C and D); times in milliseconds."""
     updates = learned.updates
     members = [member for update in updates for member in update.members]
     grant_to_update_s = sorted(update.grant_to_update_s for update in updates)
-    hops = [
-        member.grant_to_push_s - member.compute_s - member.fetch_s - member.store_s
-        for update in updates
-        for member in _first_of_each_worker(update)
-    ]
+    to_gradient_s, to_push_s = learned.hops
     return {
         "updates": len(updates),
+        "share": learned.share,
         "apply_share": sum(u.apply_s for u in updates) / sum(m.compute_s for m in members),
         "apply_ms": _median_ms([update.apply_s for update in updates]),
         "compute_ms": _median_ms([member.compute_s for member in members]),
         "fetch_ms": _median_ms([m.fetch_s for u in updates for m in _first_of_each_worker(u)]),
-        "store_ms": _median_ms([member.store_s for member in members]),
-        "hop_ms": _median_ms(hops),
-        "grant_to_update_p50_ms": _percentile_ms(grant_to_update_s, 0.50),
-        "grant_to_update_p99_ms": _percentile_ms(grant_to_update_s, 0.99),
+        "store_ms": _median_ms([m.store_s for u in updates for m in _first_of_each_worker(u)]),
+        "hops": len(to_gradient_s),
+        "grant_to_gradient_p50_ms": 1e3 * percentile(to_gradient_s, 0.50),
+        "grant_to_gradient_p99_ms": 1e3 * percentile(to_gradient_s, 0.99),
+        "gradient_to_push_p50_ms": 1e3 * percentile(to_push_s, 0.50),
+        "gradient_to_push_p99_ms": 1e3 * percentile(to_push_s, 0.99),
+        "grant_to_update_p50_ms": 1e3 * percentile(grant_to_update_s, 0.50),
+        "grant_to_update_p99_ms": 1e3 * percentile(grant_to_update_s, 0.99),
         "period_ms": 1e3 * (updates[-1].time_s - updates[0].time_s) / (len(updates) - 1),
     }
 
 
 def _first_of_each_worker(update: Update) -> list[Any]:
-    """A worker computes its batches of one group one after the other: only the first one's grant is not a queue."""
+    """The batches of a worker's set share one fetch and one store, which its first batch has."""
     first: dict[int, Any] = {}
     for member in update.members:
         if member.worker not in first or member.batch < first[member.worker].batch:
@@ -210,104 +269,24 @@ def _median_ms(values: Sequence[float]) -> float:
     return 1e3 * statistics.median(values)
 
 
-def _percentile_ms(values: Sequence[float], share: float) -> float:
-    return 1e3 * values[min(len(values) - 1, int(share * len(values)))]
-
-
-# --- report
-
-
-def summarize(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per measurement: median, range, and where there is one the ratio to the bare loops of its repetition."""
-    rows: list[dict[str, Any]] = []
-    for section, name in dict.fromkeys((run["section"], run["name"]) for run in runs):
-        mine = [run for run in runs if (run["section"], run["name"]) == (section, name)]
-        row: dict[str, Any] = {
-            "section": section, "name": name, "n": len(mine), **_spread([run["value"] for run in mine]),
-            "others": statistics.median(run["others"] for run in mine),
-        }  # fmt: skip
-        if section == "A" and not name.endswith("bare"):
-            bare = [run["value"] for run in runs if run["name"] == name.rsplit(" ", 1)[0] + " bare"]
-            # Two of each repetition, around the row that the goals are for.
-            bases = [statistics.mean(bare[i : i + 2]) for i in range(0, len(bare), 2)]
-            row["ratio"] = _spread([run["value"] / base for run, base in zip(mine, bases, strict=False)])
-        for key in mine[0].keys() & _ANATOMY:
-            row[key] = statistics.median(run[key] for run in mine)
-        row["goal"], row["met"] = _goal(row)
-        rows.append(row)
-    return rows
-
-
-_ANATOMY = {
-    "apply_share", "apply_ms", "compute_ms", "fetch_ms", "store_ms", "hop_ms", "grant_to_update_p50_ms",
-    "grant_to_update_p99_ms", "period_ms",
-}  # fmt: skip
-
-
-def _goal(row: dict[str, Any]) -> tuple[str, bool | None]:
-    match row["section"], row["name"].split():
-        case "A", [model, group, "doll"] if (goal := TARGET_RATIOS.get((model, int(group[2:])))) is not None:
-            return f">= {goal:.2f} of bare", row["ratio"]["median"] >= goal
-        case "B", [_, "m=64"]:
-            return ">= 50,000/s", row["median"] >= 50_000
-        case "E", _:
-            return "1 +- 0.05", abs(row["median"] - 1) <= 0.05
-    return "", None
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    table = Table(title="A throughput, B intake (samples/s), E update rate / prediction: median (lowest to highest)")
-    for column in ("", "what", "n", "figure", "range", "ratio to bare", "range", "others", "goal", "met"):
-        table.add_column(column, justify="left" if column in ("", "what", "goal") else "right")
-    for row in rows:
-        digits = 3 if row["section"] == "E" else 0
-        ratio = row.get("ratio")
-        table.add_row(
-            row["section"], row["name"], str(row["n"]),
-            f"{row['median']:,.{digits}f}", f"{row['low']:,.{digits}f} to {row['high']:,.{digits}f}",
-            f"{ratio['median']:.3f}" if ratio else "", f"{ratio['low']:.3f} to {ratio['high']:.3f}" if ratio else "",
-            f"{row['others']:.0%}", row["goal"], {True: "yes", False: "NO", None: ""}[row["met"]],
-        )  # fmt: skip
-    console.print(table)
-    rows = [row for row in rows if "apply_share" in row]
-    if not rows:
-        return
-    table = Table(title="C parameter server, D latency: medians, milliseconds (goal for C: below 5 %)")
-    labels = {
-        "apply_share": "C apply / compute", "apply_ms": "apply", "compute_ms": "compute", "fetch_ms": "fetch weights",
-        "store_ms": "store gradient", "hop_ms": "D hops", "grant_to_update_p50_ms": "D grant to update p50",
-        "grant_to_update_p99_ms": "p99", "period_ms": "period",
-    }  # fmt: skip
-    for column in ("what", *labels.values()):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for row in rows:
-        cells = [f"{row[key]:.1%}" if key == "apply_share" else f"{row[key]:.1f}" for key in labels]
-        table.add_row(row["name"], *cells)
-    console.print(table)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="2 repetitions of short runs (about 5 minutes)")
+    parser.add_argument("--quick", action="store_true", help="2 repetitions of short runs (about 8 minutes)")
     parser.add_argument("--repetitions", type=int, help="default 5; 2 with --quick")
-    parser.add_argument("--seconds", type=float, help="of each run in section A; default 10; 6 with --quick")
+    parser.add_argument("--seconds", type=float, help="of each run in section A; default 6; 4 with --quick")
     parser.add_argument("--wait-s", type=float, default=20.0, help="longest wait for an idle machine before each run")
     parser.add_argument("--only", default="A,B,E", help="sections, from A (with C and D), B, E; default all")
     parser.add_argument("--models", default="cnn,small", help="of section A; default both")
-    args = parser.parse_args(argv)
+    parser.add_argument("--channel", choices=CHANNELS, help="`control.kind` of section A; default: the job file's")
+    parser.add_argument("--cold", action="store_true", help="do not warm the broker before the first repetition")
+    parser.add_argument("--docs", action="store_true", help="put the tables into docs/benchmarks.md")
+    given = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(given)
     repetitions = args.repetitions or (2 if args.quick else 5)
-    args.seconds = args.seconds or (6.0 if args.quick else 10.0)
+    args.seconds = args.seconds or (4.0 if args.quick else 6.0)
     sections = set(args.only.upper().replace("C", "A").replace("D", "A").split(","))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything started here is ended
-    began = datetime.now()
+    began, load = datetime.now(), os.getloadavg()[0]
 
     def say(text: str) -> None:
         print(f"{datetime.now():%H:%M:%S} {text}", file=sys.stderr, flush=True)
@@ -316,27 +295,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Bench(say) as bench:
         runner = Runner(bench, args, say)
         try:
+            if "A" in sections and not args.cold:
+                runner.warm()
             for repetition in range(repetitions):
                 say(f"repetition {repetition + 1} of {repetitions}; load {os.getloadavg()[0]:.1f}")
-                if "A" in sections:
-                    for model in args.models.split(","):
-                        for group_size in GROUP_SIZES:
-                            runner.throughput(model, group_size)
-                if "B" in sections:
-                    runner.intake()
-                if "E" in sections and repetition < 2:  # its error is the stream's, not the machine's
-                    runner.update_rate()
+                _repeat(runner, repetition, sections, args.models.split(","))
         except (KeyboardInterrupt, RuntimeError, DollError) as exc:
             failed = True
             say(f"{type(exc).__name__} {exc}: the figures so far")
-        rows = summarize(runner.runs)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{began:%Y%m%d-%H%M%S}.json"
-    facts = {"began": began.isoformat(timespec="seconds"), "cores": os.cpu_count(), "batch_size": BATCH}
-    path.write_text(json.dumps({**facts, "rows": rows, "runs": runner.runs}, indent=1) + "\n", encoding="utf-8")
-    show(rows)
-    print(f"written: {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}")
+    facts = {
+        "began": began.isoformat(timespec="seconds"), "took_s": round((datetime.now() - began).total_seconds()),
+        "cores": os.cpu_count(), "load_before": round(load, 2), "batch_size": BATCH, "repetitions": repetitions,
+        "seconds": args.seconds, "channel": args.channel or "", "command": " ".join([parser.prog, *given]),
+    }  # fmt: skip
+    path = keep(f"{began:%Y%m%d-%H%M%S}", {**facts, "rows": report.summarize(runner.runs), "runs": runner.runs})
+    print(report.show(path))
+    if args.docs and not failed:
+        report.write_docs(path)
     return 1 if failed else 0
+
+
+def _repeat(runner: Runner, repetition: int, sections: set[str], models: Sequence[str]) -> None:
+    if "A" in sections:
+        for model in models:
+            for group_size in GROUP_SIZES:
+                runner.throughput(model, group_size)
+            if repetition == 0:
+                runner.stock(model)
+    if "B" in sections and repetition < 3:
+        runner.intake()
+    if "E" in sections and repetition == 0:  # its error is the stream's, not the machine's
+        runner.update_rate()
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 All learn the same model from the same batches (uint8, in memory) with one thread per process, and run as processes
 forked from one that has torch loaded, as DOLL's own do. Each function here is the target of such a process; it writes
-`{"first_s": ..., "last_s": ..., "samples": ...}` (monotonic times of the measured part) to `out`.
+`{"first_s": ..., "last_s": ..., "samples": ..., "gradients": [...]}` to `out`: the measured part in seconds of
+`time.time()`, and the rows of `benchmarks.probes.GradientClock`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.data import batches
+from benchmarks.probes import GradientClock
 
 BATCH_SIZE = 256
 LEARNING_RATE = 0.01
@@ -26,16 +28,42 @@ def bare_loop(out: str, small: bool, rank: int, start_s: float, seconds: float, 
 
     `tuned`: malloc keeps freed memory, as in DOLL's workers and all other reference programs; else the default.
     """
-    step, pool = _local_step(small, rank, tuned)
+    clock = GradientClock()
+    step, pool = _local_step(small, rank, clock, tuned)
     for x, y in pool[:2]:
         step(x, y)
     time.sleep(max(0.0, start_s - time.monotonic()))
-    first_s, samples = time.monotonic(), 0
-    while time.monotonic() - first_s < seconds:
+    first_s, samples = time.time(), 0
+    while time.time() - first_s < seconds:
         x, y = pool[samples // BATCH_SIZE % _POOL]
         step(x, y)
         samples += BATCH_SIZE
-    _write(out, first_s, time.monotonic(), samples)
+    _write(out, first_s, time.time(), samples, clock)
+
+
+def barrier(
+    out: str, small: bool, rank: int, group_size: int, updates: int, warm_updates: int, pipes: tuple[str, str]
+) -> None:
+    """One of 2 bare loops that meet after K / 2 batches each and exchange nothing: the bound for an exact system.
+
+    Meeting costs a byte written to the other's pipe and one read from the own; who waits uses no CPU.
+
+    Args:
+        pipes: named pipes that exist, of rank 0 and 1.
+    """
+    clock = GradientClock()
+    step, pool = _local_step(small, rank, clock)
+    own, other = (os.open(pipes[place], os.O_RDWR) for place in (rank, 1 - rank))  # read-write: opening does not block
+    first_s, at = 0.0, 0
+    for update in range(warm_updates + updates):
+        if update == warm_updates:
+            first_s = time.time()
+        for _ in range(group_size // 2):
+            step(*pool[at % _POOL])
+            at += 1
+        os.write(other, b".")
+        os.read(own, 1)
+    _write(out, first_s, time.time(), updates * (group_size // 2) * BATCH_SIZE, clock)
 
 
 def ddp(out: str, small: bool, rank: int, group_size: int, updates: int, warm_updates: int, port: int) -> None:
@@ -49,22 +77,24 @@ def ddp(out: str, small: bool, rank: int, group_size: int, updates: int, warm_up
     distributed.init_process_group("gloo", rank=rank, world_size=2)
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    clock = GradientClock()
+    backward = clock.timed(_backward)
     per_rank = group_size // 2
     first_s, at = 0.0, 0
     for update in range(warm_updates + updates):
         if update == warm_updates:
-            first_s = time.monotonic()
+            first_s = time.time()
         for place in range(per_rank):
             x, y = pool[at % _POOL]
             at += 1
             if place < per_rank - 1:
                 with parallel.no_sync():
-                    _backward(task, parallel, x, y, per_rank)
+                    backward(task, parallel, x, y, per_rank)
             else:
-                _backward(task, parallel, x, y, per_rank)
+                backward(task, parallel, x, y, per_rank)
         optimizer.step()
         optimizer.zero_grad()
-    _write(out, first_s, time.monotonic(), updates * per_rank * BATCH_SIZE)
+    _write(out, first_s, time.time(), updates * per_rank * BATCH_SIZE, clock)
     distributed.destroy_process_group()
 
 
@@ -81,7 +111,7 @@ def redis_server(out: str, small: bool, redis_url: str, group_size: int, updates
     first_s = 0.0
     for update in range(warm_updates + updates):
         if update == warm_updates:
-            first_s = time.monotonic()
+            first_s = time.time()
         client.set("bare:w", memoryview(parameter.detach().numpy()).cast("B"))
         for rank in range(2):
             client.rpush(f"bare:go:{rank}", update)
@@ -94,27 +124,33 @@ def redis_server(out: str, small: bool, redis_url: str, group_size: int, updates
         optimizer.step()
     for rank in range(2):
         client.rpush(f"bare:go:{rank}", -1)
-    _write(out, first_s, time.monotonic(), updates * group_size * BATCH_SIZE)
+    _write(out, first_s, time.time(), updates * group_size * BATCH_SIZE, GradientClock())
 
 
-def redis_worker(small: bool, redis_url: str, rank: int, group_size: int) -> None:
-    """A worker of `redis_server`: K / 2 batches on the weights, their gradient sum back under a key (claim check)."""
+def redis_worker(out: str, small: bool, redis_url: str, rank: int, group_size: int) -> None:
+    """A worker of `redis_server`: K / 2 batches on the weights, their gradient sum back under a key (claim check).
+
+    In its result only the gradients count: the server measures the time and the samples.
+    """
     import numpy as np
     import torch
 
     task, model, pool = _task_model_pool(small, rank)
     client = _redis(redis_url)
+    clock = GradientClock()
+    backward = clock.timed(_backward)
     at = 0
     while int(client.blpop([f"bare:go:{rank}"], timeout=_REDIS_WAIT_S)[1]) >= 0:
         weights = torch.from_numpy(np.frombuffer(client.get("bare:w"), np.float32).copy())
         torch.nn.utils.vector_to_parameters(weights, model.parameters())
         for _ in range(group_size // 2):
-            _backward(task, model, *pool[at % _POOL], 1)
+            backward(task, model, *pool[at % _POOL], 1)
             at += 1
         gradient = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
         client.set(f"bare:g:{rank}", memoryview(gradient.numpy()).cast("B"))
         client.rpush("bare:done", f"bare:g:{rank}")
         model.zero_grad()
+    _write(out, 0.0, 0.0, 0, clock)
 
 
 def _task_model_pool(small: bool, rank: int, tuned: bool = True) -> tuple[Any, Any, list[Any]]:
@@ -130,14 +166,15 @@ def _task_model_pool(small: bool, rank: int, tuned: bool = True) -> tuple[Any, A
     return task, task.build_model().train(), batches(_POOL, BATCH_SIZE, rank)
 
 
-def _local_step(small: bool, rank: int, tuned: bool) -> tuple[Any, list[Any]]:
+def _local_step(small: bool, rank: int, clock: GradientClock, tuned: bool = True) -> tuple[Any, list[Any]]:
     import torch
 
     task, model, pool = _task_model_pool(small, rank, tuned)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    backward = clock.timed(_backward)
 
     def step(x: Any, y: Any) -> None:
-        _backward(task, model, x, y, 1)
+        backward(task, model, x, y, 1)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -157,5 +194,6 @@ def _redis(url: str) -> Any:
     return redis.Redis.from_url(url, socket_timeout=2 * _REDIS_WAIT_S)
 
 
-def _write(out: str, first_s: float, last_s: float, samples: int) -> None:
-    Path(out).write_text(json.dumps({"first_s": first_s, "last_s": last_s, "samples": samples}), encoding="utf-8")
+def _write(out: str, first_s: float, last_s: float, samples: int, clock: GradientClock) -> None:
+    result = {"first_s": first_s, "last_s": last_s, "samples": samples, "gradients": clock.rows}
+    Path(out).write_text(json.dumps(result), encoding="utf-8")

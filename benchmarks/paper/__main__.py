@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.paper import harness
+from benchmarks.results import DOCS, update_section
 
 # In the order of the document.
 SCRIPTS = ("rates", "theorem1", "convergence", "planning", "replacement", "fig3", "fig3b", "fig4", "fig5", "table2")
@@ -40,9 +41,8 @@ _LONGEST_FIRST = (
     "rates",
     "convergence",
 )
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 _PICTURES = ("fig3", "fig3b", "fig4", "table2")
-_BEGIN, _END = "<!-- paper: begin, written by `make paper` -->", "<!-- paper: end -->"
+MARK, COMMAND = "paper", "make paper"
 
 
 def run_all(names: Sequence[str], folder: Path, quick: bool, processes: int, console: Console) -> list[dict[str, Any]]:
@@ -89,19 +89,6 @@ def markdown(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def update_section(document: Path, text: str) -> None:
-    """Replace the text between the marks of `document`.
-
-    Raises:
-        ValueError: the marks are missing.
-    """
-    before, begin, rest = document.read_text(encoding="utf-8").partition(_BEGIN)
-    _, end, after = rest.partition(_END)
-    if not begin or not end:
-        raise ValueError(f"{document}: expected the marks {_BEGIN!r} and {_END!r}")
-    document.write_text(f"{before}{_BEGIN}\n\n{text}\n\n{_END}{after}", encoding="utf-8")
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.paper", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -124,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in failed:
         console.print(f"FAIL  {line}", markup=False, highlight=False)
     if len(results) == len(SCRIPTS) and not any(result["quick"] for result in results):
-        update_section(DOCS / "results.md", markdown(results))
+        update_section(DOCS / "results.md", MARK, COMMAND, markdown(results))
         (DOCS / "paper").mkdir(exist_ok=True)
         for name in _PICTURES:
             shutil.copyfile(options.out / f"{name}.png", DOCS / "paper" / f"{name}.png")

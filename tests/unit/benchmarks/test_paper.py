@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from benchmarks.paper import harness, planning
-from benchmarks.paper.__main__ import SCRIPTS, markdown, update_section
+from benchmarks.paper.__main__ import COMMAND, MARK, SCRIPTS, markdown
+from benchmarks.results import update_section
 
 
 @pytest.mark.slow  # simulations
@@ -47,8 +48,8 @@ def test_a_sweep_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_document_keeps_what_is_around_the_marks(tmp_path: Path) -> None:
     document = tmp_path / "results.md"
     document.write_text("before\n<!-- paper: begin, written by `make paper` -->\nold\n<!-- paper: end -->\nafter\n")
-    update_section(document, "new")
-    update_section(document, "newer")
+    update_section(document, MARK, COMMAND, "new")
+    update_section(document, MARK, COMMAND, "newer")
     text = document.read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")
@@ -56,4 +57,4 @@ def test_the_document_keeps_what_is_around_the_marks(tmp_path: Path) -> None:
     assert "old" not in text
     document.write_text("no marks")
     with pytest.raises(ValueError, match="expected the marks"):
-        update_section(document, "new")
+        update_section(document, MARK, COMMAND, "new")

@@ -1,0 +1,88 @@
+"""Gradient share and hops of a run, from the logs of its processes (`benchmarks.probes`). Pure."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeAlias
+
+GradientRow: TypeAlias = tuple[float, float, float]  # begin_s, end_s, cpu_s
+MessageRow: TypeAlias = tuple[str, int, int, float]  # "grant" or "push", worker, batches, time_s
+
+
+def gradient_share(logs: Sequence[Sequence[GradientRow]], from_s: float, to_s: float) -> float:
+    """CPU time of gradients in [from_s, to_s], divided by the wall time of as many cores as there are logs.
+
+    A gradient that lies only partly in the interval counts in proportion.
+
+    Args:
+        logs: one for each process that computes.
+    """
+    if not logs or to_s <= from_s:
+        raise ValueError(f"expected logs and an interval, got {len(logs)} logs and {from_s} to {to_s}")
+    used_s = sum(cpu_s * _part_within(begin_s, end_s, from_s, to_s) for log in logs for begin_s, end_s, cpu_s in log)
+    return used_s / (len(logs) * (to_s - from_s))
+
+
+def _part_within(begin_s: float, end_s: float, from_s: float, to_s: float) -> float:
+    if end_s <= begin_s:
+        return float(from_s <= begin_s < to_s)
+    return max(0.0, min(end_s, to_s) - max(begin_s, from_s)) / (end_s - begin_s)
+
+
+class Hops(NamedTuple):
+    """What lies between the server and a gradient, in seconds; sorted.
+
+    Attributes:
+        grant_to_gradient_s: a grant is sent to a worker that owes nothing, until its first gradient begins.
+        gradient_to_push_s: a worker's last gradient is done, until its push reaches the engine and it owes nothing.
+    """
+
+    grant_to_gradient_s: list[float]
+    gradient_to_push_s: list[float]
+
+
+def hops(
+    messages: Iterable[MessageRow], gradients: Sequence[Sequence[GradientRow]], from_s: float, to_s: float
+) -> Hops:
+    """The hops of grants and pushes in [from_s, to_s].
+
+    A grant that finds its worker busy waits for the worker and not for the channel, so it is no hop; nor is a push
+    after which the worker still owes batches.
+
+    Args:
+        messages: of the server, in order.
+        gradients: of each worker, in order.
+    """
+    begins = [[begin_s for begin_s, _, _ in log] for log in gradients]
+    ends = [[end_s for _, end_s, _ in log] for log in gradients]
+    owed = [0] * len(gradients)
+    result = Hops([], [])
+    for kind, worker, batches, time_s in messages:
+        within = from_s <= time_s <= to_s
+        if kind == "grant":
+            at = bisect.bisect_left(begins[worker], time_s)
+            if within and owed[worker] == 0 and at < len(begins[worker]):
+                result.grant_to_gradient_s.append(begins[worker][at] - time_s)
+            owed[worker] += batches
+        else:
+            owed[worker] -= batches
+            at = bisect.bisect_right(ends[worker], time_s)
+            if within and owed[worker] == 0 and at > 0:
+                result.gradient_to_push_s.append(time_s - ends[worker][at - 1])
+    result.grant_to_gradient_s.sort()
+    result.gradient_to_push_s.sort()
+    return result
+
+
+def percentile(ascending: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed; NaN of none."""
+    if not ascending:
+        return math.nan
+    return ascending[max(0, math.ceil(share * len(ascending)) - 1)]
+
+
+def is_steady(values: Sequence[float], tolerance: float = 0.1) -> bool:
+    """Whether the last value differs from the one before by no more than `tolerance` of it."""
+    return len(values) >= 2 and abs(values[-1] - values[-2]) <= tolerance * values[-2]
