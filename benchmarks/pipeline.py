@@ -12,7 +12,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 from doll.config import JobConfig
 from doll.errors import DollError
 from doll.monitor.rates import steady_update_rate
-from doll.records import Update
+from doll.records import Member
 from doll.theory.queueing import update_rate_per_s
 
 from benchmarks import report
@@ -243,8 +243,9 @@ def _anatomy(learned: LearningResult) -> dict[str, Any]:
         "apply_share": sum(u.apply_s for u in updates) / sum(m.compute_s for m in members),
         "apply_ms": _median_ms([update.apply_s for update in updates]),
         "compute_ms": _median_ms([member.compute_s for member in members]),
-        "fetch_ms": _median_ms([m.fetch_s for u in updates for m in _first_of_each_worker(u)]),
-        "store_ms": _median_ms([m.store_s for u in updates for m in _first_of_each_worker(u)]),
+        "fetch_ms": _median_ms(_of_sets(members, lambda member: member.fetch_s)),
+        "store_ms": _median_ms(_of_sets(members, lambda member: member.store_s)),
+        "sets": len(_of_sets(members, lambda member: 0.0)),
         "hops": len(to_gradient_s),
         "grant_to_gradient_p50_ms": 1e3 * percentile(to_gradient_s, 0.50),
         "grant_to_gradient_p99_ms": 1e3 * percentile(to_gradient_s, 0.99),
@@ -256,13 +257,12 @@ def _anatomy(learned: LearningResult) -> dict[str, Any]:
     }
 
 
-def _first_of_each_worker(update: Update) -> list[Any]:
-    """The batches of a worker's set share one fetch and one store, which its first batch has."""
-    first: dict[int, Any] = {}
-    for member in update.members:
-        if member.worker not in first or member.batch < first[member.worker].batch:
-            first[member.worker] = member
-    return list(first.values())
+def _of_sets(members: Iterable[Member], what: Callable[[Member], float]) -> list[float]:
+    """The sum of a time over the members of each set: the batches of a set share one fetch and one store."""
+    times_s: dict[int, float] = {}
+    for member in members:
+        times_s[member.set_grant_id] = times_s.get(member.set_grant_id, 0.0) + what(member)
+    return list(times_s.values())
 
 
 def _median_ms(values: Sequence[float]) -> float:

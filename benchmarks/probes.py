@@ -65,7 +65,7 @@ class MessageClock:
 
         def timed_feed(server: ParameterServer, event: Any) -> None:
             if isinstance(event, Push):
-                self.rows.append(("push", event.worker, len(_batches(event)), time.time()))
+                self.rows.append(("push", event.worker, len(event.batches), time.time()))
             feed(server, event)
 
         # setattr, as these are methods.
@@ -85,20 +85,11 @@ class _TimedOutbox:
 
     def send_command(self, worker: int, record: Any) -> None:
         if isinstance(record, self._grant):
-            self._clock.rows.append(("grant", worker, len(_batches(record)), time.time()))
+            self._clock.rows.append(("grant", worker, len(record.grant_ids), time.time()))
         self._outbox.send_command(worker, record)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._outbox, name)
-
-
-def _batches(record: Any) -> Sequence[Any]:
-    """The batches of a Grant or Push."""
-    for name in ("grant_ids", "batches"):
-        if hasattr(record, name):
-            batches: Sequence[Any] = getattr(record, name)
-            return batches
-    return (record.batch,)
 
 
 # --- roles ------------------------------------------------------------------------------------------------------------
