@@ -21,7 +21,7 @@ DISTRIBUTE := -n $(TESTERS) --dist loadscope --no-loadscope-reorder
 SECONDS ?= 3600
 PYTEST  ?=
 
-.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-docs bench-engine bench-overhead bench-soak bench-cluster bench-fleets bench-large paper build lock wheels clean tf-check tf-apply-local
+.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-docs bench-where bench-engine bench-overhead bench-soak bench-cluster bench-fleets bench-large paper build lock wheels clean tf-check tf-apply-local
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,6 +100,9 @@ bench: setup ## compare DOLL with reference programs (BENCH=--quick: 8 minutes);
 
 bench-docs: setup ## put the tables of the last `make bench` into docs/benchmarks.md
 	@$(BIN)/python -m benchmarks.report --docs $(BENCH)
+
+bench-where: setup ## where the time goes: CPU time by process, thread and Python function (2 minutes)
+	@$(BIN)/python -m benchmarks.where $(BENCH)
 
 bench-engine: setup ## what one event costs the engine, with 10 to 10,000 workers (2 minutes)
 	@$(BIN)/python -m benchmarks.engine $(BENCH)

@@ -328,7 +328,7 @@ class CpuSampler:
         self._seen_s: dict[int, float] = {}
         self._before_s: dict[int, float] = {}
         self._began_s = time.monotonic()
-        self._busy_before_s = _busy_s()
+        self._busy_before_s = busy_s()
         self.note()
         self._before_s = dict(self._seen_s)
 
@@ -347,11 +347,12 @@ class CpuSampler:
             if used_s:
                 name = self._names.get(pid, "bench")
                 usage.cpu_s[name] = usage.cpu_s.get(name, 0.0) + used_s
-        usage.cpu_s["others"] = max(0.0, _busy_s() - self._busy_before_s - sum(usage.cpu_s.values()))
+        usage.cpu_s["others"] = max(0.0, busy_s() - self._busy_before_s - sum(usage.cpu_s.values()))
         return usage
 
 
-def _busy_s() -> float:
+def busy_s() -> float:
+    """CPU time of the whole machine since its start."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system + times.irq + times.softirq + times.steal)
 

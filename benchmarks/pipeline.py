@@ -25,7 +25,7 @@ from doll.theory.queueing import update_rate_per_s
 
 from benchmarks import report
 from benchmarks.arrivals import arrivals_between
-from benchmarks.harness import Bench, LearningResult, ReferenceResult, Usage, idle_share, image_records, job
+from benchmarks.harness import Bench, LearningResult, Observer, ReferenceResult, Usage, idle_share, image_records, job
 from benchmarks.intake import event_records
 from benchmarks.results import keep
 from benchmarks.shares import is_steady, percentile
@@ -84,16 +84,17 @@ class Runner:
         """
         cost_s: list[float] = []
         while not is_steady(cost_s) and len(cost_s) < _WARM_RUNS:
-            learned = self._learn("small", GROUP_SIZES[0], 250)
+            learned = self.learn("small", GROUP_SIZES[0], 250)
             cost_s.append(learned.usage.cpu_s.get("kafka", 0.0) / len(learned.updates))
             self.say(f"warming: the broker used {1e3 * cost_s[-1]:.1f} ms per update")
-        self._learn("cnn", GROUP_SIZES[-1], 12)
+        self.learn("cnn", GROUP_SIZES[-1], 12)
 
-    def _learn(self, model: str, group_size: int, updates: int) -> LearningResult:
+    def learn(self, model: str, group_size: int, updates: int, observer: Observer | None = None) -> LearningResult:
+        """DOLL learns `updates` updates of section A's job."""
         config = self.job_a(model, group_size, updates)
         samples = updates * group_size * BATCH // 2
         self.bench.fill(config, image_records, samples + (config.worker.max_pending_batches + 8) * BATCH)
-        return self.bench.learn(config)
+        return self.bench.learn(config, observer=observer)
 
     # --- A, C, D
 
@@ -113,7 +114,7 @@ class Runner:
         updates = max(10, round(rate * seconds / (group_size * BATCH)))
 
         def doll() -> Measured:
-            learned = self._learn(model, group_size, round(updates * (1 + 3.0 / seconds)))
+            learned = self.learn(model, group_size, round(updates * (1 + 3.0 / seconds)))
             return Measured(learned.samples_per_s, learned.usage, _anatomy(learned))
 
         self.measure("A", f"{name} doll", doll)
