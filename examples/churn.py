@@ -8,20 +8,30 @@ import math
 import random
 import sys
 
+import msgspec
+import numpy as np
 import torch
-from doll import Sample, Task
+from doll import JsonTask
 
 
-class Churn(Task):
+class Event(msgspec.Struct):  # a line that is not JSON, or lacks a field, goes to the dead-letter topic
+    age: float
+    visits: float
+    spend: float
+    left: bool
+
+
+class Churn(JsonTask):
+    record = Event
     input_shape = (3,)
     num_classes = 2
 
     def build_model(self):
         return torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
 
-    def decode(self, record):
-        event = json.loads(record)  # a line that is not JSON, or lacks a key, goes to the dead-letter topic
-        return Sample([event["age"] / 50, event["visits"] / 10, math.log1p(event["spend"]) / 5], int(event["left"]))
+    def samples(self, events):  # one array for each field, of many events
+        x = [events["age"] / 50, events["visits"] / 10, np.log1p(events["spend"]) / 5]
+        return np.stack(x, axis=1), events["left"]
 
 
 def random_event(rng):

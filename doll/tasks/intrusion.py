@@ -8,12 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 import zlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from doll.errors import SampleError
+from doll.errors import BadRecordsError, SampleError
 from doll.task import Sample, Task
 
 if TYPE_CHECKING:
@@ -23,6 +25,8 @@ _COLUMNS: Final = 42
 _CATEGORICAL: Final = {1: b"protocol_type", 2: b"service", 3: b"flag"}
 _RATES: Final = frozenset((*range(24, 31), *range(33, 41)))  # fractions 0..1
 _NUMERIC: Final = tuple(column for column in range(41) if column not in _CATEGORICAL)
+_COUNTS: Final = tuple(at for at, column in enumerate(_NUMERIC) if column not in _RATES)  # places in `_NUMERIC`
+_NUMBERS: Final = msgspec.json.Decoder(list[float])
 _LOG_SCALE: Final = 0.25  # log1p of a megabyte is 14: this brings counts and bytes to the size of the rates
 
 FAMILIES: Final = ("normal", "dos", "probe", "r2l", "u2r")
@@ -82,12 +86,44 @@ class Intrusion(Task):
         cells = record.strip().split(b",")
         if len(cells) != _COLUMNS:
             raise SampleError(f"expected {_COLUMNS} columns (41 features, then the label), got {len(cells)}")
-        x = np.zeros(len(_NUMERIC) + self.hash_size, np.float32)
-        x[: len(_NUMERIC)] = [_number(cells[column], column) for column in _NUMERIC]
+        numbers = np.array([[_number(cells[column], column) for column in _NUMERIC]])
+        label = self._class(cells[-1])
+        return Sample(self._features(numbers, {column: [cells[column]] for column in _CATEGORICAL})[0], label)
+
+    def decode_many(self, values: Sequence[bytes]) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        lines = [value.strip() for value in values]
+        if bad := [at for at, line in enumerate(lines) if line.count(b",") != _COLUMNS - 1]:
+            raise BadRecordsError(bad)
+        cells = b",".join(lines).split(b",")
+        labels = np.array([self._class(cell) for cell in cells[_COLUMNS - 1 :: _COLUMNS]])
+        names = {column: cells[column::_COLUMNS] for column in _CATEGORICAL}
+        for column in (*_CATEGORICAL, _COLUMNS - 1):
+            cells[column::_COLUMNS] = [b"0"] * len(lines)
+        # Numbers as JSON has them are the same numbers for Python. Other forms, such as `1.` or `+1`, raise here.
+        parsed = np.array(_NUMBERS.decode(b"[" + b",".join(cells) + b"]")).reshape(-1, _COLUMNS)
+        numbers = parsed[:, _NUMERIC]
+        limits = np.full(len(_NUMERIC), 1.0)
+        limits[list(_COUNTS)] = np.finfo(np.float64).max
+        if not (good := ((numbers >= 0) & (numbers <= limits)).all(axis=1)).all():
+            raise BadRecordsError(np.flatnonzero(~good))
+        return self._features(numbers, names), labels
+
+    def _features(self, numbers: npt.NDArray[np.float64], names: Mapping[int, Sequence[bytes]]) -> npt.NDArray[Any]:
+        """x of n records.
+
+        Args:
+            numbers: the columns of `_NUMERIC`, shape (n, 38).
+            names: the n cells of each categorical column.
+        """
+        x = np.zeros((len(numbers), len(_NUMERIC) + self.hash_size), np.float32)
+        x[:, : len(_NUMERIC)] = numbers
+        x[:, _COUNTS] = np.log1p(numbers[:, _COUNTS]) * _LOG_SCALE
+        rows = np.arange(len(numbers))
         for column, name in _CATEGORICAL.items():
             # crc32 is the same in every process and version; Python's own hash of bytes is not.
-            x[len(_NUMERIC) + zlib.crc32(name + b"=" + cells[column].strip()) % self.hash_size] += 1.0
-        return Sample(x, self._class(cells[-1]))
+            slots = [zlib.crc32(name + b"=" + cell.strip()) % self.hash_size for cell in names[column]]
+            x[rows, len(_NUMERIC) + np.array(slots)] += 1.0
+        return x
 
     def _class(self, cell: bytes) -> int:
         label = cell.strip().rstrip(b".").decode("ascii", "replace")
@@ -110,4 +146,4 @@ def _number(cell: bytes, column: int) -> float:
         return value
     if not 0 <= value < math.inf:
         raise SampleError(f"column {column + 1}: expected a finite number >= 0, got {cell[:40]!r}")
-    return math.log1p(value) * _LOG_SCALE
+    return value

@@ -9,6 +9,7 @@ import sys
 import pytest
 from doll import config as job_config
 from doll.config import DigitsSource, JobConfig
+from doll.consumers.decoding import Records, decode_records
 from doll.producers import sources
 from doll.task import as_features, load_task
 from paths import EXAMPLES
@@ -35,10 +36,14 @@ def test_an_example_loads_and_its_task_decodes_its_source(name: str) -> None:
         pytest.skip(f"{name} needs the data in ../shared")
     task = load_task(config)
     assert list(task.build_model().parameters())
-    for record in _records(config, 100):
+    records = _records(config, 100)
+    for record in records:
         sample = task.decode(record)
         assert as_features(sample.x).shape == task.input_shape
         assert 0 <= int(sample.y) < (task.num_classes or 0)  # type: ignore[arg-type]
+    task.decode = None  # type: ignore[method-assign, assignment]  # in bulk, or not at all
+    decoded = decode_records(task, Records(range(100), records), samples_per_record=1, max_record_bytes=10_000)
+    assert (decoded.num_samples, decoded.refused) == (100, [])
 
 
 def test_emnist_streams_what_is_not_held_out() -> None:

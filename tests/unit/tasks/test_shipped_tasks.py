@@ -8,12 +8,14 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from doll import config as job_config
-from doll.errors import ConfigError, SampleError
+from doll.consumers.decoding import Records, decode_records
+from doll.errors import BadRecordsError, ConfigError, SampleError
 from doll.producers import sources
 from doll.producers.sources import digits, images
 from doll.task import Task, load_task, stack
@@ -21,6 +23,8 @@ from doll.tasks.digits import Digits
 from doll.tasks.emnist import Emnist
 from doll.tasks.intrusion import FAMILIES, Intrusion
 from doll.tasks.synthetic import Gaussian
+from hypothesis import given
+from hypothesis import strategies as st
 from paths import SHARED_DATA
 
 KDD_NORMAL = (
@@ -201,6 +205,64 @@ def test_labels(label: bytes, binary: int, family: str) -> None:
 
 def test_an_attack_nobody_knew_is_an_attack() -> None:
     assert Intrusion().decode(KDD_NORMAL.replace(b"normal", b"brandnew")).y == 1
+
+
+_cells = st.one_of(
+    st.floats(0, 1).map(lambda number: b"%r" % number),
+    st.integers(-2, 2**70).map(lambda number: b"%d" % number),
+    st.sampled_from(
+        [
+            b"0.00", b"1.", b".5", b"+1", b"-0", b"-0.0", b"00", b"1e3", b"1E-400", b"1e400", b"inf", b"nan", b"1_0",
+            b" 1 ", b"", b"0x1", b"[1", b"1]", b'"1"', b"true", b"null", b"1 2", b"1\n", b"\xff",
+            b"1.7976931348623157e308",
+        ]
+    ),
+    st.binary(max_size=4).filter(lambda cell: b"," not in cell),
+)  # fmt: skip
+_changes = st.lists(st.tuples(st.integers(0, 41), _cells), max_size=2)
+
+
+def _changed(record: bytes, changes: list[tuple[int, bytes]]) -> bytes:
+    cells = record.split(b",")
+    for column, cell in changes:
+        cells[column] = cell
+    return b",".join(cells)
+
+
+_lines = st.one_of(
+    st.builds(_changed, st.sampled_from([KDD_NORMAL, KDD_SMURF]), _changes),
+    st.sampled_from([KDD_NORMAL, KDD_SMURF, KDD_SMURF + b"\n", KDD_NORMAL + b",", KDD_NORMAL.replace(b",tcp", b"")]),
+)
+
+
+@pytest.mark.parametrize("classes", ["binary", "families"])
+@given(values=st.lists(_lines, min_size=1, max_size=30))
+def test_intrusion_decodes_many_lines_as_one_by_one(classes: Any, values: list[bytes]) -> None:
+    class Slow(Intrusion):
+        decode_many = Task.decode_many
+
+    records = Records(range(len(values)), values)
+    many, single = (
+        decode_records(task, records, samples_per_record=1, max_record_bytes=9999)
+        for task in (Intrusion(classes), Slow(classes))
+    )
+    assert many.refused == single.refused
+    assert (many.x.dtype, many.y.dtype, many.x.shape) == (single.x.dtype, single.y.dtype, single.x.shape)
+    assert (many.x.tobytes(), many.y.tobytes()) == (single.x.tobytes(), single.y.tobytes())
+
+
+def test_lines_of_intrusion_are_decoded_in_one_call() -> None:
+    x, y = Intrusion("families").decode_many([KDD_NORMAL, KDD_SMURF] * 50)
+    slow_x, slow_y = stack(Intrusion("families").decode(record) for record in [KDD_NORMAL, KDD_SMURF] * 50)
+    assert (x.tobytes(), y.tobytes(), x.dtype, y.dtype) == (
+        slow_x.tobytes(),
+        slow_y.tobytes(),
+        slow_x.dtype,
+        slow_y.dtype,
+    )
+    with pytest.raises(BadRecordsError) as refused:
+        Intrusion().decode_many([KDD_NORMAL, KDD_NORMAL.replace(b"0.11", b"1.11"), KDD_SMURF, b"-1" + KDD_SMURF[1:]])
+    assert refused.value.positions == (1, 3)
 
 
 def test_intrusion_learns_the_real_stream_as_it_comes() -> None:
