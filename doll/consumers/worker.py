@@ -250,7 +250,8 @@ class WorkerCore:
     def _on_grant(self, grant: Grant) -> list[WorkerAction]:
         """Compute what is new. A grant may come again where messages were lost: what is being computed is not begun a
         second time, and what was answered is answered again."""
-        self._confirm_pushes(grant.version)
+        if grant.grant_ids[0] > self._newest.get(grant.first, -1):  # else it comes again, and confirms nothing
+            self._confirm_pushes(grant.version)
         end = grant.first + len(grant.grant_ids)
         if not self._durable <= grant.first < end <= self.next_batch:
             return [self._nack(grant, "batch")]

@@ -194,18 +194,21 @@ class Engine(EngineState):
                 self._drop(event, "partly void", actions)
             if left := [grant.batch for grant in grants if grant.pushed is None]:
                 self._requeue_from(worker, min(left), "partly_void", actions)
-        elif not self._may_take(worker, grants, event):
-            # Out of its partition's order, or of a version that the grants do not allow: never apply it; the timeout
-            # brings the batches back.
+        elif not worker.partition.begins_with(grants):
+            # An earlier push of this worker is missing: what comes after it cannot be applied before it.
             self.counters["refused_order"] += 1
             self._drop(event, "order", actions)
+            self._requeue_from(worker, min(grant.batch for grant in grants), "order", actions)
+        elif not self._is_allowed(event, grants):
+            # Of no use, and it would be the same again: the timeout brings the batches back.
+            self.counters["refused_content"] += 1
+            self._drop(event, "content", actions)
         else:
             self._take(worker, PushedSet(event, tuple(grants), now), now, actions)
 
-    def _may_take(self, worker: Worker, grants: Sequence[ActiveGrant], event: Push) -> bool:
+    def _is_allowed(self, event: Push, grants: Sequence[ActiveGrant]) -> bool:
         return (
-            worker.partition.begins_with(grants)
-            and (len(grants) == 1 or self.policy.exact_version)
+            (len(grants) == 1 or self.policy.exact_version)
             and all(grant.min_version <= event.version <= self.version for grant in grants)
             and all(item.n_samples >= 0 and item.dead_samples >= 0 for item in event.batches)
         )
@@ -270,6 +273,8 @@ class Engine(EngineState):
             self._requeue_from(self._owner(self._partitions[grant.partition]), grant.batch, "blob_lost", actions)
 
     def _on_grants_lost(self, event: GrantsLost, actions: list[EngineAction]) -> None:
+        if not 0 <= event.worker < len(self._workers):
+            return
         worker = self._workers[event.worker]
         left = [grant for grant in worker.partition.computing_grants if grant.pushed is None]
         size = len(left) if self.policy.exact_version else 1

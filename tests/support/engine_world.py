@@ -6,9 +6,11 @@ Each channel is FIFO, as Kafka's partitions are; which channel moves next is the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 from doll.config import StopConfig
 from doll.config.policy import POLICIES as registered
 from doll.config.policy import PolicyConfig, policy_section
@@ -21,12 +23,14 @@ from doll.ps.policies.base import Policy
 from doll.ps.policies.bsp import BspPolicyConfig
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.ps.state import EngineSettings
-from doll.records import AnyRecord, Durable, Fence, Grant, Hello, Join, NewVersion, Welcome
+from doll.ps.updater import Contribution, ContributionBuffer
+from doll.records import AnyRecord, Durable, Fence, Grant, Hello, Join, Nack, NewVersion, Push, Stop, Welcome
 from msgspec import structs
 
 # Every policy that is registered where the tests run, with its defaults.
 POLICIES: dict[str, PolicyConfig] = {name: policy_section(name)(name=name) for name in registered.names()} | {
-    "doll": DollPolicyConfig(group_size=3)
+    "doll": DollPolicyConfig(group_size=3),
+    "doll, sets": DollPolicyConfig(group_size=6),  # as many as one worker may hold
 }
 
 
@@ -37,6 +41,29 @@ class Applied:
     term: int
     version: int
     members: tuple[tuple[int, int, int], ...]  # (worker, batch, base version)
+
+
+class Ordered:
+    """An updater that checks in which order the contributions come: each is the number of its set's first grant."""
+
+    def __init__(self) -> None:
+        self.weights = np.zeros(0, np.float32)
+        self._added: list[float] = []
+
+    def add(self, contribution: Contribution) -> None:
+        self._added.append(float(contribution[0]))
+
+    def apply(self, contributions: Sequence[Contribution], scale: float, num_samples: int, into: Any = None) -> None:
+        for contribution in contributions:
+            self.add(contribution)
+        assert self._added == sorted(self._added), "contributions are added in the order of their sets"
+        self._added = []
+
+    def tensors(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, tensors: Mapping[str, Any]) -> None:
+        pass
 
 
 @dataclass
@@ -52,6 +79,7 @@ class Process:
     position: int = 0
     computing: deque[Compute] = field(default_factory=deque)
     in_set: int = 0  # batches of the first of `computing` that are done and not pushed
+    pushed: Push | None = None  # the last that was sent
     outbox: deque[AnyRecord] = field(default_factory=deque)
     paused: bool = False
     dead: bool = False
@@ -73,6 +101,8 @@ class World:
         self.high = list(self.origins)  # next offset to be produced, per stream
         self.commands: list[list[AnyRecord]] = [[] for _ in range(workers)]
         self.blobs: set[str] = set()
+        self.contents: dict[str, tuple[tuple[int, int, int], ...]] = {}  # of each gradient: (worker, batch, version)
+        self.host = ContributionBuffer(Ordered())
         self.updates: list[Applied] = []
         self.terms: list[tuple[int, int]] = []  # (term, resumed version)
         self.stored: ev.EngineSnapshot | None = None
@@ -97,6 +127,7 @@ class World:
             self.engine = self.engine_class(self.settings, policy, term=self.term, now=self.now, origins=self.origins)
         else:
             self.engine = self.engine_class(self.settings, policy, term=self.term, now=self.now, snapshot=self.stored)
+        self.host = ContributionBuffer(Ordered())
         self.terms.append((self.term, self.engine.version))
         self.highest_incarnations = list(self.engine.snapshot(self.now).incarnations)
         self.saving.clear()
@@ -168,8 +199,10 @@ class World:
                     self.commands[worker].append(NewVersion(term=self.term, worker=worker, version=version, key=key))
             case ev.RepublishWeights(version):
                 self.blobs.add(f"w:{self.term}:{version}")
-            case ev.FetchGradient(grant_id, key):
+            case ev.FetchGradient(grant_id, key, _, in_order):
                 there = key in self.blobs
+                if there:
+                    self.host.put(grant_id, np.array([grant_id], np.float32), in_order=in_order)
                 event = (
                     ev.GradientFetched(grant_id=grant_id)
                     if there
@@ -185,6 +218,7 @@ class World:
                     (item.push.worker, batch.pushed.batch, item.push.version) for item in sets for batch in item.batches
                 )
                 self.updates.append(Applied(self.term, version, members))
+                self.add_up(action)
             case ev.StoreCheckpoint():
                 self.saving.append(action)
             case ev.SendDurable(worker, until):
@@ -192,6 +226,14 @@ class World:
             case ev.Finish():
                 pass
         return []
+
+    def add_up(self, update: ev.ApplyUpdate) -> None:
+        """What the server's host does: the sum is of the update's batches, in the order of its sets."""
+        for item in update.sets:
+            batches = tuple((item.push.worker, batch.batch, item.push.version) for batch in item.push.batches)
+            assert batches == self.contents[item.push.key], "the sum is of these batches and of no other"
+        self.host.apply(update)  # refuses what was added too early
+        assert len(self.host) == 0, "a gradient that was held is applied"
 
     def store_checkpoint(self) -> None:
         if self.saving and self.engine is not None:
@@ -225,7 +267,10 @@ class World:
 
     def send(self, process: Process) -> None:
         if process.outbox and not process.paused:
-            self.handle(process.outbox.popleft())  # type: ignore[arg-type]
+            record = process.outbox.popleft()
+            if isinstance(record, Push):
+                process.pushed = record
+            self.handle(record)  # type: ignore[arg-type]
 
     def receive(self, process: Process) -> None:
         channel = self.commands[process.worker]
@@ -295,10 +340,47 @@ class World:
         key = f"g:{grant.term}:{grant.grant_ids[0]}"
         if not blob_lost:
             self.blobs.add(key)
+        self.contents[key] = tuple((process.worker, batch.number, grant.version) for batch in batches[:count])
         done = GradientDone(
             key, grant.version, tuple(ComputedBatch(batch.num_samples, 1.0) for batch in batches[:count])
         )
         self._do(process, core.gradient_done(grant, batches, done, self.now))
+
+    def break_link(self, worker: int, lost: int = -1) -> None:
+        """The channel of grants and pushes breaks: of what is on its way, the messages are lost whose bit is set in
+        `lost`; then both sides send again what is not answered."""
+        number = 0
+        channel, processes = self.commands[worker], [p for p in self.live(worker) if p.core is not None]
+        for at in range(min((p.reads_from for p in processes), default=len(channel)), len(channel)):
+            if isinstance(channel[at], Grant | NewVersion):
+                if lost >> number & 1:
+                    channel[at] = Stop(term=0, reason="lost")  # of no server: nobody reads it
+                number += 1
+        for process in processes:
+            for record in [record for record in process.outbox if isinstance(record, Push | Nack)]:
+                if lost >> number & 1:
+                    process.outbox.remove(record)
+                number += 1
+            if not process.paused and process.core is not None:
+                self._do(process, process.core.resend())
+        self.handle(ev.GrantsLost(worker=worker))
+
+    def spoil_push(self, process: Process) -> None:
+        """The next push of this process also names a batch of an earlier one."""
+        self.compute(process, end_set=True)
+        for at, record in enumerate(process.outbox):
+            if isinstance(record, Push) and process.pushed is not None and record.session == process.pushed.session:
+                batches = (*process.pushed.batches[-1:], *record.batches)
+                process.outbox[at] = structs.replace(record, batches=batches)
+                return
+
+    def reorder(self, process: Process) -> None:
+        """Two pushes of this process change places, where it has two sets to compute."""
+        self.compute(process, end_set=True)
+        self.compute(process, end_set=True)
+        at = [at for at, record in enumerate(process.outbox) if isinstance(record, Push)][:2]
+        if len(at) == 2:
+            process.outbox[at[0]], process.outbox[at[1]] = process.outbox[at[1]], process.outbox[at[0]]
 
     def tick(self, seconds: float) -> None:
         self.now += seconds

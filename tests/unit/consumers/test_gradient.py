@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from doll.config import SgdConfig, parse
-from doll.consumers.gradient import GradientComputer
+from doll.consumers.gradient import Gradient, GradientComputer, GradientSum
 from doll.errors import ConfigError
 from doll.fingerprint import difference
 from doll.model import FlatModel, build, fingerprint
@@ -252,3 +252,38 @@ def test_frozen_parameters_are_fingerprinted() -> None:
     assert "frozen: expected" in text
     assert "build_model() must give the same frozen parameters" in text
     assert "frozen" not in fingerprint(config, build(config, Gaussian()))
+
+
+# --- the sum of a set -------------------------------------------------------------------------------------------------
+
+
+def gradient_of(value: float, norm: float = 1.0) -> Gradient:
+    """Three parameters, two float buffers, and four bytes that are not of floats."""
+    return Gradient(np.full(6, value, np.float32), 0.0, {}, norm)
+
+
+def test_the_memory_behind_the_floats_is_that_of_the_last_gradient() -> None:
+    total = GradientSum(3, 5)
+    counters = np.array([7, 9], np.int32).view(np.float32)
+    for number in counters:
+        one = gradient_of(1.0)
+        one.values[5] = number
+        total.keep()
+        assert total.add(one)
+    values = total.values()
+    assert values is not None
+    assert values[:5].tolist() == [2.0] * 5
+    assert values[5:].tobytes() == counters[-1:].tobytes()
+
+
+def test_a_gradient_that_float32_may_not_hold_the_sum_of_is_not_added() -> None:
+    total = GradientSum(3, 5)
+    assert total.add(gradient_of(3e38, norm=3e38)), "one alone is always taken"
+    assert not total.add(gradient_of(3e38, norm=3e38))
+    values = total.values()
+    assert values is not None
+    assert values[:5].tolist() == [np.float32(3e38)] * 5
+    total.clear()
+    assert total.values() is None
+    assert total.add(gradient_of(1.0))
+    assert not total.add(gradient_of(2e38, norm=1.0)), "a buffer counts too"

@@ -211,6 +211,38 @@ async def test_a_grant_is_answered_with_a_push_that_names_the_version_used(start
     assert [(item.batch, item.n_samples) for item in push.batches] == [(5, 2)]
 
 
+async def test_a_set_that_ends_early_is_pushed_and_the_rest_is_submitted(start: Callable[..., Rig]) -> None:
+    rig = start()
+    await rig.announce(3)
+    rig.channel.command(grant(5, 1, 2, 3))
+    await rig.until(lambda: rig.engine.submitted)
+    order, batches, future = rig.engine.submitted.popleft()
+    assert (order.grant_ids, [batch.number for batch in batches]) == ((1, 2, 3), [5, 6, 7])
+    future.set_result(done("a", batches=2))
+    await rig.until(lambda: rig.engine.submitted)
+    order, batches, future = rig.engine.submitted.popleft()
+    assert (order, [batch.number for batch in batches]) == (grant(7, 3), [7])
+    future.set_result(done("b"))
+    await rig.until(lambda: len(rig.channel.of(Push)) == 2)
+    assert [[item.grant_id for item in push.batches] for push in rig.channel.of(Push)] == [[1, 2], [3]]
+    assert not rig.core.busy
+
+
+async def test_a_set_goes_on_while_it_is_wanted_and_the_process_stays(start: Callable[..., Rig]) -> None:
+    rig = start()
+    await rig.announce(2)
+    rig.channel.command(grant(5, 1, 2))
+    await rig.until(lambda: rig.engine.submitted)
+    assert rig.engine.goes_on(6, 2)
+    rig.channel.command(grant(6, 3))
+    await rig.until(lambda: not rig.engine.goes_on(6, 2))
+    rig.engine.submitted.popleft()[2].set_result(done("a"))
+    await rig.until(lambda: rig.engine.submitted)
+    assert [order.grant_ids for order, _, _ in rig.engine.submitted] == [(3,)], "what was replaced is not computed"
+    rig.core.drain()
+    assert not rig.engine.goes_on(6, 3)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_the_engine_gets_as_many_grants_at_once_as_it_takes(start: Callable[..., Rig], depth: int) -> None:
     rig = start(depth=depth)

@@ -199,7 +199,7 @@ def test_duplicates_and_foreign_grants_are_refused() -> None:
     assert only(bench.push(1, 0, version=5), ev.FetchGradient) == []
     assert only(bench.push(1, 0), ev.ApplyUpdate)
     counters = bench.engine.counters
-    assert (counters["refused_duplicate"], counters["refused_fenced"], counters["refused_order"]) == (1, 1, 1)
+    assert (counters["refused_duplicate"], counters["refused_fenced"], counters["refused_content"]) == (1, 1, 1)
     assert counters["refused_late"] == 1
 
 

@@ -25,6 +25,23 @@ def test_every_batch_is_applied_exactly_once_whatever_happens(policy: str, seed:
     check_random_run(POLICIES[policy], seed, length)
 
 
+class Watched(World):
+    """Counts what its sets were like."""
+
+    def __init__(self, policy: str) -> None:
+        self.seen: Counter[str] = Counter()
+        super().__init__(policy)
+
+    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
+        if isinstance(action, ev.ApplyUpdate):
+            workers = [item.push.worker for item in action.sets]
+            self.seen["several batches in a set"] += any(len(item.batches) > 1 for item in action.sets)
+            self.seen["two sets of one worker in an update"] += len(set(workers)) < len(workers)
+        elif isinstance(action, ev.FetchGradient):
+            self.seen["added at once" if action.in_order else "added later"] += 1
+        return super()._perform(engine, action)
+
+
 class Unnumbered(Engine):
     """Does not look at the number of a machine."""
 
@@ -51,8 +68,9 @@ def test_the_random_runs_reach_the_refusals_and_returns() -> None:
     seen: Counter[str] = Counter()
     void = 0
     for seed in range(60):
-        world = World("doll")
+        world = Watched("doll, sets" if seed % 2 else "doll")
         play(world, random_steps(seed, 4000))
+        seen += world.seen
         world.settle()
         assert world.engine is not None
         seen += world.engine.counters
@@ -67,6 +85,14 @@ def test_the_random_runs_reach_the_refusals_and_returns() -> None:
         "requeued_nack_weights",
         "requeued_timeout",
         "workers_lost",
+        "refused_duplicate",
+        "refused_partly",
+        "refused_order",
+        "grants_sent_again",
+        "several batches in a set",
+        "two sets of one worker in an update",
+        "added at once",
+        "added later",
     }
     assert expected <= set(seen), expected - set(seen)
     assert void > 0, "no update was redone after a restart of the server"

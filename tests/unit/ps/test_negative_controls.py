@@ -141,6 +141,9 @@ class _ForgetfulEngine(Engine):
 class NotCheckingWhatIsApplied(LedgerWorld):
     engine_class = _ForgetfulEngine
 
+    def add_up(self, update: ev.ApplyUpdate) -> None:
+        """Its host keeps what the engine has forgotten; here only the books shall notice."""
+
     def _do(self, process: Process, actions: Sequence[object]) -> None:
         # The world itself notices when an acknowledgement runs ahead; here only the books shall.
         super()._do(process, [action for action in actions if not isinstance(action, Acknowledge)])

@@ -1,0 +1,162 @@
+"""A group whose gradients come as sets: from grants to the new version, with the real engine, host and workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from doll.config import JobConfig, parse
+from doll.consumers.compressor import DenseCompressor
+from doll.consumers.dead_letters import DeadLetters
+from doll.consumers.decoding import Records
+from doll.consumers.gradient import GradientComputer
+from doll.consumers.grant_handler import GrantHandler
+from doll.consumers.guard import Guard
+from doll.consumers.local_model import GrantedVersion
+from doll.consumers.worker import Batch, Compute, Send, WorkerCore
+from doll.model import FlatModel, build, fingerprint
+from doll.ps.local_host import LocalModelHost
+from doll.ps.optimizer import Optimizer, make_updater
+from doll.ps.server import ParameterServer
+from doll.ps.start import Start, make_engine
+from doll.records import AnyRecord, Join, ServerStatus, Welcome
+from doll.task import Task
+from doll.tasks.synthetic import Gaussian
+from doll.testing import MemoryBlobs, MemoryCheckpointStore
+from msgspec import structs
+from worker_fakes import FakeChannel
+
+JOB = """
+job: unit
+task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 6}}
+data: {workers: 2, batch_size: 16}
+training: {policy: {name: doll, group_size: 6}, optimizer: {name: sgd, lr: 0.1}}
+"""
+WORKERS, GROUP, BATCH = 2, 6, 16
+
+
+class Normed(Gaussian):
+    """With batch norm: two float buffers of four, and a counter of 64 bits."""
+
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+
+
+def records(worker: int, batch: int) -> Records:
+    rng = np.random.default_rng((worker, batch))
+    rows = [np.array([*rng.normal(size=6), at % 2], "<f4").tobytes() for at in range(BATCH)]
+    return Records(range(BATCH * batch, BATCH * (batch + 1)), rows)
+
+
+class Job:
+    """A server and two workers in one process; each has a model of its own, and they share a blob store."""
+
+    def __init__(self, task: Task, *, whole_sets: bool) -> None:
+        self.config: JobConfig = parse(JOB)
+        self.whole_sets = whole_sets
+        self.blobs, self.store, self.sent = MemoryBlobs(), MemoryCheckpointStore("unit"), list[AnyRecord]()
+        model = build(self.config, task)
+        self.num_parameters, self.num_floats = model.num_parameters, model.num_floats
+        self.updater = make_updater(self.config.training, model)
+        host = LocalModelHost(self.config, self.store.claim_term(), self.updater, self.blobs)
+        engine = make_engine(self.config, Start(1, 0.0, (0,) * WORKERS), host)
+        self.server = ParameterServer(
+            self.config, engine=engine, host=host, store=self.store, outbox=self,
+            fingerprint=fingerprint(self.config, model), clock=lambda: 0.0,
+        )  # fmt: skip
+        self.server.open()
+        self.workers = [self.worker(number, task) for number in range(WORKERS)]
+
+    def worker(self, number: int, task: Task) -> tuple[WorkerCore, GrantHandler, DeadLetters]:
+        self.server.feed(Join(worker=number, process=f"w{number}"))
+        welcome = self.sent[-1]
+        assert isinstance(welcome, Welcome)
+        computer = GradientComputer(task, build(self.config, task))
+        letters = DeadLetters(self.config, task, FakeChannel(), number, term=lambda: 1)
+        handler = GrantHandler(
+            self.config, local_model=GrantedVersion("unit", self.blobs, computer),
+            guard=Guard(self.config, task, computer), compressor=DenseCompressor("unit"), blobs=self.blobs,
+            dead_letters=letters, gradient_sum=computer.new_sum(),
+        )  # fmt: skip
+        return WorkerCore(welcome, max_pending=8, now=0.0), handler, letters
+
+    def run(self, updates: int) -> None:
+        """So many updates; a worker either computes what it was granted as one set, or ends each after one batch."""
+        for batch in range(updates * GROUP // WORKERS):
+            for number, (core, _, letters) in enumerate(self.workers):
+                decoded = letters.decode(records(number, batch))
+                for action in core.batch_ready(Batch(batch, decoded, BATCH, 0.0)):
+                    assert isinstance(action, Send)
+                    self.server.feed(action.record)  # type: ignore[arg-type]
+                self.deliver()
+        assert self.server.engine.version == updates
+        self.server.close()
+
+    def deliver(self) -> None:
+        while self.sent:
+            record = self.sent.pop(0)
+            core, handler, _ = self.workers[getattr(record, "worker", 0)]
+            for action in core.on_record(record, 0.0):
+                if not isinstance(action, Compute):
+                    continue
+                grant, batches = action.grant, action.batches
+                while batches:
+                    done = handler.handle(grant, batches, lambda batch, grant_id: self.whole_sets)
+                    assert done is not None
+                    for answer in core.gradient_done(grant, batches, done, 0.0):
+                        assert isinstance(answer, Send)
+                        self.server.feed(answer.record)  # type: ignore[arg-type]
+                    batches = batches[len(done.batches) :]
+                    first = grant.first + len(done.batches)
+                    grant = structs.replace(grant, first=first, grant_ids=grant.grant_ids[len(done.batches) :])
+
+    # --- the server's outbox --------------------------------------------------------------------------------------
+
+    def send_command(self, worker: int, record: AnyRecord) -> None:
+        self.sent.append(record)
+
+    def send_update(self, record: AnyRecord) -> None:
+        pass
+
+    def send_status(self, record: ServerStatus) -> None:
+        pass
+
+    def updates_acknowledged(self) -> int:
+        return 1 << 30
+
+    def flush(self, timeout_s: float) -> int:
+        return 0
+
+
+def one_process(task: Task, config: JobConfig, updates: int) -> np.ndarray:
+    """The same updates by one process: the gradients of a group one after the other, their mean, a step."""
+    computer = GradientComputer(task, build(config, task))
+    model: FlatModel = build(config, task)
+    optimizer = Optimizer(model, config.training.optimizer)
+    for update in range(updates):
+        computer.load(optimizer.weights)
+        gradients = []
+        for batch in range(3 * update, 3 * update + 3):
+            for worker in range(WORKERS):
+                rows = np.array([np.frombuffer(value or b"", "<f4") for value in records(worker, batch).values])
+                gradients.append(computer.compute(rows[:, :-1], rows[:, -1].astype(np.int64)).values.copy())
+        optimizer.apply(gradients, 1 / (GROUP * BATCH), GROUP * BATCH)
+    return optimizer.weights
+
+
+@pytest.mark.parametrize("task", [Gaussian(features=6), Normed(features=6)], ids=["linear", "batch norm"])
+@pytest.mark.parametrize("whole_sets", [True, False])
+def test_a_group_computed_as_sets_makes_the_step_of_the_mean_gradient(task: Any, whole_sets: bool) -> None:
+    job = Job(task, whole_sets=whole_sets)
+    job.run(3)
+    expected = one_process(task, job.config, 3)
+    floats, weights = slice(job.num_floats), job.updater.weights
+    # The order of addition differs, within a set and between sets: a few units in the last place of float32.
+    np.testing.assert_allclose(weights[floats], expected[floats], rtol=1e-5, atol=1e-6)
+    assert weights[job.num_floats :].tobytes() == expected[job.num_floats :].tobytes()
+    if isinstance(task, Normed):
+        counter = weights[job.num_floats :].view(np.int64)
+        assert counter.tolist() == [3], "batches seen: one per version, as of a single batch"
+        assert np.abs(weights[job.num_parameters : job.num_floats]).max() > 0.1, "the statistics have moved"
