@@ -138,7 +138,10 @@ class Engine(EngineState):
     def _requeue_from(self, worker: Worker, batch: int, cause: str, actions: list[EngineAction]) -> None:
         """Return batch `batch` and every later one of this worker that has no gradient yet to the queue."""
         partition = worker.partition
-        for grant in partition.take_back(batch):
+        taken = partition.take_back(batch)
+        if len(taken) > 1:
+            self.counters["requeued_sets"] += 1
+        for grant in taken:
             del self._grants[grant.number]
             self.counters["requeued"] += 1
             self.counters[f"requeued_{cause}"] += 1
