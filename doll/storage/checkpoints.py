@@ -9,6 +9,7 @@ go back.
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,11 +23,20 @@ import safetensors.numpy
 
 from doll.bounded import short
 from doll.errors import CheckpointError
+from doll.storage.blobs import Buffer
 
 MAGIC: Final = b"DLCK"
 SCHEMA_VERSION: Final = 2
 _PREFIX: Final = struct.Struct("<4sB3xQ")
 _DIGEST_BYTES: Final = 32
+_DTYPES: Final = (
+    {  # as safetensors names them
+        np.dtype(name): f"{kind}{8 * int(name[2:])}"
+        for kind, names in (("F", "<f8 <f4 <f2"), ("I", "<i8 <i4 <i2 <i1"), ("U", "<u8 <u4 <u2 <u1"))
+        for name in names.split()
+    }
+    | {np.dtype("?"): "BOOL"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +114,13 @@ class _Header(msgspec.Struct, frozen=True, kw_only=True):
     tensors_bytes: _Count
 
 
-def encode_checkpoint(checkpoint: Checkpoint) -> list[bytes]:
-    """The bytes of a checkpoint, in parts to be written one after the other."""
-    # safetensors writes the memory of an array that is not C-contiguous in its own order: wrong values, and no error.
-    tensors = safetensors.numpy.save({name: np.asarray(array, order="C") for name, array in checkpoint.tensors.items()})
+def encode_checkpoint(checkpoint: Checkpoint) -> list[Buffer]:
+    """The bytes of a checkpoint, in parts to be written one after the other; the tensors are not copied.
+
+    Raises:
+        ValueError: a tensor of a dtype that safetensors does not hold.
+    """
+    tensors = _encode_tensors(checkpoint.tensors)
     head = msgspec.msgpack.encode(
         _Header(
             job=checkpoint.job,
@@ -115,14 +128,32 @@ def encode_checkpoint(checkpoint: Checkpoint) -> list[bytes]:
             term=checkpoint.term,
             version=checkpoint.version,
             state_bytes=len(checkpoint.state),
-            tensors_bytes=len(tensors),
+            tensors_bytes=sum(map(len, tensors)),
         )
     )
-    parts = [_PREFIX.pack(MAGIC, SCHEMA_VERSION, len(head)), head, checkpoint.state, tensors]
+    parts = [_PREFIX.pack(MAGIC, SCHEMA_VERSION, len(head)), head, checkpoint.state, *tensors]
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
     return [*parts, digest.digest()]
+
+
+def _encode_tensors(tensors: Mapping[str, npt.NDArray[Any]]) -> list[Buffer]:
+    """What `safetensors.numpy.save` makes of `tensors`, in parts: that function copies them twice."""
+    header: dict[str, dict[str, Any]] = {}
+    bodies: list[Buffer] = []
+    at = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0])):
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(f"{name}: expected a dtype that safetensors holds, got {tensor.dtype}")
+        # An array that is not C-contiguous has its numbers in another order.
+        body = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8).data
+        bodies.append(body)
+        offsets = [at, at := at + len(body)]
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    head = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    head += b" " * (-len(head) % 8)
+    return [struct.pack("<Q", len(head)), head, *bodies]
 
 
 def decode_checkpoint(data: bytes) -> Checkpoint:
