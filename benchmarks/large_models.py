@@ -103,7 +103,9 @@ def work(pipe: Connection, worker: int, config: JobConfig, kind: str, place: str
     """Answer grants until the pipe is closed; then send what was measured."""
     from doll.consumers.compressor import DenseCompressor
     from doll.consumers.local_model import GrantedVersion
+    from doll.process.memory import keep_freed_memory
 
+    keep_freed_memory()  # as a worker does
     blobs = open_store(kind, place)
     replica, compressor = Replica(numel), DenseCompressor(config.job)
     local_model = GrantedVersion(config.job, blobs, replica)  # type: ignore[arg-type]
