@@ -16,6 +16,8 @@ A task is a plain Python class, named in the job file as `module:Class` or `file
         def decode(self, record):
             event = json.loads(record)
             return Sample([event["age"], event["visits"], event["spend"]], event["left"])
+
+`doll.JsonTask` decodes such records a batch at a time, in a twentieth of the time.
 """
 
 from __future__ import annotations
