@@ -34,7 +34,8 @@ from doll.producers.sender import SampleSender
 from doll.records import Finished, ServerStatus, TermStarted, Update
 
 from benchmarks.harness import Bench, CpuSampler, Usage, job
-from benchmarks.pipeline import BATCH, EMNIST, RESULTS
+from benchmarks.pipeline import BATCH, EMNIST
+from benchmarks.results import RESULTS
 
 WORKERS_PER_PROCESS = 64
 START_S = 120.0

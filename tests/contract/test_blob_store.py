@@ -579,6 +579,7 @@ def test_what_is_read_ahead_is_returned_once_and_forgotten_when_it_changes(own_r
     read = {key: store.get(key) for key in keys}
     assert {key: None if value is None else bytes(value) for key, value in read.items()} == expected
     assert store.get("k1") is None
+    store.close()
 
 
 def test_what_was_read_ahead_and_not_asked_for_is_dropped(own_redis: LocalRedis) -> None:
@@ -592,3 +593,4 @@ def test_what_was_read_ahead_and_not_asked_for_is_dropped(own_redis: LocalRedis)
     own_redis.start()
     assert store.get("a") is None
     assert store.get("b") is None
+    store.close()
