@@ -47,7 +47,7 @@ class MessageClock:
     """When the parameter server sends grants and receives pushes.
 
     Attributes:
-        rows: (kind, worker, batches, time_s) in order; kind is "grant" or "push".
+        rows: (kind, worker, last_grant_id, time_s) in order; kind is "grant" or "push". Grant ids increase.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class MessageClock:
 
         def timed_feed(server: ParameterServer, event: Any) -> None:
             if isinstance(event, Push):
-                self.rows.append(("push", event.worker, len(event.batches), time.time()))
+                self.rows.append(("push", event.worker, event.batches[-1].grant_id, time.time()))
             feed(server, event)
 
         # setattr, as these are methods.
@@ -85,7 +85,7 @@ class _TimedOutbox:
 
     def send_command(self, worker: int, record: Any) -> None:
         if isinstance(record, self._grant):
-            self._clock.rows.append(("grant", worker, len(record.grant_ids), time.time()))
+            self._clock.rows.append(("grant", worker, record.grant_ids[-1], time.time()))
         self._outbox.send_command(worker, record)
 
     def __getattr__(self, name: str) -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 GradientRow: TypeAlias = tuple[float, float, float]  # begin_s, end_s, cpu_s
-MessageRow: TypeAlias = tuple[str, int, int, float]  # "grant" or "push", worker, batches, time_s
+MessageRow: TypeAlias = tuple[str, int, int, float]  # "grant" or "push", worker, last_grant_id, time_s
 
 
 def gradient_share(logs: Sequence[Sequence[GradientRow]], from_s: float, to_s: float) -> float:
@@ -49,7 +49,8 @@ def hops(
     """The hops of grants and pushes in [from_s, to_s].
 
     A grant that finds its worker busy waits for the worker and not for the channel, so it is no hop; nor is a push
-    after which the worker still owes batches.
+    after which the worker still owes batches. What is sent a second time is the same grant: a worker answers its grants
+    in order, so a push settles all grants up to its own.
 
     Args:
         messages: of the server, in order.
@@ -57,19 +58,20 @@ def hops(
     """
     begins = [[begin_s for begin_s, _, _ in log] for log in gradients]
     ends = [[end_s for _, end_s, _ in log] for log in gradients]
-    owed = [0] * len(gradients)
+    granted, pushed = ([-1] * len(gradients) for _ in range(2))
     result = Hops([], [])
-    for kind, worker, batches, time_s in messages:
+    for kind, worker, grant_id, time_s in messages:
         within = from_s <= time_s <= to_s
-        if kind == "grant":
+        owes = granted[worker] > pushed[worker]
+        if kind == "grant" and grant_id > granted[worker]:
+            granted[worker] = grant_id
             at = bisect.bisect_left(begins[worker], time_s)
-            if within and owed[worker] == 0 and at < len(begins[worker]):
+            if within and not owes and at < len(begins[worker]):
                 result.grant_to_gradient_s.append(begins[worker][at] - time_s)
-            owed[worker] += batches
-        else:
-            owed[worker] -= batches
+        elif kind == "push" and grant_id > pushed[worker]:
+            pushed[worker] = grant_id
             at = bisect.bisect_right(ends[worker], time_s)
-            if within and owed[worker] == 0 and at > 0:
+            if within and grant_id >= granted[worker] and at > 0:
                 result.gradient_to_push_s.append(time_s - ends[worker][at - 1])
     result.grant_to_gradient_s.sort()
     result.gradient_to_push_s.sort()

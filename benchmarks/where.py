@@ -28,10 +28,8 @@ from benchmarks.tables import Table
 from benchmarks.threads import ThreadSampler, ThreadUse
 
 MARK, COMMAND = "where", "make bench-where BENCH=--docs"
-_LABELS = {
-    ("worker", "main"): "event loop", ("worker", "rdk:"): "librdkafka", ("ps", "main"): "loop",
-    ("ps", "rdk:"): "librdkafka", ("redis", "main"): "redis-server",
-}  # fmt: skip
+_LABELS = {("worker", "main"): "event loop", ("ps", "main"): "loop", ("redis", "main"): "redis-server"}
+_LIBRDKAFKA = "rdk:"  # its threads are rdk:main and rdk:broker<number>
 _ORDER = ("worker", "ps", "kafka", "redis", "bench", "other processes", "idle")
 _LEAST_SHARE = 0.0005  # of both cores; smaller rows of a process become one
 _FUNCTIONS = 12
@@ -59,8 +57,7 @@ def by_thread(
         process = name.split("-")[0]
         if (process, thread) == ("worker", "torch"):
             continue
-        prefix = "rdk:" if thread.startswith("rdk:") else thread
-        label = _LABELS.get((process, prefix), prefix)
+        label = "librdkafka" if thread.startswith(_LIBRDKAFKA) else _LABELS.get((process, thread), thread)
         add(process, label if use.cpu_s >= _LEAST_SHARE * seconds * cores else "other threads", use)
     torch = [use for (name, thread), use in uses.items() if name.split("-")[0] == "worker" and thread == "torch"]
     torch_s, wait_s = sum(use.cpu_s for use in torch), sum(use.wait_s for use in torch)
@@ -101,11 +98,11 @@ def by_function(lines: Iterable[str]) -> Counter[tuple[str, str]]:
 
 def function_table(counts: Mapping[str, Counter[tuple[str, str]]], title: str) -> Table:
     """The functions with the most samples of each process."""
-    table = Table(title, ("process", "thread", "function", "of the process's samples"))
+    table = Table(title, ("process", "thread", "function", "samples", "of the process's"))
     for process, counter in counts.items():
         total = counter.total()
         for (thread, function), count in counter.most_common(_FUNCTIONS):
-            table.rows.append((process, thread, f"`{function}`", f"{count / total:.1%}"))
+            table.rows.append((process, thread, f"`{function}`", f"{count:,}", f"{count / total:.1%}"))
     return table
 
 

@@ -30,12 +30,14 @@ def test_a_share_needs_an_interval() -> None:
 
 def test_hops_are_of_a_grant_to_an_idle_worker_and_of_its_last_push() -> None:
     messages = [
-        ("grant", 0, 2, 10.0),
-        ("grant", 1, 1, 10.1),
-        ("grant", 0, 1, 10.2),  # finds worker 0 busy
-        ("push", 0, 2, 13.0),  # worker 0 still owes a batch
-        ("push", 1, 1, 13.5),
-        ("push", 0, 1, 14.5),
+        ("grant", 0, 1, 10.0),
+        ("grant", 1, 2, 10.1),
+        ("grant", 0, 4, 10.2),  # finds worker 0 busy
+        ("grant", 0, 4, 10.3),  # the same, on another channel
+        ("push", 0, 1, 13.0),  # worker 0 still owes batches
+        ("push", 1, 2, 13.5),
+        ("push", 1, 2, 13.6),  # sent twice
+        ("push", 0, 4, 14.5),
     ]
     gradients = [
         [(9.0, 9.9, 0.9), (10.003, 11.0, 1.0), (11.0, 12.0, 1.0), (12.1, 14.0, 1.0)],

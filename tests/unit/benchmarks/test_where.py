@@ -53,7 +53,7 @@ def test_samples_are_counted_by_the_function_that_ran() -> None:
         "compute (gradient.py)",
     ]
     table = function_table({"worker-0": counts}, "title")
-    assert table.rows[0][2:] == ("`backward (graph.py)`", "66.7%")
+    assert table.rows[0][2:] == ("`backward (graph.py)`", "30", "66.7%")
 
 
 def test_a_name_has_no_number() -> None:
