@@ -33,7 +33,7 @@ from doll.storage.redis_client import connect_redis
 from benchmarks import probes
 from benchmarks.data import records
 from benchmarks.intake import fill_topic
-from benchmarks.shares import GradientRow, Hops, gradient_share, hops
+from benchmarks.shares import GradientRow, Hops, MessageRow, gradient_share, hops
 
 _RUN_S = 180.0
 _NOTE_S = 0.2
@@ -60,6 +60,7 @@ class LearningResult:
 
     samples_per_s: float
     updates: list[Update]  # the steady ones
+    times_s: list[float]  # monotonic; of the update that begins the steady state, then of `updates`
     usage: Usage
     share: float  # of the cores: CPU time of gradients
     hops: Hops
@@ -248,14 +249,18 @@ class Bench:
             finally:
                 for role in roles:
                     role.kill()
-        first, last = updates[0], updates[-1]
+        rows: list[MessageRow] = probes.read(messages)
+        sent_s = {version: time_s for kind, _, version, time_s in rows if kind == "update"}
+        times_s = [sent_s[update.version] for update in updates]
+        first_s, last_s = times_s[0], times_s[-1]
         gradients: list[list[GradientRow]] = [probes.read(log) for log in logs]
         result = LearningResult(
-            samples_per_s=(last.samples_total - first.samples_total) / (last.time_s - first.time_s),
+            samples_per_s=(updates[-1].samples_total - updates[0].samples_total) / (last_s - first_s),
             updates=updates[1:],
+            times_s=times_s,
             usage=usage,
-            share=gradient_share(gradients, first.time_s, last.time_s),
-            hops=hops(probes.read(messages), gradients, first.time_s, last.time_s),
+            share=gradient_share(gradients, first_s, last_s),
+            hops=hops([row for row in rows if row[0] != "update"], gradients, first_s, last_s),
         )
         shutil.rmtree(run, ignore_errors=True)
         return result
@@ -264,6 +269,7 @@ class Bench:
         self, tail: Tail, config: JobConfig, roles: list[Role], warm_s: float, observer: Observer | None
     ) -> tuple[list[Update], Usage]:
         updates: list[Update] = []
+        came_s: list[float] = []  # by this process's clock: a server's wall clock may be set during the run
         sampler = CpuSampler(self._names)
         warm = False
         deadline_s = time.monotonic() + _RUN_S
@@ -274,14 +280,17 @@ class Bench:
                 match entry.record:
                     case Update():
                         updates.append(entry.record)
+                        came_s.append(time.monotonic())
                     case Finished():
                         if observer is not None and warm:
                             observer.end()
-                        steady = [update for update in updates if update.time_s >= updates[0].time_s + warm_s]
+                        steady = [
+                            update for update, at_s in zip(updates, came_s, strict=True) if at_s >= came_s[0] + warm_s
+                        ]
                         if len(steady) < 3:
                             raise RuntimeError(f"only {len(steady)} updates after {warm_s} s: run for longer")
                         return steady, sampler.read()
-            if updates and not warm and updates[-1].time_s >= updates[0].time_s + warm_s:
+            if came_s and not warm and came_s[-1] >= came_s[0] + warm_s:
                 warm, sampler = True, CpuSampler(self._names)
                 if observer is not None:
                     pids = {role.pid: role.name for role in roles}

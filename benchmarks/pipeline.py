@@ -19,7 +19,6 @@ from typing import Any
 
 from doll.config import JobConfig
 from doll.errors import DollError
-from doll.monitor.rates import steady_update_rate
 from doll.records import Member
 from doll.theory.queueing import update_rate_per_s
 
@@ -63,7 +62,7 @@ class Runner:
     def measure(self, section: str, name: str, call: Callable[[], Measured]) -> float:
         """Measure when the machine is idle, or after `--wait-s` in any case; return the result."""
         waited_s = time.monotonic()
-        while (idle := idle_share()) < 0.85 and time.monotonic() - waited_s < self.args.wait_s:
+        while (idle := idle_share(0.5)) < 0.85 and time.monotonic() - waited_s < self.args.wait_s:
             pass
         measured = call()
         value, usage = measured.value, measured.usage
@@ -206,17 +205,11 @@ class Runner:
 
         def learn() -> Measured:
             learned = self.bench.learn(config, produce=True, warm_s=_RATE_WARM_S)
-            times_s = [update.time_s for update in learned.updates]
-            measured = steady_update_rate(times_s, 0.0, 0.0)
-            arrivals = arrivals_between(config, self.bench.stack.services, times_s[0], times_s[-1])
-            arrivals_per_s = arrivals / (times_s[-1] - times_s[0])
-            sent["ratio"] = measured / update_rate_per_s(arrivals_per_s, group, batch)
-            more = {
-                "predicted": predicted,
-                "measured": measured,
-                "arrivals": arrivals,
-                "arrivals_per_s": arrivals_per_s,
-            }
+            measured = len(learned.updates) / (learned.times_s[-1] - learned.times_s[0])
+            first, last = learned.updates[0], learned.updates[-1]
+            arrivals = arrivals_between(config, self.bench.stack.services, first.time_s, last.time_s)
+            sent["ratio"] = (len(learned.updates) - 1) * group * batch / arrivals
+            more = {"predicted": predicted, "measured": measured, "arrivals": arrivals}
             return Measured(measured / predicted, learned.usage, more)
 
         self.measure("E", "update rate / prediction", learn)
@@ -254,7 +247,7 @@ def _anatomy(learned: LearningResult) -> dict[str, Any]:
         "gradient_to_push_p99_ms": 1e3 * percentile(to_push_s, 0.99),
         "grant_to_update_p50_ms": 1e3 * percentile(grant_to_update_s, 0.50),
         "grant_to_update_p99_ms": 1e3 * percentile(grant_to_update_s, 0.99),
-        "period_ms": 1e3 * (updates[-1].time_s - updates[0].time_s) / (len(updates) - 1),
+        "period_ms": 1e3 * (learned.times_s[-1] - learned.times_s[0]) / len(updates),
     }
 
 
@@ -274,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="2 repetitions of short runs (about 8 minutes)")
     parser.add_argument("--repetitions", type=int, help="default 5; 2 with --quick")
-    parser.add_argument("--seconds", type=float, help="of each run in section A; default 6; 4 with --quick")
+    parser.add_argument("--seconds", type=float, help="of each run in section A; default 5; 4 with --quick")
     parser.add_argument("--wait-s", type=float, default=20.0, help="longest wait for an idle machine before each run")
     parser.add_argument("--only", default="A,B,E", help="sections, from A (with C and D), B, E; default all")
     parser.add_argument("--models", default="cnn,small", help="of section A; default both")
@@ -284,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(given)
     repetitions = args.repetitions or (2 if args.quick else 5)
-    args.seconds = args.seconds or (4.0 if args.quick else 6.0)
+    args.seconds = args.seconds or (4.0 if args.quick else 5.0)
     sections = set(args.only.upper().replace("C", "A").replace("D", "A").split(","))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that everything started here is ended
     began, load = datetime.now(), os.getloadavg()[0]
@@ -323,7 +316,7 @@ def _repeat(runner: Runner, repetition: int, sections: set[str], models: Sequenc
                 runner.throughput(model, group_size)
             if repetition == 0:
                 runner.stock(model)
-    if "B" in sections and repetition < 3:
+    if "B" in sections and repetition < 2:
         runner.intake()
     if "E" in sections and repetition == 0:  # its error is the stream's, not the machine's
         runner.update_rate()

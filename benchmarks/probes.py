@@ -1,6 +1,6 @@
 """Measures inside the processes that a benchmark starts: gradient CPU, grants and pushes. Production code has none.
 
-Times are seconds of `time.time()`, which all processes of one machine share. A process keeps its log in memory and
+Times are seconds of `time.monotonic()`, which all processes of one machine share. A process keeps its log in memory and
 writes it when it ends.
 """
 
@@ -34,20 +34,21 @@ class GradientClock:
 
         @functools.wraps(call)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            begin_s, cpu_s = time.time(), time.thread_time()
+            begin_s, cpu_s = time.monotonic(), time.thread_time()
             try:
                 return call(*args, **kwargs)
             finally:
-                self.rows.append((begin_s, time.time(), time.thread_time() - cpu_s))
+                self.rows.append((begin_s, time.monotonic(), time.thread_time() - cpu_s))
 
         return run
 
 
 class MessageClock:
-    """When the parameter server sends grants and receives pushes.
+    """When the parameter server sends grants, receives pushes and sends updates.
 
     Attributes:
-        rows: (kind, worker, last_grant_id, time_s) in order; kind is "grant" or "push". Grant ids increase.
+        rows: (kind, worker, number, time_s) in order. kind "grant" or "push": the number is the last of its grant ids,
+            which increase. kind "update": the number is the version, the worker -1.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class MessageClock:
 
         def timed_feed(server: ParameterServer, event: Any) -> None:
             if isinstance(event, Push):
-                self.rows.append(("push", event.worker, event.batches[-1].grant_id, time.time()))
+                self.rows.append(("push", event.worker, event.batches[-1].grant_id, time.monotonic()))
             feed(server, event)
 
         # setattr, as these are methods.
@@ -74,19 +75,25 @@ class MessageClock:
 
 
 class _TimedOutbox:
-    """An `Outbox` that logs each grant just before it is sent."""
+    """An `Outbox` that logs each grant and update just before it is sent."""
 
     def __init__(self, outbox: Any, clock: MessageClock) -> None:
-        from doll.records import Grant
+        from doll.records import Grant, Update
 
         self._outbox = outbox
         self._grant = Grant
+        self._update = Update
         self._clock = clock
 
     def send_command(self, worker: int, record: Any) -> None:
         if isinstance(record, self._grant):
-            self._clock.rows.append(("grant", worker, record.grant_ids[-1], time.time()))
+            self._clock.rows.append(("grant", worker, record.grant_ids[-1], time.monotonic()))
         self._outbox.send_command(worker, record)
+
+    def send_update(self, record: Any) -> None:
+        if isinstance(record, self._update):
+            self._clock.rows.append(("update", -1, record.version, time.monotonic()))
+        self._outbox.send_update(record)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._outbox, name)

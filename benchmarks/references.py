@@ -3,7 +3,7 @@
 All learn the same model from the same batches (uint8, in memory) with one thread per process, and run as processes
 forked from one that has torch loaded, as DOLL's own do. Each function here is the target of such a process; it writes
 `{"first_s": ..., "last_s": ..., "samples": ..., "gradients": [...]}` to `out`: the measured part in seconds of
-`time.time()`, and the rows of `benchmarks.probes.GradientClock`.
+`time.monotonic()`, and the rows of `benchmarks.probes.GradientClock`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def bare_loop(out: str, small: bool, rank: int, start_s: float, seconds: float, 
     for x, y in pool[:2]:
         step(x, y)
     time.sleep(max(0.0, start_s - time.monotonic()))
-    first_s, samples = time.time(), 0
-    while time.time() - first_s < seconds:
+    first_s, samples = time.monotonic(), 0
+    while time.monotonic() - first_s < seconds:
         x, y = pool[samples // BATCH_SIZE % _POOL]
         step(x, y)
         samples += BATCH_SIZE
-    _write(out, first_s, time.time(), samples, clock)
+    _write(out, first_s, time.monotonic(), samples, clock)
 
 
 def barrier(
@@ -57,13 +57,13 @@ def barrier(
     first_s, at = 0.0, 0
     for update in range(warm_updates + updates):
         if update == warm_updates:
-            first_s = time.time()
+            first_s = time.monotonic()
         for _ in range(group_size // 2):
             step(*pool[at % _POOL])
             at += 1
         os.write(other, b".")
         os.read(own, 1)
-    _write(out, first_s, time.time(), updates * (group_size // 2) * BATCH_SIZE, clock)
+    _write(out, first_s, time.monotonic(), updates * (group_size // 2) * BATCH_SIZE, clock)
 
 
 def ddp(out: str, small: bool, rank: int, group_size: int, updates: int, warm_updates: int, port: int) -> None:
@@ -83,7 +83,7 @@ def ddp(out: str, small: bool, rank: int, group_size: int, updates: int, warm_up
     first_s, at = 0.0, 0
     for update in range(warm_updates + updates):
         if update == warm_updates:
-            first_s = time.time()
+            first_s = time.monotonic()
         for place in range(per_rank):
             x, y = pool[at % _POOL]
             at += 1
@@ -94,7 +94,7 @@ def ddp(out: str, small: bool, rank: int, group_size: int, updates: int, warm_up
                 backward(task, parallel, x, y, per_rank)
         optimizer.step()
         optimizer.zero_grad()
-    _write(out, first_s, time.time(), updates * per_rank * BATCH_SIZE, clock)
+    _write(out, first_s, time.monotonic(), updates * per_rank * BATCH_SIZE, clock)
     distributed.destroy_process_group()
 
 
@@ -111,7 +111,7 @@ def redis_server(out: str, small: bool, redis_url: str, group_size: int, updates
     first_s = 0.0
     for update in range(warm_updates + updates):
         if update == warm_updates:
-            first_s = time.time()
+            first_s = time.monotonic()
         client.set("bare:w", memoryview(parameter.detach().numpy()).cast("B"))
         for rank in range(2):
             client.rpush(f"bare:go:{rank}", update)
@@ -124,7 +124,7 @@ def redis_server(out: str, small: bool, redis_url: str, group_size: int, updates
         optimizer.step()
     for rank in range(2):
         client.rpush(f"bare:go:{rank}", -1)
-    _write(out, first_s, time.time(), updates * group_size * BATCH_SIZE, GradientClock())
+    _write(out, first_s, time.monotonic(), updates * group_size * BATCH_SIZE, GradientClock())
 
 
 def redis_worker(out: str, small: bool, redis_url: str, rank: int, group_size: int) -> None:
@@ -171,14 +171,13 @@ def _local_step(small: bool, rank: int, clock: GradientClock, tuned: bool = True
 
     task, model, pool = _task_model_pool(small, rank, tuned)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    backward = clock.timed(_backward)
 
     def step(x: Any, y: Any) -> None:
-        backward(task, model, x, y, 1)
+        _backward(task, model, x, y, 1)
         optimizer.step()
         optimizer.zero_grad()
 
-    return step, pool
+    return clock.timed(step), pool
 
 
 def _backward(task: Any, model: Any, x: Any, y: Any, parts: int) -> None:
