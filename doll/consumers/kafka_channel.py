@@ -32,7 +32,8 @@ _LOG_AGAIN_S: Final = 10.0
 # How long a server may stay away after an earlier one's Stop before that is believed, beyond the lease of a standby.
 _ENDED_AFTER_S: Final = 30.0
 _POLL_S: Final = 0.2  # how soon the thread that reads commands sees that it must stop
-_FETCH_WAIT_MS: Final = 500
+# The broker answers as soon as there is a record: the wait is how often an idle channel asks again.
+_FETCH_WAIT_MS: Final = 5000
 
 
 class JobEndedError(Exception):

@@ -15,7 +15,8 @@ from doll.records import AnyRecord, ServerStatus
 from doll.services import Services
 
 _PER_POLL: Final = 500
-_FETCH_WAIT_MS: Final = 500
+# The broker answers as soon as there is a record: the wait is how often an idle channel asks again.
+_FETCH_WAIT_MS: Final = 5000
 _LOOKUP_S: Final = 15.0
 
 
