@@ -6,7 +6,8 @@ Sample records are the user's own bytes and are *not* described here (see `doll.
 
 Topics: `events` carries Join, Announce, Push, Nack, Alive, Leave and Evaluated; partition n of `commands` carries
 Welcome, Grant, NewVersion, Durable, Hello, Fence and Stop for worker n; `updates` carries TermStarted, Update and
-Finished; `dead` carries DeadLetter; `metrics` carries Metric, ServerStatus and ProvisionDecision.
+Finished; `dead` carries DeadLetter; `metrics` carries Metric, ServerStatus and ProvisionDecision. A control link
+(`doll.control`) carries Grant, NewVersion, Push and Nack in place of them, and Attach, Attached, Ping and Detach.
 """
 
 from __future__ import annotations
@@ -132,6 +133,7 @@ class Welcome(Record, frozen=True, omit_defaults=True):
     incarnation: int = 0  # as in the Join
     samples_id: str = ""  # Kafka's id of the samples topic; "": not known
     generation: int = 0  # see `TermStarted`
+    endpoints: tuple[str, ...] = ()  # of control links, the fastest first: "local:PATH", "redis:STREAM"
 
 
 class Grant(Record, frozen=True):
@@ -185,6 +187,35 @@ class Stop(Record, frozen=True):
     """The job has ended."""
 
     term: int
+    reason: str
+
+
+# --- control links: parameter server <-> worker, beside Kafka ---------------------------------------------------------
+
+
+class Attach(Record, frozen=True):
+    """First record of a worker on a control link: which process it is, and of which term its server."""
+
+    worker: int
+    session: int
+    term: int
+
+
+class Attached(Record, frozen=True):
+    """Answer to Attach: from now on this link carries the worker's grants."""
+
+    term: int
+    worker: int
+    session: int
+
+
+class Ping(Record, frozen=True):
+    """The sender is live and had nothing else to send for a second."""
+
+
+class Detach(Record, frozen=True):
+    """Last record of a control link."""
+
     reason: str
 
 
@@ -296,6 +327,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     market: str = ""  # of its machine, from its last gradient
     retained_batches: int = 0  # batches held and not yet durable
     lag_records: int = 0  # records in its partition that it has not read yet
+    control: str = "kafka"  # what carries its grants and pushes: "kafka", "redis" or "local"
 
 
 class ServerStatus(Record, frozen=True):
@@ -349,6 +381,7 @@ class ProvisionDecision(Record, frozen=True):
 AnyRecord = (
     Join | Announce | Push | Nack | Alive | Leave | Evaluated
     | Welcome | Grant | NewVersion | Durable | Hello | Fence | Stop
+    | Attach | Attached | Ping | Detach
     | TermStarted | Update | Finished
     | DeadLetter | Metric | ServerStatus | ProvisionDecision
 )  # fmt: skip

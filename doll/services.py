@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 KAFKA_ENV: Final = "DOLL_KAFKA"
 REDIS_ENV: Final = "DOLL_REDIS"
 BLOBS_ENV: Final = "DOLL_BLOB_FOLDER"
+CONTROL_ENV: Final = "DOLL_CONTROL_SOCKET"
 KAFKA_USER_ENV: Final = "DOLL_KAFKA_USERNAME"
 KAFKA_PASSWORD_ENV: Final = "DOLL_KAFKA_PASSWORD"
 KAFKA_CA_ENV: Final = "DOLL_KAFKA_CA"
@@ -34,11 +35,14 @@ class Services:
         kafka: bootstrap servers, `host:port[,host:port]`.
         redis: URL, `redis://host:port/db` or `rediss://...`, without credentials.
         blobs: folder in shared memory for weights and gradients; empty: they go through Redis.
+        control: path of the local control socket: of a server, the socket to listen on; of a worker, the socket to
+            connect to instead of the server's (a relay). Empty: the server's own choice.
     """
 
     kafka: str
     redis: str
     blobs: str = ""
+    control: str = ""
 
 
 def kafka_address(config: JobConfig) -> str | None:
@@ -90,4 +94,4 @@ def resolve(config: JobConfig) -> Services:
         missing.append(f"Redis: set redis.address in the job file or {REDIS_ENV}=redis://host:port/0")
     if kafka is None or redis_url is None:
         raise ConfigError(f"no address for {'; '.join(missing)}; or use `doll up`, which starts them on this machine")
-    return Services(kafka, redis_url)
+    return Services(kafka, redis_url, control=os.environ.get(CONTROL_ENV, ""))

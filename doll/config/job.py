@@ -13,7 +13,7 @@ from doll.config.fleets import FleetConfig, ProcessesFleetConfig
 from doll.config.provision import PlanConfig, ProvisionConfig
 from doll.config.roles import BlobConfig, CheckpointConfig, EvaluationConfig, HealthConfig, PsConfig, WorkerConfig
 from doll.config.section import Section
-from doll.config.services import KafkaConfig, RedisConfig
+from doll.config.services import ControlConfig, KafkaConfig, RedisConfig
 from doll.config.source import ArrivalsConfig, SourceConfig, StdinSource
 from doll.config.training import StopConfig, TaskConfig, TrainingConfig
 
@@ -39,6 +39,7 @@ class JobConfig(Section):
     ps: PsConfig = Field(default_factory=PsConfig)
     health: HealthConfig = Field(default_factory=HealthConfig)
     blobs: BlobConfig = Field(default_factory=BlobConfig)
+    control: ControlConfig = Field(default_factory=ControlConfig)
     kafka: KafkaConfig = Field(default_factory=KafkaConfig)
     redis: RedisConfig = Field(default_factory=RedisConfig)
     plan: PlanConfig = Field(default_factory=PlanConfig)
@@ -56,6 +57,11 @@ class JobConfig(Section):
             raise ValueError(f"job: expected 1-63 of a-z 0-9 _ - beginning with a letter or digit, got {self.job!r}")
         if self.arrivals.while_down == "pause" and isinstance(self.source, StdinSource):
             raise ValueError("arrivals.while_down: pause: expected another source than stdin")
+        if self.control.kind == "local" and not isinstance(self.fleet, ProcessesFleetConfig):
+            raise ValueError(
+                "control.kind: local: expected workers on the parameter server's machine (fleet.kind: processes), got "
+                f"fleet.kind: {self.fleet.kind}; set control.kind to auto or redis"
+            )
         rates = self.arrivals.rate_per_s
         if isinstance(rates, list) and len(rates) != self.data.workers:
             raise ValueError(

@@ -44,3 +44,13 @@ class RedisConfig(Section):
                 "no credentials in the job file: set DOLL_REDIS_PASSWORD (and DOLL_REDIS_USERNAME) instead"
             )
         return self
+
+
+class ControlConfig(Section):
+    """The channel of grants and pushes between parameter server and workers. Everything else goes through Kafka."""
+
+    kind: Literal["auto", "kafka", "redis", "local"] = Field(
+        default="auto",
+        description="auto: the fastest that connects, a socket on the parameter server's machine, else Redis, else "
+        "Kafka; local: the socket, else Kafka; redis: streams in Redis, else Kafka; kafka: always Kafka",
+    )

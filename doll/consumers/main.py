@@ -14,6 +14,7 @@ import torch
 
 from doll.config import JobConfig
 from doll.consumers.compressor import DenseCompressor
+from doll.consumers.control_link import ControlLink
 from doll.consumers.dead_letters import DeadLetters
 from doll.consumers.decoder import ThreadDecoder
 from doll.consumers.departure import Departure
@@ -122,9 +123,13 @@ def _run(
     dead_letters = DeadLetters(config, task, channel, core.worker, term=lambda: core.term)
     decoder = ThreadDecoder(dead_letters.decode)
     engine = _make_engine(config, task, GradientComputer(task, model), blobs, dead_letters)
+    link = None
+    if config.control.kind != "kafka":
+        link = ControlLink(services, config.control.kind)
+        link.welcome(welcome)
     runtime = WorkerRuntime(
         config, core=core, channel=channel, decoder=decoder, engine=engine, commands_offset=commands_offset,
-        departure=departure, heartbeat=heartbeat,
+        departure=departure, heartbeat=heartbeat, link=link,
     )  # fmt: skip
     try:
         return FaustStream(config, services, runtime, run_folder / "faust" / f"worker-{worker}").run()

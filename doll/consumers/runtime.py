@@ -19,6 +19,7 @@ from msgspec import structs
 from doll.config import JobConfig
 from doll.consumers.batch_buffer import BatchBuffer, buffer_capacity
 from doll.consumers.batching import Batcher, RawBatch
+from doll.consumers.control_link import ControlLink
 from doll.consumers.decoder import Decoder
 from doll.consumers.decoding import Decoded, Records
 from doll.consumers.deleted_records import DeletedRecords, LogChannel
@@ -30,7 +31,7 @@ from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, Send, Worke
 from doll.errors import RecordError, ServiceUnavailableError, TaskError
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
-from doll.records import Announce, Push, decode
+from doll.records import Announce, AnyRecord, Nack, Push, Welcome, decode
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -107,15 +108,18 @@ class WorkerRuntime:
         commands_offset: int,
         departure: Departure,
         heartbeat: Heartbeat,
+        link: ControlLink | None = None,
     ) -> None:
         """
         Args:
+            link: carries grants and pushes while it is open; None: Kafka does.
             commands_offset: of the first command after the Welcome.
             departure: tells when this process must leave; one that began before counts as well.
         """
         self._config = config
         self._core = core
         self._channel = channel
+        self._link = link
         self._decoder = decoder
         self._engine = engine
         self._next_command = commands_offset
@@ -130,7 +134,7 @@ class WorkerRuntime:
         self.stall_watch = StallWatch(config.worker.stall_timeout_s, commands_offset, time.monotonic())
         self.exit = ProcessExit(config.worker.drain_s, flush=lambda: channel.flush(1.0), stop=self._stop)
         self.deleted_records = DeletedRecords(config, core, batcher, channel, self.exit)
-        self._commands: asyncio.Queue[Commands] = asyncio.Queue()
+        self._commands: asyncio.Queue[Commands | list[AnyRecord]] = asyncio.Queue()
         self._decoding: asyncio.Queue[tuple[RawBatch[bytes | None], asyncio.Future[Decoded]]] = asyncio.Queue()
         self._num_decoding = 0  # with the one that `announce` waits for
         self._orders: asyncio.Queue[Compute] = asyncio.Queue()
@@ -144,7 +148,8 @@ class WorkerRuntime:
     def tasks(self) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         """Coroutines that run beside the stream, until the end."""
         answer = [self.compute] * self._engine.depth
-        return [self.read_commands, self.prepare, self.announce, *answer, self.tick, self.watch]
+        tasks = [self.read_commands, self.prepare, self.announce, *answer, self.tick, self.watch]
+        return tasks if self._link is None else [*tasks, self.keep_link]
 
     # --- Algorithm 1 ------------------------------------------------------------------------------------------------
 
@@ -199,14 +204,25 @@ class WorkerRuntime:
         # Through a queue, and not in a callback: what goes wrong here must end this process.
         self._channel.read_commands(deliver)
         while True:
-            for offset, value in await self._commands.get():
-                self._next_command = offset + 1
-                try:
-                    record = decode(value)
-                except RecordError as exc:
-                    log.warning("record_refused", topic="commands", reason=str(exc))
-                    continue
+            for item in await self._commands.get():
+                if isinstance(item, tuple):
+                    offset, value = item
+                    self._next_command = offset + 1
+                    try:
+                        record = decode(value)
+                    except RecordError as exc:
+                        log.warning("record_refused", topic="commands", reason=str(exc))
+                        continue
+                else:
+                    record = item
                 self._do(self._core.on_record(record, time.monotonic()))
+                if self._link is not None and isinstance(record, Welcome) and record.process == self._core.process:
+                    self._link.welcome(record)
+
+    async def keep_link(self) -> None:
+        """Keep a control link open; whenever one opens or fails, send again what the server may not have."""
+        assert self._link is not None
+        await self._link.run(self._commands.put_nowait, lambda: self._do(self._core.resend()))
 
     async def compute(self) -> None:
         """Answer grants, one at a time. As many of these tasks run as the engine takes grants at once."""
@@ -247,7 +263,8 @@ class WorkerRuntime:
         for action in actions:
             match action:
                 case Send(record):
-                    self._channel.send(record)
+                    if not (self._link is not None and isinstance(record, Push | Nack) and self._link.send(record)):
+                        self._channel.send(record)
                     if isinstance(record, Announce):
                         fault_point("worker.after_announce", self._flush_channel)
                     elif isinstance(record, Push):
@@ -259,6 +276,8 @@ class WorkerRuntime:
                     self.stream.acknowledge(self._core.origin + until * self._config.data.records_per_batch)
                     self._room.set()
                 case Exit(code, reason):
+                    if self._link is not None:
+                        self._link.close(reason)
                     self.exit.request(code, reason)
 
     def _flush_channel(self) -> None:
@@ -333,6 +352,8 @@ class WorkerRuntime:
             await asyncio.sleep(_DRAIN_POLL_S)
         self._do(self._core.leave(departure.cause))
         self._channel.flush(min(1.0, max(0.0, departure.left_s())))
+        if self._link is not None:
+            self._link.close(f"the worker leaves ({departure.cause})")
 
     def _stop(self) -> None:
         self.stream.shut_down()

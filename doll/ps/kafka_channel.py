@@ -21,7 +21,7 @@ _LOOKUP_S: Final = 15.0
 
 
 class KafkaChannel:
-    """`Outbox` and inbox over Kafka. Not thread-safe: one loop owns it.
+    """`Outbox` and inbox over Kafka. Not thread-safe: one loop owns it; only `read` may be called by another thread.
 
     Raises:
         ServiceUnavailableError: Kafka does not answer.
@@ -49,12 +49,24 @@ class KafkaChannel:
         return self._reader.bounds(Partition(topic, partition))
 
     def poll(self, timeout_s: float) -> list[bytes | None]:
+        """`poll_deliveries`, then `read`."""
+        self.poll_deliveries()
+        return self.read(timeout_s)
+
+    def poll_deliveries(self) -> None:
+        """Handle what Kafka has acknowledged or refused.
+
+        Raises:
+            ServiceUnavailableError: Kafka has refused a record for good.
+        """
+        self._publisher.poll()
+
+    def read(self, timeout_s: float) -> list[bytes | None]:
         """Values that have come on `events`, waiting for the first one at most `timeout_s`.
 
         Raises:
             ServiceUnavailableError: Kafka refuses to serve this process.
         """
-        self._publisher.poll()
         messages = self._reader.poll(timeout_s, limit=_PER_POLL)
         self._had_traffic |= bool(messages)
         return [message.value for message in messages]

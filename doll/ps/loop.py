@@ -11,7 +11,7 @@ from typing import Final
 from doll.errors import CheckpointError, RecordError
 from doll.process.health import Heartbeat
 from doll.ps import events as ev
-from doll.ps.kafka_channel import KafkaChannel
+from doll.ps.control_channel import ControlChannel
 from doll.ps.server import ParameterServer
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, decode
 from doll.telemetry import get_logger
@@ -41,7 +41,7 @@ class Signals:
 
 
 def serve(
-    server: ParameterServer, channel: KafkaChannel, signals: Signals, lease_s: float, heartbeat: Heartbeat
+    server: ParameterServer, channel: ControlChannel, signals: Signals, lease_s: float, heartbeat: Heartbeat
 ) -> None:
     """Run the server until the job has finished, or until SIGTERM (after a checkpoint).
 
@@ -54,7 +54,7 @@ def serve(
     engine = server.engine
     looped_s = checked_s = time.monotonic()
     while engine.finished is None:
-        values = channel.poll(_POLL_S)
+        incoming = channel.poll(_POLL_S)
         now = time.monotonic()
         heartbeat.beat("loop")
         if channel.had_traffic():
@@ -64,7 +64,11 @@ def serve(
             _check_fencing(server, paused_s=now - looped_s, lease_s=lease_s)
             checked_s = now
         looped_s = now
-        events = _decode(server, values)
+        events: list[ev.Event] = [
+            *incoming.records,
+            *(ev.GrantsLost(worker=worker) for worker in incoming.changed),
+            *_decode(server, incoming.values),
+        ]
         server.prefetch(events)
         for event in events:
             server.feed(event)
@@ -78,7 +82,7 @@ def serve(
         server.run_periodic()
 
 
-def deliver(channel: KafkaChannel, signals: Signals, heartbeat: Heartbeat) -> None:
+def deliver(channel: ControlChannel, signals: Signals, heartbeat: Heartbeat) -> None:
     """Wait until Kafka has every record, or until SIGTERM: without the last one nobody learns of the job's end."""
     warned = False
     while (undelivered := channel.flush(_FLUSH_S)) and not signals.leave:

@@ -17,6 +17,7 @@ from doll.model import build, fingerprint
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
+from doll.ps.control_channel import ControlChannel, open_links
 from doll.ps.event_log import FileEventLog
 from doll.ps.kafka_channel import KafkaChannel
 from doll.ps.local_host import LocalModelHost
@@ -93,7 +94,7 @@ def _run(
     term = store.claim_term(lineage.newest_term)
     fault_point("ps.after_claim")
     checkpoint = store.load_newest(job_fingerprint)  # from here on no earlier server can add one
-    channel = KafkaChannel(config, services)
+    kafka = KafkaChannel(config, services)
 
     def give_up() -> bool:
         heartbeat.beat("loop")  # the loop waits for Redis here, and a restart would not help
@@ -105,9 +106,11 @@ def _run(
     engine = make_engine(config, start, host)
     log_path = run_folder / "events" / f"ps-{term:06d}.log"
     event_log = FileEventLog(log_path, start) if config.checkpoint.event_log else None
+    channel = ControlChannel(kafka, open_links(config, services, term))
     server = ParameterServer(
-        config, engine=engine, host=host, store=store, outbox=channel, fingerprint=job_fingerprint, event_log=event_log
-    )
+        config, engine=engine, host=host, store=store, outbox=channel, fingerprint=job_fingerprint, event_log=event_log,
+        channel_report=channel.report,
+    )  # fmt: skip
     log.info("started", term=term, version=engine.version, policy=engine.policy.name, parameters=model.num_parameters)
     try:
         server.open()

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar, assert_never
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias, TypeVar, assert_never
+
+import msgspec
 
 from doll.config import JobConfig
 from doll.errors import FencedError
@@ -54,6 +56,7 @@ log = get_logger(__name__)
 
 A = TypeVar("A")
 R = TypeVar("R")
+ChannelReport: TypeAlias = tuple[Mapping[int, str], Mapping[str, int]]
 
 
 class Outbox(Protocol):
@@ -96,7 +99,12 @@ class ParameterServer:
         fingerprint: str,
         clock: Callable[[], float] = time.monotonic,
         event_log: EventLog | None = None,
+        channel_report: Callable[[], ChannelReport] = lambda: ({}, {}),
     ) -> None:
+        """
+        Args:
+            channel_report: what carries the grants of workers for which that is not Kafka, and counters.
+        """
         self.engine = engine
         self._config = config
         self._host = host
@@ -105,6 +113,7 @@ class ParameterServer:
         self._fingerprint = fingerprint
         self._clock = clock
         self._event_log = event_log
+        self._channel_report = channel_report
         self._updates_sent = 0
         self.checkpoints = CheckpointWriter(
             store,
@@ -231,7 +240,14 @@ class ParameterServer:
         """The engine's state for other processes, for the `metrics` topic."""
         now = self._clock()
         stalled_s = self._stall.stalled_s(now)
-        return server_status(self.engine, leader_since_s=self._leader_since_s, stalled_s=stalled_s, now=now)
+        status = server_status(self.engine, leader_since_s=self._leader_since_s, stalled_s=stalled_s, now=now)
+        kinds, counters = self._channel_report()
+        if not kinds and not counters:
+            return status
+        workers = tuple(
+            msgspec.structs.replace(worker, control=kinds.get(worker.worker, "kafka")) for worker in status.workers
+        )
+        return msgspec.structs.replace(status, workers=workers, counters={**status.counters, **counters})
 
     # --- actions ----------------------------------------------------------------------------------------------------
 

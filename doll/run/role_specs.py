@@ -16,7 +16,7 @@ from doll.process.health import PORT_ENV
 from doll.provisioner.fleets.port import Instance
 from doll.run.folder import RunFolder
 from doll.run.hooks import RunHook
-from doll.services import BLOBS_ENV
+from doll.services import BLOBS_ENV, CONTROL_ENV
 
 PARAMETER_SERVERS = ("ps", "ps-standby")
 
@@ -59,7 +59,7 @@ class RoleSpecs:
         services = self._hook.services(name, self._stack)
         args = [str(self._run.job), services.kafka, services.redis, str(self._run.path), *more]
         env = {} if self._config.health.base_port is not None else {PORT_ENV: str(self._health_port(name))}
-        env |= {BLOBS_ENV: services.blobs}
+        env |= {BLOBS_ENV: services.blobs, CONTROL_ENV: services.control}
         if self._after_term:
             env |= {AFTER_TERM_ENV: str(self._after_term)}
         env |= self._hook.environment(name)

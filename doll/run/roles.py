@@ -15,7 +15,7 @@ from doll.config import JobConfig, load
 from doll.errors import DollError
 from doll.ledger.admission import AFTER_TERM_ENV
 from doll.producers.main import run_producer
-from doll.services import BLOBS_ENV, Services
+from doll.services import BLOBS_ENV, CONTROL_ENV, Services
 
 P = ParamSpec("P")
 
@@ -94,7 +94,7 @@ def _after_term() -> int:
 
 
 def _services(kafka: str, redis: str) -> Services:
-    return Services(kafka, redis, os.environ.get(BLOBS_ENV, ""))
+    return Services(kafka, redis, os.environ.get(BLOBS_ENV, ""), os.environ.get(CONTROL_ENV, ""))
 
 
 def _load(job_path: str) -> JobConfig:

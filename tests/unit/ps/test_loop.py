@@ -9,27 +9,30 @@ from typing import Any, cast
 import pytest
 from doll.errors import CheckpointError, FencedError
 from doll.process.health import Heartbeat
-from doll.ps.events import StopRequested
-from doll.ps.kafka_channel import KafkaChannel
+from doll.ps.control_channel import ControlChannel, Incoming
+from doll.ps.events import GrantsLost, StopRequested
 from doll.ps.loop import Signals, deliver, serve
 from doll.ps.server import ParameterServer
-from doll.records import Join, Stop, encode
+from doll.records import Join, Leave, Nack, Stop, encode
 
 LEASE_S = 5.0
 
 
 class Channel:
-    """Values as the test lists them; each poll takes the time that the test says."""
+    """Values from Kafka, or from all channels, as the test lists them; each poll takes the time that the test says."""
 
     def __init__(self) -> None:
         self.values: deque[list[bytes | None]] = deque()
+        self.incoming: deque[Incoming] = deque()
         self.undelivered: deque[int] = deque()
         self.flushes = 0
         self.on_poll: Callable[[], object] = lambda: None
 
-    def poll(self, timeout_s: float) -> list[bytes | None]:
+    def poll(self, timeout_s: float) -> Incoming:
         self.on_poll()
-        return self.values.popleft() if self.values else []
+        if self.incoming:
+            return self.incoming.popleft()
+        return Incoming([], [], self.values.popleft() if self.values else [])
 
     def had_traffic(self) -> bool:
         return True
@@ -88,11 +91,15 @@ class Rig:
 
     def serve(self) -> None:
         serve(
-            cast(ParameterServer, self.server), cast(KafkaChannel, self.channel), self.signals, LEASE_S, self.heartbeat
+            cast(ParameterServer, self.server),
+            cast(ControlChannel, self.channel),
+            self.signals,
+            LEASE_S,
+            self.heartbeat,
         )
 
     def deliver(self) -> None:
-        deliver(cast(KafkaChannel, self.channel), self.signals, self.heartbeat)
+        deliver(cast(ControlChannel, self.channel), self.signals, self.heartbeat)
 
 
 @pytest.fixture
@@ -109,6 +116,15 @@ def test_records_reach_the_server_in_order_until_it_has_finished(rig: Rig) -> No
     assert rig.server.fed == joins
     assert [events for events in rig.server.prefetched if events] == [joins[:2], joins[2:]]
     assert rig.server.saved == 0
+
+
+def test_links_come_before_kafka_and_a_changed_channel_between_them(rig: Rig) -> None:
+    """The last push of a worker that leaves came on its link; what it had not answered before is sent again."""
+    nack = Nack(worker=1, session=7, batch=0, term=1, grant_id=3, reason="weights")
+    leave = Leave(worker=1, session=7, cause="test")
+    rig.channel.incoming.append(Incoming([nack], [1], [encode(leave)]))
+    rig.serve()
+    assert rig.server.fed == [nack, GrantsLost(worker=1), leave]
 
 
 @pytest.mark.parametrize("value", [b"garbage", None, encode(Stop(term=1, reason="not a record of this topic"))])

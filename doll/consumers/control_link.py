@@ -1,0 +1,275 @@
+"""A worker's end of the control channel: it keeps the fastest link to the server that works, else there is Kafka.
+
+All of it runs on the worker's event loop, but for opening a connection. Each change of the channel is reported, so that
+what is not confirmed is sent again on the new one, in order (ADR 0026).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final, Protocol
+
+from doll.control.link_state import TO_WORKER, LinkError, LinkState
+from doll.control.local_socket import SocketLink, connect
+from doll.control.redis_streams import StreamLink
+from doll.records import AnyRecord, Attach, Attached, Push, Welcome
+from doll.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from doll.services import Services
+
+log = get_logger(__name__)
+
+_ATTACH_S: Final = 3.0
+_CHECK_EVERY_S: Final = 0.2
+_RETRY_S: Final = 0.25
+_MAX_RETRY_S: Final = 8.0
+_STEADY_S: Final = 10.0  # a link that held for this long starts again with the shortest pause
+_FASTER_EVERY_S: Final = 5.0  # how often a faster link is tried beside one that works
+_ACCEPTED: Final = {"auto": ("local", "redis"), "local": ("local",), "redis": ("redis",), "kafka": ()}
+
+
+class Link(Protocol):
+    """A worker's end of an open connection, see `SocketLink` and `StreamLink`."""
+
+    kind: str
+
+    def filenos(self) -> tuple[int, ...]: ...
+
+    def send(self, record: AnyRecord, now: float) -> None: ...
+
+    def receive(self, now: float) -> list[AnyRecord]: ...
+
+    def check(self, now: float) -> None: ...
+
+    def close(self, reason: str = "", now: float = 0.0) -> None: ...
+
+
+class ControlLink:
+    """The control link of one worker process.
+
+    Args:
+        kind: `control.kind`: which endpoints of a Welcome are used.
+
+    Attributes:
+        kind_in_use: "local", "redis" or "kafka".
+    """
+
+    def __init__(self, services: Services, kind: str) -> None:
+        self._services = services
+        self._accepted = _ACCEPTED[kind]
+        self._welcome: Welcome | None = None
+        self._welcomed = asyncio.Event()
+        self._link: Link | None = None
+        self._failed = asyncio.Event()
+        self._failure: LinkError | None = None
+        self._deliver: Callable[[list[AnyRecord]], object] = lambda _: None
+        self._on_change: Callable[[], object] = lambda: None
+
+    @property
+    def kind_in_use(self) -> str:
+        return "kafka" if self._link is None else self._link.kind
+
+    def welcome(self, welcome: Welcome) -> None:
+        """A server has welcomed this process: attach to it. The same Welcome may come again."""
+        before, self._welcome = self._welcome, welcome
+        if not any(self._usable(endpoint) for endpoint in welcome.endpoints):
+            self._welcome = None
+        if before is not None and (before.term, before.session) != (welcome.term, welcome.session):
+            self._fail(LinkError("there is a new parameter server"))
+        self._welcomed.set()
+
+    def send(self, record: AnyRecord) -> bool:
+        """Send on the link; False: it has to go through Kafka.
+
+        A push on a link that breaks at this moment is sent by the change that follows, behind those before it.
+        """
+        welcome, link = self._welcome, self._link
+        if link is None or welcome is None or getattr(record, "term", welcome.term) != welcome.term:
+            return False
+        if self._failed.is_set():
+            return isinstance(record, Push)
+        try:
+            link.send(record, time.monotonic())
+        except LinkError as exc:
+            self._fail(exc)
+            return isinstance(record, Push)
+        return True
+
+    async def run(self, deliver: Callable[[list[AnyRecord]], object], on_change: Callable[[], object]) -> None:
+        """Keep a link open; never returns.
+
+        Args:
+            deliver: gets the records that come.
+            on_change: called when grants and pushes go another way from now on.
+        """
+        self._deliver, self._on_change = deliver, on_change
+        pause_s = _RETRY_S
+        while True:
+            while (welcome := self._welcome) is None:
+                self._welcomed.clear()
+                await self._welcomed.wait()
+            link = await self._open(welcome, self._endpoints(welcome))
+            if link is None:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _MAX_RETRY_S)
+                continue
+            opened_s = time.monotonic()
+            await self._hold(welcome, link)
+            if time.monotonic() - opened_s >= _STEADY_S:
+                pause_s = _RETRY_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _MAX_RETRY_S)
+
+    def close(self, reason: str) -> None:
+        """End the link; no other is opened."""
+        self._welcome = None
+        link, self._link = self._link, None
+        if link is not None:
+            _stop_reading(link)
+            link.close(reason, time.monotonic())
+
+    # --- one link -----------------------------------------------------------------------------------------------------
+
+    async def _hold(self, welcome: Welcome, link: Link) -> None:
+        """Use `link`, or a faster one that opens later, until it fails."""
+        self._use(link)
+        tried_s = time.monotonic()
+        while True:
+            try:
+                await asyncio.wait_for(self._failed.wait(), _CHECK_EVERY_S)
+            except TimeoutError:
+                self._check()
+            if self._failed.is_set():
+                break
+            if time.monotonic() - tried_s >= _FASTER_EVERY_S:
+                faster = [item for item in self._endpoints(welcome) if self._is_faster(item)]
+                if faster and (better := await self._open(welcome, faster)) is not None:
+                    self._drop("there is a faster link")
+                    self._use(better)
+                tried_s = time.monotonic()
+        self._drop("")
+        log.info("control_channel", kind="kafka", reason=str(self._failure))
+        self._on_change()
+
+    def _use(self, link: Link) -> None:
+        self._link, self._failure = link, None
+        self._failed.clear()
+        loop = asyncio.get_running_loop()
+        for descriptor in link.filenos():
+            loop.add_reader(descriptor, self._read)
+        log.info("control_channel", kind=link.kind)
+        self._on_change()
+        self._read()  # what came together with the Attached
+
+    def _read(self) -> None:
+        if self._link is None or self._failed.is_set():
+            return
+        try:
+            records = self._link.receive(time.monotonic())
+        except LinkError as exc:
+            self._fail(exc)
+        else:
+            if records:
+                self._deliver(records)
+
+    def _check(self) -> None:
+        self._read()  # first: a process that was stopped for a while must not take the server for silent
+        if self._link is None or self._failed.is_set():
+            return
+        try:
+            self._link.check(time.monotonic())
+        except LinkError as exc:
+            self._fail(exc)
+
+    def _fail(self, error: LinkError) -> None:
+        if self._link is not None and not self._failed.is_set():
+            self._failure = error
+            _stop_reading(self._link)
+            self._failed.set()
+
+    def _drop(self, reason: str) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            _stop_reading(link)
+            link.close(reason or str(self._failure), time.monotonic())
+
+    # --- opening ------------------------------------------------------------------------------------------------------
+
+    def _usable(self, endpoint: str) -> bool:
+        return endpoint.partition(":")[0] in self._accepted
+
+    def _is_faster(self, endpoint: str) -> bool:
+        kind = endpoint.partition(":")[0]
+        return self.kind_in_use in self._accepted and self._accepted.index(kind) < self._accepted.index(
+            self.kind_in_use
+        )
+
+    def _endpoints(self, welcome: Welcome) -> list[str]:
+        return [endpoint for endpoint in welcome.endpoints if self._usable(endpoint)]
+
+    async def _open(self, welcome: Welcome, endpoints: Sequence[str]) -> Link | None:
+        """The first of these endpoints that takes this process; None: none does."""
+        loop = asyncio.get_running_loop()
+        for endpoint in endpoints:
+            try:
+                link: Link = await loop.run_in_executor(None, self._connect, endpoint)
+            except LinkError as exc:
+                log.info("control_link_unavailable", endpoint=endpoint, reason=str(exc))
+                continue
+            try:
+                return await self._attach(link, welcome)
+            except LinkError as exc:
+                log.info("control_link_unavailable", endpoint=endpoint, reason=str(exc))
+                link.close()
+            except BaseException:
+                link.close()
+                raise
+        return None
+
+    def _connect(self, endpoint: str) -> Link:
+        """
+        Raises:
+            LinkError: nobody answers there.
+        """
+        kind, _, address = endpoint.partition(":")
+        now = time.monotonic()
+        if kind == "local":
+            return SocketLink(connect(self._services.control or address), LinkState(TO_WORKER, now))
+        return StreamLink(self._services, address, now)
+
+    async def _attach(self, link: Link, welcome: Welcome) -> Link:
+        """
+        Raises:
+            LinkError: the server does not take this process.
+        """
+        link.send(Attach(worker=welcome.worker, session=welcome.session, term=welcome.term), time.monotonic())
+        loop = asyncio.get_running_loop()
+        readable = asyncio.Event()
+        for descriptor in link.filenos():
+            loop.add_reader(descriptor, readable.set)
+        try:
+            deadline_s = time.monotonic() + _ATTACH_S
+            while True:
+                try:
+                    await asyncio.wait_for(readable.wait(), max(deadline_s - time.monotonic(), 0.001))
+                except TimeoutError:
+                    raise LinkError(f"no answer within {_ATTACH_S:g} s") from None
+                readable.clear()
+                for number, record in enumerate(records := link.receive(time.monotonic())):
+                    if isinstance(record, Attached):
+                        self._deliver(records[number + 1 :])
+                        return link
+        finally:
+            for descriptor in link.filenos():
+                if descriptor >= 0:
+                    loop.remove_reader(descriptor)
+
+
+def _stop_reading(link: Link) -> None:
+    loop = asyncio.get_running_loop()
+    for descriptor in link.filenos():
+        if descriptor >= 0:
+            loop.remove_reader(descriptor)

@@ -1,0 +1,101 @@
+"""One end of a control link, without its transport: frames in order, heartbeats, and what ends the link. Pure.
+
+A frame is the number of a record on its link (4 bytes, big-endian) and the record as in `doll.records`. A number that
+is missing is a loss, and silence for `SILENCE_S` is one, whatever the transport promises: a stream in Redis can vanish,
+and a relay can swallow data without closing.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+from doll.errors import DollError, RecordError
+from doll.records import AnyRecord, Attach, Attached, Detach, Grant, Nack, NewVersion, Ping, Push, decode, encode
+
+TO_SERVER: Final = (Push, Nack, Attach, Ping, Detach)
+TO_WORKER: Final = (Grant, NewVersion, Attached, Ping, Detach)
+# A record of this size is far beyond what a worker sends: a length above it is not one.
+MAX_FRAME_BYTES: Final = 1 << 23
+PING_EVERY_S: Final = 1.0
+# Well below the default grant timeout (30 s) and the worker's lease (8 s).
+SILENCE_S: Final = 4.0
+
+_NUMBER: Final = struct.Struct(">I")
+_WRAP: Final = 1 << 32
+
+
+class LinkError(DollError):
+    """The link has ended: what was sent on it and is not answered may be lost.
+
+    Attributes:
+        is_refusal: the other end sent what does not belong on a link.
+    """
+
+    def __init__(self, reason: str, *, is_refusal: bool = False) -> None:
+        super().__init__(reason)
+        self.is_refusal = is_refusal
+
+
+class LinkState:
+    """Numbers and times of one end of a link.
+
+    Args:
+        accepts: types of records that this end receives.
+        now: any monotonic time in seconds.
+    """
+
+    __slots__ = ("_accepts", "_heard_s", "_received", "_sent", "_sent_s")
+
+    def __init__(self, accepts: tuple[type, ...], now: float) -> None:
+        self._accepts = accepts
+        self._sent = self._received = 0
+        self._sent_s = self._heard_s = now
+
+    def pack(self, record: AnyRecord, now: float) -> bytes:
+        """The frame of the next record to be sent.
+
+        Raises:
+            LinkError: the record is too long for a link.
+        """
+        frame = _NUMBER.pack(self._sent) + encode(record)
+        if len(frame) > MAX_FRAME_BYTES:
+            raise LinkError(f"expected a record of at most {MAX_FRAME_BYTES} bytes, got {len(frame)}")
+        self._sent = (self._sent + 1) % _WRAP
+        self._sent_s = now
+        return frame
+
+    def unpack(self, frame: bytes, now: float) -> AnyRecord | None:
+        """The record of a frame that has come; None for a Ping.
+
+        Raises:
+            LinkError: it is no frame, a record before it is missing, it does not belong here, or it is a Detach.
+        """
+        if len(frame) < _NUMBER.size:
+            raise LinkError(f"expected a frame, got {len(frame)} bytes", is_refusal=True)
+        try:
+            record = decode(frame[_NUMBER.size :])
+        except RecordError as exc:
+            raise LinkError(str(exc), is_refusal=True) from exc
+        if not isinstance(record, self._accepts):
+            raise LinkError(f"{type(record).__name__} does not belong on this end of a link", is_refusal=True)
+        if isinstance(record, Detach):
+            raise LinkError(f"closed by the other end: {record.reason}")
+        (number,) = _NUMBER.unpack_from(frame)
+        if number != self._received:
+            raise LinkError(f"records were lost: expected number {self._received}, got {number}")
+        self._received = (self._received + 1) % _WRAP
+        self._heard_s = now
+        return None if isinstance(record, Ping) else record
+
+    def ping_due(self, now: float) -> bool:
+        """Nothing was sent for `PING_EVERY_S`."""
+        return now - self._sent_s >= PING_EVERY_S
+
+    def check(self, now: float) -> None:
+        """
+        Raises:
+            LinkError: nothing has come for `SILENCE_S`.
+        """
+        if now - self._heard_s >= SILENCE_S:
+            raise LinkError(f"silent for {now - self._heard_s:.1f} s")

@@ -1,0 +1,253 @@
+"""Control links over a Unix socket, for processes on one machine. Both ends are `SocketLink`.
+
+The socket is in a folder that only this user may enter. A frame follows its length (4 bytes, big-endian).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import stat
+import struct
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from doll.control.link_state import MAX_FRAME_BYTES, LinkError, LinkState
+from doll.errors import ServiceUnavailableError
+from doll.records import AnyRecord, Detach, Ping
+
+_LENGTH: Final = struct.Struct(">I")
+_READ_BYTES: Final = 1 << 16
+_MAX_READS: Final = 16  # at once, so that one end cannot hold the other's loop
+_MAX_UNSENT_BYTES: Final = 2 * MAX_FRAME_BYTES
+_MAX_PATH_BYTES: Final = 100  # sun_path has 108
+_BACKLOG: Final = 512
+_CONNECT_S: Final = 1.0
+
+
+class SocketLink:
+    """One end of a connection. It never waits: what the socket does not take is sent by a later call.
+
+    Args:
+        connection: owned by the link from now on.
+    """
+
+    kind = "local"
+
+    def __init__(self, connection: socket.socket, state: LinkState) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._state = state
+        self._unread = bytearray()
+        self._unsent = bytearray()
+        self._is_ended = False  # the other end sends nothing more
+        self._error: LinkError | None = None
+
+    def fileno(self) -> int:
+        """Readable when something has come; -1 after `close`."""
+        return self._socket.fileno()
+
+    def filenos(self) -> tuple[int, ...]:
+        """`fileno`, as of a link with several descriptors."""
+        return (self._socket.fileno(),)
+
+    def send(self, record: AnyRecord, now: float) -> None:
+        """
+        Raises:
+            LinkError: the other end is gone, or takes nothing any more.
+        """
+        frame = self._state.pack(record, now)
+        self._unsent += _LENGTH.pack(len(frame))
+        self._unsent += frame
+        self._flush()
+        if len(self._unsent) > _MAX_UNSENT_BYTES:
+            raise LinkError(f"{len(self._unsent)} bytes are waiting: the other end does not read")
+
+    def receive(self, now: float) -> list[AnyRecord]:
+        """The records that have come. Call it before `check`.
+
+        Raises:
+            LinkError: the other end is gone, or what has come is no frame. What came before that was returned.
+        """
+        records: list[AnyRecord] = []
+        try:
+            if self._error is not None:
+                raise self._error
+            self._read()
+            while (frame := self._next_frame()) is not None:
+                record = self._state.unpack(frame, now)
+                if record is not None:
+                    records.append(record)
+            if self._is_ended:
+                raise LinkError("connection closed by the other end")
+        except LinkError as exc:
+            self._error = exc
+            if not records:
+                raise
+        return records
+
+    def _read(self) -> None:
+        for _ in range(_MAX_READS):
+            try:
+                data = self._socket.recv(_READ_BYTES)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as exc:
+                raise LinkError(f"connection broken: {exc.strerror or exc}") from exc
+            self._is_ended = not data
+            self._unread += data
+            if len(data) < _READ_BYTES:
+                return
+
+    def _next_frame(self) -> bytes | None:
+        if len(self._unread) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._unread)
+        if length > MAX_FRAME_BYTES:
+            raise LinkError(f"expected a frame of at most {MAX_FRAME_BYTES} bytes, got {length}", is_refusal=True)
+        end = _LENGTH.size + length
+        if len(self._unread) < end:
+            return None
+        frame = bytes(self._unread[_LENGTH.size : end])
+        del self._unread[:end]
+        return frame
+
+    def check(self, now: float) -> None:
+        """Send what waits and a Ping that is due. Call it several times a second.
+
+        Raises:
+            LinkError: the other end is gone or silent.
+        """
+        if self._error is not None:
+            raise self._error
+        self._state.check(now)
+        if self._state.ping_due(now):
+            self.send(Ping(), now)
+        elif self._unsent:
+            self._flush()
+
+    def close(self, reason: str = "", now: float = 0.0) -> None:
+        """Close the connection, with a Detach if there is a reason to tell. May be repeated."""
+        if reason and self._socket.fileno() >= 0:
+            with contextlib.suppress(LinkError):
+                self.send(Detach(reason=reason), now)
+        self._socket.close()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            try:
+                sent = self._socket.send(self._unsent)
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as exc:
+                raise LinkError(f"connection broken: {exc.strerror or exc}") from exc
+            del self._unsent[:sent]
+
+
+class LocalSocket:
+    """The listening socket of a parameter server. Its path is the same for each server of a job on this machine.
+
+    A later server takes the path over; a socket that a killed one left behind does not matter.
+
+    Args:
+        path: as in `Services.control`; empty: chosen from `identity`.
+        identity: tells this job from others of this user.
+
+    Attributes:
+        path: of the socket.
+
+    Raises:
+        ServiceUnavailableError: the folder is another user's or open to others, or the path is too long.
+    """
+
+    def __init__(self, path: str, identity: str) -> None:
+        self.path = Path(path) if path else _private_folder() / f"{_digest(identity)}.sock"
+        _require_private(self.path.parent)
+        _require_short(self.path)
+        unfinished = self.path.with_suffix(f".{os.getpid() % 10**6}")
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(unfinished)
+            self._socket.bind(str(unfinished))
+            self._socket.listen(_BACKLOG)
+            self._inode = os.stat(unfinished).st_ino
+            os.rename(unfinished, self.path)
+        except OSError as exc:
+            self._socket.close()
+            raise ServiceUnavailableError(
+                f"cannot listen on {self.path}: {exc.strerror}; set control.kind: redis, or $TMPDIR to a folder for it"
+            ) from exc
+
+    def fileno(self) -> int:
+        """Readable when a worker connects."""
+        return self._socket.fileno()
+
+    def accept(self) -> socket.socket | None:
+        """A new connection, or None."""
+        try:
+            connection, _ = self._socket.accept()
+        except OSError:  # nobody waits any more, or this process is out of descriptors
+            return None
+        return connection
+
+    def close(self) -> None:
+        """Stop listening, and remove the socket unless a later server has its path."""
+        self._socket.close()
+        with contextlib.suppress(OSError):
+            if os.stat(self.path).st_ino == self._inode:
+                os.unlink(self.path)
+
+
+def connect(path: str) -> socket.socket:
+    """A connection to the socket at `path`.
+
+    Raises:
+        LinkError: nobody listens there.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(_CONNECT_S)
+    try:
+        connection.connect(path)
+    except OSError as exc:
+        connection.close()
+        raise LinkError(f"cannot connect to {path}: {exc.strerror or exc}") from exc
+    return connection
+
+
+def _digest(identity: str) -> str:
+    return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+
+
+def _private_folder() -> Path:
+    """`doll-<user>` in the temporary folder, or in /tmp where that has a long name."""
+    name = f"doll-{os.geteuid()}"
+    folder = Path(tempfile.gettempdir()) / name
+    if len(os.fsencode(folder)) > _MAX_PATH_BYTES - 40:
+        folder = Path("/tmp") / name
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    return folder
+
+
+def _require_private(folder: Path) -> None:
+    try:
+        status = os.lstat(folder)
+    except OSError as exc:
+        raise ServiceUnavailableError(f"{folder}: expected a folder for the control socket: {exc.strerror}") from exc
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ServiceUnavailableError(
+            f"{folder}: expected a folder of user {os.geteuid()} that nobody else may enter, got mode "
+            f"{stat.filemode(status.st_mode)} of user {status.st_uid}; remove it, or set control.kind: redis"
+        )
+
+
+def _require_short(path: Path) -> None:
+    if len(os.fsencode(path)) > _MAX_PATH_BYTES:
+        raise ServiceUnavailableError(
+            f"{path}: expected the path of a socket of at most {_MAX_PATH_BYTES} bytes; set $TMPDIR to a shorter folder"
+        )

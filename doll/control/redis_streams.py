@@ -1,0 +1,259 @@
+"""Control links over streams in Redis, for workers on any machine.
+
+The server reads one stream, `doll:<job>:control:<term>`, to which all workers add. Each link has a stream of its own in
+the other direction, `doll:<job>:control:<term>:<link>`; its worker makes it. An entry is a frame, with the link's name
+if it is for the server. The reader of a stream trims it, and renews its expiry, so that a job that has ended leaves
+nothing. Nobody but its reader makes a stream: an entry for one that is gone (Redis was restarted or wiped) breaks the
+link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from doll.control.link_state import MAX_FRAME_BYTES, PING_EVERY_S, SILENCE_S, TO_WORKER, LinkError, LinkState
+from doll.control.redis_pipe import RedisPipe
+from doll.records import AnyRecord, Detach, Ping
+
+if TYPE_CHECKING:
+    from doll.services import Services
+
+_EXPIRE_S: Final = b"60"
+_MAX_ENTRIES: Final = b"20000"  # what a stream keeps at most if its reader stops: a few MB
+_COUNT: Final = b"500"
+_BLOCK_MS: Final = b"1000"
+_MAX_NAME_BYTES: Final = 64
+_FRAME: Final = b"f"
+_LINK: Final = b"l"
+
+
+def server_stream(job: str, term: int) -> str:
+    """Name of the stream that the server of this term reads."""
+    return f"doll:{job}:control:{term}"
+
+
+class Streams:
+    """One end's connections: it reads the stream `key`, which it makes, and adds to others. It never waits.
+
+    The constructor waits for Redis.
+
+    Raises:
+        LinkError: Redis does not answer or refuses a command.
+    """
+
+    def __init__(self, services: Services, key: str, now: float) -> None:
+        self._key = key.encode()
+        self._added: deque[tuple[float, bytes]] = deque()  # commands without a reply: when, and for which stream
+        self._read_s = self._renewed_s = now
+        self._in = RedisPipe(services)
+        try:
+            self._out = RedisPipe(services)
+        except LinkError:
+            self._in.close()
+            raise
+        try:
+            self._in.call("DEL", self._key)
+            # Not empty: a stream without an entry does not exist.
+            self._position: bytes = self._in.call("XADD", self._key, "*", "", "")
+            self._in.call("EXPIRE", self._key, _EXPIRE_S)
+            self._in.begin()
+            self._out.begin()
+            self._ask()
+        except LinkError:
+            self.close()
+            raise
+
+    def filenos(self) -> tuple[int, int]:
+        """Readable when entries have come, or when replies have."""
+        return self._in.fileno(), self._out.fileno()
+
+    def read(self, now: float) -> list[dict[bytes, bytes]]:
+        """The entries that have come; their fields.
+
+        Raises:
+            LinkError: Redis is gone or refuses.
+        """
+        entries: list[dict[bytes, bytes]] = []
+        for reply in self._in.replies():
+            self._read_s = now
+            for identifier, fields in reply[0][1] if reply else ():
+                self._position = identifier
+                entries.append(dict(zip(fields[::2], fields[1::2], strict=False)))
+            self._ask()
+        return entries
+
+    def add(self, key: bytes, now: float, *fields: bytes) -> None:
+        """Add an entry to the stream `key`, if it is there.
+
+        Raises:
+            LinkError: Redis is gone.
+        """
+        self._added.append((now, key))
+        self._out.send(b"XADD", key, b"NOMKSTREAM", b"MAXLEN", b"~", _MAX_ENTRIES, b"*", *fields)
+
+    def drop(self, key: bytes, now: float) -> None:
+        """Delete a stream.
+
+        Raises:
+            LinkError: Redis is gone.
+        """
+        self._added.append((now, b""))
+        self._out.send(b"UNLINK", key)
+
+    def missing(self) -> list[bytes]:
+        """Streams that were not there for an entry, since the last call.
+
+        Raises:
+            LinkError: Redis is gone or refuses, or the stream of this end is gone.
+        """
+        missing = []
+        for reply in self._out.replies():
+            _, key = self._added.popleft()
+            if reply is None:
+                missing.append(key)
+            elif key == self._key and reply == 0:
+                raise LinkError("Redis has lost this end's stream")
+        return missing
+
+    def check(self, now: float) -> None:
+        """Trim the stream and renew its expiry, once a second. Call it several times a second.
+
+        Raises:
+            LinkError: Redis is gone or silent.
+        """
+        if now - self._read_s >= SILENCE_S or (self._added and now - self._added[0][0] >= SILENCE_S):
+            raise LinkError("Redis does not answer")
+        if now - self._renewed_s >= PING_EVERY_S:
+            self._renewed_s = now
+            self._added.extend(((now, b""), (now, self._key)))
+            self._out.send(b"XTRIM", self._key, b"MINID", self._position)  # keeps the last that was read
+            self._out.send(b"EXPIRE", self._key, _EXPIRE_S)
+        else:
+            self._out.flush()
+
+    def close(self) -> None:
+        """Close the connections, and delete this end's stream if Redis answers. May be repeated."""
+        if self._out.fileno() >= 0:
+            with contextlib.suppress(LinkError):
+                self._out.send(b"UNLINK", self._key)
+        self._in.close()
+        self._out.close()
+
+    def _ask(self) -> None:
+        self._in.send(b"XREAD", b"COUNT", _COUNT, b"BLOCK", _BLOCK_MS, b"STREAMS", self._key, self._position)
+
+
+class StreamLink:
+    """A worker's end.
+
+    Args:
+        stream: of the server.
+
+    Raises:
+        LinkError: Redis does not answer or refuses.
+    """
+
+    kind = "redis"
+
+    def __init__(self, services: Services, stream: str, now: float) -> None:
+        self._server = stream.encode()
+        self._name = uuid.uuid4().hex.encode()
+        self._state = LinkState(TO_WORKER, now)
+        self._error: LinkError | None = None
+        self._streams = Streams(services, f"{stream}:{self._name.decode()}", now)
+
+    def filenos(self) -> tuple[int, ...]:
+        """Readable when something has come."""
+        return self._streams.filenos()
+
+    def send(self, record: AnyRecord, now: float) -> None:
+        """
+        Raises:
+            LinkError: Redis is gone, or the record is too long.
+        """
+        self._streams.add(self._server, now, _LINK, self._name, _FRAME, self._state.pack(record, now))
+
+    def receive(self, now: float) -> list[AnyRecord]:
+        """The records that have come.
+
+        Raises:
+            LinkError: the link has ended. What came before that was returned.
+        """
+        records: list[AnyRecord] = []
+        try:
+            if self._error is not None:
+                raise self._error
+            for fields in self._streams.read(now):
+                record = self._state.unpack(fields.get(_FRAME, b""), now)
+                if record is not None:
+                    records.append(record)
+            if self._streams.missing():
+                raise LinkError("the server's stream in Redis is gone")
+        except LinkError as exc:
+            self._error = exc
+            if not records:
+                raise
+        return records
+
+    def check(self, now: float) -> None:
+        """Heartbeats. Call it several times a second, after `receive`.
+
+        Raises:
+            LinkError: the server or Redis is silent.
+        """
+        if self._error is not None:
+            raise self._error
+        self._state.check(now)
+        self._streams.check(now)
+        if self._state.ping_due(now):
+            self.send(Ping(), now)
+
+    def close(self, reason: str = "", now: float = 0.0) -> None:
+        """May be repeated."""
+        if reason and self._streams.filenos()[1] >= 0:
+            with contextlib.suppress(LinkError):
+                self.send(Detach(reason=reason), now)
+        self._streams.close()
+
+
+class ServerStreamLink:
+    """The server's end of one link; it sends through `streams`, which all of them share."""
+
+    kind = "redis"
+
+    def __init__(self, streams: Streams, key: bytes, state: LinkState) -> None:
+        self._streams = streams
+        self.key = key
+        self.state = state
+
+    def send(self, record: AnyRecord, now: float) -> None:
+        """
+        Raises:
+            LinkError: Redis is gone, or the record is too long.
+        """
+        self._streams.add(self.key, now, _FRAME, self.state.pack(record, now))
+
+    def check(self, now: float) -> None:
+        """
+        Raises:
+            LinkError: the worker is silent, or Redis is gone.
+        """
+        self.state.check(now)
+        if self.state.ping_due(now):
+            self.send(Ping(), now)
+
+    def close(self, reason: str = "", now: float = 0.0) -> None:
+        """End the link, and tell the worker why. Its stream is the worker's, and expires without it."""
+        with contextlib.suppress(LinkError):
+            self.send(Detach(reason=reason), now)
+
+
+def link_and_frame(fields: dict[bytes, bytes]) -> tuple[bytes, bytes] | None:
+    """Name of the link and frame of an entry on a server's stream; None: it is not one."""
+    name, frame = fields.get(_LINK), fields.get(_FRAME)
+    if name is None or frame is None or not name.isalnum() or len(name) > _MAX_NAME_BYTES:
+        return None
+    return None if len(frame) > MAX_FRAME_BYTES else (name, frame)

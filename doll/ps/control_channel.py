@@ -1,0 +1,185 @@
+"""The parameter server's channels as one: Kafka, and beside it control links for grants and pushes (ADR 0026).
+
+With links, the loop waits for them in a selector, and a thread reads `events` from Kafka: a push on a link is handled
+by the thread that received it. Messages of the two channels may overtake one another. Therefore each change of a
+worker's channel sends the worker's unanswered grants again (`GrantsLost`): the new channel then carries all of them, in
+order.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import selectors
+import threading
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+
+from doll.control.local_socket import LocalSocket
+from doll.errors import ServiceUnavailableError
+from doll.ps.control_links import ControlLinks, LocalListener
+from doll.ps.kafka_channel import KafkaChannel
+from doll.ps.stream_listener import StreamListener
+from doll.records import AnyRecord, Grant, Nack, NewVersion, Push, ServerStatus, Welcome
+from doll.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from doll.config import JobConfig
+    from doll.services import Services
+
+log = get_logger(__name__)
+
+_MAX_POLLS_AHEAD: Final = 4  # of Kafka; beyond, librdkafka keeps what comes
+_POLL_S: Final = 0.2  # how soon the thread that reads `events` sees that it must stop
+
+
+class Incoming(msgspec.Struct, frozen=True):
+    """What came in one poll, to be handled in this order.
+
+    Attributes:
+        records: from links.
+        changed: workers whose link was opened or closed.
+        values: from `events`. After the records: a worker sends its last push before its Leave.
+    """
+
+    records: list[Push | Nack]
+    changed: list[int]
+    values: list[bytes | None]
+
+
+class ControlChannel:
+    """`Outbox` and inbox. Not thread-safe: one loop owns it."""
+
+    def __init__(self, kafka: KafkaChannel, links: ControlLinks | None = None) -> None:
+        """
+        Args:
+            links: None: everything goes through Kafka.
+        """
+        self._kafka = kafka
+        self._links = links
+        self._closed = threading.Event()
+        if links is None:
+            return
+        self._values: queue.Queue[list[bytes | None] | Exception] = queue.Queue(_MAX_POLLS_AHEAD)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        links.selector.register(self._wake, selectors.EVENT_READ, self._read_wake)
+        self._thread = threading.Thread(target=self._read_events, name="events", daemon=True)
+        self._thread.start()
+
+    def report(self) -> tuple[Mapping[int, str], Mapping[str, int]]:
+        """What carries the grants of each worker that has a link, and counts of links opened, broken and refused."""
+        return ({}, {}) if self._links is None else (self._links.kinds(), self._links.counters)
+
+    def poll(self, timeout_s: float) -> Incoming:
+        """What has come, waiting for it at most `timeout_s`.
+
+        Raises:
+            ServiceUnavailableError: Kafka refuses to serve this process.
+        """
+        if self._links is None:
+            return Incoming([], [], self._kafka.poll(timeout_s))
+        self._kafka.poll_deliveries()
+        changed, records = self._links.take()  # a link that broke when something was sent
+        if not changed and not records:
+            self._links.poll(timeout_s if self._values.empty() else 0.0)
+            changed, records = self._links.take()
+        return Incoming(records, changed, self._take_values())
+
+    def send_command(self, worker: int, record: AnyRecord) -> None:
+        if self._links is not None:
+            if isinstance(record, Welcome):
+                self._links.welcome(record)
+                record = msgspec.structs.replace(record, endpoints=self._links.endpoints)
+            elif isinstance(record, Grant | NewVersion) and self._links.send(worker, record):
+                return
+        self._kafka.send_command(worker, record)
+
+    def send_update(self, record: AnyRecord) -> None:
+        self._kafka.send_update(record)
+
+    def send_status(self, record: ServerStatus) -> None:
+        self._kafka.send_status(record)
+
+    def updates_acknowledged(self) -> int:
+        return self._kafka.updates_acknowledged()
+
+    def had_traffic(self) -> bool:
+        """Whether Kafka has sent or acknowledged anything since the last call."""
+        return self._kafka.had_traffic()
+
+    def flush(self, timeout_s: float) -> int:
+        """Wait until Kafka has everything; how many records it does not have when the time is over."""
+        return self._kafka.flush(timeout_s)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._links is not None:
+            self._take_values()  # the thread may wait for room
+            self._thread.join()
+            self._links.close()
+            os.close(self._wake)
+        self._kafka.close()
+
+    def _take_values(self) -> list[bytes | None]:
+        values: list[bytes | None] = []
+        while True:
+            try:
+                polled = self._values.get_nowait()
+            except queue.Empty:
+                return values
+            if isinstance(polled, Exception):
+                raise polled
+            values += polled
+
+    def _read_wake(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return
+
+    def _read_events(self) -> None:
+        while not self._closed.is_set():
+            polled: list[bytes | None] | Exception
+            try:
+                polled = self._kafka.read(_POLL_S)
+            except Exception as exc:  # raised by the loop's next poll
+                polled = exc
+            if not polled:
+                continue
+            while not self._closed.is_set():
+                try:
+                    self._values.put(polled, timeout=_POLL_S)
+                except queue.Full:
+                    continue
+                os.eventfd_write(self._wake, 1)
+                break
+            if isinstance(polled, Exception):
+                return
+
+
+def open_links(config: JobConfig, services: Services, term: int) -> ControlLinks | None:
+    """The links that `control.kind` allows; None for Kafka alone.
+
+    Raises:
+        ServiceUnavailableError: `control.kind` is local and there is no place for the socket.
+    """
+    kind = config.control.kind
+    if kind == "kafka":
+        return None
+    links = ControlLinks(term)
+    max_links = 2 * config.data.workers + 16  # a worker's earlier link may still be open
+    if kind in ("auto", "local"):
+        try:
+            listening = LocalSocket(services.control, f"{services.kafka} {config.job}")
+        except ServiceUnavailableError as exc:
+            if kind == "local":
+                raise
+            log.warning("control_socket_unavailable", reason=str(exc), action="offering Redis only")
+        else:
+            links.add(LocalListener(links, listening, max_links))
+    if kind in ("auto", "redis"):
+        links.add(StreamListener(links, services, config.job, term, max_links))
+    return links

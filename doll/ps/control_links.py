@@ -1,0 +1,274 @@
+"""The parameter server's ends of all control links: who is attached to which, and what came.
+
+A worker attaches with the session of its last Welcome. A link of another session or term is refused, and a worker has
+one link: a later one replaces it. What breaks or is refused is closed, counted and logged; its worker falls back to
+Kafka and tries again.
+"""
+
+from __future__ import annotations
+
+import functools
+import selectors
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Final, Protocol
+
+from doll.control.link_state import TO_SERVER, LinkError, LinkState
+from doll.control.local_socket import LocalSocket, SocketLink
+from doll.control.redis_streams import ServerStreamLink
+from doll.records import AnyRecord, Attach, Attached, Grant, Nack, NewVersion, Push, Welcome
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_CHECK_EVERY_S: Final = 0.2
+_ATTACH_S: Final = 4.0  # a connection that does not say who it is
+
+ServerLink = SocketLink | ServerStreamLink
+
+
+class LinkListener(Protocol):
+    """Makes links of one kind for `ControlLinks`, and reads them.
+
+    Attributes:
+        endpoint: as in `Welcome.endpoints`.
+    """
+
+    endpoint: str
+
+    def check(self, now: float) -> None:
+        """Called several times a second."""
+
+    def forget(self, link: ServerLink) -> None:
+        """The link has been closed."""
+
+    def close(self) -> None:
+        """End everything."""
+
+
+class _Peer:
+    """One link, and the worker that is attached to it; -1: none yet."""
+
+    __slots__ = ("link", "listener", "opened_s", "session", "worker")
+
+    def __init__(self, link: ServerLink, listener: LinkListener, now: float) -> None:
+        self.link = link
+        self.listener = listener
+        self.opened_s = now
+        self.worker = -1
+        self.session = 0
+
+
+class ControlLinks:
+    """Links of one server. Not thread-safe: one loop owns it.
+
+    Attributes:
+        selector: listeners register their descriptors here, each with a callback without arguments.
+        counters: of attachments, failures and refusals.
+    """
+
+    def __init__(self, term: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._term = term
+        self._clock = clock
+        self._listeners: list[LinkListener] = []
+        self._peers: dict[ServerLink, _Peer] = {}
+        self._of_worker: dict[int, _Peer] = {}
+        self._sessions: dict[int, int] = {}  # worker -> session of its last Welcome
+        self._checked_s = clock()
+        self._received: list[Push | Nack] = []
+        self._changed: dict[int, None] = {}
+        self.selector = selectors.DefaultSelector()
+        self.counters: Counter[str] = Counter()
+
+    # --- for the channel ----------------------------------------------------------------------------------------------
+
+    def add(self, listener: LinkListener) -> None:
+        """Offer the links of `listener` as well, as the slowest so far."""
+        self._listeners.append(listener)
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """As in `Welcome.endpoints`."""
+        return tuple(listener.endpoint for listener in self._listeners)
+
+    def kinds(self) -> dict[int, str]:
+        """What each attached worker uses."""
+        return {worker: peer.link.kind for worker, peer in self._of_worker.items()}
+
+    def poll(self, timeout_s: float) -> None:
+        """Read what has come, waiting for it at most `timeout_s`."""
+        for key, _ in self.selector.select(timeout_s):
+            key.data()
+        now = self._clock()
+        if now - self._checked_s >= _CHECK_EVERY_S:
+            # After reading: a server that was busy for long must not take its workers for silent.
+            self._checked_s = now
+            self._check(now)
+
+    def take(self) -> tuple[list[int], list[Push | Nack]]:
+        """Since the last call: workers whose link was opened or closed, and records, in order."""
+        changed, self._changed = list(self._changed), {}
+        received, self._received = self._received, []
+        return changed, received
+
+    def welcome(self, record: Welcome) -> None:
+        """This Welcome is about to be sent: only its session may attach from now on."""
+        self._sessions[record.worker] = record.session
+        peer = self._of_worker.get(record.worker)
+        if peer is not None and peer.session != record.session:
+            self._end(peer, "replaced by a newer process", "replaced")
+
+    def send(self, worker: int, record: Grant | NewVersion) -> bool:
+        """Send on the worker's link; False: it has to go through Kafka.
+
+        A grant on a link that breaks at this moment is sent by the `GrantsLost` that follows, behind those before it.
+        """
+        peer = self._of_worker.get(worker)
+        if peer is None or (isinstance(record, Grant) and record.session != peer.session):
+            return False
+        try:
+            peer.link.send(record, self._clock())
+        except LinkError as exc:
+            self._break(peer, exc)
+            return isinstance(record, Grant)
+        return True
+
+    def close(self) -> None:
+        """Close all links and stop offering them."""
+        now = self._clock()
+        for link in list(self._peers):
+            link.close("the parameter server ends", now)
+        self._peers.clear()
+        self._of_worker.clear()
+        for listener in self._listeners:
+            listener.close()
+        self.selector.close()
+
+    # --- for listeners ------------------------------------------------------------------------------------------------
+
+    def now(self) -> float:
+        """Seconds, monotonic."""
+        return self._clock()
+
+    def opened(self, link: ServerLink, listener: LinkListener) -> None:
+        """There is a new link, whose worker is not known yet."""
+        self._peers[link] = _Peer(link, listener, self._clock())
+
+    def received(self, link: ServerLink, records: list[AnyRecord]) -> None:
+        """Records have come on a link."""
+        peer = self._peers.get(link)
+        for record in records:
+            if peer is None or peer.link not in self._peers:
+                return
+            if isinstance(record, Attach):
+                self._attach(peer, record)
+            elif isinstance(record, Push | Nack) and record.worker == peer.worker:
+                self._received.append(record)
+            else:
+                self._break(peer, LinkError(f"unexpected {type(record).__name__}", is_refusal=True))
+
+    def broken(self, link: ServerLink, error: LinkError) -> None:
+        """A link has failed."""
+        if (peer := self._peers.get(link)) is not None:
+            self._break(peer, error)
+
+    # --- inside -------------------------------------------------------------------------------------------------------
+
+    def _attach(self, peer: _Peer, record: Attach) -> None:
+        expected = (self._term, self._sessions.get(record.worker))
+        if peer.worker >= 0 or (record.term, record.session) != expected:
+            self.counters["refused_attach"] += 1
+            reason = (
+                f"expected worker {record.worker} with term {expected[0]} and session {expected[1]}, got term "
+                f"{record.term} and session {record.session}"
+            )
+            log.warning("control_link_refused", kind=peer.link.kind, reason=reason)
+            self._end(peer, reason, "refused")
+            return
+        if (before := self._of_worker.get(record.worker)) is not None:
+            self._end(before, "replaced by a newer link", "replaced")
+        peer.worker, peer.session = record.worker, record.session
+        try:
+            peer.link.send(Attached(term=self._term, worker=record.worker, session=record.session), self._clock())
+        except LinkError as exc:
+            self._break(peer, exc)
+            return
+        self._of_worker[record.worker] = peer
+        self._changed[record.worker] = None
+        self.counters[f"control_{peer.link.kind}"] += 1
+        log.info("control_channel", worker=record.worker, kind=peer.link.kind)
+
+    def _break(self, peer: _Peer, error: LinkError) -> None:
+        self.counters["control_refused" if error.is_refusal else "control_broken"] += 1
+        self._end(peer, str(error), "refused" if error.is_refusal else "broken")
+
+    def _end(self, peer: _Peer, reason: str, why: str) -> None:
+        if self._peers.pop(peer.link, None) is None:
+            return
+        peer.listener.forget(peer.link)
+        peer.link.close(reason, self._clock())
+        if self._of_worker.get(peer.worker) is peer:
+            del self._of_worker[peer.worker]
+            self._changed[peer.worker] = None
+            log.info("control_channel", worker=peer.worker, kind="kafka", was=peer.link.kind, why=why, reason=reason)
+
+    def _check(self, now: float) -> None:
+        for listener in self._listeners:
+            listener.check(now)
+        for peer in list(self._peers.values()):
+            try:
+                peer.link.check(now)
+                if peer.worker < 0 and now - peer.opened_s >= _ATTACH_S:
+                    raise LinkError("no Attach has come", is_refusal=True)
+            except LinkError as exc:
+                self._break(peer, exc)
+
+
+class LocalListener:
+    """Links over the server's Unix socket.
+
+    Args:
+        max_links: connections beyond these wait.
+    """
+
+    def __init__(self, links: ControlLinks, listening: LocalSocket, max_links: int) -> None:
+        self.endpoint = f"local:{listening.path}"
+        self._links = links
+        self._listening = listening
+        self._max_links = max_links
+        self._open: set[ServerLink] = set()
+        links.selector.register(listening, selectors.EVENT_READ, self._accept)
+
+    def check(self, now: float) -> None:
+        """Nothing falls due."""
+
+    def forget(self, link: ServerLink) -> None:
+        if link in self._open:
+            self._open.discard(link)
+            assert isinstance(link, SocketLink)
+            self._links.selector.unregister(link)
+
+    def close(self) -> None:
+        self._listening.close()
+
+    def _accept(self) -> None:
+        if (connection := self._listening.accept()) is None:
+            return
+        if len(self._open) >= self._max_links:
+            connection.close()  # the worker tries again
+            return
+        link = SocketLink(connection, LinkState(TO_SERVER, self._links.now()))
+        self._open.add(link)
+        self._links.opened(link, self)
+        self._links.selector.register(link, selectors.EVENT_READ, functools.partial(self._read, link))
+
+    def _read(self, link: SocketLink) -> None:
+        if link not in self._open:  # closed by an earlier callback of this round
+            return
+        try:
+            records = link.receive(self._links.now())
+        except LinkError as exc:
+            self._links.broken(link, exc)
+        else:
+            self._links.received(link, records)

@@ -1,0 +1,173 @@
+"""Control links of all workers over one stream in Redis: the parameter server's side.
+
+While Redis is away there are no links. It is asked again from a thread, so that the server's loop never waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+from typing import TYPE_CHECKING, Final
+
+from doll.control.link_state import TO_SERVER, LinkError, LinkState
+from doll.control.redis_streams import ServerStreamLink, Streams, link_and_frame, server_stream
+from doll.records import Attach
+from doll.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from doll.ps.control_links import ControlLinks, ServerLink
+    from doll.services import Services
+
+log = get_logger(__name__)
+
+_RETRY_S: Final = 0.5
+_MAX_RETRY_S: Final = 8.0
+_CLOSE_S: Final = 0.5
+
+
+class StreamListener:
+    """Links over Redis. The first connection is made by a thread as well."""
+
+    def __init__(self, links: ControlLinks, services: Services, job: str, term: int, max_links: int) -> None:
+        self._name = server_stream(job, term)
+        self.endpoint = f"redis:{self._name}"
+        self._links = links
+        self._services = services
+        self._max_links = max_links
+        self._streams: Streams | None = None
+        self._open: dict[bytes, ServerStreamLink] = {}
+        self._opened: Streams | None = None  # set by the thread
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        links.selector.register(self._wake, selectors.EVENT_READ, self._take_opened)
+        self._start_opening()
+
+    def check(self, now: float) -> None:
+        if self._streams is not None:
+            try:
+                self._streams.check(now)
+            except LinkError as exc:
+                self._fail(exc)
+
+    def forget(self, link: ServerLink) -> None:
+        assert isinstance(link, ServerStreamLink)
+        self._open.pop(link.key, None)
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+        self._take_opened()
+        if self._streams is not None:
+            self._unregister(self._streams)
+            self._streams.close()
+        self._links.selector.unregister(self._wake)
+        os.close(self._wake)
+
+    # --- connecting ---------------------------------------------------------------------------------------------------
+
+    def _start_opening(self) -> None:
+        if not self._closed.is_set():
+            self._thread = threading.Thread(target=self._open_streams, name="control-redis", daemon=True)
+            self._thread.start()
+
+    def _open_streams(self) -> None:
+        pause_s = _RETRY_S
+        while not self._closed.is_set():
+            try:
+                self._opened = Streams(self._services, self._name, self._links.now())
+            except LinkError as exc:
+                log.info("control_redis_unavailable", reason=str(exc), again_s=pause_s)
+                self._closed.wait(pause_s)
+                pause_s = min(2 * pause_s, _MAX_RETRY_S)
+            else:
+                os.eventfd_write(self._wake, 1)
+                return
+
+    def _take_opened(self) -> None:
+        try:
+            os.eventfd_read(self._wake)
+        except BlockingIOError:
+            return
+        self._streams, self._opened = self._opened, None
+        assert self._streams is not None
+        incoming, replies = self._streams.filenos()
+        self._links.selector.register(incoming, selectors.EVENT_READ, self._read)
+        self._links.selector.register(replies, selectors.EVENT_READ, self._read_replies)
+
+    def _fail(self, error: LinkError) -> None:
+        """Redis is gone: so are all links."""
+        streams, self._streams = self._streams, None
+        assert streams is not None
+        self._unregister(streams)
+        for link in list(self._open.values()):
+            self._links.broken(link, error)
+        streams.close()
+        log.warning("control_redis_lost", reason=str(error))
+        self._start_opening()
+
+    def _unregister(self, streams: Streams) -> None:
+        for descriptor in streams.filenos():
+            self._links.selector.unregister(descriptor)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        if self._streams is None:
+            return
+        now = self._links.now()
+        try:
+            entries = self._streams.read(now)
+        except LinkError as exc:
+            self._fail(exc)
+            return
+        for fields in entries:
+            named = link_and_frame(fields)
+            if named is None:
+                if fields != {b"": b""}:
+                    self._links.counters["control_refused"] += 1
+                continue
+            self._receive(*named, now)
+
+    def _receive(self, name: bytes, frame: bytes, now: float) -> None:
+        key = self._name.encode() + b":" + name
+        link = self._open.get(key)
+        if link is None and (link := self._new_link(key, frame, now)) is None:
+            return
+        try:
+            record = link.state.unpack(frame, now)
+        except LinkError as exc:
+            self._links.broken(link, exc)
+            return
+        if record is not None:
+            self._links.received(link, [record])
+
+    def _new_link(self, key: bytes, frame: bytes, now: float) -> ServerStreamLink | None:
+        """A link for its first frame, an Attach; what comes on a link that was closed is answered with its end."""
+        assert self._streams is not None
+        state = LinkState(TO_SERVER, now)
+        link = ServerStreamLink(self._streams, key, state)
+        try:
+            is_new = isinstance(LinkState((Attach,), now).unpack(frame, now), Attach)
+        except LinkError:
+            is_new = False
+        if not is_new or len(self._open) >= self._max_links:
+            link.close("unknown to the parameter server", now)
+            return None
+        self._open[key] = link
+        self._links.opened(link, self)
+        return link
+
+    def _read_replies(self) -> None:
+        if self._streams is None:
+            return
+        try:
+            missing = self._streams.missing()
+        except LinkError as exc:
+            self._fail(exc)
+            return
+        for key in missing:
+            if (link := self._open.get(key)) is not None:
+                self._links.broken(link, LinkError("the worker's stream in Redis is gone"))

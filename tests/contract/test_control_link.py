@@ -1,0 +1,550 @@
+"""What every kind of control link must do, with the real socket or a real Redis; then what only one of them can."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from doll.consumers.control_link import ControlLink
+from doll.control.link_state import PING_EVERY_S, SILENCE_S, TO_WORKER, LinkError, LinkState
+from doll.control.local_socket import LocalSocket, SocketLink, connect
+from doll.control.redis_streams import StreamLink, server_stream
+from doll.errors import ServiceUnavailableError
+from doll.local.redis_server import LocalRedis
+from doll.ps.control_links import ControlLinks, LocalListener
+from doll.ps.stream_listener import StreamListener
+from doll.records import (
+    AnyRecord,
+    Attach,
+    Attached,
+    Durable,
+    Grant,
+    Nack,
+    NewVersion,
+    Push,
+    PushedBatch,
+    Welcome,
+    encode,
+)
+from doll.services import Services
+from doll.storage.redis_client import connect_redis
+from waiting import WAIT_TIMEOUT_S
+
+TERM, SESSION = 3, (3 << 20) + 1
+KINDS = ("local", "redis")
+
+
+def welcome(worker: int = 0, session: int = SESSION, term: int = TERM, **more: Any) -> Welcome:
+    return Welcome(
+        term=term, worker=worker, process="me", session=session, origin=0, next_batch=0, fingerprint="f", **more
+    )
+
+
+def grant(number: int, worker: int = 0, session: int = SESSION) -> Grant:
+    return Grant(
+        term=TERM, worker=worker, session=session, first=number, grant_ids=(number,), version=1, min_version=1, key="w"
+    )
+
+
+def push(number: int, worker: int = 0, dead: tuple[int, ...] = ()) -> Push:
+    batch = PushedBatch(batch=number, grant_id=number, n_samples=1, loss_sum=0.5, dead=dead)
+    return Push(worker=worker, session=SESSION, term=TERM, version=1, key=f"g{number}", batches=(batch,))
+
+
+class Clock:
+    """The server's clock, which a test may put forward."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+class Server:
+    """`ControlLinks` of one kind."""
+
+    def __init__(self, kind: str, services: Services, path: Path, term: int = TERM) -> None:
+        self.clock = Clock()
+        self.links = ControlLinks(term, self.clock)
+        if kind == "local":
+            self.links.add(LocalListener(self.links, LocalSocket(str(path), ""), max_links=8))
+        else:
+            self.links.add(StreamListener(self.links, services, "contract", term, max_links=8))
+        self.records: list[AnyRecord] = []
+        self.changed: list[int] = []
+
+    def welcome(self, worker: int = 0, session: int = SESSION, term: int = TERM) -> Welcome:
+        made = welcome(worker, session, term, endpoints=self.links.endpoints)
+        self.links.welcome(made)
+        return made
+
+    def poll(self) -> None:
+        self.links.poll(0.01)
+        records, changed = self.take()
+        self.records += records
+        self.changed += changed
+
+    def take(self) -> tuple[Sequence[AnyRecord], list[int]]:
+        changed, records = self.links.take()
+        return records, changed
+
+
+@dataclass
+class Worker:
+    """A `ControlLink`, with what it was told."""
+
+    link: ControlLink
+    records: list[AnyRecord] = field(default_factory=list)
+    changes: list[str] = field(default_factory=list)
+
+    async def run(self) -> None:
+        await self.link.run(self.records.extend, lambda: self.changes.append(self.link.kind_in_use))
+
+
+@dataclass
+class Rig:
+    kind: str
+    services: Services
+    path: Path
+    servers: list[Server] = field(default_factory=list)
+
+    def start_server(self, term: int = TERM) -> Server:
+        self.servers.append(Server(self.kind, self.services, self.path, term))
+        return self.servers[-1]
+
+    def worker(self) -> Worker:
+        return Worker(ControlLink(self.services, self.kind))
+
+    def raw(self) -> Any:
+        """A worker's end without its logic."""
+        endpoint = self.servers[-1].links.endpoints[0].partition(":")[2]
+        now = time.monotonic()
+        if self.kind == "local":
+            return SocketLink(connect(endpoint), LinkState(TO_WORKER, now))
+        return StreamLink(self.services, endpoint, now)
+
+    def attached(self, server: Server) -> Any:
+        """A worker's end without its logic, attached."""
+        server.welcome()
+        deadline_s = time.monotonic() + WAIT_TIMEOUT_S
+        records: list[AnyRecord] = []
+        while True:
+            raw = self.raw()
+            try:
+                raw.send(Attach(worker=0, session=SESSION, term=TERM), time.monotonic())
+                while not records:
+                    assert time.monotonic() < deadline_s
+                    server.poll()
+                    records = raw.receive(time.monotonic())
+            except LinkError:  # the server's stream is not there yet
+                raw.close()
+            else:
+                assert records == [Attached(term=TERM, worker=0, session=SESSION)]
+                return raw
+
+
+@pytest.fixture(params=KINDS)
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    tmp_path.chmod(0o700)
+    redis_url = request.getfixturevalue("redis_server").address if request.param == "redis" else ""
+    made = Rig(request.param, Services("", redis_url), tmp_path / "s")
+    yield made
+    for server in made.servers:
+        server.links.close()
+
+
+def run(scenario: Callable[[Worker, Callable[..., Any]], Any], worker: Worker, *servers: Server) -> None:
+    """Run `scenario(until)` on an event loop, with `worker` beside it."""
+
+    async def main() -> None:
+        task = asyncio.create_task(worker.run())
+
+        async def until(condition: Callable[[], Any], *polled: Server) -> None:
+            deadline_s = time.monotonic() + WAIT_TIMEOUT_S
+            while not condition():
+                assert not task.done(), task.exception()
+                assert time.monotonic() < deadline_s
+                for server in polled or servers:
+                    await asyncio.to_thread(server.poll)
+
+        try:
+            await scenario(worker, until)
+        finally:
+            task.cancel()
+            worker.link.close("the test ends")
+
+    asyncio.run(main())
+
+
+def test_grants_and_pushes_arrive_in_order_and_both_ends_know_of_the_link(rig: Rig) -> None:
+    server, worker = rig.start_server(), rig.worker()
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        assert not worker.link.send(push(0)), "there is no link yet"
+        assert not server.links.send(0, grant(0))
+        worker.link.welcome(server.welcome())
+        await until(lambda: worker.changes)
+        assert (worker.changes, server.changed) == ([rig.kind], [0])
+        assert server.links.kinds() == {0: rig.kind}
+        grants = [grant(number) for number in range(50)]
+        new_version = NewVersion(term=TERM, worker=0, version=2, key="w")
+        assert all(server.links.send(0, item) for item in grants)
+        assert server.links.send(0, new_version)
+        pushes = [push(number, dead=tuple(range(10**9, 10**9 + 50_000 * (number == 3)))) for number in range(50)]
+        nack = Nack(worker=0, session=SESSION, batch=1, term=TERM, grant_id=1, reason="weights")
+        assert all(worker.link.send(item) for item in pushes)
+        assert worker.link.send(nack)
+        await until(lambda: len(worker.records) > 50 and len(server.records) > 50)
+        assert worker.records == [*grants, new_version]
+        assert server.records == [*pushes, nack]
+
+    run(scenario, worker, server)
+
+
+def test_a_process_of_another_session_is_refused_until_it_is_welcomed(rig: Rig) -> None:
+    server, worker = rig.start_server(), rig.worker()
+    server.welcome(session=SESSION + 1)
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        worker.link.welcome(welcome(endpoints=server.links.endpoints))
+        await until(lambda: server.links.counters["refused_attach"])
+        assert (worker.changes, server.changed) == ([], [])
+        worker.link.welcome(server.welcome(session=SESSION + 1))
+        await until(lambda: worker.changes)
+
+    run(scenario, worker, server)
+
+
+def test_a_welcome_of_a_later_process_ends_the_link_of_the_earlier_one(rig: Rig) -> None:
+    server, worker = rig.start_server(), rig.worker()
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        worker.link.welcome(server.welcome())
+        await until(lambda: worker.changes)
+        server.welcome(session=SESSION + 1)
+        assert server.links.kinds() == {}
+        assert not server.links.send(0, grant(1, session=SESSION + 1)), "nobody of this session is attached"
+        await until(lambda: worker.changes == [rig.kind, "kafka"])
+        assert server.changed == [0, 0]
+
+    run(scenario, worker, server)
+
+
+def test_a_later_link_of_a_process_replaces_its_earlier_one(rig: Rig) -> None:
+    """The worker noticed first that the earlier one was broken."""
+    server, worker = rig.start_server(), rig.worker()
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        raw = rig.raw()
+        worker.link.welcome(server.welcome())
+        await until(lambda: worker.changes)
+        raw.send(Attach(worker=0, session=SESSION, term=TERM), time.monotonic())
+        await until(lambda: len(worker.changes) == 2)
+        assert server.changed[:2] == [0, 0]
+        raw.close()
+
+    run(scenario, worker, server)
+
+
+def test_the_links_of_a_server_end_with_it_and_the_next_one_is_found(rig: Rig) -> None:
+    first, worker = rig.start_server(), rig.worker()
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        worker.link.welcome(first.welcome())
+        await until(lambda: worker.changes)
+        first.links.close()
+        rig.servers.clear()
+        second = rig.start_server(TERM + 1)
+        await until(lambda: worker.changes == [rig.kind, "kafka"], second)
+        assert not worker.link.send(push(0))
+        worker.link.welcome(second.welcome(term=TERM + 1))
+        await until(lambda: worker.changes == [rig.kind, "kafka", rig.kind], second)
+        assert not worker.link.send(push(0)), "a push of the earlier term is not for this server"
+
+    run(scenario, worker, first)
+
+
+def test_a_worker_that_leaves_closes_its_link(rig: Rig) -> None:
+    server, worker = rig.start_server(), rig.worker()
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        worker.link.welcome(server.welcome())
+        await until(lambda: worker.changes)
+        worker.link.send(push(1))
+        worker.link.close("leaving")
+        await until(lambda: server.changed == [0, 0])
+        assert server.records == [push(1)]
+
+    run(scenario, worker, server)
+
+
+def test_a_silent_worker_loses_its_link_and_a_ping_keeps_it(rig: Rig) -> None:
+    server, worker = rig.start_server(), rig.worker()
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        worker.link.welcome(server.welcome())
+        await until(lambda: worker.changes)
+        kept_s = time.monotonic() + 1.5 * SILENCE_S
+        await until(lambda: time.monotonic() > kept_s)
+        assert server.links.kinds() == {0: rig.kind}
+        server.clock.ahead_s = SILENCE_S + PING_EVERY_S
+        server.links.poll(0.0)
+        assert server.links.kinds() == {}
+
+    run(scenario, worker, server)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        Durable(term=TERM, worker=0, until=3),
+        grant(1),
+        push(1, worker=1),
+        Attach(worker=0, session=SESSION, term=TERM),
+    ],
+)
+def test_what_does_not_belong_on_a_link_ends_it_and_is_counted(rig: Rig, record: AnyRecord) -> None:
+    server = rig.start_server()
+    raw = rig.attached(server)
+    deadline_s = time.monotonic() + WAIT_TIMEOUT_S
+    raw.send(record, time.monotonic())
+    while server.links.kinds() and time.monotonic() < deadline_s:
+        server.poll()
+    assert server.links.kinds() == {}
+    assert server.records == []
+    assert server.changed == [0, 0]
+    assert server.links.counters["control_refused"] + server.links.counters["refused_attach"] == 1
+    raw.close()
+
+
+# --- the socket ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def private(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"\xff" * 100, struct.pack(">I", 3) + b"abc", struct.pack(">I", 20) + b"\0" * 20, b"GET / HTTP/1.1\r\n\r\n"],
+)
+def test_bytes_that_are_no_frames_end_a_connection_and_no_other(private: Path, data: bytes) -> None:
+    server = Server("local", Services("", ""), private / "s")
+    try:
+        other = connect(str(private / "s"))
+        link = SocketLink(other, LinkState(TO_WORKER, time.monotonic()))
+        server.welcome()
+        link.send(Attach(worker=0, session=SESSION, term=TERM), time.monotonic())
+        with connect(str(private / "s")) as connection:
+            connection.sendall(data)
+            deadline_s = time.monotonic() + WAIT_TIMEOUT_S
+            while not server.links.counters["control_refused"] and time.monotonic() < deadline_s:
+                server.poll()
+        assert server.links.counters["control_refused"] == 1
+        assert server.links.kinds() == {0: "local"}
+        link.close()
+    finally:
+        server.links.close()
+
+
+def test_a_connection_that_does_not_say_who_it_is_is_closed(private: Path) -> None:
+    server = Server("local", Services("", ""), private / "s")
+    try:
+        with connect(str(private / "s")) as connection:
+            server.poll()
+            server.clock.ahead_s = SILENCE_S + PING_EVERY_S
+            server.poll()
+            server.poll()
+            while connection.recv(1 << 16):  # a Detach, then the end
+                continue
+    finally:
+        server.links.close()
+
+
+def test_the_socket_of_a_killed_server_is_taken_over_and_an_ended_one_keeps_its_successors(private: Path) -> None:
+    path = private / "s"
+    killed = socket.socket(socket.AF_UNIX)
+    killed.bind(str(path))
+    killed.close()  # its file stays
+    first = LocalSocket(str(path), "")
+    second = LocalSocket(str(path), "")
+    first.close()
+    connect(str(path)).close()
+    second.close()
+    assert list(private.iterdir()) == []
+
+
+def test_a_folder_that_others_may_enter_is_refused(private: Path) -> None:
+    private.chmod(0o755)
+    with pytest.raises(ServiceUnavailableError, match="nobody else may enter"):
+        LocalSocket(str(private / "s"), "")
+
+
+def test_a_path_that_no_socket_can_have_is_refused(private: Path) -> None:
+    with pytest.raises(ServiceUnavailableError, match="at most 100 bytes"):
+        LocalSocket(str(private / ("s" * 100)), "")
+
+
+def test_a_chosen_path_is_the_jobs_own_in_a_private_folder(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(private))
+    one, other = LocalSocket("", "kafka:1 job"), LocalSocket("", "kafka:1 other")
+    try:
+        assert one.path != other.path
+        assert stat.S_IMODE(os.stat(one.path.parent).st_mode) == 0o700
+    finally:
+        one.close()
+        other.close()
+
+
+# --- Redis -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def client(redis_server: LocalRedis) -> Iterator[Any]:
+    client: Any = connect_redis(Services("", redis_server.address))
+    yield client
+    client.close()
+
+
+def test_streams_are_trimmed_expire_and_are_gone_with_their_ends(redis_server: LocalRedis, client: Any) -> None:
+    server = Server("redis", Services("", redis_server.address), Path())
+    worker = Worker(ControlLink(Services("", redis_server.address), "redis"))
+    name = server_stream("contract", TERM)
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        worker.link.welcome(server.welcome())
+        await until(lambda: worker.changes)
+        for number in range(500):
+            worker.link.send(push(number))
+            server.links.send(0, grant(number))
+        await until(lambda: len(server.records) == len(worker.records) == 500)
+        keys = [key.decode() for key in client.keys(f"{name}*")]
+        assert len(keys) == 2
+        assert all(0 < client.ttl(key) <= 60 for key in keys)
+        await until(lambda: all(client.xlen(key) <= 3 for key in keys))
+
+    try:
+        run(scenario, worker, server)
+    finally:
+        server.links.close()
+    assert client.keys(f"{name}*") == []
+
+
+@pytest.mark.parametrize("damage", ["wipe", "server_stream", "lost_entry", "foreign_entry"])
+def test_a_redis_that_loses_entries_breaks_the_link_which_comes_back(
+    redis_server: LocalRedis, client: Any, damage: str
+) -> None:
+    server = Server("redis", Services("", redis_server.address), Path())
+    worker = Worker(ControlLink(Services("", redis_server.address), "redis"))
+    name = server_stream("contract", TERM)
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        worker.link.welcome(server.welcome())
+        await until(lambda: worker.changes)
+        link = next(key for key in client.keys(f"{name}:*"))
+        match damage:
+            case "wipe":
+                client.flushall()
+            case "server_stream":
+                client.delete(name)
+            case "lost_entry":  # as a failover to a replica that lags
+                state = LinkState(TO_WORKER, 0.0)
+                for _ in range(5):
+                    frame = state.pack(grant(1), 0.0)
+                client.xadd(link, {"f": frame})
+            case "foreign_entry":
+                client.xadd(link, {"what": "ever"})
+        await until(lambda: worker.changes == ["redis", "kafka", "redis"])
+        assert server.changed[:3] == [0, 0, 0]
+        assert worker.link.send(push(7))
+        await until(lambda: server.records == [push(7)])
+
+    try:
+        run(scenario, worker, server)
+    finally:
+        server.links.close()
+
+
+def test_a_foreign_entry_for_the_server_is_counted_and_harms_no_link(redis_server: LocalRedis, client: Any) -> None:
+    server = Server("redis", Services("", redis_server.address), Path())
+    worker = Worker(ControlLink(Services("", redis_server.address), "redis"))
+    name = server_stream("contract", TERM)
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        worker.link.welcome(server.welcome())
+        await until(lambda: worker.changes)
+        client.xadd(name, {"what": "ever"})
+        client.xadd(name, {"l": "unknown", "f": b"\0\0\0\0" + encode(push(1))})
+        client.xadd(name, {"l": "../etc", "f": b""})
+        await until(lambda: server.links.counters["control_refused"] == 2)
+        assert worker.link.send(push(7))
+        await until(lambda: server.records == [push(7)])
+        assert worker.changes == ["redis"]
+
+    try:
+        run(scenario, worker, server)
+    finally:
+        server.links.close()
+
+
+def test_a_redis_that_restarts_empty_breaks_all_links_and_they_come_back(own_redis: LocalRedis) -> None:
+    services = Services("", own_redis.address)
+    server = Server("redis", services, Path())
+    worker = Worker(ControlLink(services, "redis"))
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        worker.link.welcome(server.welcome())
+        await until(lambda: worker.changes)
+        own_redis.kill()
+        await until(lambda: worker.changes[-1] == "kafka" and server.links.kinds() == {})
+        own_redis.start()
+        await until(lambda: worker.changes[-1] == "redis")
+        assert worker.link.send(push(7))
+        await until(lambda: server.records == [push(7)])
+
+    try:
+        run(scenario, worker, server)
+    finally:
+        server.links.close()
+
+
+def test_auto_takes_the_socket_then_redis_and_goes_back(redis_server: LocalRedis, private: Path) -> None:
+    services = Services("", redis_server.address)
+    server = Server("local", services, private / "s")
+    server.links.add(StreamListener(server.links, services, "contract", TERM, max_links=8))
+    worker = Worker(ControlLink(services, "auto"))
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        worker.link.welcome(server.welcome())
+        await until(lambda: worker.changes == ["local"])
+        os.rename(private / "s", private / "away")
+        server.links.welcome(welcome(session=SESSION + 1))
+        server.links.welcome(welcome())
+        await until(lambda: worker.changes == ["local", "kafka", "redis"])
+
+    try:
+        run(scenario, worker, server)
+    finally:
+        os.rename(private / "away", private / "s")
+        server.links.close()
+
+
+def test_a_redis_that_nobody_serves_is_waited_for(nowhere: Services) -> None:
+    server = Server("redis", nowhere, Path())
+    server.poll()
+    server.links.close()
+    with pytest.raises(redis.ConnectionError):
+        connect_redis(nowhere, retries=0).ping()

@@ -1,0 +1,87 @@
+"""A real job whose control links are used, cut and lost in mid-run: nothing is lost, nothing is counted twice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doll.drill.relay import Relays
+from doll.local.redis_server import LocalRedis
+from doll.records import ServerStatus
+from doll.services import CONTROL_ENV, Services
+from doll.storage.redis_client import connect_redis
+
+pytestmark = pytest.mark.integration
+
+
+def kinds(status: ServerStatus) -> set[str]:
+    return {worker.control for worker in status.workers}
+
+
+@pytest.mark.parametrize("kind", ["local", "redis", "kafka"])
+def test_a_job_learns_every_sample_once_over_each_channel(make_pipeline: Any, kind: str) -> None:
+    job = make_pipeline(f"control.kind={kind}", "stop.updates=60")
+    job.start()
+    job.send(job.samples(480))
+    job.until_version(10)
+    job.until_status(lambda status: kinds(status) == {kind}, f"links over {kind}")
+    job.send(job.samples(1200))
+    job.until_finished()
+    job.assert_audit_ok()
+
+
+@pytest.fixture
+def client(redis_server: LocalRedis) -> Iterator[Any]:
+    client: Any = connect_redis(Services("", redis_server.address))
+    yield client
+    client.close()
+
+
+def test_streams_that_vanish_again_and_again_cost_nothing_but_time(make_pipeline: Any, client: Any) -> None:
+    job = make_pipeline("control.kind=redis", "stop.updates=120", "worker.grant_timeout_s=60")
+    job.start()
+    for round_number in range(3):
+        job.until_status(lambda status: kinds(status) == {"redis"}, "links over Redis")
+        job.send(job.samples(480))
+        job.until_version(30 * round_number + 15)
+        for key in client.keys(f"doll:{job.config.job}:control:*"):
+            client.delete(key)
+        job.until_version(30 * round_number + 20)
+    job.until_status(lambda status: status.counters["control_broken"] >= 3, "the server's account of it")
+    job.send(job.samples(1600))
+    job.until_finished()
+    job.assert_audit_ok()
+    assert job.counters().get("requeued_timeout", 0) == 0, "what is unanswered is sent again, not waited for"
+
+
+@pytest.mark.parametrize("cut", ["silent", "reset"])
+def test_a_socket_that_is_cut_again_and_again_costs_nothing_but_time(
+    make_pipeline: Any, tmp_path: Path, cut: Any
+) -> None:
+    job = make_pipeline("control.kind=local", "stop.updates=100", "worker.grant_timeout_s=60")
+    tmp_path.chmod(0o700)
+    paths = {name: tmp_path / f"{name}.sock" for name in ("ps", "worker-1")}
+
+    def through(spec: Any) -> Any:
+        path = paths.get(spec.name, paths["ps"])
+        return dataclasses.replace(spec, env={**spec.env, CONTROL_ENV: str(path)})
+
+    with Relays() as relays:
+        relay = relays.open_unix(paths["worker-1"], paths["ps"])
+        for spec in (job.spec("ps", "ps_role"), *(job.spec(f"worker-{n}", "worker_role", n) for n in (0, 1))):
+            job.supervisor.start(through(spec))
+        for round_number in range(3):
+            job.until_status(lambda status: kinds(status) == {"local"}, "links over the socket")
+            job.send(job.samples(480))
+            job.until_version(30 * round_number + 10)
+            relay.start_cut(cut)
+            job.until_version(30 * round_number + 20)
+            job.until_status(lambda status: kinds(status) == {"local", "kafka"}, "a fall-back")
+            relay.restore()
+        job.send(job.samples(1600))
+        job.until_finished()
+    job.assert_audit_ok()
+    assert job.counters().get("requeued_timeout", 0) == 0, "what is unanswered is sent again, not waited for"
