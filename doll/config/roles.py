@@ -75,7 +75,8 @@ class WorkerConfig(Section):
     lease_s: PositiveFloat = Field(default=8.0, description="a worker that is silent for this long is considered gone")
     grant_timeout_s: PositiveFloat = Field(
         default=30.0,
-        description="a granted batch that has no gradient after this time (or 5 mean gradient times) is replaced",
+        description="a granted batch that has no gradient after this time (or 5 mean gradient times) is replaced; "
+        "where several were granted together, at most 2 s later",
     )
     stall_timeout_s: PositiveFloat = Field(
         default=60.0,

@@ -210,11 +210,12 @@ class Engine(EngineState):
             self._take(worker, PushedSet(event, tuple(grants), now), now, actions)
 
     def _is_allowed(self, event: Push, grants: Sequence[ActiveGrant]) -> bool:
-        return (
-            (len(grants) == 1 or self.policy.exact_version)
-            and all(grant.min_version <= event.version <= self.version for grant in grants)
-            and all(item.n_samples >= 0 and item.dead_samples >= 0 for item in event.batches)
-        )
+        if event.version > self.version or (len(grants) > 1 and not self.policy.exact_version):
+            return False
+        for grant, item in zip(grants, event.batches, strict=True):
+            if event.version < grant.min_version or item.n_samples < 0 or item.dead_samples < 0:
+                return False
+        return True
 
     def _take(self, worker: Worker, pushed: PushedSet, now: float, actions: list[EngineAction]) -> None:
         """The set's gradient is in the blob store, or it has none."""
@@ -331,7 +332,8 @@ class Engine(EngineState):
                     granted.setdefault(number, []).append(grant)
                 else:
                     self._send_grants(self._workers[number], (grant,), actions)
-        self._send_all_grants(granted, actions)
+        if granted:
+            self._send_all_grants(granted, actions)
         self._report_changes()
         self._save_if_due(now, actions)
 
@@ -371,8 +373,7 @@ class Engine(EngineState):
         actions.append(SendGrant(worker.number, worker.session, first.batch, numbers, self.version, first.min_version))
 
     def _apply(self, group: Sequence[BatchId], now: float, actions: list[EngineAction]) -> None:
-        applied: dict[int, list[AppliedBatch]] = {}  # by the first grant of their set
-        sets: dict[int, PushedSet] = {}
+        sets: dict[int, tuple[PushedSet, list[AppliedBatch]]] = {}  # by their first grants
         for batch_id in group:
             partition = self._partitions[batch_id.partition]
             grant = partition.apply(batch_id.number)
@@ -384,15 +385,17 @@ class Engine(EngineState):
             self._durability.applied(partition)
             del self._grants[grant.number], self._held[grant.number]
             lo, hi = partition.offsets(batch_id.number, self.settings.records_per_batch)
-            pushed = sets.setdefault(grant.pushed.number, grant.pushed)
-            items = applied.setdefault(pushed.number, [])
-            items.append(AppliedBatch(lo, hi, grant.granted_at_s, pushed.push.batches[len(items)]))
+            number = grant.pushed.grants[0].number
+            if (entry := sets.get(number)) is None:
+                entry = sets[number] = (grant.pushed, [])
+            pushed, applied = entry
+            applied.append(AppliedBatch(lo, hi, grant.granted_at_s, pushed.push.batches[len(applied)]))
             self._note_change(self._owner(partition))
-        for number, pushed in sets.items():
-            if len(applied[number]) < len(pushed.grants):
+        for number, (pushed, applied) in sets.items():
+            if len(applied) < len(pushed.grants):
                 raise IllegalEventError(
-                    f"policy {self.policy.name} applies {len(applied[number])} batches of a set of "
-                    f"{len(pushed.grants)} (grant {number}): their gradients are one sum"
+                    f"policy {self.policy.name} applies {len(applied)} batches of a set of {len(pushed.grants)} "
+                    f"(grant {number}): their gradients are one sum"
                 )
         if self.policy.exact_version:
             if self._grants:
@@ -401,9 +404,8 @@ class Engine(EngineState):
                     "expected all that were granted in one update, since no later one may use their gradients"
                 )
             self._forget_answered()
-        update_sets = tuple(
-            AppliedSet(sets[number].push, sets[number].received_at_s, tuple(applied[number])) for number in sorted(sets)
-        )
+        in_order = [sets[number] for number in sorted(sets)]
+        update_sets = tuple(AppliedSet(pushed.push, pushed.received_at_s, tuple(items)) for pushed, items in in_order)
         samples = sum(item.num_samples for item in update_sets)
         self.samples_total += samples
         self.batches_total += len(group)

@@ -47,7 +47,7 @@ class ActiveGrant:
     held: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PushedSet:
     """Consecutive batches whose gradients came as one sum: they are held, lost and applied together."""
 
@@ -128,6 +128,8 @@ class Partition:
 
     def begins_with(self, grants: Sequence[ActiveGrant]) -> bool:
         """Whether these are the first computing ones, in order."""
+        if len(grants) == 1:
+            return grants[0] is self.computing_grants[0]
         first = islice(self.computing_grants, len(grants))
         return len(grants) <= len(self.computing_grants) and all(map(is_, grants, first))
 
