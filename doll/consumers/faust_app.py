@@ -15,6 +15,7 @@ import faust
 from faust.types import TP
 
 from doll.config import JobConfig
+from doll.consumers.batch_buffer import stream_buffer_records
 from doll.consumers.runtime import WorkerRuntime
 from doll.consumers.transport import OutOfRangeHandler
 from doll.kafka.chunk_reader import ChunkReader
@@ -115,6 +116,7 @@ class FaustStream:
         app.reader = ChunkReader(
             config, services, Partition(*self._tp), group=name, start=first,
             fetch_max_wait_ms=config.worker.fetch_max_wait_ms,
+            max_chunk_records=max(1, stream_buffer_records(config) // 2),
         )  # fmt: skip
         app.fetch_progress = (first, first)
         app.on_out_of_range = self._on_out_of_range

@@ -7,6 +7,7 @@ the library has fetched where it is.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,9 +43,12 @@ _FETCHED_AHEAD_KBYTES: Final = 16 * 1024
 _FULL_RECHECK_MS: Final = 20
 _ERROR_BACKOFF_MS: Final = 100
 
-_POLL_S: Final = 0.2  # how soon the thread sees that it must pause or stop while nothing comes
+_POLL_S: Final = 0.1  # how soon the thread sees that it must pause or stop while nothing comes
 _COMMIT_EVERY_S: Final = 1.0
-_LAST_COMMIT_S: Final = 1.0
+_LAST_COMMIT_S: Final = 0.7
+# How long the library holds a commit back while it looks for the group's coordinator; closing it waits for as long.
+_COORDINATOR_WAIT_MS: Final = 500
+_LAST_POLL_S: Final = 0.02  # a poll does not return when it has only called `_on_commit`
 
 # The log does not hold the next offset: it was deleted, or a new leader has a shorter log.
 _OUT_OF_RANGE: Final = frozenset(
@@ -91,12 +95,13 @@ class ChunkReader:
     Args:
         group: of the committed offsets.
         start: offset of the first record.
+        max_chunk_records: bounds a chunk, with `MAX_CHUNK_RECORDS` and `MAX_CHUNK_BYTES`.
         fetch_max_wait_ms: how long a fetch may wait at the broker for `FETCH_MIN_BYTES`.
     """
 
     def __init__(
         self, config: JobConfig, services: Services, partition: Partition, *, group: str, start: int,
-        fetch_max_wait_ms: int,
+        fetch_max_wait_ms: int, max_chunk_records: int = MAX_CHUNK_RECORDS,
     ) -> None:  # fmt: skip
         self._address = services.kafka
         self._partition = partition
@@ -107,7 +112,7 @@ class ChunkReader:
             max_partition_fetch_bytes=max(_MIN_PARTITION_FETCH_BYTES, config.data.max_record_bytes),
             queued_min_messages=_FETCHED_AHEAD_RECORDS, queued_max_messages_kbytes=_FETCHED_AHEAD_KBYTES,
             fetch_queue_backoff_ms=_FULL_RECHECK_MS, fetch_error_backoff_ms=_ERROR_BACKOFF_MS,
-            on_commit=self._on_commit,
+            session_timeout_ms=_COORDINATOR_WAIT_MS, on_commit=self._on_commit,
         )  # fmt: skip
         self._changed = threading.Condition()  # guards what follows
         self._closed = self._paused = False
@@ -117,7 +122,8 @@ class ChunkReader:
         # Of the thread alone:
         self._committed = self._asked = -1
         self._commit_at_s = 0.0
-        self._chunk_records = 16  # at first: records may be large
+        self._max_chunk_records = min(max_chunk_records, MAX_CHUNK_RECORDS)
+        self._chunk_records = min(16, self._max_chunk_records)  # at first: records may be large
         self._deliver: Callable[[Delivery], object]
         self._thread: threading.Thread | None = None
 
@@ -159,13 +165,16 @@ class ChunkReader:
             self._durable = max(self._durable, offset)
 
     def close(self) -> None:
-        """Commit what is durable, and end. Waits at most about `_LAST_COMMIT_S` for Kafka."""
+        """Commit what is durable, and end. Waits little more than a second for Kafka."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
-        self._consumer.close()
+        if self._asked > self._committed:
+            _abandon(self._consumer)
+        else:
+            self._consumer.close()
 
     # --- the thread -------------------------------------------------------------------------------------------------
 
@@ -217,7 +226,7 @@ class ChunkReader:
         first, last, count = records[0].offset(), records[-1].offset(), len(records)
         offsets = range(first, last + 1) if last - first + 1 == count else list(map(_Record.offset, records))
         record_bytes = sum(map(len, records)) // count + 1
-        self._chunk_records = max(1, min(MAX_CHUNK_RECORDS, MAX_CHUNK_BYTES // record_bytes))
+        self._chunk_records = max(1, min(self._max_chunk_records, MAX_CHUNK_BYTES // record_bytes))
         self._send(Chunk(offsets, list(map(_Record.value, records))))
 
     def _send(self, delivery: Delivery) -> None:
@@ -270,4 +279,12 @@ class ChunkReader:
         deadline_s = time.monotonic() + _LAST_COMMIT_S
         while self._committed < self._durable and (left_s := deadline_s - time.monotonic()) > 0:
             self._commit_if_due()
-            self._consumer.poll(min(left_s, _POLL_S))
+            self._consumer.poll(min(left_s, _LAST_POLL_S))
+
+
+def _abandon(client: Any) -> None:
+    """Never destroy this client: that waits for the answer to its commits, for minutes where a broker hangs.
+
+    The process is about to end. The next one reads from what the server says, not from what is committed.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))

@@ -1,0 +1,160 @@
+"""Faust's part of a worker, without Kafka: what its reader delivers reaches the runtime in order, and ends the process.
+
+Each test runs the app's own loop until its end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from doll.config import parse
+from doll.consumers import exits
+from doll.consumers.decoding import Decoded, Records
+from doll.consumers.departure import Departure
+from doll.consumers.faust_app import FaustStream
+from doll.consumers.runtime import WorkerRuntime
+from doll.consumers.worker import WorkerCore
+from doll.errors import ServiceUnavailableError
+from doll.kafka.chunk_reader import Chunk, Delivery, NoRecordBelow, OutOfRange
+from doll.process.health import Heartbeat
+from doll.records import Durable, Stop
+from doll.services import Services
+from waiting import until
+from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, welcome
+
+JOB = 'job: unit\ntask: {class: "doll.tasks.synthetic:Gaussian"}\ndata: {workers: 2, batch_size: 2}\n'
+
+
+class ScriptedReader:
+    """Delivers what the test says from a thread of its own, and remembers what it was told."""
+
+    def __init__(self, script: Callable[[ScriptedReader], None]) -> None:
+        self._script = script
+        self.deliver: Callable[[Delivery], object]
+        self.answers = threading.Semaphore(0)
+        self.sought = threading.Event()
+        self.calls: list[str] = []
+        self.closed = False
+
+    def start(self, deliver: Callable[[Delivery], object]) -> None:
+        self.deliver = deliver
+        threading.Thread(target=self._script, args=(self,), daemon=True).start()
+
+    def send(self, *deliveries: Delivery) -> None:
+        """Deliver, and wait until each was dealt with."""
+        for delivery in deliveries:
+            self.deliver(delivery)
+            assert self.answers.acquire(timeout=60)
+
+    def taken(self) -> None:
+        self.answers.release()
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+    def seek(self, offset: int) -> None:
+        self.calls.append(f"seek {offset}")
+        self.sought.set()
+
+    def commit(self, offset: int) -> None:
+        self.calls.append(f"commit {offset}")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Rig:
+    """Worker 1 from batch 5 on (offset 110): two records a batch, at most four batches that are not durable."""
+
+    def __init__(self, *overrides: str) -> None:
+        self.config = parse(JOB, ["worker.max_pending_batches=4", *overrides])
+        self.channel = FakeChannel()
+        self.core = WorkerCore(welcome(), max_pending=4, now=0.0)
+        self.runtime = WorkerRuntime(
+            self.config, core=self.core, channel=self.channel, decoder=FakeDecoder(decode), engine=FakeEngine(1),
+            commands_offset=50, departure=Departure(end_within=lambda seconds, code: None),
+            heartbeat=Heartbeat("worker-1"),
+        )  # fmt: skip
+
+    def durable(self, until_batch: int) -> None:
+        self.channel.command(Durable(term=3, worker=1, until=until_batch))
+
+    def stop(self) -> None:
+        self.channel.command(Stop(term=3, reason="tested"))
+
+
+def decode(records: Records) -> Decoded:
+    """One sample per record."""
+    zeros = np.zeros((len(records.values), 1), np.float32)
+    return Decoded(zeros, np.zeros(len(zeros), np.int64), np.array(records.offsets, np.int64))
+
+
+@pytest.fixture(autouse=True)
+def _no_process_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exits.ProcessExit.__init__, "__kwdefaults__", {"end_within": lambda seconds, code: None})
+
+
+def run(
+    tmp_path: Path, services: Services, script: Callable[[ScriptedReader, Rig], None], *overrides: str
+) -> tuple[int, ScriptedReader, Rig]:
+    """Exit code, reader and rig (worker 1, from offset 110 on, two records a batch)."""
+    rig = Rig(*overrides)
+    stream = FaustStream(rig.config, services, rig.runtime, tmp_path)
+    reader = ScriptedReader(lambda reader: script(reader, rig))
+    stream._app.reader = reader  # type: ignore[assignment]
+    return stream.run(), reader, rig
+
+
+def test_chunks_become_batches_and_what_is_durable_is_committed(tmp_path: Path, nowhere: Services) -> None:
+    def script(reader: ScriptedReader, rig: Rig) -> None:
+        reader.send(Chunk(range(110, 113), [b"a", None, b"c"]), Chunk([113, 115], [b"d", b"f"]), NoRecordBelow(118))
+        until(lambda: rig.core.retained == 4, "four batches")
+        rig.durable(7)
+        until(lambda: "commit 114" in reader.calls, "the commit")
+        rig.stop()
+
+    code, reader, rig = run(tmp_path, nowhere, script)
+    assert (code, reader.closed) == (0, True)
+    assert rig.runtime.buffer.batcher.next_offset == 118
+    assert [batch.number for batch in rig.core._batches] == [7, 8]
+
+
+def test_a_reader_that_cannot_go_on_ends_the_process(tmp_path: Path, nowhere: Services) -> None:
+    def script(reader: ScriptedReader, rig: Rig) -> None:
+        reader.deliver(ServiceUnavailableError("Kafka sends nothing usable"))
+
+    code, reader, _ = run(tmp_path, nowhere, script)
+    assert (code, reader.closed) == (1, True)
+
+
+@pytest.mark.parametrize("low", [110, 130])
+def test_an_offset_that_the_log_does_not_hold_is_asked_about(tmp_path: Path, nowhere: Services, low: int) -> None:
+    def script(reader: ScriptedReader, rig: Rig) -> None:
+        rig.channel.bounds = (low, 400)
+        reader.send(OutOfRange(110))
+        assert reader.sought.wait(60)
+        rig.stop()
+
+    code, reader, _ = run(tmp_path, nowhere, script, "data.on_data_loss=skip")
+    assert (code, [call for call in reader.calls if call.startswith("seek")]) == (0, [f"seek {low}"])
+
+
+def test_a_full_buffer_pauses_the_reader_and_room_resumes_it(tmp_path: Path, nowhere: Services) -> None:
+    def script(reader: ScriptedReader, rig: Rig) -> None:
+        reader.send(Chunk(range(110, 140), [b"x"] * 30))  # 15 batches; 4 fit into the core
+        until(lambda: rig.core.retained == 4, "four batches")
+        assert reader.calls == ["pause"]
+        for batch in range(6, 16):
+            rig.durable(batch)
+        until(lambda: "resume" in reader.calls, "the end of the pause")
+        rig.stop()
+
+    code, _, _ = run(tmp_path, nowhere, script, "worker.stream_buffer_records=8")
+    assert code == 0
