@@ -52,8 +52,8 @@ class Fleet:
     workers: int
     policy: str  # a key of POLICIES
     compute_s: float
-    blobs: str
-    control: str = ""
+    blobs: str = "redis"
+    control: str = "kafka"
 
     @property
     def group_size(self) -> int:
@@ -86,6 +86,7 @@ class Row:
     latency_p99_ms: float
     set_size: float  # batches per push
     workers_per_update: float
+    min_live: int  # least number of live workers
     joined_s: float  # from the start signal to the last Welcome
     first_update_s: float  # from the start signal
     faults: dict[str, float] = field(default_factory=dict)
@@ -144,8 +145,8 @@ class FleetBench(Bench):
             finally:
                 for role in roles:
                     role.kill()
-        return _row(fleet, watch.updates, usage, _clock(clock, begin_s, end_s), (begin_s, end_s), max(joined) - go_s,
-                    first_update_s, outcome)  # fmt: skip
+        starts = (max(joined) - go_s, first_update_s)
+        return _row(fleet, watch, usage, _clock(clock, begin_s, end_s), (begin_s, end_s), starts, outcome)
 
     def _fill_log(self, config: JobConfig, records: int) -> None:
         """At least so many records in each partition of the samples; nobody reads them."""
@@ -189,6 +190,7 @@ class _Watch:
         self.version = 0
         self.update_s = 0.0  # Unix seconds of the last update, by the server
         self.update_term = 0
+        self.live: list[tuple[float, int]] = []  # monotonic seconds, live workers
         self.finished = False
 
     def poll(self, timeout_s: float) -> None:
@@ -201,8 +203,8 @@ class _Watch:
                     self.version, self.update_s, self.update_term = update.version, update.time_s, update.term
                 case Finished():
                     self.finished = True
-                case ServerStatus():
-                    pass
+                case ServerStatus() as status:
+                    self.live.append((time.monotonic(), sum(worker.is_live for worker in status.workers)))
 
     def wait(self, is_done: Callable[[], Any], roles: Sequence[Role], timeout_s: float) -> Any:
         """Wait until `is_done` says so, and return what it said.
@@ -233,7 +235,6 @@ class _Watch:
 def fleet_job(fleet: Fleet) -> JobConfig:
     """The job of a fleet; one record holds a batch, so that partitions are short."""
     policy = {"name": "bsp"} if fleet.policy == "bsp" else {"name": "doll", "group_size": fleet.group_size}
-    more: dict[str, Any] = {"control": {"kind": fleet.control}} if fleet.control else {}
     return job(
         f"bench-fleet-{fleet.workers}",
         task=EMNIST,
@@ -242,7 +243,7 @@ def fleet_job(fleet: Fleet) -> JobConfig:
         training={"policy": policy, "optimizer": {"name": "sgd", "lr": 0.01}},
         blobs={"kind": fleet.blobs},
         worker={"lease_s": LEASE_S},
-        **more,
+        control={"kind": fleet.control},
     )
 
 
@@ -279,15 +280,14 @@ def _clock(path: Path, begin_s: float, end_s: float) -> tuple[float, float]:
 
 def _row(
     fleet: Fleet,
-    seen: Sequence[tuple[float, Update]],
+    watch: _Watch,
     usage: Usage,
     clock: tuple[float, float],
     window: tuple[float, float],
-    joined_s: float,
-    first_update_s: float,
+    starts: tuple[float, float],
     faults: dict[str, float],
 ) -> Row:
-    updates = [update for at_s, update in seen if window[0] <= at_s <= window[1]]
+    updates = [update for at_s, update in watch.updates if window[0] <= at_s <= window[1]]
     if len(updates) < 3:
         raise RuntimeError(f"{fleet}: only {len(updates)} updates: run for longer")
     seconds = updates[-1].time_s - updates[0].time_s
@@ -304,8 +304,9 @@ def _row(
         cores_busy=sum(usage.cpu_s.values()) / usage.seconds / cores, others=usage.others, cpu_ms=per_batch,
         loop_ms=1e3 * clock[0] / batches_per_s, update_ms=per_batch["ps"] * batches_per_s / updates_per_s,
         latency_p50_ms=statistics.median(latencies), latency_p99_ms=latencies[int(0.99 * (len(latencies) - 1))],
-        set_size=len(members) / pushes, workers_per_update=workers_per_update, joined_s=joined_s,
-        first_update_s=first_update_s, faults=faults,
+        set_size=len(members) / pushes, workers_per_update=workers_per_update,
+        min_live=min((live for at_s, live in watch.live if window[0] <= at_s <= window[1]), default=0),
+        joined_s=starts[0], first_update_s=starts[1], faults=faults,
     )  # fmt: skip
 
 
@@ -319,22 +320,23 @@ def show(rows: Sequence[Row]) -> None:
 
     table = Table(title="Fleets: rates per second; processor milliseconds per batch; shares")
     left = ("N", "policy", "control, blobs")
-    columns = ("compute", "batches", "of offered", "updates", "p50", "p99", "server", "(loop)", "Kafka", "Redis",
-               "stubs", "set", "workers", "per update", "loop busy", "cores busy", "others", "joined")  # fmt: skip
+    columns = ("compute", "batches", "of offered", "updates", "p50", "p99", "server", "(loop)", "Kafka",
+               "Redis", "stubs", "set", "workers", "live", "per update", "loop busy", "cores busy",
+               "others", "joined")  # fmt: skip
     for column in (*left, *columns):
         table.add_column(column, justify="left" if column in left else "right")
     for row in rows:
         cpu = {name: f"{row.cpu_ms.get(name, 0.0):.2f}" for name in ("ps", "kafka", "redis", "stubs")}
         table.add_row(
-            str(row.fleet.workers), row.fleet.policy, f"{row.fleet.control or 'kafka'}, {row.fleet.blobs}",
+            str(row.fleet.workers), row.fleet.policy, f"{row.fleet.control}, {row.fleet.blobs}",
             f"{1e3 * row.fleet.compute_s:.0f} ms", f"{row.batches_per_s:,.0f}",
             f"{row.batches_per_s / row.offered_per_s:.2f}", f"{row.updates_per_s:.2f}", f"{row.latency_p50_ms:.0f} ms",
             f"{row.latency_p99_ms:.0f} ms", cpu["ps"], f"{row.loop_ms:.2f}", cpu["kafka"], cpu["redis"], cpu["stubs"],
-            f"{row.set_size:.1f}", f"{row.workers_per_update:.0f}",
+            f"{row.set_size:.1f}", f"{row.workers_per_update:.0f}", str(row.min_live),
             f"{row.update_ms:.1f}", f"{row.loop_busy:.0%}", f"{row.cores_busy:.0%}", f"{row.others:.0%}",
             f"{row.joined_s:.1f} s",
         )  # fmt: skip
-    console = Console(width=None if sys.stdout.isatty() else 190)
+    console = Console(width=None if sys.stdout.isatty() else 220)
     console.print(table)
     for row in rows:
         if row.faults:
@@ -437,7 +439,7 @@ def _runs(args: argparse.Namespace) -> Iterable[tuple[Fleet, bool]]:
                 for policy in args.policies.split(","):
                     is_largest = size == max(int(word) for word in args.workers.split(","))
                     yield (
-                        Fleet(size, policy, args.compute_ms / 1e3, blobs, "" if control == "kafka" else control),
+                        Fleet(size, policy, args.compute_ms / 1e3, blobs, control),
                         args.faults and is_largest and policy == "doll K=N",
                     )
 

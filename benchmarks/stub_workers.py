@@ -7,24 +7,23 @@ batch is always there, and computing one is a pause.
 
 from __future__ import annotations
 
+import asyncio
 import cProfile
-import heapq
-import itertools
 import json
 import os
-import queue
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 from doll.config import JobConfig, load
+from doll.consumers.control_link import ControlLink
 from doll.consumers.kafka_channel import JobEndedError, WorkerChannel
 from doll.consumers.runtime import TICK_S
 from doll.consumers.worker import (
@@ -38,7 +37,7 @@ from doll.consumers.worker import (
     WorkerAction,
     WorkerCore,
 )
-from doll.records import Grant, Welcome, decode
+from doll.records import AnyRecord, Grant, Nack, Push, Welcome, decode
 from doll.services import BLOBS_ENV, Services
 from doll.storage.blobs import Blobs, blob_info, encode_blob, gradient_key
 from doll.storage.stores import open_blobs
@@ -46,8 +45,6 @@ from doll.storage.stores import open_blobs
 _SPREAD: Final = 0.1  # of the compute time: uniform, plus or minus
 _POLL_S: Final = 0.01  # for the file that starts all processes at once
 _CLOCK_S: Final = 0.5
-
-_Item: TypeAlias = "tuple[StubWorker, Welcome | list[tuple[int, bytes | None]]]"
 
 
 class _Set(NamedTuple):
@@ -62,15 +59,17 @@ class _Set(NamedTuple):
 
 
 class StubWorker:
-    """One worker. Everything but `join` runs on the process's loop."""
+    """One worker. Everything but `join` runs on the process's event loop."""
 
     def __init__(self, config: JobConfig, services: Services, number: int, process: StubProcess) -> None:
         self.number = number
         self.joined_s = 0.0  # monotonic
         self.is_done = False
         self._config = config
+        self._services = services
         self._process = process
         self._channel = WorkerChannel(config, services, number)
+        self._link: ControlLink | None = None
         self._core: WorkerCore | None = None
         self._grants: deque[tuple[Grant, Sequence[Batch]]] = deque()
         self._computing: _Set | None = None
@@ -78,27 +77,38 @@ class StubWorker:
 
     def join(self) -> None:
         """Wait for the Welcome, then pass commands to the loop. Blocks; runs in a thread of its own."""
+        name = f"stub-{os.getpid()}-{self.number}"
         try:
-            joined = self._channel.join(
-                f"stub-{os.getpid()}-{self.number}", lambda: False, after_term=self._process.after_term
-            )
+            joined = self._channel.join(name, lambda: False, after_term=self._process.after_term)
         except JobEndedError:
             os._exit(1)  # a benchmark without this worker would measure another fleet
         assert joined is not None
         self.joined_s = time.monotonic()
-        self._process.inbox.put((self, joined[0]))
-        self._channel.read_commands(lambda commands: self._process.inbox.put((self, commands)))
+        call = self._process.loop.call_soon_threadsafe
+        call(self._begin, joined[0])
+        self._channel.read_commands(lambda commands: call(self._receive, [decode(value) for _, value in commands]))
 
-    def receive(self, item: Welcome | list[tuple[int, bytes | None]]) -> None:
-        if isinstance(item, Welcome):
-            self._core = WorkerCore(item, max_pending=self._config.worker.max_pending_batches, now=time.monotonic())
-            self._fill()
-            return
+    def _begin(self, welcome: Welcome) -> None:
+        self._core = WorkerCore(welcome, max_pending=self._config.worker.max_pending_batches, now=time.monotonic())
+        if self._config.control.kind != "kafka":
+            self._link = link = ControlLink(self._services, self._config.control.kind)
+            self._process.keep(link.run(self._receive, self._resend))
+            link.welcome(welcome)
+        self._fill()
+
+    def _resend(self) -> None:
         assert self._core is not None
-        for _, value in item:
-            self._do(self._core.on_record(decode(value), time.monotonic()))
+        self._do(self._core.resend())
+
+    def _receive(self, records: Sequence[AnyRecord]) -> None:
+        assert self._core is not None
+        for record in records:
+            self._do(self._core.on_record(record, time.monotonic()))
+            if self._link is not None and isinstance(record, Welcome) and record.process == self._core.process:
+                self._link.welcome(record)
 
     def tick(self, now: float) -> None:
+        """Time has passed."""
         if self._core is not None and not self.is_done:
             self._channel.poll()
             self._do(self._core.tick(now))
@@ -116,7 +126,8 @@ class StubWorker:
         for action in actions:
             match action:
                 case Send(record):
-                    self._channel.send(record)
+                    if not (self._link is not None and isinstance(record, Push | Nack) and self._link.send(record)):
+                        self._channel.send(record)
                 case Compute(grant, batches):
                     self._grants.append((grant, batches))
                     self._start_next()
@@ -146,7 +157,7 @@ class StubWorker:
             # As `GrantHandler`: no batch is begun once the set has taken as long as a set may take.
             count = min(len(batches), 1 + int(self._config.worker.set_limit_s / compute_s))
             self._computing = _Set(grant, batches, count, begun_s, fetched_s - begun_s, compute_s)
-            self._process.call_at(fetched_s + count * compute_s, self)
+            self._process.loop.call_later(count * compute_s, self.finish)
 
     def finish(self) -> None:
         """The pause is over: store the sum of the set and push it; what is left of the grant is another set."""
@@ -169,48 +180,50 @@ class StubWorker:
 
 
 class StubProcess:
-    """One process: its workers, one blob store, one loop."""
+    """One process: its workers, one blob store, one event loop."""
+
+    loop: asyncio.AbstractEventLoop
 
     def __init__(self, config: JobConfig, services: Services, compute_s: float, after_term: int) -> None:
         self.compute_s = compute_s
         self.after_term = after_term
         self.num_values = 0
-        self.inbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self.blobs: Blobs = open_blobs(config, services, give_up=lambda: False)
         self.workers: list[StubWorker] = []
         self._config = config
-        self._timers: list[tuple[float, int, StubWorker]] = []
-        self._timer_numbers = itertools.count()
+        self._tasks: list[asyncio.Task[None]] = []
         self._gradient: npt.NDArray[np.float32] = np.zeros(0, np.float32)
 
-    def call_at(self, at_s: float, worker: StubWorker) -> None:
-        """Call `worker.finish` at monotonic `at_s`."""
-        heapq.heappush(self._timers, (at_s, next(self._timer_numbers), worker))
+    def keep(self, task: Coroutine[Any, Any, None]) -> None:
+        """Run `task` until the end."""
+        self._tasks.append(self.loop.create_task(task))
 
     def store_gradient(self, key: str, version: int) -> None:
+        """A gradient of the model's size, whatever is in it."""
         if self._gradient.size != self.num_values:
             self._gradient = np.full(self.num_values, 1e-6, np.float32)
         blob = encode_blob(self._gradient, job=self._config.job, kind="g", version=version)
         self.blobs.put(key, blob, self._config.blobs.ttl_s)
 
-    def run(self) -> None:
-        """Until every worker has been told to stop."""
-        tick_at_s = time.monotonic()
+    async def run(self) -> None:
+        """Join with every worker, and work until each has been told to stop."""
+        self.loop = asyncio.get_running_loop()
+        self.loop.set_exception_handler(_end_process)
+        for worker in self.workers:
+            threading.Thread(target=worker.join, name=f"join-{worker.number}", daemon=True).start()
         while not all(worker.is_done for worker in self.workers):
+            await asyncio.sleep(TICK_S)
             now = time.monotonic()
-            due_s = min(tick_at_s, self._timers[0][0] if self._timers else tick_at_s)
-            try:
-                worker, item = self.inbox.get(timeout=max(due_s - now, 0.0))
-                worker.receive(item)
-            except queue.Empty:
-                pass
-            now = time.monotonic()
-            while self._timers and self._timers[0][0] <= now:
-                heapq.heappop(self._timers)[2].finish()
-            if now >= tick_at_s:
-                tick_at_s = now + TICK_S
-                for worker in self.workers:
-                    worker.tick(now)
+            for worker in self.workers:
+                worker.tick(now)
+            if failed := [task for task in self._tasks if task.done()]:
+                failed[0].result()
+
+
+def _end_process(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What fails in a callback of the loop ends this process: without it another fleet would be measured."""
+    loop.default_exception_handler(context)
+    os._exit(1)
 
 
 def stub_workers(
@@ -227,10 +240,8 @@ def stub_workers(
     (folder / f"ready-{first}").touch()
     while not (folder / "go").exists():
         time.sleep(_POLL_S)
-    for worker in process.workers:
-        threading.Thread(target=worker.join, name=f"join-{worker.number}", daemon=True).start()
     threading.Thread(target=_report_joined, args=(process, folder / f"joined-{first}.json"), daemon=True).start()
-    process.run()
+    asyncio.run(process.run())
 
 
 def _report_joined(process: StubProcess, path: Path) -> None:
