@@ -54,6 +54,10 @@ def drill(
         int,
         typer.Option("--brokers", min=1, max=5, help="Brokers of the local cluster; of several, one fails at a time."),
     ] = 1,
+    replay: Annotated[
+        bool,
+        typer.Option("--replay", help="Replay the run afterwards: it must make the same model, to the bit."),
+    ] = False,
     runs_folder: RunsFolderOption = Path("runs"),
     fresh: FreshOption = False,
     as_json: JsonOption = False,
@@ -63,7 +67,7 @@ def drill(
     The job's stop rule is ignored: the job ends when it has recovered from all faults. Then the ledger is audited, and
     a table shows the recovery time by kind of fault, and how many samples were lost or applied twice.
 
-    Example: doll drill digits --faults 200 --seed 7
+    Example: doll drill digits --faults 200 --seed 7 --set control.kind=local
     """
     from doll.drill.main import run_drill
     from doll.errors import AuditError
@@ -76,6 +80,7 @@ def drill(
         standby=standby,
         brokers=brokers,
         fresh=fresh,
+        replay=replay,
     )
     if failure is None:
         _finish(report, as_json)

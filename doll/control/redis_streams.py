@@ -35,6 +35,11 @@ def server_stream(job: str, term: int) -> str:
     return f"doll:{job}:control:{term}"
 
 
+def streams_pattern(job: str) -> str:
+    """A glob of the keys of all control streams of a job."""
+    return f"doll:{job}:control:*"
+
+
 class Streams:
     """One end's connections: it reads the stream `key`, which it makes, and adds to others. It never waits.
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from doll.config import StdinSource
+from doll.drill.control_tracker import ControlTracker
 from doll.drill.metadata_service import FakeMetadataService
 from doll.drill.plan import Fault, FaultTarget, make_plan
 from doll.drill.recovery import InjectedFault, PoisonTracker, RecoveryTracker
+from doll.drill.set_tracker import SetTracker
 from doll.drill.stream import SamplesTopic, poison_for
 from doll.errors import DollError
 from doll.records import AnyRecord, ServerStatus, Update
@@ -47,6 +49,7 @@ class _Suspended:
     role: str
     release: Callable[[], None]
     at_s: float
+    cut_from: str | None = None
 
 
 @dataclass(slots=True)
@@ -108,6 +111,8 @@ class FaultInjector:
         self._plan: tuple[Fault, ...] = ()
         self._next = 0
         self._recoveries = RecoveryTracker()
+        self._control = ControlTracker(config.control.kind)
+        self._sets = SetTracker()
         self._ready_s: float | None = None  # time since which no fault is open
         self._learning = False
         self._suspended: list[_Suspended] = []
@@ -119,6 +124,9 @@ class FaultInjector:
         self._learning = self._learning or isinstance(record, Update)
         if isinstance(record, ServerStatus) and record.term >= self._leader_term:
             self._leader_term, self._leader_pid = record.term, record.pid
+            self._control.feed(record)
+        if isinstance(record, Update | ServerStatus):
+            self._sets.feed(record)
         self._recoveries.feed(record)
 
     @property
@@ -140,7 +148,8 @@ class FaultInjector:
         """Inject what is due, and return the reason why the job ends now, or None.
 
         Raises:
-            DrillError: no update came within the recovery timeout after a fault, or a zombie does not exit.
+            DrillError: no update came within the recovery timeout after a fault, a zombie does not exit, or workers
+                do not return to the fastest control channel.
         """
         now = self._clock()
         if not self._plan:
@@ -168,7 +177,9 @@ class FaultInjector:
                 self._next += 1
             return None
         calm = self._ready_s is not None and now - self._ready_s > _SETTLE_S
-        return f"drill: {self._number} faults" if calm and self.is_recovered else None
+        if not (calm and self.is_recovered):
+            return None
+        return f"drill: {self._number} faults" if self._control_is_back(now) else None
 
     def plan_for(self, targets: Collection[FaultTarget], brokers: int) -> tuple[Fault, ...]:
         """The faults to inject, in order."""
@@ -178,6 +189,7 @@ class FaultInjector:
             self._seed,
             workers=self._config.data.workers,
             targets=targets,
+            links=[link for link in self._control.links if link == "local" or link in targets],
             standby=self.standby,
             brokers=brokers,
             without=without | ({"worker_malformed_notice"} if self._metadata is None else set()),
@@ -208,6 +220,8 @@ class FaultInjector:
             "drill_seed": self._seed,
             "faults_planned": self._number,
             "poisoned": self.poisoned,
+            "control": self._control.report(),
+            "sets": self._sets.report(),
             **self._recoveries.report(),
         }
 
@@ -237,6 +251,23 @@ class FaultInjector:
             targets |= {"kafka", "stream", "broker"}
         return targets
 
+    def _control_is_back(self, now: float) -> bool:
+        """Whether each worker uses the fastest control channel again, after all faults.
+
+        Raises:
+            DrillError: a worker does not, for as long as a recovery may take.
+        """
+        assert self._ready_s is not None
+        if self._control.updated_s > self._ready_s and not self._control.behind:
+            return True
+        if now - self._ready_s > _RECOVERY_TIMEOUT_S:
+            raise DrillError(
+                f"workers {list(self._control.behind)} are down or not back on the control channel "
+                f"{self._control.links[0]!r} {now - self._ready_s:.0f} s after the last recovery; expected them within "
+                f"{_RECOVERY_TIMEOUT_S:g} s"
+            )
+        return False
+
     def _is_due(self, fault: Fault, now: float) -> bool:
         if not self._recoveries.injected:
             return True
@@ -254,8 +285,12 @@ class FaultInjector:
             leaving.role == role and not leaving.zombie for leaving in self._leaving
         ):
             return False
+        if kind.cut_from == "control" and any(suspended.cut_from == "control" for suspended in self._suspended):
+            return False  # a cut of the server's links includes those of each worker
         if kind.target == "stream":
             return self._disturb_stream(fault, now)
+        if kind.action == "delete_streams":
+            return self._delete_streams(fault, stack, now)
         if kind.target in ("redis", "kafka", "broker"):
             nodes = stack.kafka.nodes if stack.kafka is not None else ()
             server = stack.redis if kind.target == "redis" else nodes[fault.broker]
@@ -303,7 +338,7 @@ class FaultInjector:
                     for relay in relays:
                         relay.restore()
 
-                self._suspended.append(_Suspended(role, restore, now + fault.hold_s))
+                self._suspended.append(_Suspended(role, restore, now + fault.hold_s, kind.cut_from))
         return True
 
     def _disturb_stream(self, fault: Fault, now: float) -> bool:
@@ -325,6 +360,18 @@ class FaultInjector:
         injected = self._recoveries.injected[-1]
         for record in poison.records:
             self._topic.put(fault.worker, record, lambda offset: self._recoveries.add_poison_offset(injected, offset))
+        return True
+
+    def _delete_streams(self, fault: Fault, stack: Stack, now: float) -> bool:
+        """Delete the control streams of this job, and nothing else, from Redis."""
+        if any(suspended.role == "redis" for suspended in self._suspended):
+            return False  # waiting for a frozen Redis here would keep it frozen
+        from doll.control.redis_streams import streams_pattern
+        from doll.storage.redis_client import delete_keys
+
+        if not delete_keys(stack.services, streams_pattern(self._config.job)):
+            return False  # Redis does not answer, or nobody has a link through it now
+        self._record_injection(fault, fault.role, now)
         return True
 
     def _role(self, fault: Fault, supervisor: Supervisor) -> str:

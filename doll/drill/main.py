@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from doll.config import StopConfig
 from doll.drill.fault_injector import FaultInjector
 from doll.drill.metadata_service import FakeMetadataService
+from doll.drill.replay_check import check_replay
 from doll.drill.routes import RoleRelays
 from doll.errors import ConfigError
 from doll.process.files import write_json
 from doll.run.folder import RunFolder
 from doll.run.job import run_up
 from doll.run.role_specs import PARAMETER_SERVERS
+from doll.storage.stores import open_store
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
@@ -28,15 +30,26 @@ class _Drill(FaultInjector):
         super().__init__(config, say=display.say, run_folder=run.path, **plan)
         self._run = run
 
-    def problem(self) -> str | None:
-        """How the audit differs from the poison records that were sent; None if it agrees, or if there was no audit."""
-        audit = json.loads(self._run.report.read_text(encoding="utf-8")).get("audit")
+    def problem(self, report: Mapping[str, Any]) -> str | None:
+        """How the audit differs from the poison records that were sent, or the replay from the run; None if neither."""
+        audit, replay = report["audit"], report.get("replay")
+        if replay is not None and replay["differences"]:
+            return f"expected a replay that is equal to the bit: {'; '.join(replay['differences'])}"
         if audit is None or audit["dead"] == len(self.poisoned):
             return None
         return (
             f"expected {len(self.poisoned)} dead letters, one for each poison record that was sent; the audit counts "
             f"{audit['dead']}"
         )
+
+    def replay(self, config: JobConfig) -> dict[str, Any]:
+        """Replay the run's event logs; see `check_replay`."""
+        newest = open_store(config, self._run.path).load_newest(None)
+        return check_replay(config, self._run.path / "events", newest).report()
+
+    def save(self, report: dict[str, Any]) -> None:
+        """Write `report.json` again."""
+        write_json(self._run.report, report)
 
     def report_fields(self) -> dict[str, Any]:
         write_json(self._run.path / "faults.json", self.log())
@@ -52,6 +65,7 @@ def run_drill(
     standby: bool = False,
     brokers: int = 1,
     fresh: bool = False,
+    replay: bool = False,
 ) -> tuple[dict[str, Any], str | None]:
     """Run the job until `faults` faults are recovered from; the report, as of `run_up`, and a failure of the drill.
 
@@ -59,6 +73,7 @@ def run_drill(
         standby: run a second parameter server, which takes over when the leader is silent.
         brokers: size of the local Kafka cluster. With more than one, each topic is replicated on all brokers, and one
             broker at a time fails.
+        replay: keep an event log of each parameter server, replay them after the run, and compare with the checkpoints.
 
     Raises:
         ConfigError: the job cannot be run this way.
@@ -69,7 +84,8 @@ def run_drill(
     # Blobs go through Redis, whatever the job file says, so that a crash of Redis loses all of them.
     blobs = config.blobs.model_copy(update={"kind": "redis"})
     kafka = config.kafka.model_copy(update={"replication_factor": brokers} if brokers > 1 else {})
-    endless = config.model_copy(update={"stop": StopConfig(), "blobs": blobs, "kafka": kafka})
+    checkpoint = config.checkpoint.model_copy(update={"event_log": True} if replay else {})
+    endless = config.model_copy(update={"stop": StopConfig(), "blobs": blobs, "kafka": kafka, "checkpoint": checkpoint})
     roles = [*PARAMETER_SERVERS, *(f"worker-{worker}" for worker in range(config.data.workers)), "producer"]
     drills: list[_Drill] = []
     with RoleRelays(roles, brokers) as relays, FakeMetadataService() as metadata:
@@ -83,4 +99,8 @@ def run_drill(
             return drills[-1]
 
         report = run_up(endless, runs_folder, fresh=fresh, hook=hook)
-    return report, drills[0].problem() if report["exit_code"] == 0 else None
+    (drill,) = drills
+    if replay:
+        report["replay"] = drill.replay(endless)
+        drill.save(report)
+    return report, drill.problem(report) if report["exit_code"] == 0 else None

@@ -9,9 +9,14 @@ from typing import Final, Literal
 
 FaultTarget = Literal["worker", "ps", "producer", "evaluator", "redis", "kafka", "broker", "stream"]
 FaultAction = Literal[
-    "kill", "freeze", "zombie", "preempt", "cut_kafka", "cut_redis", "poison", "truncate", "malformed_notice"
+    "kill", "freeze", "zombie", "preempt", "cut_kafka", "cut_redis", "cut_control", "delete_streams", "poison",
+    "truncate", "malformed_notice",
 ]  # fmt: skip
 Cut = Literal["silent", "reset", "removed"]
+Link = Literal["local", "redis"]  # what carries grants and pushes besides Kafka
+
+_CUTS: Final[tuple[Cut, ...]] = ("silent", "reset")
+_CONTROL_CUTS: Final[tuple[Cut, ...]] = ("silent", "reset", "removed")
 
 # Share of the faults that do not wait for the recovery from the previous one.
 _OVERLAP_SHARE: Final = 0.2
@@ -25,9 +30,11 @@ class FaultKind:
     Attributes:
         action: kill is SIGKILL; freeze is SIGSTOP and later SIGCONT; zombie is a freeze during which a successor
             starts; preempt is SIGTERM, and a successor when the process has exited; cut_kafka and cut_redis break this
-            process's connections to that service only; poison sends a record that cannot be decoded or that breaks the
-            model; truncate deletes records of a stream that are durable in the model; malformed_notice is an
-            interruption notice that cannot be parsed, followed by a valid one.
+            process's connections to that service only; cut_control breaks a worker's link to the server's socket, or
+            the server's links to all workers; delete_streams deletes the job's control streams in Redis; poison sends
+            a record that cannot be decoded or that breaks the model; truncate deletes records of a stream that are
+            durable in the model; malformed_notice is an interruption notice that cannot be parsed, followed by a valid
+            one.
         weight: how often it is drawn, relative to the others.
         hold_s: minimum and maximum duration of a freeze or cut, in seconds.
     """
@@ -42,12 +49,25 @@ class FaultKind:
         return f"{self.target}_{self.action}"
 
     @property
-    def cut_from(self) -> Literal["kafka", "redis"] | None:
-        """The service that its target is disconnected from, if any."""
+    def cut_from(self) -> Literal["kafka", "redis", "control"] | None:
+        """The service that its target is disconnected from, if any; control is the server's control socket."""
         match self.action:
             case "cut_kafka":
                 return "kafka"
             case "cut_redis":
+                return "redis"
+            case "cut_control":
+                return "control"
+            case _:
+                return None
+
+    @property
+    def link(self) -> Link | None:
+        """The control links that only this kind breaks: it is possible where the job has such."""
+        match self.action:
+            case "cut_control":
+                return "local"
+            case "delete_streams":
                 return "redis"
             case _:
                 return None
@@ -79,6 +99,9 @@ FAULT_KINDS: Final = (
     FaultKind("stream", "poison", 4),
     FaultKind("stream", "truncate", 3),
     FaultKind("worker", "malformed_notice", 3),
+    FaultKind("worker", "cut_control", 12, (1.0, 8.0)),
+    FaultKind("ps", "cut_control", 10, (1.0, 8.0)),
+    FaultKind("redis", "delete_streams", 6),
 )
 
 
@@ -123,6 +146,7 @@ def make_plan(
     *,
     workers: int,
     targets: Collection[FaultTarget],
+    links: Collection[Link] = (),
     standby: bool = False,
     brokers: int = 1,
     without: Collection[str] = (),
@@ -132,6 +156,7 @@ def make_plan(
     Args:
         targets: what may fail. Connections are cut only to services among them. Of several brokers one at a time
             fails, never Kafka as a whole.
+        links: kinds of control links that the job uses.
         standby: the job has a standby parameter server, so nothing else may start a successor.
         without: names of kinds to exclude.
 
@@ -142,7 +167,7 @@ def make_plan(
         kind
         for kind in FAULT_KINDS
         if kind.target in targets
-        and (kind.cut_from is None or kind.cut_from in targets)
+        and (kind.link in links if kind.link is not None else kind.cut_from is None or kind.cut_from in targets)
         and not (standby and kind.name == "ps_zombie")
         and not (brokers > 1 and kind.target == "kafka")
         and not (brokers == 1 and kind.target == "broker")
@@ -163,7 +188,7 @@ def make_plan(
             gap_s=rng.uniform(*_GAP_S),
             hold_s=rng.uniform(*kind.hold_s),
             overlapping=rng.random() < _OVERLAP_SHARE,
-            cut=rng.choice(("silent", "reset")),
+            cut=rng.choice(_CONTROL_CUTS if kind.cut_from == "control" else _CUTS),
             broker=rng.randrange(brokers),
         )
         for number, kind in enumerate(drawn, 1)

@@ -103,7 +103,9 @@ class RecoveryTracker:
         # An update of the dead server may still be in flight: only one of a later term shows that it has a successor.
         of_ps = fault.kind.target == "ps"
         after_term = self._term if of_ps and fault.kind.action in ("kill", "zombie", "preempt") else -1
-        restored_s = time_s + fault.hold_s if of_ps and fault.kind.cut_from is not None else time_s
+        # Without control links it goes on through Kafka.
+        is_cut_off = of_ps and fault.kind.cut_from in ("kafka", "redis")
+        restored_s = time_s + fault.hold_s if is_cut_off else time_s
         has_left = fault.kind.action != "malformed_notice"
         injected = InjectedFault(fault, time_s, after_term, self._term, restored_s, poison, has_left)
         self.injected.append(injected)

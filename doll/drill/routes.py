@@ -1,27 +1,31 @@
-"""The relays through which each process reaches Kafka and Redis in a drill."""
+"""The relays through which each process reaches Kafka, Redis and the control socket in a drill."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 from urllib.parse import urlsplit
 
-from doll.drill.relay import Relays, TcpRelay
+from doll.drill.relay import Relay, Relays, TcpRelay, UnixRelay
 from doll.local.processes import LOOPBACK
+from doll.run.role_specs import PARAMETER_SERVERS
 
 if TYPE_CHECKING:
     from doll.local.stack import Stack
     from doll.services import Services
 
-Service = Literal["kafka", "redis"]
+Service = Literal["kafka", "redis", "control"]
 
 
 class RoleRelays:
     """A relay for each role and service. Use it as a context manager around the whole run.
 
-    A Kafka client connects to the addresses that the brokers advertise. Each role therefore has its own listener at
+    Parameter servers listen on one control socket, and each worker connects to it through a relay of its own. A Kafka
+    client connects to the addresses that the brokers advertise. Each role therefore has its own listener at
     each broker, which advertises the role's relay to that broker.
 
     Args:
@@ -34,6 +38,9 @@ class RoleRelays:
         self._brokers = brokers
         self._relays = Relays()
         self._by_role: dict[tuple[str, Service], tuple[TcpRelay, ...]] = {}
+        self._control: dict[str, UnixRelay] = {}  # by worker
+        self._folder = tempfile.TemporaryDirectory(prefix="doll-drill-")  # mode 0700
+        self._control_socket = Path(self._folder.name) / "ps.sock"
 
     @property
     def advertised_ports(self) -> Sequence[Mapping[str, int]]:
@@ -43,7 +50,7 @@ class RoleRelays:
         ]
 
     def services(self, role: str, stack: Stack) -> Services:
-        """Addresses of Kafka and Redis for `role`: its relays, for services that this run has started."""
+        """Addresses of the services for `role`: its relays, for Kafka and Redis if this run has started them."""
         kafka, redis = stack.services.kafka, stack.services.redis
         if stack.kafka is not None and (relays := self._by_role.get((role, "kafka"))) is not None:
             for relay, node in zip(relays, stack.kafka.nodes, strict=True):
@@ -53,10 +60,13 @@ class RoleRelays:
             (relay,) = relays
             relay.target_port = urlsplit(redis).port or 0
             redis = f"redis://{LOOPBACK}:{relay.port}/0"
-        return replace(stack.services, kafka=kafka, redis=redis)
+        control = self._control[role].path if role in self._control else self._control_socket
+        return replace(stack.services, kafka=kafka, redis=redis, control=str(control))
 
-    def to(self, role: str, service: Service) -> tuple[TcpRelay, ...]:
-        """The relays of `role` to `service`; for Kafka one per broker."""
+    def to(self, role: str, service: Service) -> tuple[Relay, ...]:
+        """The relays of `role` to `service`; for Kafka one per broker, for a server's control socket all workers'."""
+        if service == "control":
+            return tuple(self._control.values()) if role in PARAMETER_SERVERS else (self._control[role],)
         return self._by_role[role, service]
 
     def __enter__(self) -> Self:
@@ -67,9 +77,15 @@ class RoleRelays:
             for role in self._roles
             for service, number in num_relays.items()
         }
+        self._control = {
+            role: self._relays.open_unix(self._control_socket.with_name(f"{role}.sock"), self._control_socket)
+            for role in self._roles
+            if role.startswith("worker-")
+        }
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._relays.__exit__(kind, error, trace)
+        self._folder.cleanup()

@@ -12,7 +12,8 @@ def lines(report: Mapping[str, Any]) -> list[str]:
     for name, count in report["faults"].items():
         rows.append((name, str(count), *_cells(report["recovery_s_by_kind"][name])))
     rows.append(("all", str(sum(report["faults"].values())), *_cells(report["recovery_s"])))
-    times = [f"  {name:<20}{count:>6}{p50:>9}{maximum:>9}" for name, count, p50, maximum in rows]
+    width = max(20, *(len(row[0]) for row in rows))
+    times = [f"  {name:<{width}}{count:>6}{p50:>9}{maximum:>9}" for name, count, p50, maximum in rows]
     audit = report["audit"]
     per_record = report["batch_size"] // report["records_per_batch"]
     lost, duplicated = (
@@ -25,6 +26,39 @@ def lines(report: Mapping[str, Any]) -> list[str]:
         *times,
         f"  recoveries {report['recoveries']} of {sum(report['faults'].values())}, samples lost {lost}, "
         f"samples duplicated {duplicated}",
+        *control_lines(report["control"]),
+        *set_lines(report["sets"]),
+        *replay_lines(report.get("replay")),
+    ]
+
+
+def control_lines(control: Mapping[str, Any]) -> list[str]:
+    if control["kind"] == "kafka":
+        return ["  control channel kafka"]
+    opened = ", ".join(f"{count} {link}" for link, count in control["links_opened"].items() if count)
+    return [
+        f"  control channel {control['kind']}: links opened {opened or 0}, broken {control['links_broken']}, refused "
+        f"{control['links_refused']}; live workers fell back to Kafka {control['fallbacks']} times and came back "
+        f"{control['returns']} times"
+    ]
+
+
+def set_lines(sets: Mapping[str, Any]) -> list[str]:
+    causes = ", ".join(f"{cause} {count}" for cause, count in sets["requeued_by_cause"].items())
+    return [
+        f"  sets: {sets['applied']} applied, {sets['applied_with_several_batches']} of them with 2 to "
+        f"{sets['max_batches']} batches; batches requeued: {sets['requeued_batches']} ({causes or 'none'}), "
+        f"{sets['requeued_together']} times several at once"
+    ]
+
+
+def replay_lines(replay: Mapping[str, Any] | None) -> list[str]:
+    if replay is None:
+        return []
+    return [
+        f"  replay: {replay['checkpoints']} checkpoints of {replay['terms']} terms equal to the bit"
+        if not replay["differences"]
+        else f"  replay: {'; '.join(replay['differences'])}"
     ]
 
 

@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from doll.config import JobConfig
 from doll.model import build, fingerprint
 from doll.ps import events as ev
@@ -16,14 +13,14 @@ from doll.ps.checkpointing import encode_snapshot
 from doll.ps.event_log import read_log
 from doll.ps.optimizer import make_updater
 from doll.ps.start import make_engine
-from doll.ps.updater import ContributionBuffer
+from doll.ps.updater import ContributionBuffer, Updater
 from doll.storage.blobs import blob_info, decode_blob
 from doll.storage.checkpoints import Checkpoint
 from doll.task import load_task
 
 
 def replay(
-    config: JobConfig, path: Path, *, on_update: Callable[[int, npt.NDArray[np.float32]], Any] | None = None
+    config: JobConfig, path: Path, *, on_update: Callable[[int, Updater], Any] | None = None
 ) -> Iterator[Checkpoint]:
     """Each checkpoint that the server of the event log at `path` ordered, in order, bit for bit.
 
@@ -32,8 +29,8 @@ def replay(
 
     Args:
         config: the job file that the server ran with.
-        on_update: called for the first version and each later one: its number and its weights, float32, shape (numel,);
-            this is the live array, so copy what is kept.
+        on_update: called for the first version and each later one, with its number and the updater that holds it; the
+            updater goes on, so copy what is kept.
 
     Raises:
         RecordError: not an event log of this build.
@@ -47,7 +44,7 @@ def replay(
     engine = make_engine(config, start, updater)
     contributions = ContributionBuffer(updater)
     if on_update is not None:
-        on_update(engine.version, updater.weights)
+        on_update(engine.version, updater)
     for entry in entries:
         if isinstance(entry.event, ev.GradientFetched):
             version = blob_info(entry.gradient).version
@@ -59,7 +56,7 @@ def replay(
                 case ev.ApplyUpdate():
                     contributions.apply(action)
                     if on_update is not None:
-                        on_update(action.version, updater.weights)
+                        on_update(action.version, updater)
                 case ev.StoreCheckpoint():
                     yield Checkpoint(
                         job=config.job, fingerprint=job_fingerprint, term=start.term, version=action.version,

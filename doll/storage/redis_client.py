@@ -70,3 +70,15 @@ def server_pid(services: Services) -> int | None:
         return None
     finally:
         client.close()
+
+
+def delete_keys(services: Services, pattern: str) -> int:
+    """Delete the keys that match a glob; how many there were, 0 where Redis does not answer within a second."""
+    client = connect_redis(services, timeout_s=1.0, retries=0)
+    try:
+        keys = list(client.scan_iter(pattern, count=1000))
+        return int(client.delete(*keys)) if keys else 0
+    except redis.exceptions.RedisError:
+        return 0
+    finally:
+        client.close()

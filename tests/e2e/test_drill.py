@@ -20,7 +20,7 @@ task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 4, hidden: [8]}}
 data: {workers: 2, batch_size: 8}
 source: {kind: synthetic, features: 4, classes: 2}
 arrivals: {process: poisson, rate_per_s: 60}
-training: {policy: {name: doll, group_size: 2}, optimizer: {name: sgd, lr: 0.05, momentum: 0.9}}
+training: {policy: {name: doll, group_size: 4}, optimizer: {name: sgd, lr: 0.05, momentum: 0.9}}
 checkpoint: {every_updates: 5, every_s: 0.5}
 stop: {updates: 1} # set aside by a drill
 worker: {lease_s: 3, grant_timeout_s: 5, stall_timeout_s: 15, drain_s: 3}
@@ -37,11 +37,12 @@ def test_a_short_drill_loses_nothing(tmp_path: Path) -> None:
             "drill",
             "job.yaml",
             "--faults",
-            "23",
+            "26",
             "--seed",
             "7",
             "--brokers",
             "3",
+            "--replay",
             "--json",
         ],
         cwd=tmp_path,
@@ -54,8 +55,8 @@ def test_a_short_drill_loses_nothing(tmp_path: Path) -> None:
     report: dict[str, Any] = json.loads(done.stdout)
     (run,) = (tmp_path / "runs").iterdir()
     assert report == json.loads((run / "report.json").read_text())
-    assert report["reason"] == "drill: 23 faults"
-    assert sum(report["faults"].values()) == report["recoveries"] == 23
+    assert report["reason"] == "drill: 26 faults"
+    assert sum(report["faults"].values()) == report["recoveries"] == 26
     # Each kind once; of several brokers one is broken, and not Kafka as a whole.
     assert set(report["faults"]) == {kind.name for kind in FAULT_KINDS if kind.target != "kafka"}
     audit = report["audit"]
@@ -67,8 +68,16 @@ def test_a_short_drill_loses_nothing(tmp_path: Path) -> None:
     assert report["ps_recovery_s"]["max"] > 0  # how long it is, docs/results.md says
     # Two servers were killed or replaced, so versions were voided or resumed: the drill was not idle.
     assert report["ps_resumes"] >= 2
+    # The channel of grants and pushes was cut, the workers came back to it, and the model is that of a replay.
+    assert report["control"]["kind"] == "auto"
+    assert report["control"]["links_opened"]["local"] > 2
+    assert report["control"]["links_broken"] > 0
+    assert report["sets"]["applied_with_several_batches"] > 0
+    assert report["replay"]["differences"] == []
+    assert report["replay"]["terms"] >= 3
+    assert report["replay"]["checkpoints"] >= 3
     log = json.loads((run / "faults.json").read_text())
-    assert [entry["number"] for entry in log] == list(range(1, 24))
+    assert [entry["number"] for entry in log] == list(range(1, 27))
     assert all(entry["recovery_s"] > 0 for entry in log)
 
 

@@ -204,7 +204,9 @@ def test_every_worker_gets_every_new_version_to_the_bit(make_pipeline: Any, tmp_
     (log,) = (job.run / "events").glob("*.log")
     crc_of: dict[int, int] = {}
     *_, last = replay(
-        job.config, log, on_update=lambda version, weights: crc_of.update({version: zlib.crc32(weights.tobytes())})
+        job.config,
+        log,
+        on_update=lambda version, updater: crc_of.update({version: zlib.crc32(updater.weights.tobytes())}),
     )
     checkpoint = job.checkpoint()
     assert last.version == checkpoint.version == 30

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from doll.drill.plan import FAULT_KINDS, FaultTarget, make_plan
+from doll.drill.plan import FAULT_KINDS, FaultTarget, Link, make_plan
 from hypothesis import given
 from hypothesis import strategies as st
 
 ALL: set[FaultTarget] = {"worker", "ps", "producer", "evaluator", "redis", "kafka", "stream", "broker"}
-OF_ONE = [kind for kind in FAULT_KINDS if kind.target != "broker"]  # one broker
+# One broker, and no control links.
+OF_ONE = [kind for kind in FAULT_KINDS if kind.target != "broker" and kind.link is None]
 
 
 @given(faults=st.integers(1, 300), seed=st.integers(0, 10_000), workers=st.integers(1, 9))
@@ -59,7 +60,7 @@ def test_where_there_is_a_standby_nothing_else_succeeds_a_frozen_server() -> Non
 def test_of_several_brokers_one_is_broken_and_not_kafka_as_a_whole() -> None:
     plan = make_plan(500, 3, workers=2, targets=ALL, brokers=3)
     kinds = {fault.kind.name for fault in plan}
-    assert kinds == {kind.name for kind in FAULT_KINDS} - {"kafka_kill", "kafka_freeze"}
+    assert kinds == {kind.name for kind in FAULT_KINDS if kind.link is None} - {"kafka_kill", "kafka_freeze"}
     broken = {fault.role for fault in plan if fault.kind.target == "broker"}
     assert broken == {"broker-1", "broker-2", "broker-3"}
     assert {fault.role for fault in plan if fault.kind.target == "stream"} == {"stream-0", "stream-1"}
@@ -68,3 +69,39 @@ def test_of_several_brokers_one_is_broken_and_not_kafka_as_a_whole() -> None:
 def test_what_cannot_be_had_is_left_out() -> None:
     plan = make_plan(300, 3, workers=2, targets=ALL, without={"stream_poison"})
     assert {fault.kind.name for fault in plan} == {kind.name for kind in OF_ONE} - {"stream_poison"}
+
+
+@pytest.mark.parametrize(
+    ("links", "expected"),
+    [
+        (["local"], {"worker_cut_control", "ps_cut_control"}),
+        (["redis"], {"redis_delete_streams"}),
+        (["local", "redis"], {"worker_cut_control", "ps_cut_control", "redis_delete_streams"}),
+    ],
+)
+def test_the_control_links_that_the_job_uses_break_too(links: list[Link], expected: set[str]) -> None:
+    plan = make_plan(500, 3, workers=2, targets=ALL, links=links)
+    assert {fault.kind.name for fault in plan} == {kind.name for kind in OF_ONE} | expected
+    cuts = {fault.cut for fault in plan if fault.kind.cut_from == "control"}
+    assert cuts == ({"silent", "reset", "removed"} if "local" in links else set())
+    assert "removed" not in {fault.cut for fault in plan if fault.kind.cut_from != "control"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("link", ["local", "redis"])
+def test_in_a_drill_of_200_faults_the_control_channel_dies_15_times(seed: int, link: Link) -> None:
+    plan = make_plan(200, seed, workers=4, targets=ALL, links=[link])
+    deaths = [
+        fault
+        for fault in plan
+        if fault.kind.link == link or (link == "redis" and "redis" in (fault.kind.target, fault.kind.cut_from))
+    ]
+    assert len(deaths) >= 15
+
+
+def test_other_kinds_keep_their_shares_among_themselves() -> None:
+    plan = make_plan(20_000, 1, workers=4, targets=ALL, links=["local"])
+    counted = Counter(fault.kind.name for fault in plan if fault.kind.link is None)
+    total = sum(kind.weight for kind in OF_ONE)
+    for kind in OF_ONE:
+        assert counted[kind.name] / counted.total() == pytest.approx(kind.weight / total, rel=0.2)

@@ -2,136 +2,21 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from doll.config import JobConfig, parse
 from doll.errors import RecordError
-from doll.model import build, fingerprint
 from doll.ps import events as ev
 from doll.ps.event_log import FileEventLog, read_log
-from doll.ps.local_host import LocalModelHost
-from doll.ps.optimizer import DivergedError, Optimizer
+from doll.ps.optimizer import DivergedError
 from doll.ps.replay import replay
-from doll.ps.server import ParameterServer
-from doll.ps.start import Start, make_engine
-from doll.records import Announce, AnyRecord, Grant, Join, ServerStatus, Welcome
-from doll.storage.blobs import encode_blob, gradient_key
+from doll.ps.start import Start
+from doll.ps.updater import Updater
 from doll.storage.checkpoints import Checkpoint
-from doll.task import load_task
-from doll.testing import MemoryBlobs, MemoryCheckpointStore
-from msgspec import structs
-from pushes import answer
-
-JOB = """
-job: replayed
-task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 5, hidden: [7]}}
-data: {workers: 3, batch_size: 4}
-training: {policy: {name: doll, group_size: 2}, optimizer: {name: sgd, lr: 0.1, momentum: 0.9}}
-checkpoint: {every_updates: 3, every_s: 1000, event_log: true}
-"""
-
-
-class Outbox:
-    """Keeps what was mailed; Kafka acknowledges at once."""
-
-    def __init__(self) -> None:
-        self.commands: list[AnyRecord] = []
-        self.sent = 0
-
-    def send_command(self, worker: int, record: AnyRecord) -> None:
-        self.commands.append(record)
-
-    def send_update(self, record: AnyRecord) -> None:
-        self.sent += 1
-
-    def send_status(self, record: ServerStatus) -> None:
-        pass
-
-    def flush(self, timeout_s: float) -> int:
-        return 0
-
-    def updates_acknowledged(self) -> int:
-        return self.sent
-
-
-class Run:
-    """One server with random gradients, random order of answers, lost blobs and workers that come again."""
-
-    def __init__(self, folder: Path, store: MemoryCheckpointStore, *overrides: str, seed: int = 0) -> None:
-        self.config: JobConfig = parse(JOB, overrides)
-        self.rng, self.numbers = random.Random(seed), np.random.default_rng(seed)
-        self.store, self.blobs, self.outbox, self.now = store, MemoryBlobs(), Outbox(), 5.0
-        model = build(self.config, load_task(self.config))
-        mark = fingerprint(self.config, model)
-        self.optimizer = Optimizer(model, self.config.training.optimizer)
-        term = store.claim_term()
-        held = store.load_newest(mark)
-        start = Start(term, self.now, (0, 10, 20)) if held is None else Start.resume(term, self.now, held)
-        self.path = folder / f"ps-{term}.log"
-        self.log = FileEventLog(self.path, start)
-        host = LocalModelHost(self.config, term, self.optimizer, self.blobs)
-        self.server = ParameterServer(
-            self.config, engine=make_engine(self.config, start, host), host=host, store=store, outbox=self.outbox,
-            fingerprint=mark, clock=self.clock, event_log=self.log,
-        )  # fmt: skip
-        self.server.open()
-        self.weights = {self.server.engine.version: self.optimizer.weights.tobytes()}
-        self.sessions = [0] * self.config.data.workers
-        self.sizes: Counter[int] = Counter()  # batches of the pushes
-        for worker in range(self.config.data.workers):
-            self.join(worker)
-
-    def clock(self) -> float:
-        self.now += self.rng.random() / 100
-        return self.now
-
-    def join(self, worker: int) -> None:
-        self.server.feed(Join(worker=worker, process=f"{worker}-{self.rng.random()}"))
-        welcome = next(record for record in reversed(self.outbox.commands) if isinstance(record, Welcome))
-        self.sessions[worker] = welcome.session
-        first = welcome.next_batch
-        self.server.feed(Announce(worker=worker, session=welcome.session, first=first, until=first + 8))
-
-    def play(self, updates: int) -> None:
-        until = self.server.engine.version + updates
-        while self.server.engine.version < until:
-            grants = [record for record in self.outbox.commands if isinstance(record, Grant)]
-            self.outbox.commands.clear()
-            self.rng.shuffle(grants)
-            for grant in grants:
-                while grant.grant_ids:
-                    grant = self.answer(grant)
-            for worker in range(self.config.data.workers):
-                if self.rng.random() < 0.1 or not grants:
-                    self.join(worker)
-            self.server.run_periodic()
-
-    def answer(self, whole: Grant) -> Grant:
-        """The push of a set of this grant's first batches, perhaps of all; what is left."""
-        count = self.rng.randint(1, len(whole.grant_ids))
-        grant = structs.replace(whole, grant_ids=whole.grant_ids[:count])
-        fate = self.rng.random()
-        key = gradient_key(self.config.job, grant.term, grant.grant_ids[0]) if fate > 0.1 else ""
-        if fate > 0.3:
-            gradient = self.numbers.normal(size=self.optimizer.weights.size).astype(np.float32)
-            self.blobs.put(key, encode_blob(gradient, job=self.config.job, kind="g", version=grant.version), 600.0)
-        if self.rng.random() < 0.1:  # the channel of grants and pushes breaks
-            self.server.feed(ev.GrantsLost(worker=grant.worker))
-        push = answer(grant, grant.term, key, n_samples=4 if key else 0, loss_sum=4.0)
-        self.sizes[len(push.batches)] += 1
-        for _ in range(self.rng.choice((1, 1, 1, 2))):
-            self.server.feed(push)
-        self.weights[self.server.engine.version] = self.optimizer.weights.tobytes()
-        return structs.replace(whole, first=whole.first + count, grant_ids=whole.grant_ids[count:])
-
-    def close(self) -> None:
-        self.server.close()
-        self.log.close()
+from doll.testing import MemoryCheckpointStore
+from logged_runs import LoggedRun
 
 
 def assert_equal(ours: Checkpoint, theirs: Checkpoint) -> None:
@@ -160,13 +45,13 @@ def test_the_replay_of_a_run_and_of_its_successor_is_equal(
     store = MemoryCheckpointStore("replayed", keep=100)
     lost, sizes = 0, Counter[int]()
     for part in (1, 2):
-        run = Run(tmp_path, store, *overrides, seed=10 * seed + part)
+        run = LoggedRun(tmp_path, store, *overrides, seed=10 * seed + part)
         run.play(20)
         run.close()
         replayed: dict[int, bytes] = {}
 
-        def note(version: int, weights: Any, into: dict[int, bytes] = replayed) -> None:
-            into[version] = weights.tobytes()
+        def note(version: int, updater: Updater, into: dict[int, bytes] = replayed) -> None:
+            into[version] = updater.weights.tobytes()
 
         ordered = {item.version: item for item in replay(run.config, run.path, on_update=note)}
         # With asp one event may make several updates; only the last of them was seen here.
@@ -182,7 +67,7 @@ def test_the_replay_of_a_run_and_of_its_successor_is_equal(
 
 
 def test_a_killed_servers_log_ends_with_what_is_whole(tmp_path: Path) -> None:
-    run = Run(tmp_path, MemoryCheckpointStore("replayed"))
+    run = LoggedRun(tmp_path, MemoryCheckpointStore("replayed"))
     run.play(6)
     run.close()
     data = run.path.read_bytes()
@@ -217,7 +102,7 @@ def test_a_file_that_is_no_event_log_is_refused(tmp_path: Path, data: bytes) -> 
 
 
 def test_a_log_that_ends_in_divergence_diverges_again(tmp_path: Path) -> None:
-    run = Run(tmp_path, MemoryCheckpointStore("replayed"))
+    run = LoggedRun(tmp_path, MemoryCheckpointStore("replayed"))
     run.play(4)
     run.numbers = type("Nan", (), {"normal": staticmethod(lambda size: np.full(size, np.nan))})()
     with pytest.raises(DivergedError):

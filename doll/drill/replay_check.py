@@ -1,0 +1,118 @@
+"""Whether a run with an event log is reproduced to the bit: each term's log, through a fresh engine and updater."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.errors import DollError
+from doll.ps.event_log import read_log
+from doll.storage.checkpoints import Checkpoint, decode_checkpoint
+
+if TYPE_CHECKING:
+    from doll.config import JobConfig
+    from doll.ps.updater import Updater
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    """What a replay has shown.
+
+    Attributes:
+        terms: number of logs that were replayed.
+        versions: number of versions that the replay has made.
+        checkpoints: stored ones that were compared: the one that each term began with, and the newest.
+        differences: what was not equal, in words; empty if all is.
+    """
+
+    terms: int
+    versions: int
+    checkpoints: int
+    differences: tuple[str, ...]
+
+    def report(self) -> dict[str, Any]:
+        """The field `replay` of `report.json`."""
+        return {
+            "terms": self.terms, "versions": self.versions, "checkpoints": self.checkpoints,
+            "differences": list(self.differences),
+        }  # fmt: skip
+
+
+class _Replayed:
+    """Digests of what a replay makes, by term and version."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[int, int], bytes] = {}
+        self.states: dict[tuple[int, int], bytes] = {}
+
+    def run(self, config: JobConfig, path: Path, term: int) -> None:
+        """Replay one log.
+
+        Raises:
+            DollError: as `replay`.
+        """
+        from doll.ps.replay import replay
+
+        def note(version: int, updater: Updater) -> None:
+            self.tensors[term, version] = _digest(updater.tensors())
+
+        for checkpoint in replay(config, path, on_update=note):
+            self.states[term, checkpoint.version] = checkpoint.state
+
+
+def check_replay(config: JobConfig, events: Path, newest: Checkpoint | None) -> ReplayResult:
+    """Replay the event logs in the folder `events` and compare them with the checkpoints of the run.
+
+    Tensors must be equal: weights and optimizer state. So must the engine's state, except in a checkpoint that no event
+    has ordered: a server saves one on SIGTERM, and version 0.
+
+    Args:
+        config: the job file that the servers ran with.
+        newest: the newest checkpoint in the store.
+    """
+    stored: list[Checkpoint] = []
+    differences: list[str] = []
+    replayed = _Replayed()
+    logs = sorted(path for path in events.glob("*.log") if path.stat().st_size)  # empty: it was killed at its start
+    for path in logs:
+        try:
+            start, _ = read_log(path)
+            if start.checkpoint:
+                stored.append(decode_checkpoint(start.checkpoint))
+            replayed.run(config, path, start.term)
+        except DollError as exc:
+            differences.append(f"{path.name}: {exc}")
+    if newest is None:
+        differences.append("there is no checkpoint to compare with")
+    else:
+        stored.append(newest)
+    for checkpoint in stored:
+        differences += _differences(checkpoint, replayed)
+    return ReplayResult(len(logs), len(replayed.tensors), len(stored), tuple(differences))
+
+
+def _differences(checkpoint: Checkpoint, replayed: _Replayed) -> list[str]:
+    key = (checkpoint.term, checkpoint.version)
+    name = f"version {checkpoint.version} of term {checkpoint.term}"
+    if key not in replayed.tensors:
+        return [f"the replay does not make {name}, which is in a checkpoint"]
+    differences = []
+    if replayed.tensors[key] != _digest(checkpoint.tensors):
+        differences.append(f"the tensors of {name} differ")
+    if key in replayed.states and replayed.states[key] != checkpoint.state:
+        differences.append(f"the engine's state of {name} differs")
+    return differences
+
+
+def _digest(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        digest.update(np.ascontiguousarray(tensor).data)
+    return digest.digest()
