@@ -61,6 +61,7 @@ class ControlLink:
         self._services = services
         self._accepted = _ACCEPTED[kind]
         self._welcome: Welcome | None = None
+        self._term = 0  # of the newest Welcome
         self._welcomed = asyncio.Event()
         self._link: Link | None = None
         self._failed = asyncio.Event()
@@ -73,7 +74,13 @@ class ControlLink:
         return "kafka" if self._link is None else self._link.kind
 
     def welcome(self, welcome: Welcome) -> None:
-        """A server has welcomed this process: attach to it. The same Welcome may come again."""
+        """A server has welcomed this process: attach to it. The same Welcome may come again.
+
+        That of a server which was replaced meanwhile may come late, and is ignored.
+        """
+        if welcome.term < self._term:
+            return
+        self._term = welcome.term
         before, self._welcome = self._welcome, welcome
         if not any(self._usable(endpoint) for endpoint in welcome.endpoints):
             self._welcome = None

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import redis
 from doll.consumers.control_link import ControlLink
@@ -261,7 +262,8 @@ def test_the_links_of_a_server_end_with_it_and_the_next_one_is_found(rig: Rig) -
     first, worker = rig.start_server(), rig.worker()
 
     async def scenario(worker: Worker, until: Any) -> None:
-        worker.link.welcome(first.welcome())
+        late = first.welcome()
+        worker.link.welcome(late)
         await until(lambda: worker.changes)
         first.links.close()
         rig.servers.clear()
@@ -271,6 +273,8 @@ def test_the_links_of_a_server_end_with_it_and_the_next_one_is_found(rig: Rig) -
         worker.link.welcome(second.welcome(term=TERM + 1))
         await until(lambda: worker.changes == [rig.kind, "kafka", rig.kind], second)
         assert not worker.link.send(push(0)), "a push of the earlier term is not for this server"
+        worker.link.welcome(late)  # the first server was suspended, not dead
+        assert worker.link.send(msgspec.structs.replace(push(0), term=TERM + 1))
 
     run(scenario, worker, first)
 
