@@ -232,18 +232,19 @@ class WorkerRuntime:
             grant, batches = order.grant, order.batches
             while batches and core.is_current(grant):
                 begun_at_s = time.monotonic()
-                number = batches[0].number
+                first, last = batches[0].number, batches[-1].number
+                what = f"batch {first}" if first == last else f"batches {first} to {last}"
                 try:
                     done = await asyncio.wrap_future(self._engine.submit(grant, batches, self._goes_on))
                 except ServiceUnavailableError as exc:
                     self.exit.request(1, str(exc))
                     return
                 except TaskError as exc:
-                    self.exit.request(exc.exit_code, f"batch {number}: {exc}")
+                    self.exit.request(exc.exit_code, f"{what}: {exc}")
                     return
                 except Exception as exc:  # a bug, or this machine's memory or disk
-                    log.error("task_failed", batch=number, error=f"{type(exc).__name__}: {exc}", exc_info=True)
-                    self.exit.request(1, f"{self._config.task.cls} failed on batch {number}: {exc}")
+                    log.error("task_failed", batches=[first, last], error=f"{type(exc).__name__}: {exc}", exc_info=True)
+                    self.exit.request(1, f"{self._config.task.cls} failed on {what}: {exc}")
                     return
                 if done is None:
                     self._do(core.weights_missing(grant))
@@ -255,7 +256,8 @@ class WorkerRuntime:
                 grant = structs.replace(grant, first=grant.first + count, grant_ids=grant.grant_ids[count:])
 
     def _goes_on(self, batch: int, grant_id: int) -> bool:
-        return not self._core.draining and self._core.is_wanted(batch, grant_id)
+        ends = self._core.draining or self.exit.is_requested
+        return not ends and self._core.is_wanted(batch, grant_id)
 
     # --- actions and time -------------------------------------------------------------------------------------------
 

@@ -239,8 +239,19 @@ async def test_a_set_goes_on_while_it_is_wanted_and_the_process_stays(start: Cal
     rig.engine.submitted.popleft()[2].set_result(done("a"))
     await rig.until(lambda: rig.engine.submitted)
     assert [order.grant_ids for order, _, _ in rig.engine.submitted] == [(3,)], "what was replaced is not computed"
+    assert rig.engine.goes_on(6, 3)
     rig.core.drain()
     assert not rig.engine.goes_on(6, 3)
+
+
+async def test_a_set_does_not_go_on_in_a_process_that_ends(start: Callable[..., Rig]) -> None:
+    rig = start()
+    await rig.announce(2)
+    rig.channel.command(grant(5, 1, 2))
+    await rig.until(lambda: rig.engine.submitted)
+    assert rig.engine.goes_on(6, 2)
+    rig.channel.command(Stop(term=3, reason="updates"))
+    await rig.until(lambda: not rig.engine.goes_on(6, 2))
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -73,6 +73,25 @@ def test_a_gradient_under_way_is_lost_with_its_machine_and_computed_again() -> N
     assert system.engine.counters["requeued_leave"] == 1
 
 
+@pytest.mark.parametrize("replacement", [True, False])
+def test_a_set_under_way_is_lost_whole_with_its_machine(replacement: bool) -> None:
+    """Two batches, granted at 2 s; the first is done at 2.25 s, and its gradient is in the memory that vanishes."""
+    settings = clockwork(policy=DollPolicyConfig(group_size=2), updates=1, replacement=replacement)
+    gone = Script((True, 2.3), (False, 1.0), (True, 1.0))
+    system = System(settings, spot=[True], preemption=gone)
+    assert system.run().time_s == pytest.approx([3.8])
+    assert system.engine.counters["requeued_leave"] == (2 if replacement else 0)
+
+
+def test_a_set_that_has_taken_its_time_is_pushed_and_the_rest_is_another_set() -> None:
+    """Three batches of 1.5 s, granted at 3 s: the set ends with the second, at 6 s; at 7 s only the third is lost."""
+    gone = Script((True, 7.0), (False, 1.0), (True, 1.0))
+    settings = clockwork(policy=DollPolicyConfig(group_size=3), updates=1, compute_s=1.5)
+    system = System(settings, spot=[True], preemption=gone)
+    assert system.run().time_s == pytest.approx([9.5])
+    assert system.engine.counters["requeued_leave"] == 1
+
+
 def test_another_worker_replaces_the_batch_of_one_that_is_gone() -> None:
     """Digest D3: worker 0 vanishes at 1.1 s with a batch of the group of 2; worker 1's second batch takes its place."""
     changes = {"workers": 2, "policy": DollPolicyConfig(group_size=2), "updates": 1}
