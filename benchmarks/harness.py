@@ -64,6 +64,7 @@ class LearningResult:
     usage: Usage
     share: float  # of the cores: CPU time of gradients
     hops: Hops
+    gradients: list[list[GradientRow]]  # of each worker, the whole run
 
 
 class ReferenceResult(NamedTuple):
@@ -261,6 +262,7 @@ class Bench:
             usage=usage,
             share=gradient_share(gradients, first_s, last_s),
             hops=hops([row for row in rows if row[0] != "update"], gradients, first_s, last_s),
+            gradients=gradients,
         )
         shutil.rmtree(run, ignore_errors=True)
         return result

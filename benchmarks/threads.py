@@ -33,6 +33,7 @@ class ThreadSampler:
 
     Attributes:
         uses: by process and thread name.
+        began_s: monotonic.
         seconds: that it took.
         others_s: CPU time of all processes that were not observed.
     """
@@ -43,14 +44,14 @@ class ThreadSampler:
         self._first: dict[tuple[int, int], ThreadUse] = {}
         self._last: dict[tuple[int, int], ThreadUse] = {}
         self._threads: dict[tuple[int, int], tuple[str, str]] = {}
-        self._began_s = self._noted_s = 0.0
+        self.began_s = self._noted_s = 0.0
         self._busy_s = 0.0
         self.uses: dict[tuple[str, str], ThreadUse] = {}
         self.seconds = self.others_s = 0.0
 
     def begin(self, processes: Mapping[int, str]) -> None:
         self._processes = processes
-        self._began_s = self._noted_s = time.monotonic()
+        self.began_s = self._noted_s = time.monotonic()
         self._busy_s = busy_s()
         self._read()
         self._first = dict(self._last)
@@ -63,7 +64,7 @@ class ThreadSampler:
 
     def end(self) -> None:
         self._read()
-        self.seconds = time.monotonic() - self._began_s
+        self.seconds = time.monotonic() - self.began_s
         for key, last in self._last.items():
             first = self._first.get(key, ThreadUse())
             use = self.uses.setdefault(self._threads[key], ThreadUse())

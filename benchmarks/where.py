@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks.harness import Bench, LearningResult
 from benchmarks.pipeline import BATCH, CHANNELS, GROUP_SIZES, MODELS, Runner
 from benchmarks.results import DOCS, keep, update_section
+from benchmarks.shares import gradient_share
 from benchmarks.tables import Table
 from benchmarks.threads import ThreadSampler, ThreadUse
 
@@ -155,7 +156,8 @@ def measure(runner: Runner, args: argparse.Namespace, say: Callable[[str], None]
     sampler, cores = ThreadSampler(), os.cpu_count() or 1
     learned = runner.learn(args.model, args.group_size, updates, sampler)
     batches = sum(len(update.members) for update in learned.updates)
-    gradient_s = learned.share * args.workers * sampler.seconds
+    share = gradient_share(learned.gradients, sampler.began_s, sampler.began_s + sampler.seconds)
+    gradient_s = share * len(learned.gradients) * sampler.seconds
     rows = by_thread(sampler.uses, gradient_s, sampler.others_s, sampler.seconds, cores)
     title = f"CPU time by process and thread, {_row(args)}, {_figures(learned)}"
     tables = [thread_table(rows, title, sampler.seconds, cores, batches)]
@@ -189,7 +191,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-functions", action="store_true", help="only the table by thread")
     parser.add_argument("--docs", action="store_true", help="put the tables into docs/benchmarks.md")
     args = parser.parse_args(argv)
-    args.workers = 2
     began, load = datetime.now(), os.getloadavg()[0]
 
     def say(text: str) -> None:
