@@ -58,7 +58,7 @@ from doll.records import (
 )
 from doll.storage.blobs import Latest, blob_info, decode_blob, decode_latest, encode_blob, encode_latest
 from doll.storage.checkpoints import Checkpoint, DamagedError, decode_checkpoint, encode_checkpoint
-from doll.task import Task
+from doll.task import Task, load_task
 from fuzzing import MAX_INPUT_S, call_or_none, inputs
 from paths import EXAMPLES
 from statuses import live_worker, server_status
@@ -211,16 +211,21 @@ def _tasks() -> dict[str, tuple[Task, list[bytes]]]:
     rng = random.Random(1)
     row = b"0,tcp,http,SF,215,45076,0,0,0,0,0,1" + b",0" * 10 + b",1,1" + b",0.0" * 7 + b",0,0" + b",0.0" * 8
     gaussian = [np.array([*(rng.gauss(0, 1) for _ in range(4)), y], "<f4").tobytes() for y in (0, 1)]
+    events = [
+        b'{"age": 40.5, "visits": 3, "spend": 1e1, "left": true}',
+        b'{"left":false,"spend":0,"visits":0,"age":18}',
+    ]
     return {
         "digits": (Digits(), [bytes([n]) + rng.randbytes(64) for n in range(10)]),
         "emnist": (Emnist(), [bytes([46]) + rng.randbytes(784)]),
         "gaussian": (Gaussian(features=4), gaussian),
         "intrusion": (Intrusion(), [row + b",normal.", row + b",smurf.", row.replace(b"215", b"1e300") + b",nmap."]),
         "families": (Intrusion(classes="families"), [row + b",normal.", row + b",smurf."]),
+        "json": (load_task(parse(f"job: t\ntask: {{class: '{EXAMPLES}/churn.py:Churn'}}")), events),
     }
 
 
-@pytest.mark.parametrize("name", ["digits", "emnist", "gaussian", "intrusion", "families"])
+@pytest.mark.parametrize("name", ["digits", "emnist", "gaussian", "intrusion", "families", "json"])
 @pytest.mark.parametrize("per_record", [1, 4])
 def test_records_of_the_shipped_tasks(name: str, per_record: int) -> None:
     """All samples are used or refused; what is used fits the model; a batch gives what its records give one by one."""
@@ -247,7 +252,7 @@ def test_records_of_the_shipped_tasks(name: str, per_record: int) -> None:
 
     for number, data in enumerate(inputs(f"{name} {per_record}", 2_500, seeds)):
         batch.append((number, data if rng.random() < 0.5 else rng.choice(seeds)))
-        if len(batch) == 8:
+        if len(batch) == 24:  # so many that bulk decoding divides it
             together = take(batch)
             alone = [take([item]) for item in batch]
             rows = [(x, y) for decoded in alone for x, y in zip(decoded.x, decoded.y, strict=True)]
