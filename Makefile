@@ -119,7 +119,7 @@ bench-cluster: setup ## measure pauses with three brokers, one killed every 20 s
 bench-large: setup ## measure one update of models of 0.1 to 400 MB, in shared memory and Redis (5 minutes, 10 GB of memory)
 	@$(BIN)/python -m benchmarks.large_models $(BENCH)
 
-bench-fleets: setup ## measure one server with 8, 64 and 256 stub workers (8 minutes)
+bench-fleets: setup ## measure one server with 8, 64 and 256 stub workers (6 minutes)
 	@$(BIN)/python -m benchmarks.fleets $(BENCH)
 
 paper: setup ## reproduce the DOLL paper's figures and tables, write docs/results.md (PAPER=--quick: a minute, no docs)

@@ -6,7 +6,8 @@ import cProfile
 from pathlib import Path
 
 import pytest
-from benchmarks.fleets import POLICIES, Fleet, fleet_job, profile_table, shares
+from benchmarks.fleet_report import POLICIES, Fleet, profile_table
+from benchmarks.fleets import fleet_job, shares
 
 
 @pytest.mark.parametrize(("policy", "group_size"), [("doll K=N/4", 16), ("doll K=N", 64), ("doll K=4N", 256)])
