@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from doll import telemetry
 from doll.config import JobConfig, parse
 from doll.errors import DollError
 from doll.records import Announce, AnyRecord, Durable, Grant, Join, Nack, Push, PushedBatch, Welcome, decode, encode
@@ -105,6 +106,7 @@ def work(pipe: Connection, worker: int, config: JobConfig, kind: str, place: str
     from doll.consumers.local_model import GrantedVersion
     from doll.process.memory import keep_freed_memory
 
+    telemetry.configure("warning", process=f"worker-{worker}")
     keep_freed_memory()  # as a worker does
     blobs = open_store(kind, place)
     replica, compressor = Replica(numel), DenseCompressor(config.job)
@@ -198,6 +200,7 @@ def serve(
     from doll.storage.file_checkpoints import FileCheckpointStore
     from doll.task import load_task
 
+    telemetry.configure("warning", process="ps")
     keep_freed_memory()
     torch.set_num_threads(1)
     blobs, outbox = open_store(kind, place), PipeOutbox(pipes)
