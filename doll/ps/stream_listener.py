@@ -79,7 +79,7 @@ class StreamListener:
             try:
                 self._opened = Streams(self._services, self._name, self._links.now())
             except LinkError as exc:
-                log.info("control_redis_unavailable", reason=str(exc), again_s=pause_s)
+                log.info("control_streams_not_open", reason=str(exc), again_s=pause_s)
                 self._closed.wait(pause_s)
                 pause_s = min(2 * pause_s, _MAX_RETRY_S)
             else:
