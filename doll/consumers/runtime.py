@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
 from msgspec import structs
@@ -235,7 +236,9 @@ class WorkerRuntime:
                 first, last = batches[0].number, batches[-1].number
                 what = f"batch {first}" if first == last else f"batches {first} to {last}"
                 try:
-                    done = await asyncio.wrap_future(self._engine.submit(grant, batches, self._goes_on))
+                    done = await asyncio.wrap_future(
+                        self._engine.submit(grant, batches, partial(self._goes_on, grant.term))
+                    )
                 except ServiceUnavailableError as exc:
                     self.exit.request(1, str(exc))
                     return
@@ -255,9 +258,9 @@ class WorkerRuntime:
                 batches = batches[count:]
                 grant = structs.replace(grant, first=grant.first + count, grant_ids=grant.grant_ids[count:])
 
-    def _goes_on(self, batch: int, grant_id: int) -> bool:
+    def _goes_on(self, term: int, batch: int, grant_id: int) -> bool:
         ends = self._core.draining or self.exit.is_requested
-        return not ends and self._core.is_wanted(batch, grant_id)
+        return not ends and self._core.is_wanted(term, batch, grant_id)
 
     # --- actions and time -------------------------------------------------------------------------------------------
 

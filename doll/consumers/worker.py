@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
 from typing import Any, Literal
 
 import msgspec
@@ -223,6 +222,8 @@ class WorkerCore:
             if record.session > self.session:
                 return [Exit(0, "fenced: a newer process of this worker has been welcomed")]
             return []
+        if record.term > self.term:
+            self._forget_grants()
         self.term, self.session = record.term, record.session
         if record.generation != self.generation:
             # The dead letters of the batches held here belong to the run before.
@@ -286,14 +287,16 @@ class WorkerCore:
             )
         )
 
-    def is_wanted(self, batch: int, grant_id: int) -> bool:
-        """Is this batch's gradient still to be computed for this grant, as far as this worker knows? A later grant
-        replaces it. May be called from any thread."""
-        return self._owed.get(batch) == grant_id
+    def is_wanted(self, term: int, batch: int, grant_id: int) -> bool:
+        """Is this batch's gradient still to be computed for this grant, as far as this worker knows?
+
+        A later grant replaces it; that of a later server may have the same number. May be called from any thread.
+        """
+        return term == self.term and self._owed.get(batch) == grant_id
 
     def is_current(self, grant: Grant) -> bool:
         """Is any gradient of this grant still wanted?"""
-        return any(starmap(self.is_wanted, enumerate(grant.grant_ids, grant.first)))
+        return any(self.is_wanted(grant.term, *item) for item in enumerate(grant.grant_ids, grant.first))
 
     def gradient_done(
         self, grant: Grant, batches: Sequence[Batch], done: GradientDone, begun_at_s: float
@@ -306,7 +309,7 @@ class WorkerCore:
         """
         ids = dict(zip((batch.number for batch in batches), grant.grant_ids, strict=True))
         answered = batches[: len(done.batches)]
-        if not any(self.is_wanted(batch.number, ids[batch.number]) for batch in answered):
+        if not any(self.is_wanted(grant.term, batch.number, ids[batch.number]) for batch in answered):
             return []
         # Where only a part of them is void the server takes none, and grants the others again: it must hear of it.
         push = Push(
@@ -323,7 +326,7 @@ class WorkerCore:
             fetch_s=done.fetch_s, store_s=done.store_s, market=self.market,
         )  # fmt: skip
         for batch in answered:
-            if self.is_wanted(batch.number, ids[batch.number]):
+            if self.is_wanted(grant.term, batch.number, ids[batch.number]):
                 del self._owed[batch.number]
                 self._unconfirmed[batch.number] = push
         return [*self._announce_new(), Send(push)]
@@ -333,7 +336,7 @@ class WorkerCore:
         if not self.is_current(grant):
             return []
         for batch, number in enumerate(grant.grant_ids, grant.first):
-            if self.is_wanted(batch, number):
+            if self.is_wanted(grant.term, batch, number):
                 del self._owed[batch]
         return [self._nack(grant, "weights")]
 

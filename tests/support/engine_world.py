@@ -80,6 +80,7 @@ class Process:
     computing: deque[Compute] = field(default_factory=deque)
     in_set: int = 0  # batches of the first of `computing` that are done and not pushed
     pushed: Push | None = None  # the last that was sent
+    link_broken: bool = False  # and it has not sent again what was not answered
     outbox: deque[AnyRecord] = field(default_factory=deque)
     paused: bool = False
     dead: bool = False
@@ -266,6 +267,7 @@ class World:
             process.dead = True
 
     def send(self, process: Process) -> None:
+        self._send_again(process)
         if process.outbox and not process.paused:
             record = process.outbox.popleft()
             if isinstance(record, Push):
@@ -329,7 +331,7 @@ class World:
                 return
         process.in_set += 1
         count = process.in_set
-        goes_on = count < len(batches) and core.is_wanted(batches[count].number, grant.grant_ids[count])
+        goes_on = count < len(batches) and core.is_wanted(grant.term, batches[count].number, grant.grant_ids[count])
         if goes_on and not end_set and not core.draining:
             return
         process.in_set = 0
@@ -361,9 +363,15 @@ class World:
                 if lost >> number & 1:
                     process.outbox.remove(record)
                 number += 1
-            if not process.paused and process.core is not None:
-                self._do(process, process.core.resend())
+            process.link_broken = True
+            self._send_again(process)
         self.handle(ev.GrantsLost(worker=worker))
+
+    def _send_again(self, process: Process) -> None:
+        """A process that is frozen learns of the break when it goes on."""
+        if process.link_broken and process.core is not None and not process.paused and not process.dead:
+            process.link_broken = False
+            self._do(process, process.core.resend())
 
     def spoil_push(self, process: Process) -> None:
         """The next push of this process also names a batch of an earlier one."""

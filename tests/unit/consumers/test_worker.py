@@ -327,7 +327,7 @@ def test_a_set_that_ends_early_leaves_the_rest_wanted(core: WorkerCore) -> None:
     core.on_record(asked, 1.0)
     assert pushed(core.gradient_done(asked, batches(5, 6, 7), done("a", 8), 12.0)) == [("a", [(5, 1)])]
     assert core.busy
-    assert [core.is_wanted(5, 1), core.is_wanted(6, 4), core.is_wanted(7, 6)] == [False, True, True]
+    assert [core.is_wanted(3, 5, 1), core.is_wanted(3, 6, 4), core.is_wanted(3, 7, 6)] == [False, True, True]
     rest = grant(6, 4, 6)
     assert core.is_current(rest)
     assert pushed(core.gradient_done(rest, batches(6, 7), done("b", 8, 8), 12.0)) == [("b", [(6, 4), (7, 6)])]
@@ -359,7 +359,7 @@ def test_a_void_set_is_not_pushed_and_one_of_which_a_part_is_void_is_for_the_ser
     core.on_record(grant(6, 3), 1.0)
     assert core.is_current(first)
     assert pushed(core.gradient_done(first, batches(5, 6), done("a", 8, 8), 1.0)) == [("a", [(5, 1), (6, 2)])]
-    assert core.is_wanted(6, 3), "the later grant of batch 6 is not answered by it"
+    assert core.is_wanted(3, 6, 3), "the later grant of batch 6 is not answered by it"
     core.on_record(grant(6, 4, 5), 1.0)
     assert pushed(core.gradient_done(grant(6, 3), batches(6), done("b", 8), 1.0)) == []
 
@@ -398,7 +398,7 @@ def test_a_repeated_grant_of_which_a_part_is_new_is_computed_in_that_part(core: 
 def test_an_older_grant_that_comes_late_does_not_replace_a_newer_one(core: WorkerCore) -> None:
     core.on_record(grant(5, 3, 4), 1.0)
     assert core.on_record(grant(5, 1, 2), 1.0) == []
-    assert core.is_wanted(5, 3)
+    assert core.is_wanted(3, 5, 3)
     core.gradient_done(grant(5, 3, 4), batches(5, 6), done("a", 8, 8), 1.0)
     assert core.on_record(grant(5, 1, 2), 1.0) == [], "nor is it computed where the newer one is answered"
 
@@ -431,3 +431,22 @@ def test_a_push_is_confirmed_by_a_later_version_and_void_for_another_server(
     core.gradient_done(grant(5, 1), batches(5), done("a", 8), 1.0)
     core.on_record(record, 1.0)
     assert len(core.resend()) == left
+
+
+@pytest.mark.parametrize("by", ["hello", "welcome"])
+def test_an_order_of_an_earlier_server_is_void_although_the_later_one_counts_its_grants_from_one_again(
+    core: WorkerCore, by: str
+) -> None:
+    """The same batches, the same version and the same numbers: only the term tells the two grants apart."""
+    before, after = grant(5, 1, 2), grant(5, 1, 2, term=4)
+    core.on_record(before, 1.0)
+    if by == "hello":
+        core.on_record(Hello(term=4), 1.0)
+    core.on_record(welcome(term=4), 1.0)
+    assert core.on_record(after, 1.0) == [Compute(after, batches(5, 6))]
+    assert not core.is_current(before)
+    assert not core.is_wanted(3, 6, 2)
+    assert core.gradient_done(before, batches(5, 6), done("old", 8, 8), 1.0) == []
+    assert core.weights_missing(before) == []
+    assert core.is_current(after)
+    assert pushed(core.gradient_done(after, batches(5, 6), done("new", 8, 8), 1.0)) == [("new", [(5, 1), (6, 2)])]
