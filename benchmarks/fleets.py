@@ -338,7 +338,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     show(rows)
     for name, table in profiles.items():
         print(f"\n{name}\n\n{table}")
-    draw([row for row in rows if not row.faults], path.with_suffix(".png"))
+    draw([row for row in rows if not row.faults] or rows, path.with_suffix(".png"))
     print(f"written: {path} and {path.with_suffix('.png').name}")
     if args.docs:
         others = f"{min(row.others for row in rows):.0%} to {max(row.others for row in rows):.0%}"
