@@ -119,16 +119,18 @@ class ControlLink:
                 self._welcomed.clear()
                 await self._welcomed.wait()
             link = await self._open(welcome, self._endpoints(welcome))
-            if link is None:
-                await asyncio.sleep(pause_s)
+            if link is not None:
+                opened_s = time.monotonic()
+                await self._hold(welcome, link)
+                if time.monotonic() - opened_s >= _STEADY_S:
+                    pause_s = _RETRY_S
+            self._welcomed.clear()
+            try:
+                await asyncio.wait_for(self._welcomed.wait(), pause_s)
+            except TimeoutError:
                 pause_s = min(2 * pause_s, _MAX_RETRY_S)
-                continue
-            opened_s = time.monotonic()
-            await self._hold(welcome, link)
-            if time.monotonic() - opened_s >= _STEADY_S:
+            else:  # a server has just started, or this process has joined it again
                 pause_s = _RETRY_S
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, _MAX_RETRY_S)
 
     def close(self, reason: str) -> None:
         """End the link; no other is opened."""
@@ -221,6 +223,8 @@ class ControlLink:
         """The first of these endpoints that takes this process; None: none does."""
         loop = asyncio.get_running_loop()
         for endpoint in endpoints:
+            if self._welcome is None:  # this process ends
+                return None
             try:
                 link: Link = await loop.run_in_executor(None, self._connect, endpoint)
             except LinkError as exc:

@@ -85,3 +85,17 @@ def test_a_socket_that_is_cut_again_and_again_costs_nothing_but_time(
         job.until_finished()
     job.assert_audit_ok()
     assert job.counters().get("requeued_timeout", 0) == 0, "what is unanswered is sent again, not waited for"
+
+
+def test_killed_servers_and_workers_find_each_other_again_on_the_socket(make_pipeline: Any) -> None:
+    job = make_pipeline("control.kind=local", "stop.updates=150")
+    job.start()
+    for version, name in ((10, "worker-0"), (25, "ps"), (40, "worker-1"), (55, "ps")):
+        job.send(job.samples(480))
+        job.until_version(version)
+        job.kill(name)
+        job.until_version(version + 5)
+        job.until_status(lambda status: kinds(status) == {"local"}, "links over the socket")
+    job.send(job.samples(1600))
+    job.until_finished()
+    job.assert_audit_ok()
