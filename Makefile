@@ -21,7 +21,7 @@ DISTRIBUTE := -n $(TESTERS) --dist loadscope --no-loadscope-reorder
 SECONDS ?= 3600
 PYTEST  ?=
 
-.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-docs bench-where bench-engine bench-overhead bench-soak bench-cluster bench-fleets bench-large paper build lock wheels clean tf-check tf-apply-local
+.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-fleets bench-large paper build lock wheels clean tf-check tf-apply-local
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -106,6 +106,9 @@ bench-where: setup ## where the time goes: CPU time by process, thread and Pytho
 
 bench-engine: setup ## what one event costs the engine, with 10 to 10,000 workers (2 minutes)
 	@$(BIN)/python -m benchmarks.engine $(BENCH)
+
+bench-control: setup ## time and CPU of a grant and its push over Kafka, Redis and a local socket (2 minutes)
+	@$(BIN)/python -m benchmarks.control_channel $(BENCH)
 
 bench-overhead: setup ## measure the cost of durability without faults (10 minutes)
 	@$(BIN)/python -m benchmarks.overhead $(BENCH)

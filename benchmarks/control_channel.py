@@ -57,7 +57,8 @@ class Measured:
 
 def _config(kind: str) -> JobConfig:
     task = {"class": "doll.tasks.synthetic:Gaussian"}
-    return parse({"job": f"bench-control-{kind}", "task": task, "data": {"workers": 1}, "control": {"kind": kind}})
+    sections = {"job": f"bench-control-{kind}", "task": task, "data": {"workers": 1}, "control": {"kind": kind}}
+    return parse(json.dumps(sections))
 
 
 def worker_end(kind: str, services: Services, compute_s: float, out: Connection) -> None:

@@ -34,6 +34,8 @@ from doll.records import (
 ALIVE_EVERY_S = 1.0
 # A lost announcement is repeated within this time; one small message per worker.
 ANNOUNCE_EVERY_S = 3.0
+# An announcement takes milliseconds through Kafka. With so many batches announced, no group waits for one.
+_ENOUGH_ANNOUNCED = 8
 
 
 @dataclass(slots=True)
@@ -137,6 +139,7 @@ class WorkerCore:
         # What the server reports durable; ahead of `_durable` while batches that a predecessor announced are unread.
         self._reported_durable = welcome.next_batch
         self._announced = welcome.next_batch
+        self._granted_until = welcome.next_batch  # behind the last batch that was granted
         self._newest: dict[int, int] = {}  # batch -> newest grant of this server, answered or not
         self._owed: dict[int, int] = {}  # batch -> of these, those that are not answered
         self._unconfirmed: dict[int, Push] = {}  # batch -> the push that answers its newest grant
@@ -173,8 +176,8 @@ class WorkerCore:
     def batch_ready(self, batch: Batch) -> list[WorkerAction]:
         """The next batch of the stream is complete and decoded.
 
-        It is announced immediately where nothing is being computed; else together with the next push, or after a tick:
-        a message by itself would cost broker and server as much as a push.
+        It is announced immediately where nothing is being computed, or where the server has few announced batches left
+        to grant; else after a tick, with those that come until then: a message for each batch would cost more than it.
 
         Raises:
             ValueError: it is not the next one.
@@ -184,7 +187,7 @@ class WorkerCore:
         self._batches.append(batch)
         if batch.number < self._reported_durable:
             return self._forget_durable()  # the server does not report it again
-        return [] if self.busy else self._announce_new()
+        return self._announce_if_few()
 
     def on_record(self, record: AnyRecord, now: float) -> list[WorkerAction]:
         """A record came on this worker's `commands` partition."""
@@ -256,6 +259,7 @@ class WorkerCore:
         end = grant.first + len(grant.grant_ids)
         if not self._durable <= grant.first < end <= self.next_batch:
             return [self._nack(grant, "batch")]
+        self._granted_until = max(self._granted_until, end)
         new: list[int] = []
         pushes: dict[int, Push] = {}  # by their first grants
         for batch, number in enumerate(grant.grant_ids, grant.first):
@@ -329,7 +333,7 @@ class WorkerCore:
             if self.is_wanted(grant.term, batch.number, ids[batch.number]):
                 del self._owed[batch.number]
                 self._unconfirmed[batch.number] = push
-        return [*self._announce_new(), Send(push)]
+        return [*self._announce_if_few(), Send(push)]
 
     def weights_missing(self, grant: Grant) -> list[WorkerAction]:
         """The weights of this grant are not in the blob store: never compute on others."""
@@ -371,6 +375,11 @@ class WorkerCore:
     def _announce_all(self) -> list[WorkerAction]:
         self._announced = self._durable
         return self._announce_new()
+
+    def _announce_if_few(self) -> list[WorkerAction]:
+        """Announce what is new, unless the server has enough to grant until the next tick."""
+        is_enough = self.busy and self._announced - self._granted_until >= _ENOUGH_ANNOUNCED
+        return [] if is_enough else self._announce_new()
 
     def _announce_new(self) -> list[WorkerAction]:
         if self.draining or self._announced == self.next_batch:

@@ -271,21 +271,39 @@ def test_a_draining_worker_announces_nothing_and_finishes_what_it_owes(core: Wor
     assert not core.busy
 
 
-def test_what_comes_while_a_gradient_is_computed_is_announced_with_the_push_or_after_a_tick(core: WorkerCore) -> None:
-    core.on_record(Durable(term=3, worker=1, until=7), 1.0)
-    core.on_record(grant(7), 1.0)
-    assert core.batch_ready(batch(8)) == []
+def test_a_group_does_not_wait_for_the_announcement_of_what_comes_while_a_gradient_is_computed() -> None:
+    core = WorkerCore(welcome(next_batch=0), max_pending=32, now=0.0)
+    assert core.batch_ready(batch(0)) == announced(0, 1)
+    core.on_record(grant(0), 1.0)
+    for number in range(1, 9):
+        assert core.batch_ready(batch(number)) == announced(number, number + 1)
+
+
+def test_where_the_server_has_enough_announcements_wait_for_the_tick() -> None:
+    """A message for each batch would cost broker and server more than it brings."""
+    core = WorkerCore(welcome(next_batch=0), max_pending=32, now=0.0)
+    for number in range(9):
+        core.batch_ready(batch(number))
+    core.on_record(grant(0), 1.0)
+    assert core.batch_ready(batch(9)) == core.batch_ready(batch(10)) == []
+    assert core.tick(0.5) == announced(9, 11)
+    assert core.tick(0.6) == []
+    for number in (1, 2, 3):
+        core.on_record(grant(number, number + 1), 1.0)
+    assert core.batch_ready(batch(11)) == announced(11, 12), "7 are left"
+
+
+def test_few_announced_batches_are_followed_by_more_with_the_push() -> None:
+    core = WorkerCore(welcome(next_batch=0), max_pending=32, now=0.0)
+    for number in range(9):
+        core.batch_ready(batch(number))
+    core.on_record(grant(0), 1.0)
     assert core.batch_ready(batch(9)) == []
-    announcement, push = core.gradient_done(grant(7), (batch(7),), DONE, 1.0)
-    assert [announcement] == announced(8, 10)
+    core.on_record(grant(1, 2), 1.0)
+    announcement, push = core.gradient_done(grant(0), (batch(0),), DONE, 1.0)
+    assert [announcement] == announced(9, 10)
     assert isinstance(push, Send)
     assert isinstance(push.record, Push)
-    core.on_record(grant(8, 2), 1.0)
-    assert core.batch_ready(batch(10)) == []
-    assert core.tick(0.5) == announced(10, 11)
-    assert core.tick(0.6) == []
-    core.on_record(Durable(term=3, worker=1, until=11), 1.0)  # durable, and never granted by this server
-    assert core.batch_ready(batch(11)) == announced(11, 12)
 
 
 def test_a_server_whose_origin_is_another_makes_it_read_again(core: WorkerCore) -> None:
