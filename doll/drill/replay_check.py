@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from doll.errors import DollError
 from doll.ps.event_log import read_log
+from doll.ps.events import EngineSnapshot
 from doll.storage.checkpoints import Checkpoint, decode_checkpoint
 
 if TYPE_CHECKING:
@@ -69,8 +71,9 @@ class _Replayed:
 def check_replay(config: JobConfig, events: Path, newest: Checkpoint | None) -> ReplayResult:
     """Replay the event logs in the folder `events` and compare them with the checkpoints of the run.
 
-    Tensors must be equal: weights and optimizer state. So must the engine's state, except in a checkpoint that no event
-    has ordered: a server saves one on SIGTERM, and version 0.
+    Tensors must be equal: weights and optimizer state. So must the engine's state. A checkpoint that no event has
+    ordered is made on SIGTERM and of version 0; where an event has ordered the same version before, only what passes
+    without an update may differ: time, counters, and who the workers are.
 
     Args:
         config: the job file that the servers ran with.
@@ -105,9 +108,23 @@ def _differences(checkpoint: Checkpoint, replayed: _Replayed) -> list[str]:
     differences = []
     if replayed.tensors[key] != _digest(checkpoint.tensors):
         differences.append(f"the tensors of {name} differ")
-    if key in replayed.states and replayed.states[key] != checkpoint.state:
+    if key in replayed.states and not _is_same_or_later(checkpoint.state, replayed.states[key]):
         differences.append(f"the engine's state of {name} differs")
     return differences
+
+
+def _is_same_or_later(stored: bytes, ordered: bytes) -> bool:
+    if stored == ordered:
+        return True
+    try:
+        ours, theirs = (msgspec.msgpack.decode(state, type=EngineSnapshot) for state in (ordered, stored))
+    except msgspec.MsgspecError:
+        return False
+    later = msgspec.structs.replace(
+        ours, elapsed_s=theirs.elapsed_s, counters=theirs.counters, sessions=theirs.sessions,
+        processes=theirs.processes, incarnations=theirs.incarnations, restarts=theirs.restarts,
+    )  # fmt: skip
+    return later == theirs and theirs.elapsed_s > ours.elapsed_s
 
 
 def _digest(tensors: Mapping[str, npt.NDArray[Any]]) -> bytes:

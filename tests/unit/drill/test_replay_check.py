@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doll.drill.replay_check import ReplayResult, check_replay
+from doll.ps.checkpointing import decode_snapshot, encode_snapshot
 from doll.storage.checkpoints import Checkpoint
 from doll.testing import MemoryCheckpointStore
 from logged_runs import LoggedRun
+from msgspec import structs
 
 
 @pytest.fixture
@@ -71,8 +73,14 @@ def test_it_finds_another_state_and_versions_that_are_not_made(tmp_path: Path, s
             tensors=held.tensors,
         )  # fmt: skip
 
-    (difference,) = check(run, changed(held.version, b"other")).differences
-    assert "state" in difference
+    snapshot = decode_snapshot(held)
+    later = structs.replace(snapshot, elapsed_s=snapshot.elapsed_s + 1, counters={"requeued": 7})
+    assert check(run, changed(held.version, encode_snapshot(later))).differences == ()  # of a SIGTERM
+    earlier = structs.replace(snapshot, elapsed_s=snapshot.elapsed_s - 1)
+    other = structs.replace(later, applied=(*snapshot.applied[:-1], snapshot.applied[-1] + 1))
+    for state in (b"other", encode_snapshot(earlier), encode_snapshot(other)):
+        (difference,) = check(run, changed(held.version, state)).differences
+        assert "state" in difference
     (difference,) = check(run, changed(1000, held.state)).differences
     assert "does not make version 1000 of term 3" in difference
     assert check(run, None).differences == ("there is no checkpoint to compare with",)
