@@ -254,14 +254,15 @@ class Bench:
         sent_s = {version: time_s for kind, _, version, time_s in rows if kind == "update"}
         times_s = [sent_s[update.version] for update in updates]
         first_s, last_s = times_s[0], times_s[-1]
-        gradients: list[list[GradientRow]] = [probes.read(log) for log in logs]
+        gradients: list[list[GradientRow]]
+        gradients, fetches = map(list, zip(*(probes.read(log) for log in logs), strict=True))
         result = LearningResult(
             samples_per_s=(updates[-1].samples_total - updates[0].samples_total) / (last_s - first_s),
             updates=updates[1:],
             times_s=times_s,
             usage=usage,
             share=gradient_share(gradients, first_s, last_s),
-            hops=hops([row for row in rows if row[0] != "update"], gradients, first_s, last_s),
+            hops=hops([row for row in rows if row[0] != "update"], gradients, fetches, first_s, last_s),
             gradients=gradients,
         )
         shutil.rmtree(run, ignore_errors=True)

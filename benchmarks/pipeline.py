@@ -230,7 +230,7 @@ def _anatomy(learned: LearningResult) -> dict[str, Any]:
     updates = learned.updates
     members = [member for update in updates for member in update.members]
     grant_to_update_s = sorted(update.grant_to_update_s for update in updates)
-    to_gradient_s, to_push_s = learned.hops
+    to_fetch_s, to_gradient_s, to_push_s = learned.hops
     return {
         "updates": len(updates),
         "share": learned.share,
@@ -241,6 +241,8 @@ def _anatomy(learned: LearningResult) -> dict[str, Any]:
         "store_ms": _median_ms(_of_sets(members, lambda member: member.store_s)),
         "sets": len(_of_sets(members, lambda member: 0.0)),
         "hops": len(to_gradient_s),
+        "grant_to_fetch_p50_ms": 1e3 * percentile(to_fetch_s, 0.50),
+        "grant_to_fetch_p99_ms": 1e3 * percentile(to_fetch_s, 0.99),
         "grant_to_gradient_p50_ms": 1e3 * percentile(to_gradient_s, 0.50),
         "grant_to_gradient_p99_ms": 1e3 * percentile(to_gradient_s, 0.99),
         "gradient_to_push_p50_ms": 1e3 * percentile(to_push_s, 0.50),

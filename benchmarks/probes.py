@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 class GradientClock:
-    """CPU time of the gradients that one process computes.
+    """CPU time of the gradients that one process computes, or of its other calls of one kind.
 
     Attributes:
         rows: (begin_s, end_s, cpu_s) of each call; `cpu_s` by the clock of the thread that called.
@@ -103,17 +103,19 @@ class _TimedOutbox:
 
 
 def worker_role(out: str, *args: Any) -> int:
-    """`doll.run.roles:worker_role`, whose gradients are logged in `out`."""
+    """`doll.run.roles:worker_role`, whose gradients and fetches of weights are logged in `out`, in this order."""
     name_threads()
     from doll.consumers.gradient import GradientComputer
+    from doll.consumers.local_model import GrantedVersion
     from doll.run import roles
 
-    clock = GradientClock()
-    setattr(GradientComputer, "compute", clock.timed(GradientComputer.compute))  # noqa: B010
+    gradients, fetches = GradientClock(), GradientClock()
+    setattr(GradientComputer, "compute", gradients.timed(GradientComputer.compute))  # noqa: B010
+    setattr(GrantedVersion, "load", fetches.timed(GrantedVersion.load))  # noqa: B010
     try:
         return roles.worker_role(*args)
     finally:
-        _write(out, clock.rows)
+        _write(out, [gradients.rows, fetches.rows])
 
 
 def ps_role(out: str, *args: Any) -> int:

@@ -22,7 +22,8 @@ MARK, COMMAND = "bench", "make bench-docs"
 # Of the rows of DOLL: key, heading, digits.
 ANATOMY = (
     ("apply_ms", "apply", 1), ("compute_ms", "compute", 1), ("fetch_ms", "fetch weights", 1),
-    ("store_ms", "store gradient", 1), ("grant_to_gradient_p50_ms", "grant to gradient p50", 2),
+    ("store_ms", "store gradient", 1), ("grant_to_fetch_p50_ms", "grant to fetch p50", 2),
+    ("grant_to_fetch_p99_ms", "p99", 2), ("grant_to_gradient_p50_ms", "grant to gradient p50", 2),
     ("grant_to_gradient_p99_ms", "p99", 2), ("gradient_to_push_p50_ms", "gradient to push p50", 2),
     ("gradient_to_push_p99_ms", "p99", 2), ("grant_to_update_p50_ms", "grant to update p50", 1),
     ("grant_to_update_p99_ms", "p99", 1), ("period_ms", "period", 1),

@@ -35,16 +35,23 @@ class Hops(NamedTuple):
     """What lies between the server and a gradient, in seconds; sorted.
 
     Attributes:
-        grant_to_gradient_s: a grant is sent to a worker that owes nothing, until its first gradient begins.
+        grant_to_fetch_s: a grant is sent to a worker that owes nothing, until the thread that computes begins to fetch
+            the weights: the control channel and the worker's queues.
+        grant_to_gradient_s: until its first gradient begins.
         gradient_to_push_s: a worker's last gradient is done, until its push reaches the engine and it owes nothing.
     """
 
+    grant_to_fetch_s: list[float]
     grant_to_gradient_s: list[float]
     gradient_to_push_s: list[float]
 
 
 def hops(
-    messages: Iterable[MessageRow], gradients: Sequence[Sequence[GradientRow]], from_s: float, to_s: float
+    messages: Iterable[MessageRow],
+    gradients: Sequence[Sequence[GradientRow]],
+    fetches: Sequence[Sequence[GradientRow]],
+    from_s: float,
+    to_s: float,
 ) -> Hops:
     """The hops of grants and pushes in [from_s, to_s].
 
@@ -55,24 +62,32 @@ def hops(
     Args:
         messages: of the server, in order.
         gradients: of each worker, in order.
+        fetches: of weights, of each worker, in order.
     """
+    fetched = [[begin_s for begin_s, _, _ in log] for log in fetches]
     begins = [[begin_s for begin_s, _, _ in log] for log in gradients]
     ends = [[end_s for _, end_s, _ in log] for log in gradients]
     granted, pushed = ([-1] * len(gradients) for _ in range(2))
-    result = Hops([], [])
+    result = Hops([], [], [])
     for kind, worker, grant_id, time_s in messages:
         within = from_s <= time_s <= to_s
         owes = granted[worker] > pushed[worker]
         if kind == "grant" and grant_id > granted[worker]:
             granted[worker] = grant_id
-            at = bisect.bisect_left(begins[worker], time_s)
-            if within and not owes and at < len(begins[worker]):
-                result.grant_to_gradient_s.append(begins[worker][at] - time_s)
+            if within and not owes:
+                for begin_s, hop_s in (
+                    (fetched[worker], result.grant_to_fetch_s),
+                    (begins[worker], result.grant_to_gradient_s),
+                ):
+                    at = bisect.bisect_left(begin_s, time_s)
+                    if at < len(begin_s):
+                        hop_s.append(begin_s[at] - time_s)
         elif kind == "push" and grant_id > pushed[worker]:
             pushed[worker] = grant_id
             at = bisect.bisect_right(ends[worker], time_s)
             if within and grant_id >= granted[worker] and at > 0:
                 result.gradient_to_push_s.append(time_s - ends[worker][at - 1])
+    result.grant_to_fetch_s.sort()
     result.grant_to_gradient_s.sort()
     result.gradient_to_push_s.sort()
     return result

@@ -43,10 +43,12 @@ def test_hops_are_of_a_grant_to_an_idle_worker_and_of_its_last_push() -> None:
         [(9.0, 9.9, 0.9), (10.003, 11.0, 1.0), (11.0, 12.0, 1.0), (12.1, 14.0, 1.0)],
         [(10.6, 13.1, 1.0)],
     ]
-    measured = hops(messages, gradients, 0.0, 20.0)
+    fetches = [[(10.002, 10.003, 0.0), (12.0, 12.1, 0.0)], [(10.4, 10.6, 0.1)]]
+    measured = hops(messages, gradients, fetches, 0.0, 20.0)
+    assert measured.grant_to_fetch_s == pytest.approx([0.002, 0.3])
     assert measured.grant_to_gradient_s == pytest.approx([0.003, 0.5])
     assert measured.gradient_to_push_s == pytest.approx([0.4, 0.5])
-    early = hops(messages, gradients, 0.0, 10.05)
+    early = hops(messages, gradients, fetches, 0.0, 10.05)
     assert early.grant_to_gradient_s == pytest.approx([0.003])
     assert early.gradient_to_push_s == []
 
