@@ -32,8 +32,6 @@ _LOG_AGAIN_S: Final = 10.0
 # How long a server may stay away after an earlier one's Stop before that is believed, beyond the lease of a standby.
 _ENDED_AFTER_S: Final = 30.0
 _POLL_S: Final = 0.2  # how soon the thread that reads commands sees that it must stop
-# The broker answers as soon as there is a record: the wait is how often an idle channel asks again.
-_FETCH_WAIT_MS: Final = 5000
 
 
 class JobEndedError(Exception):
@@ -148,7 +146,7 @@ class WorkerChannel:
         # means that the job has ended and nobody will answer, unless a resumed server soon does.
         reader = self._reader = Reader(
             self._config, self._services, "commands", [self._commands], lambda _, low, high: max(low, high - 1),
-            lookup_timeout_s=_LOOKUP_S, fetch_wait_max_ms=_FETCH_WAIT_MS,
+            lookup_timeout_s=_LOOKUP_S,
         )  # fmt: skip
         first_new = reader.ends[self._commands]
         ended: Stop | None = None

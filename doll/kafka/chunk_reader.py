@@ -44,7 +44,8 @@ _FULL_RECHECK_MS: Final = 20
 _ERROR_BACKOFF_MS: Final = 100
 
 _POLL_S: Final = 0.1  # how soon the thread sees that it must pause or stop while nothing comes
-_COMMIT_EVERY_S: Final = 1.0
+_COMMIT_EVERY_S: Final = 5.0  # the client library's own; a restarted worker reads from what the server says
+_WAIT_S: Final = 1.0  # how soon a pause sees that a commit is due
 _LAST_COMMIT_S: Final = 0.7
 # How long the library holds a commit back while it looks for the group's coordinator; closing it waits for as long.
 _COORDINATOR_WAIT_MS: Final = 500
@@ -160,7 +161,7 @@ class ChunkReader:
             self._changed.notify()
 
     def commit(self, offset: int) -> None:
-        """Everything below `offset` is durable. It is committed within a second, and when the reader is closed."""
+        """Everything below `offset` is durable. It is committed within 5 s, and when the reader is closed."""
         with self._changed:
             self._durable = max(self._durable, offset)
 
@@ -193,7 +194,7 @@ class ChunkReader:
         """Wait until there is room; False when the reader is closed."""
         with self._changed:
             while not self._closed and (self._paused or self._untaken >= _MAX_UNTAKEN):
-                self._changed.wait(_COMMIT_EVERY_S)
+                self._changed.wait(_WAIT_S)
                 self._commit_if_due()
             seek_to, self._seek_to = self._seek_to, None
             closed = self._closed
@@ -258,7 +259,7 @@ class ChunkReader:
     # --- commits ----------------------------------------------------------------------------------------------------
 
     def _commit_if_due(self) -> None:
-        """Start a commit where there is something new, at most one a second. A pause does not wait for the answer."""
+        """Start a commit where there is something new, at most one in 5 s. A pause does not wait for the answer."""
         now = time.monotonic()
         durable = self._durable
         if durable > self._asked and now >= self._commit_at_s:

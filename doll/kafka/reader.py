@@ -6,6 +6,7 @@ No consumer group and no committed offsets: many may read, none disturbs another
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from confluent_kafka import TopicPartition
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 
 LOOKUP_S: Final = 10.0
+# The broker answers as soon as there is a record: the wait is how often an idle reader asks again.
+_FETCH_WAIT_MS: Final = 5000
 
 Start = Callable[["Partition", int, int], int]
 
@@ -101,12 +104,16 @@ class Reader:
     ) -> None:
         self._address = services.kafka
         self._lookup_s = lookup_timeout_s
-        self._consumer = make_consumer(config, services, purpose, **{"fetch_wait_max_ms": 100, **settings})
+        # On a connection of its own: a broker answers a connection's requests one after the other, so that a lookup
+        # would wait for the end of the fetch that is under way.
+        self._make_lookup = partial(make_consumer, config, services, f"{purpose}-ends")
+        self._lookup: Any = None
+        self._consumer = make_consumer(config, services, purpose, **{"fetch_wait_max_ms": _FETCH_WAIT_MS, **settings})
         self.ends: dict[Partition, int] = {}
         self.positions: dict[Partition, int] = {}
         try:
             for partition in partitions:
-                low, high = self.bounds(partition)
+                low, high = offsets.partition_bounds(self._consumer, services.kafka, *partition, lookup_timeout_s)
                 self.ends[partition] = high
                 self.positions[partition] = start(partition, low, high)
         except BaseException:
@@ -124,6 +131,8 @@ class Reader:
 
     def close(self) -> None:
         self._consumer.close()
+        if self._lookup is not None:
+            self._lookup.close()
 
     def poll(self, timeout_s: float, limit: int = 1000) -> list[Message]:
         """The next messages; as soon as there are any, at the latest after `timeout_s`.
@@ -164,11 +173,17 @@ class Reader:
         Raises:
             ServiceUnavailableError: the broker does not answer, or the topic does not exist.
         """
-        return offsets.partition_bounds(self._consumer, self._address, *partition, self._lookup_s)
+        return offsets.partition_bounds(self._ends_client(), self._address, *partition, self._lookup_s)
 
     def partition_ends(self, topic: str, partitions: int, timeout_s: float = 1.0) -> list[int] | None:
         """The end (high watermark) of each partition of any topic; None where a broker does not answer in time."""
-        return offsets.partition_ends(self._consumer, topic, partitions, timeout_s)
+        return offsets.partition_ends(self._ends_client(), topic, partitions, timeout_s)
+
+    def _ends_client(self) -> Any:
+        """Made when it is needed: most readers never look an end up once they read."""
+        if self._lookup is None:
+            self._lookup = self._make_lookup()
+        return self._lookup
 
 
 class RecordDecoder:

@@ -66,6 +66,8 @@ log.cleaner.dedupe.buffer.size=4194304
 num.network.threads=1
 num.io.threads=2
 background.threads=2
+group.coordinator.threads=1
+share.coordinator.threads=1
 metadata.max.idle.interval.ms=0
 """
 # Failure detection. Writes wait until the controller has removed a dead replica from the ISR and, if the controller
@@ -80,7 +82,7 @@ controller.quorum.request.timeout.ms=1000
 
 def replication_settings(brokers: int) -> dict[str, int]:
     """The settings that depend on the number of brokers."""
-    session_ms, heartbeat_ms = (3000, 500) if brokers == 1 else (1000, 200)
+    session_ms, heartbeat_ms = (3000, 1000) if brokers == 1 else (1000, 200)
     return {
         "replicas": brokers, "in_sync": max(1, brokers - 1), "session_ms": session_ms, "heartbeat_ms": heartbeat_ms,
     }  # fmt: skip

@@ -15,8 +15,6 @@ from doll.records import AnyRecord, ServerStatus
 from doll.services import Services
 
 _PER_POLL: Final = 500
-# The broker answers as soon as there is a record: the wait is how often an idle channel asks again.
-_FETCH_WAIT_MS: Final = 5000
 _LOOKUP_S: Final = 15.0
 
 
@@ -34,7 +32,6 @@ class KafkaChannel:
         self._publisher = Publisher(config, services)
         self._reader = Reader(
             config, services, "ps", [Partition(config.topic("events"))], from_end, lookup_timeout_s=_LOOKUP_S,
-            fetch_wait_max_ms=_FETCH_WAIT_MS,
         )  # fmt: skip
         self._address = services.kafka
         self._acknowledged = 0
