@@ -7,6 +7,7 @@ probes, half of them of few samples.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -17,19 +18,27 @@ _WINDOW_BATCHES: Final = 64
 
 
 class RunningMedian:
-    """The median of a measure over the batches that were learned last."""
+    """The median of a measure over the batches that were learned last. It is asked for with every batch."""
 
     def __init__(self) -> None:
-        self._values: deque[float] = deque(maxlen=_WINDOW_BATCHES)
+        self._values: deque[float] = deque()
+        self._sorted: list[float] = []
 
     def add(self, value: float) -> None:
-        """Add the measure of a batch that was learned."""
+        """Add the measure of a batch that was learned: a finite number."""
+        if len(self._values) == _WINDOW_BATCHES:
+            del self._sorted[bisect_left(self._sorted, self._values.popleft())]
         self._values.append(value)
+        insort(self._sorted, value)
 
     @property
     def usual(self) -> float:
         """The median; NaN without values."""
-        return median(self._values) if self._values else math.nan
+        count = len(self._sorted)
+        if not count:
+            return math.nan
+        middle = count // 2
+        return self._sorted[middle] if count % 2 else (self._sorted[middle - 1] + self._sorted[middle]) / 2
 
     def unusual(self, value: float, factor: float) -> bool:
         """Whether `value` is above `factor` times the median; True without values: in the first batch of a process."""

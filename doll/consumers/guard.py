@@ -75,7 +75,12 @@ class Guard:
         self._computer = computer
         self._factor = config.training.guard.spike_factor
         self._norms, self._buffer_changes = RunningMedian(), RunningMedian()
-        self._canary: Samples | None = None
+        self._last: Samples | None = None  # the batch that was learned last
+
+    @property
+    def _canary(self) -> Samples | None:
+        """A few samples that were learned before; taken when they are needed, which few batches do."""
+        return None if self._last is None else self._last.few()
 
     def compute(self, x: Array, y: Array) -> GuardedGradient:
         """The gradient of samples `x` of shape (n, ...), `y` of shape (n, ...), without the bad ones of them.
@@ -84,7 +89,8 @@ class Guard:
             TaskError: the fault is the task's, or the model's, and not the samples'.
             MemoryError, OSError: the fault is this machine's.
         """
-        left, bad = list(range(len(x))), dict[int, str]()
+        left: Sequence[int] = range(len(x))
+        bad: dict[int, str] = {}
         samples = Samples(x, y)
         while left:
             here = samples if not bad else samples.of(left)
@@ -139,7 +145,7 @@ class Guard:
     def _learned(self, gradient: Gradient, samples: Samples) -> None:
         self._norms.add(gradient.norm / len(samples.x))
         self._buffer_changes.add(gradient.buffer_change)
-        self._canary = samples.few()
+        self._last = samples
 
     # --- samples that cannot be computed ----------------------------------------------------------------------------
 

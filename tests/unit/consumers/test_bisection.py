@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import median
 
 import pytest
 from doll.consumers.bisection import RunningMedian, beyond, failing, harmful, usual_norm
@@ -54,6 +55,14 @@ def test_the_scale_follows_the_median_and_looks_at_a_first_batch() -> None:
     for _ in range(64):
         scale.add(100.0)
     assert not scale.unusual(900.0, 10.0)
+
+
+@given(st.lists(st.floats(0, 1e38) | st.sampled_from([0.0, 1.0, 2.0]), min_size=1, max_size=200))
+def test_the_running_median_is_that_of_the_last_64(values: list[float]) -> None:
+    scale = RunningMedian()
+    for at, value in enumerate(values):
+        scale.add(value)
+        assert scale.usual == median(values[max(0, at - 63) : at + 1])
 
 
 def test_the_anchor_is_not_moved_by_bad_samples_while_they_are_the_fewer() -> None:
