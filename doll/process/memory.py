@@ -1,9 +1,14 @@
-"""Keep freed memory in the process: torch frees and allocates the same tens of megabytes with every batch."""
+"""How a process uses its heap: torch frees and allocates the same tens of megabytes with every batch."""
 
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 from typing import Final
+
+# "0": pages of the kernel's usual size.
+HUGE_PAGES_ENV: Final = "DOLL_HUGE_PAGES"
 
 # <malloc.h> of glibc.
 _M_TRIM_THRESHOLD: Final = -1
@@ -12,6 +17,12 @@ _M_MMAP_MAX: Final = -4
 _M_ARENA_MAX: Final = -8
 _NEVER: Final = 2**31 - 1
 _TOP_PAD_BYTES: Final = 16 * 1024 * 1024
+
+_MADV_HUGEPAGE: Final = 14  # <sys/mman.h>
+_HUGE_PAGE_SETTINGS: Final = Path("/sys/kernel/mm/transparent_hugepage")
+# The first byte written to a huge page takes all of it. With base pages of 64 KiB (some arm64 kernels) it has 512 MiB.
+_MAX_HUGE_PAGE_BYTES: Final = 2 * 1024 * 1024
+_RESERVE_BYTES: Final = 512 * 1024 * 1024
 
 
 def keep_freed_memory() -> bool:
@@ -22,8 +33,10 @@ def keep_freed_memory() -> bool:
     before, 272 ms after; 22 and 19 ms for 24 thousand parameters). The process then
     keeps its maximum size.
 
+    The heap gets huge pages where the kernel has them (`use_huge_pages`).
+
     Returns:
-        Whether it was done; without glibc it is not.
+        Whether malloc keeps freed memory; without glibc it does not.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
@@ -36,4 +49,47 @@ def keep_freed_memory() -> bool:
         (_M_ARENA_MAX, 1),
     )
     results = [mallopt(name, value) for name, value in settings]  # all of them, also after a failure
-    return all(results)
+    is_kept = all(results)
+    if is_kept:
+        use_huge_pages()
+    return is_kept
+
+
+def use_huge_pages(settings: Path = _HUGE_PAGE_SETTINGS) -> bool:
+    """Ask the kernel for huge pages for the next 512 MiB of the heap; malloc must be set to keep freed memory.
+
+    The range is allocated, advised and freed. Nothing is written to it, so it takes address space and no memory until
+    the heap grows into it. A gradient with convolutions takes 4 to 5 % less CPU time (ADR 30). GLIBC_TUNABLES has a
+    setting for this, which must be in the environment before a process starts: a role that is forked comes too late.
+
+    Args:
+        settings: the kernel's folder of settings for transparent huge pages.
+
+    Returns:
+        Whether the kernel was asked and did not refuse. It is not asked where `DOLL_HUGE_PAGES` is 0, where the kernel
+        has no huge pages, where they are larger than 2 MiB, or where this process may not have so much address space.
+    """
+    if os.environ.get(HUGE_PAGES_ENV) == "0" or not 0 < _huge_page_bytes(settings) <= _MAX_HUGE_PAGE_BYTES:
+        return False
+    libc = ctypes.CDLL(None)
+    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+    libc.free.restype, libc.free.argtypes = None, (ctypes.c_void_p,)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    start: int | None = libc.malloc(_RESERVE_BYTES)
+    if start is None:  # beyond a limit of address space (RLIMIT_AS, RLIMIT_DATA, vm.overcommit_memory 2)
+        return False
+    first = -(-start // _MAX_HUGE_PAGE_BYTES) * _MAX_HUGE_PAGE_BYTES
+    length = (start + _RESERVE_BYTES - first) // _MAX_HUGE_PAGE_BYTES * _MAX_HUGE_PAGE_BYTES
+    was_advised = not libc.madvise(first, length, _MADV_HUGEPAGE)
+    libc.free(start)
+    return was_advised
+
+
+def _huge_page_bytes(settings: Path) -> int:
+    """0: there are none, or they are switched off."""
+    try:
+        if "[never]" in (settings / "enabled").read_text(encoding="ascii"):
+            return 0
+        return int((settings / "hpage_pmd_size").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0
