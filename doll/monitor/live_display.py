@@ -18,7 +18,7 @@ from rich.table import Table
 from doll.config import StopConfig
 from doll.monitor.formats import clock, known, number, of
 from doll.monitor.progress import JobSnapshot
-from doll.monitor.text import WORKER_COLUMNS, verdict, worker_cells
+from doll.monitor.text import TEXT_COLUMNS, WORKER_COLUMNS, verdict, worker_cells
 
 REFRESH_EVERY_S = 0.25
 _WORKERS_SHOWN = 16
@@ -121,7 +121,7 @@ def _fields(snapshot: JobSnapshot, stop: StopConfig) -> list[tuple[tuple[str, st
 def _workers(snapshot: JobSnapshot) -> RenderableType:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in WORKER_COLUMNS:
-        table.add_column(name, justify="left" if name in ("state", "market") else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right", no_wrap=True)
     machines = any(line.machine for line in snapshot.workers)
     if machines:
         table.add_column("USD", justify="right", no_wrap=True)

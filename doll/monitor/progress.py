@@ -35,6 +35,7 @@ class WorkerLine:
         is_live: None before the first process of this worker has joined.
         state_s: seconds for which it has been live, or gone.
         market: of its machine, as the worker reports it: "spot", "on_demand" or "".
+        control: what carries its grants and pushes: "local", "redis", "kafka", or "" while it is not live.
         restarts: processes that have replaced an earlier one of this worker.
         rate_per_s: samples applied per second, over the last `RATE_WINDOW_S`.
         machine: its machine in words, "" if none is provisioned.
@@ -45,6 +46,7 @@ class WorkerLine:
     is_live: bool | None
     state_s: float
     market: str
+    control: str
     restarts: int | None
     rate_per_s: float
     retained_batches: int | None
@@ -232,7 +234,7 @@ class ProgressModel:
             worker = workers.get(slot)
             joined = worker is not None and worker.session > 0
             if worker is None or not joined:
-                lines.append(WorkerLine(slot, None, math.nan, "", None, math.nan, None, None))
+                lines.append(WorkerLine(slot, None, math.nan, "", "", None, math.nan, None, None))
                 continue
             since_s = worker.live_since_s if worker.is_live else self._gone_since_s.get(slot, math.nan)
             lines.append(
@@ -241,6 +243,7 @@ class ProgressModel:
                     is_live=worker.is_live,
                     state_s=max(0.0, now_s - since_s),
                     market=worker.market,
+                    control=worker.control if worker.is_live else "",
                     restarts=worker.restarts,
                     rate_per_s=self._worker_rates.rate_per_s(slot),
                     retained_batches=worker.retained_batches,

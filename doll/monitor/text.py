@@ -7,7 +7,8 @@ from doll.ledger.report import count
 from doll.monitor.formats import clock, known, number, of
 from doll.monitor.progress import JobSnapshot, WorkerLine
 
-WORKER_COLUMNS = ("worker", "state", "market", "restarts", "samples/s", "lag", "batches")
+WORKER_COLUMNS = ("worker", "state", "market", "control", "restarts", "samples/s", "lag", "batches")
+TEXT_COLUMNS = ("state", "market", "control")  # of these: left-aligned
 
 
 def one_line(snapshot: JobSnapshot, stop: StopConfig) -> str:
@@ -64,6 +65,7 @@ def worker_cells(line: WorkerLine) -> tuple[str, ...]:
         str(line.worker),
         worker_state(line),
         line.market.replace("_", "-"),
+        line.control,
         "" if line.restarts is None else str(line.restarts),
         number(line.rate_per_s) if known(line.rate_per_s) else "",
         "" if line.lag_records is None else str(line.lag_records),
@@ -75,10 +77,9 @@ def worker_table(snapshot: JobSnapshot) -> str:
     """One plain line per worker, under a header."""
     rows = [WORKER_COLUMNS, *map(worker_cells, snapshot.workers)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(WORKER_COLUMNS))]
-    left = ("state", "market")
     return "\n".join(
         "  ".join(
-            f"{cell:<{width}}" if name in left else f"{cell:>{width}}"
+            f"{cell:<{width}}" if name in TEXT_COLUMNS else f"{cell:>{width}}"
             for cell, width, name in zip(row, widths, WORKER_COLUMNS, strict=True)
         ).rstrip()
         for row in rows

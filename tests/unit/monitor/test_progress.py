@@ -64,7 +64,7 @@ def running() -> ProgressModel:
         (
             5010.0,
             [
-                live_worker(0, live_since_s=4825.0, market="on_demand", restarts=2, retained_batches=4, lag_records=17),
+                live_worker(0, live_since_s=4825.0, market="on_demand", control="local", restarts=2, retained_batches=4, lag_records=17),
                 gone_worker(1, session=1048579),
             ],
         ),
@@ -180,7 +180,7 @@ def test_the_worker_table_has_a_line_for_each(running: ProgressModel) -> None:
     lines = worker_table(running.snapshot(20.0)).splitlines()
     assert len(lines) == 3
     assert lines[0].split("  ")[0] == "worker"
-    assert lines[1].split() == ["0", "live", "3:05", "on-demand", "2", "40.8", "17", "4"]
+    assert lines[1].split() == ["0", "live", "3:05", "on-demand", "local", "2", "40.8", "17", "4"]
     assert lines[2].split() == ["1", "gone", "10", "s", "0", "40.8", "0", "0"]
     assert "1048579" not in "\n".join(lines), "a session number is of no use to people"
 
