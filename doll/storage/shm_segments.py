@@ -95,8 +95,10 @@ class Segment:
         return True
 
     def was_removed(self) -> bool:
-        """Somebody has deleted its file: it takes memory and cannot be linked any more."""
-        return os.fstat(self.descriptor).st_nlink == 0
+        """Somebody has deleted its file, so that it takes memory and cannot be linked any more, or has cut it short, so
+        that writing to it would be a SIGBUS."""
+        status = os.fstat(self.descriptor)
+        return status.st_nlink == 0 or status.st_size != self.size_bytes
 
     def close(self) -> None:
         """Give it up. A blob that is in it stays until it is deleted."""
@@ -194,7 +196,7 @@ class Mappings:
     def view(self, path: str) -> memoryview | None:
         """The blob at `path`, read-only. It is not written over before the last view of it is gone.
 
-        None: it has been deleted or replaced meanwhile.
+        None: it has been deleted or replaced meanwhile, or its file was cut short, so that reading would be a SIGBUS.
 
         Raises:
             FileNotFoundError: there is none.
@@ -213,7 +215,7 @@ class Mappings:
             try:
                 fcntl.flock(mapping.descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 status = os.stat(path, follow_symlinks=False)
-                if (status.st_dev, status.st_ino) == identity:
+                if (status.st_dev, status.st_ino) == identity and status.st_size >= len(mapping.memory):
                     array = np.frombuffer(mapping.memory, np.uint8)
                     weakref.finalize(array, self._release, mapping).atexit = False
                     return array.data

@@ -115,6 +115,7 @@ class Intrusion(Task):
             numbers: the columns of `_NUMERIC`, shape (n, 38).
             names: the n cells of each categorical column.
         """
+        numbers = numbers + 0.0  # `-0` is 0 as an integer of JSON and -0.0 for `float`: both are 0.0 from here on
         x = np.zeros((len(numbers), len(_NUMERIC) + self.hash_size), np.float32)
         x[:, : len(_NUMERIC)] = numbers
         x[:, _COUNTS] = np.log1p(numbers[:, _COUNTS]) * _LOG_SCALE

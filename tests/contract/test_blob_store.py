@@ -406,6 +406,18 @@ def test_a_blob_that_is_read_is_not_written_over_though_it_is_deleted(reused: Re
     assert len(reused.inodes()) == 4
 
 
+def test_a_file_that_was_cut_short_is_no_blob_and_is_not_used_again(reused: Reused) -> None:
+    """Its mapping is longer than it: reading or writing behind its end would kill the process."""
+    reused.store.put("a", [b"1" * 10_000], 60)
+    assert reused.reader.get("a") is not None  # mapped
+    for path in reused.folder.iterdir():
+        os.truncate(path, 100)
+    assert reused.reader.get("a") is None
+    reused.store.delete("a")
+    reused.store.put("a", [b"2" * 10_000], 60)
+    assert bytes(reused.reader.get("a") or b"") == b"2" * 10_000
+
+
 def test_a_reader_that_comes_too_late_finds_no_blob(reused: Reused, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its look at the name and its lock, the file may have got another blob."""
     flock = fcntl.flock

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import redis
 from doll.consumers.control_link import ControlLink
-from doll.control.link_state import PING_EVERY_S, SILENCE_S, TO_WORKER, LinkError, LinkState
+from doll.control.link_state import MAX_FRAME_BYTES, PING_EVERY_S, SILENCE_S, TO_WORKER, LinkError, LinkState
 from doll.control.local_socket import LocalSocket, SocketLink, connect
 from doll.control.redis_streams import StreamLink, server_stream
 from doll.errors import ServiceUnavailableError
@@ -343,7 +343,14 @@ def private(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "data",
-    [b"\xff" * 100, struct.pack(">I", 3) + b"abc", struct.pack(">I", 20) + b"\0" * 20, b"GET / HTTP/1.1\r\n\r\n"],
+    [
+        b"\xff" * 100,
+        struct.pack(">I", 2**32 - 1),  # nothing of 4 GB is waited for
+        struct.pack(">I", 0),
+        struct.pack(">I", 3) + b"abc",
+        struct.pack(">I", 20) + b"\0" * 20,
+        b"GET / HTTP/1.1\r\n\r\n",
+    ],
 )
 def test_bytes_that_are_no_frames_end_a_connection_and_no_other(private: Path, data: bytes) -> None:
     server = Server("local", Services("", ""), private / "s")
@@ -374,6 +381,44 @@ def test_a_connection_that_does_not_say_who_it_is_is_closed(private: Path) -> No
             server.poll()
             while connection.recv(1 << 16):  # a Detach, then the end
                 continue
+    finally:
+        server.links.close()
+
+
+def test_connections_of_a_foreign_process_are_bounded_and_closed_and_workers_attach_again(private: Path) -> None:
+    server = Server("local", Services("", ""), private / "s")
+    foreign = [connect(str(private / "s")) for _ in range(20)]
+    worker = Worker(ControlLink(Services("", ""), "local"))
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        for _ in range(30):
+            server.poll()
+        assert len(server.links.selector.get_map()) == 1 + 8, "the listening socket and `max_links` connections"
+        worker.link.welcome(server.welcome())
+        server.clock.ahead_s = SILENCE_S + PING_EVERY_S
+        await until(lambda: worker.changes == ["local"])
+        assert server.links.counters["control_refused"] + server.links.counters["control_broken"] == 8
+
+    try:
+        run(scenario, worker, server)
+    finally:
+        for connection in foreign:
+            connection.close()
+        server.links.close()
+
+
+def test_an_endless_frame_is_not_kept(private: Path) -> None:
+    """A frame of the greatest length that is announced and never ends: it is given up as silence."""
+    server = Server("local", Services("", ""), private / "s")
+    try:
+        with connect(str(private / "s")) as connection:
+            connection.sendall(struct.pack(">I", MAX_FRAME_BYTES) + bytes(1000))
+            server.poll()
+            server.poll()
+            assert not server.links.counters
+            server.clock.ahead_s = SILENCE_S + PING_EVERY_S
+            server.poll()
+            assert server.links.counters["control_broken"] + server.links.counters["control_refused"] == 1
     finally:
         server.links.close()
 
@@ -447,7 +492,9 @@ def test_streams_are_trimmed_expire_and_are_gone_with_their_ends(redis_server: L
     assert client.keys(f"{name}*") == []
 
 
-@pytest.mark.parametrize("damage", ["wipe", "server_stream", "lost_entry", "foreign_entry"])
+@pytest.mark.parametrize(
+    "damage", ["wipe", "server_stream", "other_type", "lost_entry", "foreign_entry", "garbled_entry"]
+)
 def test_a_redis_that_loses_entries_breaks_the_link_which_comes_back(
     redis_server: LocalRedis, client: Any, damage: str
 ) -> None:
@@ -469,6 +516,10 @@ def test_a_redis_that_loses_entries_breaks_the_link_which_comes_back(
                 for _ in range(5):
                     frame = state.pack(grant(1), 0.0)
                 client.xadd(link, {"f": frame})
+            case "other_type":  # the server's stream has become a string
+                client.set(name, b"text")
+            case "garbled_entry":
+                client.xadd(link, {"f": b"\0\0\0\1\xff\xff"})
             case "foreign_entry":
                 client.xadd(link, {"what": "ever"})
         await until(lambda: worker.changes == ["redis", "kafka", "redis"])
@@ -493,7 +544,10 @@ def test_a_foreign_entry_for_the_server_is_counted_and_harms_no_link(redis_serve
         client.xadd(name, {"what": "ever"})
         client.xadd(name, {"l": "unknown", "f": b"\0\0\0\0" + encode(push(1))})
         client.xadd(name, {"l": "../etc", "f": b""})
-        await until(lambda: server.links.counters["control_refused"] == 2)
+        client.xadd(name, {"": ""})  # as the entry that a stream begins with
+        client.xadd(name, {"l": "x" * 65, "f": b""})
+        client.xadd(name, {"l": "unknown", "f": bytes(MAX_FRAME_BYTES + 1)})
+        await until(lambda: server.links.counters["control_refused"] == 4)
         assert worker.link.send(push(7))
         await until(lambda: server.records == [push(7)])
         assert worker.changes == ["redis"]

@@ -64,7 +64,15 @@ def running() -> ProgressModel:
         (
             5010.0,
             [
-                live_worker(0, live_since_s=4825.0, market="on_demand", control="local", restarts=2, retained_batches=4, lag_records=17),
+                live_worker(
+                    0,
+                    live_since_s=4825.0,
+                    market="on_demand",
+                    control="local",
+                    restarts=2,
+                    retained_batches=4,
+                    lag_records=17,
+                ),
                 gone_worker(1, session=1048579),
             ],
         ),

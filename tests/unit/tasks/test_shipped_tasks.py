@@ -23,7 +23,7 @@ from doll.tasks.digits import Digits
 from doll.tasks.emnist import Emnist
 from doll.tasks.intrusion import FAMILIES, Intrusion
 from doll.tasks.synthetic import Gaussian
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from paths import SHARED_DATA
 
@@ -237,6 +237,8 @@ _lines = st.one_of(
 
 @pytest.mark.parametrize("classes", ["binary", "families"])
 @given(values=st.lists(_lines, min_size=1, max_size=30))
+@example(values=[b"-" + KDD_NORMAL])  # a negative zero
+@example(values=[_changed(KDD_NORMAL, [(25, b"-0.0")])])
 def test_intrusion_decodes_many_lines_as_one_by_one(classes: Any, values: list[bytes]) -> None:
     class Slow(Intrusion):
         decode_many = Task.decode_many  # type: ignore[assignment]
