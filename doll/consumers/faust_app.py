@@ -83,6 +83,9 @@ class FaustStream:
     def fetch_progress(self) -> tuple[int, int]:
         return self._app.fetch_progress
 
+    def fetched_log_end(self) -> int:
+        return int(self._app.reader.log_end)
+
     def leave(self) -> None:
         if self._faust_worker is not None:
             self._faust_worker.leave()

@@ -32,7 +32,7 @@ from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, Send, Worke
 from doll.errors import RecordError, ServiceUnavailableError, TaskError
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
-from doll.records import Announce, AnyRecord, Nack, Push, Welcome, decode
+from doll.records import Alive, Announce, AnyRecord, Nack, Push, Welcome, decode
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -40,7 +40,9 @@ log = get_logger(__name__)
 Commands: TypeAlias = list[tuple[int, bytes | None]]  # (offset, value), in order
 
 TICK_S: Final = 0.1
-WATCH_EVERY_S: Final = 2.0
+WATCH_EVERY_S: Final = 1.0
+# How often Kafka itself is asked where the logs end; fetches say so as well, but not while there are none.
+ASK_KAFKA_EVERY_S: Final = 5.0
 _DRAIN_POLL_S: Final = 0.02
 _STREAM_STOP_S: Final = 1.5  # what Faust needs to stop, taken off the time to drain
 
@@ -59,6 +61,10 @@ class SampleStream(Protocol):
 
     def fetch_progress(self) -> tuple[int, int]:
         """(delivered, position): the records below `delivered` have been fed, and from there to `position` are none."""
+        ...
+
+    def fetched_log_end(self) -> int:
+        """Where the log ended at the last fetch, an offset; 0 or less before the first one."""
         ...
 
     def leave(self) -> None:
@@ -113,7 +119,7 @@ class WorkerRuntime:
     ) -> None:
         """
         Args:
-            link: carries grants and pushes while it is open; None: Kafka does.
+            link: carries grants, pushes and heartbeats while it is open; None: Kafka does.
             commands_offset: of the first command after the Welcome.
             departure: tells when this process must leave; one that began before counts as well.
         """
@@ -267,8 +273,9 @@ class WorkerRuntime:
     def _do(self, actions: Sequence[WorkerAction]) -> None:
         for action in actions:
             match action:
-                case Send(record):
-                    if not (self._link is not None and isinstance(record, Push | Nack) and self._link.send(record)):
+                case Send(record, for_all):
+                    link = self._link
+                    if link is None or not (isinstance(record, Push | Nack | Alive) and link.send(record)) or for_all:
                         self._channel.send(record)
                     if isinstance(record, Announce):
                         fault_point("worker.after_announce", self._flush_channel)
@@ -311,8 +318,13 @@ class WorkerRuntime:
     async def watch(self) -> None:
         """Measure the lag, and end where records are there and none comes."""
         watch = self.stall_watch
+        high, asked_at_s = 0, float("-inf")
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
+            if time.monotonic() - asked_at_s < min(ASK_KAFKA_EVERY_S, self._config.worker.stall_timeout_s / 4):
+                self._measure_lag(max(high, self.stream.fetched_log_end()))
+                continue
+            asked_at_s = time.monotonic()
             try:
                 high = await self._log_end(self._samples_topic)
                 commands_high = await self._log_end(self._commands_topic)
@@ -322,8 +334,7 @@ class WorkerRuntime:
             now = time.monotonic()
             self._heartbeat.beat("kafka")
             next_offset = self.buffer.batcher.next_offset
-            unread = watch.unread(next_offset, high)
-            self._core.lag = unread + (len(self.buffer) + self._num_decoding) * self._config.data.records_per_batch
+            unread = self._measure_lag(high)
             watch.observe(
                 unread=unread, is_waiting=not self._core.has_room or self._core.draining,
                 next_command=self._next_command, commands_high=commands_high, now=now,
@@ -334,6 +345,12 @@ class WorkerRuntime:
                         watch.record_empty(high, now)
             if problem := watch.problem(now):
                 self.exit.request(1, problem)
+
+    def _measure_lag(self, high: int) -> int:
+        """Records that are not read, where the log of samples ends at `high`; those in the buffer are lag as well."""
+        unread = self.stall_watch.unread(self.buffer.batcher.next_offset, high)
+        self._core.lag = unread + (len(self.buffer) + self._num_decoding) * self._config.data.records_per_batch
+        return unread
 
     async def _log_end(self, topic: str) -> int:
         loop = asyncio.get_running_loop()

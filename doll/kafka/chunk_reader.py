@@ -115,11 +115,12 @@ class ChunkReader:
             fetch_queue_backoff_ms=_FULL_RECHECK_MS, fetch_error_backoff_ms=_ERROR_BACKOFF_MS,
             session_timeout_ms=_COORDINATOR_WAIT_MS, on_commit=self._on_commit,
         )  # fmt: skip
+        self._ends = _TopicPartition(*partition)
         self._changed = threading.Condition()  # guards what follows
         self._closed = self._paused = False
         self._seek_to: int | None = start
         self._untaken = 0
-        self._durable = -1
+        self._durable = self._log_end = -1
         # Of the thread alone:
         self._committed = self._asked = -1
         self._commit_at_s = 0.0
@@ -165,6 +166,11 @@ class ChunkReader:
         with self._changed:
             self._durable = max(self._durable, offset)
 
+    @property
+    def log_end(self) -> int:
+        """Where the partition ended at the last fetch, an offset; negative before the first one."""
+        return self._log_end
+
     def close(self) -> None:
         """Commit what is durable, and end. Waits little more than a second for Kafka."""
         with self._changed:
@@ -183,6 +189,7 @@ class ChunkReader:
         try:
             while self._may_read():
                 self._read()
+                self._note_log_end()
                 self._commit_if_due()
             self._commit_last()
         except KafkaException as exc:
@@ -195,6 +202,7 @@ class ChunkReader:
         with self._changed:
             while not self._closed and (self._paused or self._untaken >= _MAX_UNTAKEN):
                 self._changed.wait(_WAIT_S)
+                self._note_log_end()
                 self._commit_if_due()
             seek_to, self._seek_to = self._seek_to, None
             closed = self._closed
@@ -202,6 +210,9 @@ class ChunkReader:
             # Always with an explicit offset: without one, a broker that has just started may deliver nothing.
             self._consumer.assign([_TopicPartition(*self._partition, seek_to)])
         return not closed
+
+    def _note_log_end(self) -> None:
+        self._log_end = int(self._consumer.get_watermark_offsets(self._ends, cached=True)[1])
 
     def _read(self) -> None:
         first = self._consumer.poll(_POLL_S)

@@ -25,6 +25,7 @@ from doll.local.redis_server import LocalRedis
 from doll.ps.control_links import ControlLinks, LocalListener
 from doll.ps.stream_listener import StreamListener
 from doll.records import (
+    Alive,
     AnyRecord,
     Attach,
     Attached,
@@ -204,11 +205,13 @@ def test_grants_and_pushes_arrive_in_order_and_both_ends_know_of_the_link(rig: R
         assert server.links.send(0, new_version)
         pushes = [push(number, dead=tuple(range(10**9, 10**9 + 50_000 * (number == 3)))) for number in range(50)]
         nack = Nack(worker=0, session=SESSION, batch=1, term=TERM, grant_id=1, reason="weights")
+        alive = Alive(worker=0, session=SESSION, retained=2, next_offset=9, lag=1)
         assert all(worker.link.send(item) for item in pushes)
         assert worker.link.send(nack)
-        await until(lambda: len(worker.records) > 50 and len(server.records) > 50)
+        assert worker.link.send(alive)
+        await until(lambda: len(worker.records) > 50 and len(server.records) > 51)
         assert worker.records == [*grants, new_version]
-        assert server.records == [*pushes, nack]
+        assert server.records == [*pushes, nack, alive]
 
     run(scenario, worker, server)
 
@@ -315,6 +318,7 @@ def test_a_silent_worker_loses_its_link_and_a_ping_keeps_it(rig: Rig) -> None:
         Durable(term=TERM, worker=0, until=3),
         grant(1),
         push(1, worker=1),
+        Alive(worker=1, session=SESSION),
         Attach(worker=0, session=SESSION, term=TERM),
     ],
 )

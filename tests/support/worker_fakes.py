@@ -94,6 +94,7 @@ class FakeStream:
     paused: bool = False
     acknowledged: list[int] = field(default_factory=list)
     progress: tuple[int, int] = (0, 0)
+    end: int = 0
     left: int = 0
     stopped: int = 0
 
@@ -108,6 +109,9 @@ class FakeStream:
 
     def fetch_progress(self) -> tuple[int, int]:
         return self.progress
+
+    def fetched_log_end(self) -> int:
+        return self.end
 
     def leave(self) -> None:
         self.left += 1

@@ -39,6 +39,7 @@ class ScriptedReader:
         self.sought = threading.Event()
         self.calls: list[str] = []
         self.closed = False
+        self.log_end = -1
 
     def start(self, deliver: Callable[[Delivery], object]) -> None:
         self.deliver = deliver

@@ -17,10 +17,10 @@ from doll.consumers.decoder import Decoder
 from doll.consumers.decoding import Decoded, Records, Refused
 from doll.consumers.departure import Departure
 from doll.consumers.runtime import WorkerRuntime
-from doll.consumers.worker import ComputedBatch, GradientDone, WorkerCore
+from doll.consumers.worker import ComputedBatch, GradientDone, Send, WorkerCore
 from doll.errors import ServiceUnavailableError, TaskError
 from doll.process.health import Heartbeat
-from doll.records import Announce, Durable, Leave, Nack, Push, Stop
+from doll.records import Alive, Announce, AnyRecord, Durable, Leave, Nack, Push, Stop
 from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, FakeStream, grant, welcome
 
 JOB = 'job: unit\ntask: {class: "doll.tasks.synthetic:Gaussian"}\ndata: {workers: 2, batch_size: 2}\n'
@@ -96,6 +96,7 @@ def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """Periods are over at once, and no process ends."""
     monkeypatch.setattr(runtime, "TICK_S", 0.0)
     monkeypatch.setattr(runtime, "WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr(runtime, "ASK_KAFKA_EVERY_S", 0.0)
     monkeypatch.setattr(exits.ProcessExit.__init__, "__kwdefaults__", {"end_within": lambda seconds, code: None})
 
 
@@ -334,6 +335,39 @@ async def test_each_tick_beats_skips_offsets_without_records_and_leaves_in_time(
     await rig.until(lambda: rig.stream.left)
 
 
+class OpenLink:
+    """A control link that takes everything while `is_open`."""
+
+    def __init__(self) -> None:
+        self.is_open = True
+        self.sent: list[AnyRecord] = []
+
+    def send(self, record: AnyRecord) -> bool:
+        if self.is_open:
+            self.sent.append(record)
+        return self.is_open
+
+
+async def test_signs_of_life_go_over_the_link_and_some_to_everybody() -> None:
+    """The provisioner reads them on `events`."""
+    rig, link = Rig(), OpenLink()
+    rig.runtime._link = link  # type: ignore[assignment]
+    for second in (1.0, 2.0, 3.0):
+        rig.runtime._do(rig.core.tick(second))
+    alive = Alive(worker=1, session=7)
+    assert (link.sent, rig.channel.sent) == ([alive] * 3, [alive])
+    link.is_open = False
+    rig.runtime._do(rig.core.tick(4.0))
+    assert rig.channel.sent == [alive] * 2
+    await rig.announce(0)
+    link.is_open = True
+    rig.runtime._do(
+        [Send(Leave(worker=1, session=7, cause="x")), Send(Announce(worker=1, session=7, first=5, until=6))]
+    )
+    assert [type(record) for record in rig.channel.sent[2:]] == [Leave, Announce]
+    assert len(link.sent) == 3
+
+
 async def test_draining_finishes_what_is_owed_and_says_leave(start: Callable[..., Rig]) -> None:
     rig = start()
     await rig.announce(1)
@@ -368,6 +402,20 @@ async def test_the_lag_is_what_the_log_holds_and_this_worker_has_not_decoded(sta
     await rig.until(lambda: rig.core.lag)
     assert rig.core.lag == 7 + 2
     assert not rig.runtime.exit.is_requested
+
+
+async def test_between_two_questions_to_kafka_the_lag_follows_what_fetches_say(
+    start: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = start(without=("tick", "prepare"))
+    rig.channel.bounds = (0, 120)
+    await rig.until(lambda: rig.core.lag == 10)
+    monkeypatch.setattr(runtime, "ASK_KAFKA_EVERY_S", 1000.0)
+    rig.channel.bounds = (0, 500)
+    rig.stream.end = 130
+    await rig.until(lambda: rig.core.lag == 20)
+    rig.stream.end = 115  # of a fetch before Kafka was asked
+    await rig.until(lambda: rig.core.lag == 10)
 
 
 @pytest.mark.parametrize("records_left", [True, False])

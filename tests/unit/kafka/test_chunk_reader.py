@@ -104,6 +104,13 @@ def make_rig(config: JobConfig, services: Services) -> Iterator[Callable[..., Ri
         yield make
 
 
+def test_each_fetch_says_where_the_log_ends(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig()
+    assert rig.reader.log_end < 0
+    rig.write(*[b"x"] * 30)
+    until(lambda: rig.reader.log_end == 30, "the end of the log, while nothing is taken")
+
+
 @pytest.mark.parametrize("bound", [1, 100, chunk_reader.MAX_CHUNK_RECORDS + 1])
 def test_every_record_comes_once_in_chunks_that_are_bounded_in_records(
     make_rig: Callable[..., Rig], bound: int
