@@ -55,6 +55,8 @@ class LocalModelHost:
         self._unpublished: memoryview | None = None
         self._may_rewrite = False
         self._deleted: set[str] = set()
+        self._applied: list[str] = []  # keys of gradients whose blobs can be deleted
+        self._pointed_at = -1  # version that `Latest` names
 
     @property
     def num_values(self) -> int:
@@ -92,7 +94,7 @@ class LocalModelHost:
             self._unpublished = None
         fault_point("ps.after_apply")
         keys = (item.push.key for item in update.sets if item.push.key)
-        self._blobs.delete(*(key for key in keys if key not in self._deleted))
+        self._applied += (key for key in keys if key not in self._deleted)
         self._deleted.clear()
         return num_samples
 
@@ -100,12 +102,19 @@ class LocalModelHost:
         key = weights_key(self._job, self._term, version)
         if version not in self._published:
             self._put_weights(key, version)
-            latest = Latest(term=self._term, version=version, key=key)
-            self._blobs.put(latest_key(self._job), encode_latest(latest), self._ttl_s)
             self._published.append(version)
-            while len(self._published) > self._keep_versions:
-                self._blobs.delete(weights_key(self._job, self._term, self._published.popleft()))
         return key
+
+    def tidy(self) -> None:
+        if self._published and (version := self._published[-1]) != self._pointed_at:
+            latest = Latest(term=self._term, version=version, key=weights_key(self._job, self._term, version))
+            self._blobs.put(latest_key(self._job), encode_latest(latest), self._ttl_s)
+            self._pointed_at = version
+        unused, self._applied = self._applied, []
+        while len(self._published) > self._keep_versions:
+            unused.append(weights_key(self._job, self._term, self._published.popleft()))
+        if unused:
+            self._blobs.delete(*unused)
 
     def _put_weights(self, key: str, version: int) -> None:
         memory, self._unpublished = self._unpublished, None
@@ -119,6 +128,7 @@ class LocalModelHost:
     def republish(self, version: int) -> str:
         if version in self._published:
             self._published.remove(version)
+        self._pointed_at = -1  # the pointer may be lost as well
         return self.publish(version)
 
     def drop(self, key: str) -> None:

@@ -47,7 +47,7 @@ class ModelHost(HoldsTensors, Protocol):
         """A hint: gradients under these keys will probably be fetched now."""
 
     def apply(self, update: ApplyUpdate) -> int:
-        """Make the version of `update` from its gradients, and delete their blobs; how many samples it learned from.
+        """Make the version of `update` from its gradients; how many samples it learned from.
 
         Raises:
             DivergedError: a number is not finite. The host must not be used any more.
@@ -64,6 +64,13 @@ class ModelHost(HoldsTensors, Protocol):
 
     def republish(self, version: int) -> str:
         """As `publish`, although it has been done: a worker has not found the blob."""
+        ...
+
+    def tidy(self) -> None:
+        """Do what no worker waits for: point at the newest published weights, delete blobs that nobody needs now.
+
+        Called after each event of the engine, when its grants are sent; costs nothing where nothing is to be done.
+        """
         ...
 
     def drop(self, key: str) -> None:

@@ -6,15 +6,20 @@ Order of effects, and what a crash between any two does (docs/architecture.md):
 1. weights of version J into the blob store   - then crash: nobody uses them, the next server has its own keys
 2. grant on `commands`                        - then crash: the next server sends Hello, workers announce again
 3. push on `events`, gradient fetched, update applied in memory
-4. update record on `updates`, acknowledged   - then crash: the next server's TermStarted voids it, its batches are
+4. grants of the new version                  - as 2; the next server refuses their pushes, which are of this term
+5. update record on `updates`, acknowledged   - then crash: the next server's TermStarted voids it, its batches are
    applied again
-5. checkpoint saved, atomically               - then crash: the next server starts from it and sends it in Welcome
-6. `durable` on `commands`                    - then crash: the next Welcome repeats it
-7. the worker acknowledges to Kafka           - so the committed offset is never ahead of the durable model
+6. checkpoint saved, atomically               - then crash: the next server starts from it and sends it in Welcome
+7. `durable` on `commands`                    - then crash: the next Welcome repeats it
+8. the worker acknowledges to Kafka           - so the committed offset is never ahead of the durable model
+
+Workers wait for 4 only. The record of an update (5) and what the model host clears away follow the grants; the record
+still comes before everything else, and a checkpoint (6) before which it is not acknowledged is not saved.
 """
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -122,6 +127,7 @@ class ParameterServer:
             clock=clock,
         )
         self._busy_s = 0.0  # spent on the update under way: fetch, add, step, publish
+        self._unreported: Callable[[], Update] | None = None  # makes the record of the update that was applied last
         self._status_at_s = 0.0
         self._leader_since_s = time.time()
         self._stall = StallDetector(config.training.policy, clock())
@@ -182,10 +188,16 @@ class ParameterServer:
             if self._event_log is not None:
                 self._event_log.write(next_event, now, blob)
             for action in self.engine.handle(next_event, now):
+                if not isinstance(action, ev.SendGrant | ev.PublishWeights):  # workers wait for these
+                    self._report_update()
                 if isinstance(action, ev.FetchGradient):
                     pending.append(self._timed(self._host.fetch, action))
                 else:
                     self._perform(action)
+            self._report_update()
+        started_s = self._clock()
+        self._host.tidy()
+        self._busy_s += self._clock() - started_s
 
     def stop_if_superseded(self) -> None:
         """Ask the store for the newest term: a server with nothing to save would not learn that it has a successor.
@@ -348,11 +360,18 @@ class ParameterServer:
 
     def _apply(self, action: ev.ApplyUpdate) -> None:
         num_samples = self._timed(self._host.apply, action)
-        record = update_record(
-            action, term=self.engine.term, num_samples=num_samples, apply_s=self._busy_s, now=self._clock()
-        )
-        self._send_update(record)
+        self._unreported = functools.partial(
+            update_record, action, term=self.engine.term, num_samples=num_samples, apply_s=self._busy_s,
+            now=self._clock(),
+        )  # fmt: skip
         self._busy_s = 0.0
+
+    def _report_update(self) -> None:
+        """Send the record of the update that was applied last, if that is not done."""
+        if self._unreported is None:
+            return
+        make_record, self._unreported = self._unreported, None
+        self._send_update(make_record())
         fault_point("ps.after_update", self._flush_for_fault_point)
 
     def _flush_for_fault_point(self) -> None:

@@ -22,7 +22,7 @@ from typing import Final
 from doll import telemetry
 from doll.errors import BlobError, ServiceUnavailableError
 from doll.storage.blobs import MAX_BLOB_BYTES, Blobs, Buffer
-from doll.storage.shm_segments import SEGMENT, Mappings, Segment, Segments
+from doll.storage.shm_segments import SEGMENT, Mappings, Segment, Segments, read_stable
 
 log = telemetry.get_logger(__name__)
 
@@ -30,7 +30,8 @@ _SCAN_EVERY_S: Final = 1.0
 _UNFINISHED: Final = ".new-"
 _UNFINISHED_MAX_AGE_S: Final = 60.0  # then its writer has died
 _PARTS_AT_ONCE: Final = 1000  # IOV_MAX is 1024
-_REUSED_FROM_BYTES: Final = 1 << 20  # below, a new file is as fast
+_REUSED_FROM_BYTES: Final = 1 << 15  # below, a new file is as fast
+_MAPPED_FROM_BYTES: Final = 1 << 20  # below, reading costs no more than mapping, and any number of files can be read
 
 
 class ShmBlobs:
@@ -42,6 +43,7 @@ class ShmBlobs:
         fallback: takes what does not fit; closed with this store.
         clock: seconds since the machine's start, the same in all processes; an argument for tests.
         reused_from_bytes: blobs of this size and above are in files that are used again.
+        mapped_from_bytes: blobs of this size and above are mapped, not read.
 
     Raises:
         ServiceUnavailableError: the folder is another user's, or open to others.
@@ -55,6 +57,7 @@ class ShmBlobs:
         fallback: Blobs,
         clock: Callable[[], float] = time.monotonic,
         reused_from_bytes: int = _REUSED_FROM_BYTES,
+        mapped_from_bytes: int = _MAPPED_FROM_BYTES,
     ) -> None:
         self._folder = str(folder)
         self._limit_bytes = limit_bytes
@@ -65,6 +68,7 @@ class ShmBlobs:
         self._scanned_s = float("-inf")
         self._reported_full = False
         self._reused_from_bytes = max(reused_from_bytes, 1)
+        self._mapped_from_bytes = mapped_from_bytes
         self._segments = Segments(self._folder)
         self._mappings = Mappings()
         self._make_folder()
@@ -118,9 +122,9 @@ class ShmBlobs:
             status = os.stat(path, follow_symlinks=False)
             if status.st_mtime_ns <= self._clock() * 1e9:
                 return None
-            if status.st_size >= self._reused_from_bytes:
+            if status.st_size >= self._mapped_from_bytes:
                 return self._mappings.view(path)
-            return _read_all(path)
+            return read_stable(path)
         except FileNotFoundError:
             return self._fallback.get(key)
 
@@ -305,18 +309,6 @@ def _is_orphan(name: str, links: int) -> bool:
     """Whether a segment has no blob and no owner."""
     owner = name.removeprefix(SEGMENT).partition("-")[0]
     return links == 1 and not (owner.isdigit() and os.path.exists(f"/proc/{owner}"))
-
-
-def _read_all(path: str) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        size = os.fstat(descriptor).st_size
-        data = os.read(descriptor, size)
-        while len(data) < size and (more := os.read(descriptor, size - len(data))):
-            data += more
-        return data
-    finally:
-        os.close(descriptor)
 
 
 def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:

@@ -248,6 +248,30 @@ class Mappings:
                 _unmap(self._mapped.pop(identity))
 
 
+def read_stable(path: str) -> bytes | None:
+    """A copy of the blob at `path`, whether it is in a segment or not.
+
+    None: it has been deleted or replaced meanwhile.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        status, opened = os.stat(path, follow_symlinks=False), os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) != (opened.st_dev, opened.st_ino):
+            return None
+        data = os.read(descriptor, opened.st_size)
+        while len(data) < opened.st_size and (more := os.read(descriptor, opened.st_size - len(data))):
+            data += more
+        return data
+    except BlockingIOError:  # its owner is about to write
+        return None
+    finally:
+        os.close(descriptor)  # and with it the lock
+
+
 def _map(path: str, identity: tuple[int, int]) -> _Mapping | None:
     """None: `path` leads to another file now."""
     try:

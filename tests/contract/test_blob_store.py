@@ -36,14 +36,18 @@ def client_of(server: LocalRedis) -> redis.Redis:
     return connect_redis(Services("", server.address))
 
 
-@pytest.fixture(params=["memory", "redis", "shm", "shm, files used again"])
+@pytest.fixture(params=["memory", "redis", "shm", "shm, files used again", "shm, files used again and mapped"])
 def blobs(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Blobs]:
     if request.param == "memory":
         yield MemoryBlobs()
         return
     if "shm" in request.param:
         reused_from = 1 if "again" in request.param else 1 << 20
-        store = ShmBlobs(tmp_path / "blobs", limit_bytes=10**9, fallback=MemoryBlobs(), reused_from_bytes=reused_from)
+        mapped_from = 1 if "mapped" in request.param else 1 << 20
+        store = ShmBlobs(
+            tmp_path / "blobs", limit_bytes=10**9, fallback=MemoryBlobs(), reused_from_bytes=reused_from,
+            mapped_from_bytes=mapped_from,
+        )  # fmt: skip
         yield store
         store.close()
         return
@@ -363,7 +367,12 @@ class Reused(Shm):
 
     def another(self, limit_bytes: int = 10_000) -> ShmBlobs:
         return ShmBlobs(
-            self.folder, limit_bytes=limit_bytes, fallback=self.fallback, clock=lambda: self.now_s, reused_from_bytes=1
+            self.folder,
+            limit_bytes=limit_bytes,
+            fallback=self.fallback,
+            clock=lambda: self.now_s,
+            reused_from_bytes=1,
+            mapped_from_bytes=1,
         )
 
     def inodes(self) -> set[int]:
@@ -537,7 +546,7 @@ import sys
 from pathlib import Path
 from doll.storage.shm_blobs import ShmBlobs
 from doll.testing import MemoryBlobs
-store = ShmBlobs(Path(sys.argv[1]), limit_bytes=10**9, fallback=MemoryBlobs(), reused_from_bytes=1)
+store = ShmBlobs(Path(sys.argv[1]), limit_bytes=10**9, fallback=MemoryBlobs(), reused_from_bytes=1, mapped_from_bytes=1)
 for number in range(int(sys.argv[2])):
     memory = store.reserve(200_000) if number % 3 else None
     value = bytes([number % 251]) * 200_000
@@ -550,10 +559,13 @@ store.put("done", [b"1"], 60)
 """
 
 
-def test_readers_beside_a_writer_never_see_bytes_change(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mapped_from_bytes", [1, 1 << 30])
+def test_readers_beside_a_writer_never_see_bytes_change(tmp_path: Path, mapped_from_bytes: int) -> None:
     """Torn or changed: a value of which not all bytes are equal, or which is another one when it is read again."""
     folder = tmp_path / "blobs"
-    store = ShmBlobs(folder, limit_bytes=10**9, fallback=MemoryBlobs(), reused_from_bytes=1)
+    store = ShmBlobs(
+        folder, limit_bytes=10**9, fallback=MemoryBlobs(), reused_from_bytes=1, mapped_from_bytes=mapped_from_bytes
+    )
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(folder), "1500"])
     read = 0
     try:

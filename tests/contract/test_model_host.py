@@ -45,7 +45,7 @@ class WipedShm(ShmBlobs):
     """In shared memory, every blob in a file that is used again."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, limit_bytes=10**6, fallback=MemoryBlobs(), reused_from_bytes=1)
+        super().__init__(folder, limit_bytes=10**6, fallback=MemoryBlobs(), reused_from_bytes=1, mapped_from_bytes=1)
         self.folder = folder
 
     def wipe(self) -> None:
@@ -101,6 +101,7 @@ def test_a_version_is_made_of_the_gradients_that_were_fetched(rig: Rig) -> None:
         assert outcome.blob == rig.blobs.get(order.key)
     assert rig.host.apply(update(1, 1, 2)) == 8
     np.testing.assert_array_equal(rig.published(rig.host.publish(1), 1), before - np.float32(LR))
+    rig.host.tidy()
     assert (rig.blobs.get("g1"), rig.blobs.get("g2")) == (None, None)
 
 
@@ -149,6 +150,7 @@ def test_weights_in_shared_memory_are_published_without_a_copy(make: Make, tmp_p
         path = Path(rig.blobs._path(rig.host.publish(version)))  # type: ignore[union-attr]
         assert path.stat().st_ino in written
         del kept_for_a_checkpoint
+        rig.host.tidy()
     files = {path.stat().st_ino for path in rig.blobs.folder.iterdir()}  # type: ignore[union-attr]
     assert len(files) <= 6  # two versions that are kept, the next one, a gradient, the pointer and the one before
 
@@ -178,6 +180,7 @@ def test_a_gradient_that_is_not_whole_is_lost(rig: Rig, damage: str) -> None:
 def test_publishing_writes_once_and_moves_the_pointer(rig: Rig) -> None:
     key = rig.host.publish(0)
     assert rig.host.publish(0) == key
+    rig.host.tidy()
     pointer = rig.blobs.get(latest_key("unit"))
     assert pointer is not None
     latest = decode_latest(pointer)
@@ -187,10 +190,14 @@ def test_publishing_writes_once_and_moves_the_pointer(rig: Rig) -> None:
     assert rig.blobs.get(key) is None, "it is not written a second time"
     assert rig.host.republish(0) == key
     rig.published(key, 0)
+    rig.host.tidy()
+    assert rig.blobs.get(latest_key("unit")) is not None
 
 
 def test_old_versions_are_deleted(rig: Rig) -> None:
     keys = [rig.host.publish(version) for version in range(4)]
+    assert all(rig.blobs.get(key) is not None for key in keys), "workers do not wait for it"
+    rig.host.tidy()
     assert [rig.blobs.get(key) is not None for key in keys] == [False, False, True, True]  # blobs.keep_versions
 
 

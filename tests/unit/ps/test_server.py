@@ -240,6 +240,39 @@ def test_weights_are_there_before_the_grant_and_only_the_newest_are_kept(rig: Ri
     decode_blob(blob, job="unit", kind="w", version=5, numel=rig.size)
 
 
+def test_grants_of_the_new_version_go_out_first(rig: Rig) -> None:
+    """Before the update's record, which comes before anything else, and before blobs are deleted."""
+    for batch in (0, 1):
+        for worker in (0, 1):
+            rig.announce(worker, batch, batch + 1)
+    first, second = rig.grants()
+    rig.answer(first)
+    key = gradient_key("unit", 1, first.grant_ids[0])
+    seen: list[tuple[type[AnyRecord], bool]] = []
+
+    class Watching(MemoryOutbox):
+        def send_command(self, worker: int, record: AnyRecord) -> None:
+            seen.append((type(record), key in rig.blobs.keys()))  # noqa: SIM118 - not a dict
+            super().send_command(worker, record)
+
+        def send_update(self, record: AnyRecord) -> None:
+            seen.append((type(record), key in rig.blobs.keys()))  # noqa: SIM118 - not a dict
+            super().send_update(record)
+
+    rig.outbox.__class__ = Watching
+    rig.answer(second)
+    rig.turn_until(lambda: rig.outbox.of(Durable) != [])
+    assert seen[:3] == [(Grant, True), (Grant, True), (Update, True)]
+    assert {kind for kind, _ in seen[3:]} == {Durable}
+    assert key not in rig.blobs.keys()  # noqa: SIM118 - not a dict
+
+
+def test_a_version_that_nobody_is_granted_is_recorded_at_once(rig: Rig) -> None:
+    rig.update()
+    assert isinstance(rig.outbox.updates[-1], Update)
+    assert rig.outbox.updates[-1].version == 1
+
+
 def test_an_update_is_recorded_with_its_lineage(rig: Rig) -> None:
     before = rig.optimizer.weights.copy()
     rig.update(value=2.0)
