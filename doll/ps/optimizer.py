@@ -188,7 +188,7 @@ def make_updater(config: TrainingConfig, model: FlatModel) -> Updater:
 
 def _is_finite(vector: torch.Tensor) -> bool:
     # One NaN or infinity makes the sum one. A sum of large numbers may overflow by itself: then each is looked at.
-    return bool(torch.isfinite(vector.sum())) or bool(torch.isfinite(vector).all())
+    return math.isfinite(vector.sum().item()) or bool(torch.isfinite(vector).all())
 
 
 def _diverged(what: str) -> DivergedError:
