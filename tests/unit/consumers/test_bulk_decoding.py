@@ -221,6 +221,15 @@ def test_a_batch_of_bad_records_costs_few_calls() -> None:
     assert task.calls <= 10
 
 
+@pytest.mark.parametrize("m", [1, 4])
+def test_a_batch_of_records_without_values_is_refused_whole_and_the_task_sees_none(m: int) -> None:
+    task = Shop()
+    decoded = decode(task, [None, b""] * 500, m=m)
+    assert [item.offset for item in decoded.refused] == [*range(100, 1100)]
+    assert len(decoded.offsets) == 0
+    assert (task.calls, task.singles) == (0, 0)
+
+
 # --- any decode_many ------------------------------------------------------------------------------------------------
 
 
