@@ -188,10 +188,14 @@ class LocalSocket:
         return self._socket.fileno()
 
     def accept(self) -> socket.socket | None:
-        """A new connection, or None."""
+        """A new connection; None: nobody waits any more.
+
+        Raises:
+            OSError: this process is out of descriptors or memory: who waits goes on waiting.
+        """
         try:
             connection, _ = self._socket.accept()
-        except OSError:  # nobody waits any more, or this process is out of descriptors
+        except (BlockingIOError, InterruptedError, ConnectionError):
             return None
         return connection
 

@@ -238,10 +238,11 @@ class LocalListener:
         self._listening = listening
         self._max_links = max_links
         self._open: set[ServerLink] = set()
-        links.selector.register(listening, selectors.EVENT_READ, self._accept)
+        self._is_listening = False
+        self._listen()
 
     def check(self, now: float) -> None:
-        """Nothing falls due."""
+        self._listen()
 
     def forget(self, link: ServerLink) -> None:
         if link in self._open:
@@ -252,8 +253,21 @@ class LocalListener:
     def close(self) -> None:
         self._listening.close()
 
+    def _listen(self) -> None:
+        if not self._is_listening:
+            self._is_listening = True
+            self._links.selector.register(self._listening, selectors.EVENT_READ, self._accept)
+
     def _accept(self) -> None:
-        if (connection := self._listening.accept()) is None:
+        try:
+            connection = self._listening.accept()
+        except OSError as exc:
+            # The socket stays readable: until the next check it is not waited for, or the loop would spin.
+            log.warning("control_socket_busy", reason=str(exc), action="trying again")
+            self._is_listening = False
+            self._links.selector.unregister(self._listening)
+            return
+        if connection is None:
             return
         if len(self._open) >= self._max_links:
             connection.close()  # the worker tries again

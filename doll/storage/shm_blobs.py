@@ -27,6 +27,7 @@ from doll.storage.shm_segments import SEGMENT, Mappings, Segment, Segments, read
 log = telemetry.get_logger(__name__)
 
 _SCAN_EVERY_S: Final = 1.0
+_ATTEMPTS: Final = 4  # to write where the folder is removed again and again; then the other store takes it
 _UNFINISHED: Final = ".new-"
 _UNFINISHED_MAX_AGE_S: Final = 60.0  # then its writer has died
 _PARTS_AT_ONCE: Final = 1000  # IOV_MAX is 1024
@@ -225,18 +226,23 @@ class ShmBlobs:
         return self._try(lambda: self._write(key, parts, ttl_s))
 
     def _try(self, write: Callable[[], None]) -> bool:
-        """Whether there was memory for what `write` does."""
-        for folder_may_be_gone in (True, False):  # somebody may have removed it
+        """Whether there was memory, and a folder that stays, for what `write` does.
+
+        Raises:
+            ServiceUnavailableError: it is not possible for another reason.
+        """
+        for _ in range(_ATTEMPTS):
             try:
                 write()
                 return True
+            except FileNotFoundError:  # somebody has removed the folder, maybe while it was being made again
+                with contextlib.suppress(FileNotFoundError):
+                    self._make_folder()
             except OSError as exc:
                 if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
                     return False
-                if not (isinstance(exc, FileNotFoundError) and folder_may_be_gone):
-                    raise ServiceUnavailableError(f"cannot write to {self._folder}: {exc}") from exc
-                self._make_folder()
-        raise AssertionError("unreachable")
+                raise ServiceUnavailableError(f"cannot write to {self._folder}: {exc}") from exc
+        return False
 
     def _write(self, key: str, parts: Sequence[Buffer], ttl_s: float) -> None:
         unfinished = self._unfinished_path()

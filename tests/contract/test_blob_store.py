@@ -294,6 +294,23 @@ def test_shm_sends_what_does_not_fit_beyond_and_finds_it_there(shm: Shm, events:
     assert shm.fallback.keys() == []
 
 
+def test_shm_lets_the_other_store_take_a_blob_when_its_folder_does_not_stay(
+    shm: Shm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = os.mkdir
+
+    def make_and_lose(path: str, mode: int) -> None:
+        make(path, mode)
+        os.rmdir(path)
+
+    monkeypatch.setattr(os, "mkdir", make_and_lose)
+    shm.folder.rmdir()
+    for size in (3, 100_000):
+        shm.store.put("a", [bytes(size)], 60)
+        assert len(shm.store.get("a") or b"") == size
+    assert shm.fallback.keys() == ["a"]
+
+
 def test_shm_replaces_a_blob_that_no_longer_fits(shm: Shm) -> None:
     shm.store.put("a", [b"old"], 60)
     shm.store.put("a", [bytes(1001)], 60)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 import stat
 import struct
@@ -408,6 +409,25 @@ def test_connections_of_a_foreign_process_are_bounded_and_closed_and_workers_att
     finally:
         for connection in foreign:
             connection.close()
+        server.links.close()
+
+
+def test_a_server_without_descriptors_does_not_spin_and_takes_the_worker_later(private: Path) -> None:
+    server = Server("local", Services("", ""), private / "s")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with connect(str(private / "s")) as connection:
+            os.close(lowest_free := os.dup(connection.fileno()))
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+                server.poll()
+                assert server.links.selector.select(0.0) == []
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            server.clock.ahead_s += 1.0
+            server.poll()  # its check listens again
+            assert server.links.selector.select(WAIT_TIMEOUT_S), "the worker still waits"
+    finally:
         server.links.close()
 
 
