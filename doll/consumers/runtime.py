@@ -32,7 +32,7 @@ from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, Send, Worke
 from doll.errors import RecordError, ServiceUnavailableError, TaskError
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
-from doll.records import Alive, Announce, AnyRecord, Nack, Push, Welcome, decode
+from doll.records import Announce, AnyRecord, Nack, Push, Welcome, decode
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -273,9 +273,9 @@ class WorkerRuntime:
     def _do(self, actions: Sequence[WorkerAction]) -> None:
         for action in actions:
             match action:
-                case Send(record, for_all):
+                case Send(record):
                     link = self._link
-                    if link is None or not (isinstance(record, Push | Nack | Alive) and link.send(record)) or for_all:
+                    if link is None or not (isinstance(record, Push | Nack) and link.send(record)):
                         self._channel.send(record)
                     if isinstance(record, Announce):
                         fault_point("worker.after_announce", self._flush_channel)

@@ -32,9 +32,6 @@ from doll.records import (
 )
 
 ALIVE_EVERY_S = 1.0
-# How often a heartbeat stands on `events` as well, for those who read them beside the server: the provisioner.
-# As often as announcements are repeated: the two share one request.
-ALIVE_FOR_ALL_EVERY_S = 3.0
 # A lost announcement is repeated within this time; one small message per worker.
 ANNOUNCE_EVERY_S = 3.0
 # An announcement takes milliseconds through Kafka. With so many batches announced, no group waits for one.
@@ -90,13 +87,9 @@ class GradientDone:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send this record to the parameter server, in order.
-
-    `for_all`: it has to be on `events` as well, whatever other channel there is to the server.
-    """
+    """Send this record to the parameter server, in order."""
 
     record: AnyRecord
-    for_all: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +144,6 @@ class WorkerCore:
         self._owed: dict[int, int] = {}  # batch -> of these, those that are not answered
         self._unconfirmed: dict[int, Push] = {}  # batch -> the push that answers its newest grant
         self._alive_at_s = now
-        self._alive_for_all_at_s = now
         self._announced_at_s = now
         self.next_offset = 0
         self.lag = 0
@@ -400,14 +392,11 @@ class WorkerCore:
         actions = self._announce_new()
         if now - self._alive_at_s >= ALIVE_EVERY_S:
             self._alive_at_s = now
-            for_all = now - self._alive_for_all_at_s >= ALIVE_FOR_ALL_EVERY_S
-            if for_all:
-                self._alive_for_all_at_s = now
             alive = Alive(
                 worker=self.worker, session=self.session, retained=self.retained, next_offset=self.next_offset,
                 lag=self.lag,
             )  # fmt: skip
-            actions.append(Send(alive, for_all))
+            actions.append(Send(alive))
         if now - self._announced_at_s >= ANNOUNCE_EVERY_S:
             self._announced_at_s = now
             actions += self._announce_all()

@@ -11,9 +11,9 @@ import struct
 from typing import Final
 
 from doll.errors import DollError, RecordError
-from doll.records import Alive, AnyRecord, Attach, Attached, Detach, Grant, Nack, NewVersion, Ping, Push, decode, encode
+from doll.records import AnyRecord, Attach, Attached, Detach, Grant, Nack, NewVersion, Ping, Push, decode, encode
 
-TO_SERVER: Final = (Push, Nack, Alive, Attach, Ping, Detach)
+TO_SERVER: Final = (Push, Nack, Attach, Ping, Detach)
 TO_WORKER: Final = (Grant, NewVersion, Attached, Ping, Detach)
 # A record of this size is far beyond what a worker sends: a length above it is not one.
 MAX_FRAME_BYTES: Final = 1 << 23

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from doll.control.link_state import TO_SERVER, LinkError, LinkState
 from doll.control.local_socket import LocalSocket, SocketLink
 from doll.control.redis_streams import ServerStreamLink
-from doll.records import Alive, AnyRecord, Attach, Attached, Grant, Nack, NewVersion, Push, Welcome
+from doll.records import AnyRecord, Attach, Attached, Grant, Nack, NewVersion, Push, Welcome
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -76,7 +76,7 @@ class ControlLinks:
         self._of_worker: dict[int, _Peer] = {}
         self._sessions: dict[int, int] = {}  # worker -> session of its last Welcome
         self._checked_s = clock()
-        self._received: list[Push | Nack | Alive] = []
+        self._received: list[Push | Nack] = []
         self._changed: dict[int, None] = {}
         self.selector = selectors.DefaultSelector()
         self.counters: Counter[str] = Counter()
@@ -106,7 +106,7 @@ class ControlLinks:
             self._checked_s = now
             self._check(now)
 
-    def take(self) -> tuple[list[int], list[Push | Nack | Alive]]:
+    def take(self) -> tuple[list[int], list[Push | Nack]]:
         """Since the last call: workers whose link was opened or closed, and records, in order."""
         changed, self._changed = list(self._changed), {}
         received, self._received = self._received, []
@@ -163,7 +163,7 @@ class ControlLinks:
                 return
             if isinstance(record, Attach):
                 self._attach(peer, record)
-            elif isinstance(record, Push | Nack | Alive) and record.worker == peer.worker:
+            elif isinstance(record, Push | Nack) and record.worker == peer.worker:
                 self._received.append(record)
             else:
                 self._break(peer, LinkError(f"unexpected {type(record).__name__}", is_refusal=True))

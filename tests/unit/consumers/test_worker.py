@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -255,7 +254,7 @@ def test_it_gives_signs_of_life_and_announces_again(core: WorkerCore) -> None:
     assert core.tick(1.0) == [alive]
     assert core.tick(1.5) == []
     assert core.tick(2.0) == [alive]
-    assert core.tick(3.0) == [replace(alive, for_all=True), *announced(5, 8)]
+    assert core.tick(3.0) == [alive, *announced(5, 8)]
     assert core.tick(4.0) == [alive]
 
 
@@ -265,7 +264,7 @@ def test_a_draining_worker_announces_nothing_and_finishes_what_it_owes(core: Wor
     core.drain()
     assert core.batch_ready(batch(8)) == []
     assert core.on_record(Hello(term=3), 1.0) == []
-    assert core.tick(10.0) == [Send(Alive(worker=1, session=7, retained=4), for_all=True)]
+    assert core.tick(10.0) == [Send(Alive(worker=1, session=7, retained=4))]
     assert core.on_record(grant(6, 2), 1.0) == [Compute(grant(6, 2), (batch(6),))]
     assert len(core.gradient_done(grant(6, 2), (batch(6),), DONE, 1.0)) == 1
     assert core.leave("sigterm") == [Send(Leave(worker=1, session=7, cause="sigterm"))]
