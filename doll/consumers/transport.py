@@ -22,7 +22,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 from faust.transport import base
 from faust.types import TP, ConsumerMessage
@@ -161,29 +161,15 @@ class ChunkConsumer(base.Consumer):  # type: ignore[misc]
     def _new_topicpartition(self, topic: str, partition: int) -> TP:
         return TP(topic, partition)
 
-    async def _commit(self, offsets: Mapping[TP, int]) -> bool:
-        raise NotImplementedError
+    def _unused(self, *_: Any, **__: Any) -> NoReturn:
+        """Operations that Faust's consumer must have, for tables, `seek` and topics of its own: no DOLL app has these.
 
-    async def _getmany(self, active_partitions: set[TP] | None, timeout: float) -> Any:
-        raise NotImplementedError
+        Raises:
+            RuntimeError: always.
+        """
+        raise RuntimeError("the doll:// transport reads one partition in order: it has no tables and no seek")
 
-    async def _seek(self, partition: TP, offset: int) -> None:
-        raise NotImplementedError
-
-    async def seek_wait(self, partitions: Mapping[TP, int]) -> None:
-        raise NotImplementedError
-
-    async def create_topic(self, topic: str, partitions: int, replication: int, **options: Any) -> None:
-        raise NotImplementedError
-
-    async def earliest_offsets(self, *partitions: TP) -> Mapping[TP, int]:
-        raise NotImplementedError
-
-    async def highwaters(self, *partitions: TP) -> Mapping[TP, int]:
-        raise NotImplementedError
-
-    def key_partition(self, topic: str, key: bytes | None, partition: int | None = None) -> int | None:
-        raise NotImplementedError
+    _commit = _getmany = _seek = seek_wait = create_topic = earliest_offsets = highwaters = key_partition = _unused
 
 
 class Transport(base.Transport):  # type: ignore[misc]

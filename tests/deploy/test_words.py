@@ -139,7 +139,7 @@ def test_a_worker_finds_the_tags_that_the_provisioner_gives_it() -> None:
     assert captured(r'cluster_tag = "([^"]+)"', (TERRAFORM / "iam.tf").read_text()) == tags.CLUSTER_TAG
 
 
-def test_exit_codes_that_another_try_does_not_mend() -> None:
+def test_exit_codes_that_another_try_does_not_change() -> None:
     from doll.errors import ConfigError, DollError, InfeasiblePlanError, ServiceUnavailableError
 
     final = {ConfigError.exit_code, InfeasiblePlanError.exit_code}

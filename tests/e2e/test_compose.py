@@ -375,7 +375,7 @@ class Container:
 
 
 class Project:
-    """`docker compose up`, as far as it can be had without an engine."""
+    """`docker compose up`, as far as it works without an engine."""
 
     def __init__(self, folder: Path, job: Path, kafka: LocalKafka, redis: LocalRedis, **variables: str) -> None:
         self.services = project(JOB=job.name, JOB_FOLDER=str(job.parent), **variables)["services"]

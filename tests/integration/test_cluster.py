@@ -21,14 +21,14 @@ from waiting import WAIT_TIMEOUT_S, until
 pytestmark = pytest.mark.integration
 
 HOLDER = """
-import json, pathlib, sys, time
+import json, os, pathlib, sys
 from doll.local.kafka_cluster import KafkaCluster
 
 with KafkaCluster(pathlib.Path(sys.argv[1]), ({}, {}, {})) as cluster:
     print(json.dumps({"address": cluster.address, "pids": [node.pid for node in cluster.nodes]}), flush=True)
     while True:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)  # one has died; `restart_dead` takes its exit code
         cluster.restart_dead()
-        time.sleep(0.1)
 """
 
 

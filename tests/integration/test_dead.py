@@ -1,4 +1,4 @@
-"""Dead letters on the real broker: listed, shown, replayed once, learned when their task is mended."""
+"""Dead letters on the real broker: listed, shown, replayed once, learned when their task is corrected."""
 
 from __future__ import annotations
 
@@ -121,12 +121,12 @@ def test_dead_records_are_listed_shown_replayed_once_and_then_learned(
         assert "0/18: not replayed: its batch is not in a checkpoint yet" in dry
         assert "2 of 4 would be replayed" in dry
         assert ends(job.config, job.services) == [24, 16]
-        # A mended task, and the records that it can decode: new samples at the end of their partitions.
+        # A corrected task, and the records that it can decode: new samples at the end of their partitions.
         for name in ("ps", "worker-0", "worker-1"):
             job.role(name).terminate()
         job.until(lambda: not job.supervisor.handles(), "the end of all processes")
-        mended = job.config.model_copy(update={"task": job.config.task.model_copy(update={"args": {"lenient": True}})})
-        job.job_path.write_text(dump(mended))
+        task = job.config.task.model_copy(update={"args": {"lenient": True}})
+        job.job_path.write_text(dump(job.config.model_copy(update={"task": task})))
         job.start()
         # The other half of the group: the successor's decoding of both is what counts.
         job.send(good * 4, 1)

@@ -32,7 +32,7 @@ def test_the_process_ends_before_its_time_is_over_whatever_it_is_doing() -> None
     assert desk.ends == [(pytest.approx(25.0 - MARGIN_S), 0)]
 
 
-def test_an_earlier_time_wins_and_a_later_one_is_not_heeded() -> None:
+def test_an_earlier_time_wins_and_a_later_one_is_ignored() -> None:
     desk = Desk()
     desk.departure.leave_by(220.0, "notice")
     desk.departure.leave_within(8.0, "sigterm")

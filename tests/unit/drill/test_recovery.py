@@ -63,7 +63,7 @@ def test_a_frozen_server_goes_on_itself() -> None:
     assert report["ps_recovery_s"] == {"p50": None, "max": None}  # nobody died
 
 
-def test_a_server_that_is_cut_off_goes_on_when_it_is_mended_or_its_successor_at_once() -> None:
+def test_a_server_that_is_cut_off_goes_on_when_it_is_restored_or_its_successor_at_once() -> None:
     cut = fault("ps_cut_kafka")  # for half a second
     recoveries = RecoveryTracker()
     recoveries.feed(term_started(4))

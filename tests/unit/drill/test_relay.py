@@ -1,4 +1,4 @@
-"""A relay passes everything on unchanged, and cut, nothing: silently or with resets, until it is mended."""
+"""A relay passes everything on unchanged, and cut, nothing: silently or with resets, until it is restored."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_it_passes_on_megabytes_and_the_end_of_each_side(relay: Relay) -> None:
     assert hashlib.sha256(got[0]).digest() == hashlib.sha256(sent).digest()
 
 
-def test_a_silent_cut_holds_back_what_is_sent_until_it_is_mended(relay: Relay) -> None:
+def test_a_silent_cut_holds_back_what_is_sent_until_it_is_restored(relay: Relay) -> None:
     with connect(relay) as before:
         assert_answers(before)
         relay.start_cut("silent")

@@ -364,7 +364,7 @@ def test_a_restart_forgets_nothing() -> None:
         LaunchState(3, limits).restore(launch_state.to_dict())
 
 
-def test_a_person_who_starts_it_again_has_mended_it() -> None:
+def test_a_person_who_starts_it_again_ends_the_pause() -> None:
     launch_state, limits = after(LaunchFailure.CONFIG)
     again = LaunchState(2, limits)
     again.restore(launch_state.to_dict())
