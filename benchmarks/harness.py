@@ -21,7 +21,8 @@ from doll import config as jobfile
 from doll import packing
 from doll.config import JobConfig
 from doll.kafka import topics
-from doll.kafka.tail import Tail
+from doll.kafka.reader import Partition, Reader, from_end
+from doll.kafka.tail import RecordReader
 from doll.ledger.admission import AFTER_TERM_ENV, read_lineage
 from doll.local import processes
 from doll.local.forks import ForkServer, Role
@@ -37,6 +38,7 @@ from benchmarks.shares import GradientRow, Hops, MessageRow, gradient_share, hop
 
 _RUN_S = 180.0
 _NOTE_S = 0.2
+_WATCH_MS = 500
 _POOL_RECORDS = 8192
 WARM_S = 2.5  # excluded at the beginning of a DOLL run: joining, first batches, cold caches
 
@@ -171,10 +173,13 @@ class Bench:
             os.mkfifo(pipe)
         return self._reference("barrier", lambda out, rank: [out, small, rank, group_size, updates, 3, pipes])
 
-    def ddp(self, small: bool, group_size: int, updates: int) -> ReferenceResult:
-        """torch's DistributedDataParallel over gloo, 2 processes."""
-        port = processes.free_port()
-        return self._reference("ddp", lambda out, rank: [out, small, rank, group_size, updates, 3, port])
+    def ddp(self, small: bool, group_size: int, updates: int, samples: JobConfig | None = None) -> ReferenceResult:
+        """torch's DistributedDataParallel over gloo, 2 processes; `samples`: they learn from the topic of this job."""
+        args = [small, group_size, updates, 3, processes.free_port()]
+        if samples is not None:
+            where = [self.stack.services.kafka, samples.topic("samples"), samples.data.samples_per_record]
+            args.append(where)
+        return self._reference("ddp", lambda out, rank: [out, args[0], rank, *args[1:]])
 
     def _reference(self, name: str, args: Callable[[str, int], list[Any]], target: str = "") -> ReferenceResult:
         """2 processes, each with its own result."""
@@ -233,7 +238,12 @@ class Bench:
         messages, *logs = (str(run / f"log-{number}.json") for number in range(1 + config.data.workers))
         roles = []
         fresh = {AFTER_TERM_ENV: str(read_lineage(config, self.stack.services).newest_term)}
-        with Tail(config, self.stack.services, (config.topic("updates"),)) as tail:
+        # A fetch for each update would be the broker's work for the benchmark, not for the job.
+        reader = Reader(
+            config, self.stack.services, "benchmark", [Partition(config.topic("updates"))], from_end,
+            fetch_min_bytes=1 << 20, fetch_wait_max_ms=_WATCH_MS,
+        )  # fmt: skip
+        with RecordReader(reader) as tail:
             roles.append(self.start("ps", "benchmarks.probes:ps_role", [messages, *args], fresh))
             roles += [
                 self.start(f"worker-{n}", "benchmarks.probes:worker_role", [log, *args, n], fresh)
@@ -269,7 +279,7 @@ class Bench:
         return result
 
     def _collect(
-        self, tail: Tail, config: JobConfig, roles: list[Role], warm_s: float, observer: Observer | None
+        self, tail: RecordReader, config: JobConfig, roles: list[Role], warm_s: float, observer: Observer | None
     ) -> tuple[list[Update], Usage]:
         updates: list[Update] = []
         came_s: list[float] = []  # by this process's clock: a server's wall clock may be set during the run
@@ -278,8 +288,6 @@ class Bench:
         deadline_s = time.monotonic() + _RUN_S
         while time.monotonic() < deadline_s:
             for entry in tail.poll(0.2):
-                if entry.offset < tail.ends[entry.topic]:
-                    continue  # of an earlier run
                 match entry.record:
                     case Update():
                         updates.append(entry.record)

@@ -121,6 +121,8 @@ class Runner:
         reference("bare", lambda: self.bench.bare(small, seconds))
         reference("barrier", lambda: self.bench.barrier(small, group_size, updates))
         reference("ddp", lambda: self.bench.ddp(small, group_size, updates))
+        topic = self.job_a(model, group_size, updates)  # which holds the samples of the run above
+        reference("ddp+kafka", lambda: self.bench.ddp(small, group_size, updates, topic))
         reference("redis", lambda: self.bench.redis_ps(small, group_size, updates))
 
     def stock(self, model: str) -> None:

@@ -8,13 +8,15 @@ forked from one that has torch loaded, as DOLL's own do. Each function here is t
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.data import batches
+from benchmarks.data import SIDE, batches
 from benchmarks.probes import GradientClock
 
 BATCH_SIZE = 256
@@ -66,27 +68,35 @@ def barrier(
     _write(out, first_s, time.monotonic(), updates * (group_size // 2) * BATCH_SIZE, clock)
 
 
-def ddp(out: str, small: bool, rank: int, group_size: int, updates: int, warm_updates: int, port: int) -> None:
-    """One of 2 ranks of DistributedDataParallel over gloo: K / 2 batches each, then one averaged step."""
+def ddp(
+    out: str, small: bool, rank: int, group_size: int, updates: int, warm_updates: int, port: int,
+    samples: tuple[str, str, int] | None = None,
+) -> None:  # fmt: skip
+    """One of 2 ranks of DistributedDataParallel over gloo: K / 2 batches each, then one averaged step.
+
+    Args:
+        samples: Kafka's address, a topic and the samples of a record: this rank learns from partition `rank` of the
+            topic, each batch once. None: from memory.
+    """
     os.environ.update(GLOO_SOCKET_IFNAME="lo", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import torch
     from torch import distributed
     from torch.nn.parallel import DistributedDataParallel
 
     task, model, pool = _task_model_pool(small, rank)
+    source = itertools.cycle(pool) if samples is None else _batches_from_kafka(*samples, rank)
     distributed.init_process_group("gloo", rank=rank, world_size=2)
     parallel = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     clock = GradientClock()
     backward = clock.timed(_backward)
     per_rank = group_size // 2
-    first_s, at = 0.0, 0
+    first_s = 0.0
     for update in range(warm_updates + updates):
         if update == warm_updates:
             first_s = time.monotonic()
         for place in range(per_rank):
-            x, y = pool[at % _POOL]
-            at += 1
+            x, y = next(source)
             if place < per_rank - 1:
                 with parallel.no_sync():
                     backward(task, parallel, x, y, per_rank)
@@ -96,6 +106,34 @@ def ddp(out: str, small: bool, rank: int, group_size: int, updates: int, warm_up
         optimizer.zero_grad()
     _write(out, first_s, time.monotonic(), updates * per_rank * BATCH_SIZE, clock)
     distributed.destroy_process_group()
+
+
+def _batches_from_kafka(address: str, topic: str, samples_per_record: int, partition: int) -> Iterator[tuple[Any, Any]]:
+    """Batches of one partition from its beginning, read with librdkafka in large fetches. It commits nothing, and
+    begins again at the end."""
+    import numpy as np
+    from confluent_kafka import Consumer, TopicPartition
+    from doll.packing import HEADER_BYTES
+
+    settings = {
+        "bootstrap.servers": address, "group.id": "benchmark-ddp", "enable.auto.commit": False,
+        "fetch.min.bytes": 65_536, "max.partition.fetch.bytes": 4 << 20, "queued.max.messages.kbytes": 16_384,
+        "fetch.queue.backoff.ms": 20, "enable.partition.eof": True,
+    }  # fmt: skip
+    consumer = Consumer(settings)
+    consumer.assign([TopicPartition(topic, partition, 0)])
+    values: list[bytes] = []
+    wanted = BATCH_SIZE // samples_per_record
+    while True:
+        for message in consumer.consume(wanted - len(values), 1.0):
+            if message.error() is None:
+                values.append(message.value()[HEADER_BYTES:])
+            else:
+                consumer.seek(TopicPartition(topic, partition, 0))
+        if len(values) == wanted:
+            rows = np.frombuffer(b"".join(values), np.uint8).reshape(BATCH_SIZE, -1)
+            yield rows[:, 1:].reshape(-1, SIDE, SIDE), rows[:, 0].astype(np.int64)
+            values.clear()
 
 
 def redis_server(out: str, small: bool, redis_url: str, group_size: int, updates: int, warm_updates: int) -> None:

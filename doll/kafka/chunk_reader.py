@@ -35,7 +35,7 @@ MAX_CHUNK_BYTES: Final = 1 << 20
 _MAX_UNTAKEN: Final = 2
 
 FETCH_MIN_BYTES: Final = 65_536
-_MIN_PARTITION_FETCH_BYTES: Final = 1 << 20
+_MIN_PARTITION_FETCH_BYTES: Final = 4 << 20
 # Bounds of what the library fetches ahead: whichever is reached first, and one fetch more.
 _FETCHED_AHEAD_RECORDS: Final = 20_000
 _FETCHED_AHEAD_KBYTES: Final = 16 * 1024
