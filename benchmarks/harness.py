@@ -238,11 +238,11 @@ class Bench:
         messages, *logs = (str(run / f"log-{number}.json") for number in range(1 + config.data.workers))
         roles = []
         fresh = {AFTER_TERM_ENV: str(read_lineage(config, self.stack.services).newest_term)}
-        # A fetch for each update would be the broker's work for the benchmark, not for the job.
-        reader = Reader(
-            config, self.stack.services, "benchmark", [Partition(config.topic("updates"))], from_end,
-            fetch_min_bytes=1 << 20, fetch_wait_max_ms=_WATCH_MS,
-        )  # fmt: skip
+        # A fetch for each update would be work for the benchmark, not for the job. But an observer must see
+        # the end at once.
+        watch = {} if observer is not None else {"fetch_min_bytes": 1 << 20, "fetch_wait_max_ms": _WATCH_MS}
+        topic = Partition(config.topic("updates"))
+        reader = Reader(config, self.stack.services, "benchmark", [topic], from_end, **watch)
         with RecordReader(reader) as tail:
             roles.append(self.start("ps", "benchmarks.probes:ps_role", [messages, *args], fresh))
             roles += [

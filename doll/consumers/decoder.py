@@ -34,7 +34,7 @@ class Decoder(Protocol):
 class ThreadDecoder:
     """`Decoder` in one thread of its own: a batch that is being decoded delays no gradient that is granted."""
 
-    depth = 2  # one is decoded while the event loop takes the other
+    depth = 8  # those that follow wake neither thread
 
     def __init__(self, decode: Callable[[Records], Decoded]) -> None:
         self._decode = decode
