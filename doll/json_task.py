@@ -25,7 +25,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import Any, ClassVar, Final, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Final, TypeAlias, Union, get_args, get_origin
 
 import msgspec
 import numpy as np
@@ -100,12 +100,18 @@ def _compiled(record: type[msgspec.Struct]) -> Any:
 
 def _dtype(kind: Any) -> Any:
     """numpy's type of a column for a field of this type; object where no number is declared."""
+    kind = _without_bounds(kind)
     if get_origin(kind) is list:
         return _dtype(get_args(kind)[0])
     if get_origin(kind) in (Union, types.UnionType):
-        kinds = [option for option in get_args(kind) if option is not type(None)]
+        kinds = [_without_bounds(option) for option in get_args(kind) if option is not type(None)]
         return np.float64 if kinds == [float] else np.object_
     return _DTYPES.get(kind, np.object_)
+
+
+def _without_bounds(kind: Any) -> Any:
+    """`float` for `Annotated[float, msgspec.Meta(ge=0)]`."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def _column(values: list[Any], dtype: Any) -> npt.NDArray[Any]:

@@ -7,7 +7,7 @@ import math
 import random
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -190,6 +190,29 @@ def test_columns_have_the_types_of_their_fields() -> None:
     assert columns["id"].tolist() == [2**53 + 1, 7]
     assert math.isnan(columns["age"][0])
     assert columns["name"].tolist() == ["a", ""]
+
+
+class Bounded(msgspec.Struct):
+    spend: Annotated[float, msgspec.Meta(ge=0)]
+    age: Annotated[float, msgspec.Meta(ge=0)] | None
+    parts: Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_length=2)]
+    sizes: list[float] | None = None  # no column of numbers: None has no length
+
+
+def test_a_field_with_bounds_has_the_column_of_its_type() -> None:
+    class Log(JsonTask):
+        record = Bounded
+
+        def samples(self, columns: Columns) -> tuple[Any, Any]:
+            assert columns["sizes"].tolist() == [None] * len(columns["spend"])
+            return np.log1p([columns["spend"], columns["age"], columns["parts"][:, 1]]).T, columns["parts"][:, 0]
+
+    good = b'{"spend": 0, "age": 1, "parts": [2, 3]}'
+    decoded = decode(Log(), [good, good.replace(b"0", b"-1"), good])
+    assert [item.reason for item in decoded.refused] == ["ValidationError: Expected `float` >= 0.0 - at `$.spend`"]
+    assert decoded.x.tolist() == np.log1p(np.array([[0, 1, 3]] * 2)).astype(np.float32).tolist()
+    assert decoded.y.dtype == np.int64
+    assert decoded.y.tolist() == [2, 2]
 
 
 def test_refused_json_has_its_reason() -> None:
