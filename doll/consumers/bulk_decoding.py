@@ -144,7 +144,10 @@ def _decode_many(
     values = samples.values()
 
     def decode(here: npt.NDArray[np.int64]) -> Pair | None:
-        return task.decode_many(values if len(here) == len(values) else [values[place] for place in here.tolist()])
+        # A list of its own: a task that consumes it and then fails leaves the values for the next try.
+        return task.decode_many(
+            list(values) if len(here) == len(values) else [values[place] for place in here.tolist()]
+        )
 
     return np.sort(_halving(task, places, decode, parts))
 

@@ -342,6 +342,20 @@ def test_a_bulk_path_that_is_wrong_is_not_used(answer: Any) -> None:
     assert_same(decoded, decode(one_by_one(Lines()), values))
 
 
+def test_a_task_may_consume_the_list_that_it_is_given() -> None:
+    class Consuming(Lines):
+        def decode_many(self, values: Sequence[bytes]) -> Any:
+            assert isinstance(values, list)
+            taken = [values.pop() for _ in range(len(values))]
+            return super().decode_many(taken[::-1])  # raises where one is bad
+
+    values = [b"%d,2,0.5" % i for i in range(20)]
+    values[3] = b"bad"
+    decoded = decode(Consuming(), values)
+    assert [item.offset for item in decoded.refused] == [103]
+    assert_same(decoded, decode(one_by_one(Lines()), values))
+
+
 def test_bad_records_that_are_named_cost_one_more_call() -> None:
     class Naming(Lines):
         calls = 0
