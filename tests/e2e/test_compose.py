@@ -30,6 +30,7 @@ from doll.local import compose, kafka_broker
 from doll.local.kafka_broker import LocalKafka
 from doll.local.processes import describe_exit, free_port, spawn, tail
 from doll.local.redis_server import LocalRedis
+from doll.process.memory import HUGE_PAGES_ENV
 from doll.services import Services
 from doll.storage.file_checkpoints import FileCheckpointStore
 from fake_engine import fake_docker_engine
@@ -202,6 +203,12 @@ def test_every_container_has_a_bound_on_its_memory_and_redis_keeps_below_its_own
 
 def size_bytes(text: str) -> int:
     return int(text.rstrip("bgm")) * (2**30 if "g" in text else 2**20)
+
+
+def test_huge_pages_can_be_switched_off_in_every_role() -> None:
+    services = project(DOLL_HUGE_PAGES="0")["services"]
+    roles = {name: service for name, service in services.items() if name not in IN_FOREIGN_IMAGES}
+    assert {name: role["environment"][HUGE_PAGES_ENV] for name, role in roles.items()} == dict.fromkeys(roles, "0")
 
 
 def test_folders_of_the_host_are_labelled_for_selinux_in_a_form_that_compose_keeps() -> None:
