@@ -54,6 +54,7 @@ class Task:
     """What is learned. Subclass it; only `build_model` and `decode` must be written.
 
     A worker calls `decode`, `decode_block` and `decode_many` in one thread, and the other methods in another one.
+    What the three return is kept until the batch is durable: an array that a later call writes to again must be copied.
 
     Attributes:
         input_shape: shape of one sample's `x`. A record of another shape is dead-lettered. None: the shape that most
