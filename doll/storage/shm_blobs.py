@@ -27,7 +27,9 @@ from doll.storage.shm_segments import SEGMENT, Mappings, Segment, Segments, read
 log = telemetry.get_logger(__name__)
 
 _SCAN_EVERY_S: Final = 1.0
-_ATTEMPTS: Final = 4  # to write where the folder is removed again and again; then the other store takes it
+# To write where the folder is removed again and again (then the other store takes it); to read what is being replaced.
+_ATTEMPTS: Final = 4
+_NO_MEMORY: Final = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 _UNFINISHED: Final = ".new-"
 _UNFINISHED_MAX_AGE_S: Final = 60.0  # then its writer has died
 _PARTS_AT_ONCE: Final = 1000  # IOV_MAX is 1024
@@ -120,14 +122,17 @@ class ShmBlobs:
         """What is under `key`, read-only, or None. May be repeated."""
         path = self._path(key)
         try:
-            status = os.stat(path, follow_symlinks=False)
-            if status.st_mtime_ns <= self._clock() * 1e9:
-                return None
-            if status.st_size >= self._mapped_from_bytes:
-                return self._mappings.view(path)
-            return read_stable(path)
+            for _ in range(_ATTEMPTS):
+                status = os.stat(path, follow_symlinks=False)
+                if status.st_mtime_ns <= self._clock() * 1e9:
+                    return None
+                is_mapped = status.st_size >= self._mapped_from_bytes
+                if (blob := self._mappings.view(path) if is_mapped else read_stable(path)) is not None:
+                    return blob
+                # It was deleted or replaced meanwhile; the next look tells which.
         except FileNotFoundError:
             return self._fallback.get(key)
+        return None
 
     def prefetch(self, keys: Sequence[str]) -> None:
         """Nothing: they are in memory."""
@@ -166,6 +171,10 @@ class ShmBlobs:
             self._link(segment, key, ttl_s)
         except FileNotFoundError:
             return False  # somebody has deleted its file: it is copied
+        except OSError as exc:
+            if exc.errno in _NO_MEMORY:
+                return False  # a name takes memory too
+            raise ServiceUnavailableError(f"cannot write to {self._folder}: {exc}") from exc
         return True
 
     def _try_put_in_segment(self, key: str, parts: Sequence[Buffer], size: int, ttl_s: float) -> bool:
@@ -239,7 +248,7 @@ class ShmBlobs:
                 with contextlib.suppress(FileNotFoundError):
                     self._make_folder()
             except OSError as exc:
-                if exc.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+                if exc.errno in _NO_MEMORY:
                     return False
                 raise ServiceUnavailableError(f"cannot write to {self._folder}: {exc}") from exc
         return False

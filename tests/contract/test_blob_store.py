@@ -461,6 +461,21 @@ def test_a_reader_that_comes_too_late_finds_no_blob(reused: Reused, monkeypatch:
     assert bytes(reused.reader.get("b") or b"") == b"2" * 1000
 
 
+def test_a_blob_that_is_replaced_while_it_is_looked_up_is_found(
+    reused: Reused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+
+    def owner_was_faster(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        reused.store.put("a", [b"2" * 1000], 60)
+        flock(descriptor, operation)
+
+    reused.store.put("a", [b"1" * 1000], 60)
+    monkeypatch.setattr(fcntl, "flock", owner_was_faster)
+    assert bytes(reused.reader.get("a") or b"") == b"2" * 1000
+
+
 def test_reserved_memory_is_not_copied_and_not_lent_twice(reused: Reused) -> None:
     one, other = reused.store.reserve(1000), reused.store.reserve(1000)
     assert one is not None
@@ -523,6 +538,23 @@ def test_without_memory_a_blob_goes_beyond(reused: Reused, monkeypatch: pytest.M
     assert reused.fallback.keys() == ["a"]
     assert bytes(reused.reader.get("a") or b"") == b"1" * 1000
     assert reused.files() == []
+
+
+def test_without_memory_for_a_name_what_was_reserved_goes_beyond(
+    reused: Reused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tmpfs each name counts as a file, and their number is limited."""
+    memory = reused.store.reserve(1000)
+    assert memory is not None
+    memory[:] = b"1" * 1000
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "link", full)
+    reused.store.put("a", [memory], 60)
+    assert reused.fallback.keys() == ["a"]
+    assert bytes(reused.reader.get("a") or b"") == b"1" * 1000
 
 
 def test_what_a_dead_owner_left_is_removed_and_its_blobs_expire(reused: Reused) -> None:
