@@ -99,15 +99,6 @@ class Streams:
         self._added.append((now, key))
         self._out.send(b"XADD", key, b"NOMKSTREAM", b"MAXLEN", b"~", _MAX_ENTRIES, b"*", *fields)
 
-    def drop(self, key: bytes, now: float) -> None:
-        """Delete a stream.
-
-        Raises:
-            LinkError: Redis is gone.
-        """
-        self._added.append((now, b""))
-        self._out.send(b"UNLINK", key)
-
     def missing(self) -> list[bytes]:
         """Streams that were not there for an entry, since the last call.
 

@@ -117,7 +117,7 @@ class ControlChannel:
     def close(self) -> None:
         self._closed.set()
         if self._links is not None:
-            self._take_values()  # the thread may wait for room
+            # What is left in the queue is not looked at: an error in it must not hide the one that ends this process.
             self._thread.join()
             self._links.close()
             os.close(self._wake)

@@ -229,7 +229,7 @@ class LocalListener:
     """Links over the server's Unix socket.
 
     Args:
-        max_links: connections beyond these wait.
+        max_links: connections beyond these are closed; their workers try again.
     """
 
     def __init__(self, links: ControlLinks, listening: LocalSocket, max_links: int) -> None:
