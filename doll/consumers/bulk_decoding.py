@@ -177,7 +177,9 @@ def _halving(
                 waiting += [here[~bad]] if not bad.all() else []
                 continue
             part = None
-        except Exception:  # the user's code may raise or return anything; decoding one by one gives the reasons
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # the user's code may raise or return anything; decoding one by one gives the reasons
             part = None
         if part is not None:
             successes += 1

@@ -150,7 +150,9 @@ def _one_by_one(task: Task, samples: Samples, places: Sequence[int], reasons: di
     for place in places:
         try:
             rows.append((place, *_check(task, task.decode(samples[place]))))
-        except Exception as exc:  # whatever the user's decode raises is the reason
+        except KeyboardInterrupt:
+            raise
+        except BaseException as exc:  # whatever the user's decode raises: also sys.exit, and a panic of a Rust library
             text = str(exc) if isinstance(exc, SampleError) else f"{type(exc).__name__}: {exc}"
             reasons[place] = text[:MAX_REASON_CHARS]
     return rows

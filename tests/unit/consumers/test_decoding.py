@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,26 @@ def test_whatever_the_users_code_raises_is_a_reason_of_bounded_length() -> None:
     decoded = decode(Broken(), b"a", b"told")
     assert decoded.refused[0].reason == f"ZeroDivisionError: {'x' * 10_000}"[:MAX_REASON_CHARS]
     assert decoded.refused[1].reason == "not for me"
+
+
+class Panic(BaseException):
+    """As pyo3 raises it where Rust code panics."""
+
+
+@pytest.mark.parametrize("raised", [Panic("index out of bounds"), SystemExit(0)])
+def test_what_is_no_exception_is_a_reason_too(raised: BaseException) -> None:
+    class Panicking(Points):
+        def decode(self, record: bytes) -> Sample:
+            if record == b"bomb":
+                raise raised
+            return super().decode(record)
+
+        def decode_many(self, values: Sequence[bytes]) -> Any:
+            raise raised
+
+    decoded = decode(Panicking(), GOOD, b"bomb", GOOD)
+    assert decoded.num_samples == 2
+    assert [(item.offset, item.reason) for item in decoded.refused] == [(101, f"{type(raised).__name__}: {raised}")]
 
 
 def test_without_a_declared_shape_that_of_most_samples_is_right() -> None:
