@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fast_botocore
 import numpy as np
@@ -19,6 +20,7 @@ from doll.local import kafka_jars
 from doll.local.kafka_broker import LocalKafka
 from doll.local.redis_server import LocalRedis
 from doll.services import Services
+from doll.storage.redis_client import connect_redis
 from hypothesis import settings
 
 UNDER_CI = os.environ.get("CI", "").lower() not in ("", "0", "false")
@@ -84,6 +86,13 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRedi
     """A real Redis server on loopback. A test that stops or kills it must start it again."""
     with LocalRedis(tmp_path_factory.mktemp("redis")) as server:
         yield server
+
+
+@pytest.fixture
+def redis_client(redis_server: LocalRedis) -> Iterator[Any]:
+    client: Any = connect_redis(Services("", redis_server.address))
+    yield client
+    client.close()
 
 
 @pytest.fixture

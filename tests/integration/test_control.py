@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from doll.drill.relay import Relays
-from doll.local.redis_server import LocalRedis
 from doll.records import ServerStatus
-from doll.services import CONTROL_ENV, Services
-from doll.storage.redis_client import connect_redis
+from doll.services import CONTROL_ENV
 
 pytestmark = pytest.mark.integration
 
@@ -33,14 +31,7 @@ def test_a_job_learns_every_sample_once_over_each_channel(make_pipeline: Any, ki
     job.assert_audit_ok()
 
 
-@pytest.fixture
-def client(redis_server: LocalRedis) -> Iterator[Any]:
-    client: Any = connect_redis(Services("", redis_server.address))
-    yield client
-    client.close()
-
-
-def test_streams_that_vanish_again_and_again_cost_nothing_but_time(make_pipeline: Any, client: Any) -> None:
+def test_streams_that_vanish_again_and_again_cost_nothing_but_time(make_pipeline: Any, redis_client: Any) -> None:
     job = make_pipeline("control.kind=redis", "stop.updates=120", "worker.grant_timeout_s=60")
     job.start()
 
@@ -52,8 +43,8 @@ def test_streams_that_vanish_again_and_again_cost_nothing_but_time(make_pipeline
         job.until_status(linked(round_number + 1), "links over Redis")
         job.send(job.samples(480))
         job.until_version(30 * round_number + 5)
-        for key in client.keys(f"doll:{job.config.job}:control:*"):
-            client.delete(key)
+        for key in redis_client.keys(f"doll:{job.config.job}:control:*"):
+            redis_client.delete(key)
         job.until_version(30 * round_number + 20)
     job.until_status(lambda status: status.counters["control_broken"] >= 3, "the server's account of it")
     job.send(job.samples(1600))
