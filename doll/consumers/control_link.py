@@ -125,6 +125,9 @@ class ControlLink:
                 await self._hold(welcome, link)
                 if time.monotonic() - opened_s >= _STEADY_S:
                     pause_s = _RETRY_S
+            if self._welcome is not welcome:  # another one came meanwhile: attach to that server now
+                pause_s = _RETRY_S
+                continue
             self._welcomed.clear()
             try:
                 await asyncio.wait_for(self._welcomed.wait(), pause_s)
@@ -233,10 +236,10 @@ class ControlLink:
         return [endpoint for endpoint in welcome.endpoints if self._usable(endpoint)]
 
     async def _open(self, welcome: Welcome, endpoints: Sequence[str]) -> Link | None:
-        """The first of these endpoints that takes this process; None: none does."""
+        """The first of these endpoints that takes this process; None: none does, or `welcome` no longer holds."""
         loop = asyncio.get_running_loop()
         for endpoint in endpoints:
-            if self._welcome is None:  # this process ends
+            if self._is_replaced(welcome):
                 return None
             try:
                 link: Link = await loop.run_in_executor(None, self._connect, endpoint)
@@ -244,14 +247,23 @@ class ControlLink:
                 log.info("control_link_unavailable", endpoint=endpoint, reason=str(exc))
                 continue
             try:
-                return await self._attach(link, welcome)
+                await self._attach(link, welcome)
             except LinkError as exc:
                 log.info("control_link_unavailable", endpoint=endpoint, reason=str(exc))
                 link.close()
             except BaseException:
                 link.close()
                 raise
+            else:
+                if not self._is_replaced(welcome):
+                    return link
+                link.close("there is a new parameter server", time.monotonic())
         return None
+
+    def _is_replaced(self, welcome: Welcome) -> bool:
+        """Another server or session came after `welcome`, or this process ends. The same Welcome again is neither."""
+        newest = self._welcome
+        return newest is None or (newest.term, newest.session) != (welcome.term, welcome.session)
 
     def _connect(self, endpoint: str) -> Link:
         """
@@ -264,7 +276,7 @@ class ControlLink:
             return SocketLink(connect(self._services.control or address), LinkState(TO_WORKER, now))
         return StreamLink(self._services, address, now)
 
-    async def _attach(self, link: Link, welcome: Welcome) -> Link:
+    async def _attach(self, link: Link, welcome: Welcome) -> None:
         """
         Raises:
             LinkError: the server does not take this process.
@@ -285,7 +297,7 @@ class ControlLink:
                 for number, record in enumerate(records := link.receive(time.monotonic())):
                     if isinstance(record, Attached):
                         self._deliver(records[number + 1 :])
-                        return link
+                        return
         finally:
             for descriptor in link.filenos():
                 if descriptor >= 0:

@@ -10,6 +10,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,7 @@ class Server:
     """`ControlLinks` of one kind."""
 
     def __init__(self, kind: str, services: Services, path: Path, term: int = TERM) -> None:
-        self.clock = Clock()
+        self.term, self.clock = term, Clock()
         self.links = ControlLinks(term, self.clock)
         if kind == "local":
             self.links.add(LocalListener(self.links, LocalSocket(str(path), ""), max_links=8))
@@ -87,8 +88,8 @@ class Server:
         self.records: list[AnyRecord] = []
         self.changed: list[int] = []
 
-    def welcome(self, worker: int = 0, session: int = SESSION, term: int = TERM) -> Welcome:
-        made = welcome(worker, session, term, endpoints=self.links.endpoints)
+    def welcome(self, worker: int = 0, session: int = SESSION) -> Welcome:
+        made = welcome(worker, session, self.term, endpoints=self.links.endpoints)
         self.links.welcome(made)
         return made
 
@@ -114,6 +115,12 @@ class Worker:
     async def run(self) -> None:
         await self.link.run(self.records.extend, lambda: self.changes.append(self.link.kind_in_use))
 
+    async def attach(self, server: Server, until: Any) -> Welcome:
+        """The server welcomes this process, which opens its first link."""
+        self.link.welcome(made := server.welcome())
+        await until(lambda: self.changes)
+        return made
+
 
 @dataclass
 class Rig:
@@ -125,6 +132,10 @@ class Rig:
     def start_server(self, term: int = TERM) -> Server:
         self.servers.append(Server(self.kind, self.services, self.path, term))
         return self.servers[-1]
+
+    def close(self) -> None:
+        while self.servers:
+            self.servers.pop().links.close()
 
     def worker(self) -> Worker:
         return Worker(ControlLink(self.services, self.kind))
@@ -145,7 +156,7 @@ class Rig:
         while True:
             raw = self.raw()
             try:
-                raw.send(Attach(worker=0, session=SESSION, term=TERM), time.monotonic())
+                raw.send(Attach(worker=0, session=SESSION, term=server.term), time.monotonic())
                 while not records:
                     assert time.monotonic() < deadline_s
                     server.poll()
@@ -153,7 +164,7 @@ class Rig:
             except LinkError:  # the server's stream is not there yet
                 raw.close()
             else:
-                assert records == [Attached(term=TERM, worker=0, session=SESSION)]
+                assert records == [Attached(term=server.term, worker=0, session=SESSION)]
                 return raw
 
 
@@ -161,10 +172,12 @@ class Rig:
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     tmp_path.chmod(0o700)
     redis_url = request.getfixturevalue("redis_server").address if request.param == "redis" else ""
-    made = Rig(request.param, Services("", redis_url), tmp_path / "s")
-    yield made
-    for server in made.servers:
-        server.links.close()
+    with closing(Rig(request.param, Services("", redis_url), tmp_path / "s")) as made:
+        yield made
+
+
+ON_SOCKET = pytest.mark.parametrize("rig", ["local"], indirect=True)
+ON_REDIS = pytest.mark.parametrize("rig", ["redis"], indirect=True)
 
 
 def run(scenario: Callable[[Worker, Callable[..., Any]], Any], worker: Worker, *servers: Server) -> None:
@@ -196,8 +209,7 @@ def test_grants_and_pushes_arrive_in_order_and_both_ends_know_of_the_link(rig: R
     async def scenario(worker: Worker, until: Any) -> None:
         assert not worker.link.send(push(0)), "there is no link yet"
         assert not server.links.send(0, grant(0))
-        worker.link.welcome(server.welcome())
-        await until(lambda: worker.changes)
+        await worker.attach(server, until)
         assert (worker.changes, server.changed) == ([rig.kind], [0])
         assert server.links.kinds() == {0: rig.kind}
         grants = [grant(number) for number in range(50)]
@@ -233,8 +245,7 @@ def test_a_welcome_of_a_later_process_ends_the_link_of_the_earlier_one(rig: Rig)
     server, worker = rig.start_server(), rig.worker()
 
     async def scenario(worker: Worker, until: Any) -> None:
-        worker.link.welcome(server.welcome())
-        await until(lambda: worker.changes)
+        await worker.attach(server, until)
         server.welcome(session=SESSION + 1)
         assert server.links.kinds() == {}
         assert not server.links.send(0, grant(1, session=SESSION + 1)), "nobody of this session is attached"
@@ -250,8 +261,7 @@ def test_a_later_link_of_a_process_replaces_its_earlier_one(rig: Rig) -> None:
 
     async def scenario(worker: Worker, until: Any) -> None:
         raw = rig.raw()
-        worker.link.welcome(server.welcome())
-        await until(lambda: worker.changes)
+        await worker.attach(server, until)
         raw.send(Attach(worker=0, session=SESSION, term=TERM), time.monotonic())
         await until(lambda: len(worker.changes) == 2)
         assert server.changed[:2] == [0, 0]
@@ -264,15 +274,12 @@ def test_the_links_of_a_server_end_with_it_and_the_next_one_is_found(rig: Rig) -
     first, worker = rig.start_server(), rig.worker()
 
     async def scenario(worker: Worker, until: Any) -> None:
-        late = first.welcome()
-        worker.link.welcome(late)
-        await until(lambda: worker.changes)
-        first.links.close()
-        rig.servers.clear()
+        late = await worker.attach(first, until)
+        rig.close()
         second = rig.start_server(TERM + 1)
         await until(lambda: worker.changes == [rig.kind, "kafka"], second)
         assert not worker.link.send(push(0))
-        worker.link.welcome(second.welcome(term=TERM + 1))
+        worker.link.welcome(second.welcome())
         await until(lambda: worker.changes == [rig.kind, "kafka", rig.kind], second)
         assert not worker.link.send(push(0)), "a push of the earlier term is not for this server"
         worker.link.welcome(late)  # the first server was suspended, not dead
@@ -281,12 +288,36 @@ def test_the_links_of_a_server_end_with_it_and_the_next_one_is_found(rig: Rig) -
     run(scenario, worker, first)
 
 
+@pytest.fixture
+def _no_second_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a link fails, the pause before the next attempt outlasts the test."""
+    monkeypatch.setattr("doll.consumers.control_link._RETRY_S", 10 * WAIT_TIMEOUT_S)
+
+
+@pytest.mark.usefixtures("_no_second_attempt")
+def test_a_new_server_that_ends_the_link_to_the_old_one_is_attached_to_at_once(rig: Rig) -> None:
+    first, worker = rig.start_server(), rig.worker()
+    rig.attached(first).close()  # it listens: the worker's only attempt succeeds
+    rig.path = rig.path.with_name("new")
+    second = rig.start_server(TERM + 1)
+    rig.attached(second).close()
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        await worker.attach(first, until)
+        worker.link.welcome(second.welcome())  # the old server still answers: nothing else ends its link
+        await until(lambda: len(worker.changes) == 3)
+        assert worker.changes == [rig.kind, "kafka", rig.kind]
+        assert worker.link.send(msgspec.structs.replace(push(0), term=TERM + 1))
+        await until(lambda: second.records)
+
+    run(scenario, worker, first, second)
+
+
 def test_a_worker_that_leaves_closes_its_link(rig: Rig) -> None:
     server, worker = rig.start_server(), rig.worker()
 
     async def scenario(worker: Worker, until: Any) -> None:
-        worker.link.welcome(server.welcome())
-        await until(lambda: worker.changes)
+        await worker.attach(server, until)
         worker.link.send(push(1))
         worker.link.close("leaving")
         await until(lambda: server.changed == [0, 0])
@@ -299,8 +330,7 @@ def test_a_silent_worker_loses_its_link_and_a_ping_keeps_it(rig: Rig) -> None:
     server, worker = rig.start_server(), rig.worker()
 
     async def scenario(worker: Worker, until: Any) -> None:
-        worker.link.welcome(server.welcome())
-        await until(lambda: worker.changes)
+        await worker.attach(server, until)
         kept_s = time.monotonic() + 1.5 * SILENCE_S
         await until(lambda: time.monotonic() > kept_s)
         assert server.links.kinds() == {0: rig.kind}
@@ -344,6 +374,7 @@ def private(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@ON_SOCKET
 @pytest.mark.parametrize(
     "data",
     [
@@ -355,43 +386,39 @@ def private(tmp_path: Path) -> Path:
         b"GET / HTTP/1.1\r\n\r\n",
     ],
 )
-def test_bytes_that_are_no_frames_end_a_connection_and_no_other(private: Path, data: bytes) -> None:
-    server = Server("local", Services("", ""), private / "s")
-    try:
-        other = connect(str(private / "s"))
-        link = SocketLink(other, LinkState(TO_WORKER, time.monotonic()))
-        server.welcome()
-        link.send(Attach(worker=0, session=SESSION, term=TERM), time.monotonic())
-        with connect(str(private / "s")) as connection:
-            connection.sendall(data)
-            deadline_s = time.monotonic() + WAIT_TIMEOUT_S
-            while not server.links.counters["control_refused"] and time.monotonic() < deadline_s:
-                server.poll()
-        assert server.links.counters["control_refused"] == 1
-        assert server.links.kinds() == {0: "local"}
-        link.close()
-    finally:
-        server.links.close()
-
-
-def test_a_connection_that_does_not_say_who_it_is_is_closed(private: Path) -> None:
-    server = Server("local", Services("", ""), private / "s")
-    try:
-        with connect(str(private / "s")) as connection:
+def test_bytes_that_are_no_frames_end_a_connection_and_no_other(rig: Rig, data: bytes) -> None:
+    server = rig.start_server()
+    other = connect(str(rig.path))
+    link = SocketLink(other, LinkState(TO_WORKER, time.monotonic()))
+    server.welcome()
+    link.send(Attach(worker=0, session=SESSION, term=TERM), time.monotonic())
+    with connect(str(rig.path)) as connection:
+        connection.sendall(data)
+        deadline_s = time.monotonic() + WAIT_TIMEOUT_S
+        while not server.links.counters["control_refused"] and time.monotonic() < deadline_s:
             server.poll()
-            server.clock.ahead_s = SILENCE_S + PING_EVERY_S
-            server.poll()
-            server.poll()
-            while connection.recv(1 << 16):  # a Detach, then the end
-                continue
-    finally:
-        server.links.close()
+    assert server.links.counters["control_refused"] == 1
+    assert server.links.kinds() == {0: "local"}
+    link.close()
 
 
-def test_connections_of_a_foreign_process_are_bounded_and_closed_and_workers_attach_again(private: Path) -> None:
-    server = Server("local", Services("", ""), private / "s")
-    foreign = [connect(str(private / "s")) for _ in range(20)]
-    worker = Worker(ControlLink(Services("", ""), "local"))
+@ON_SOCKET
+def test_a_connection_that_does_not_say_who_it_is_is_closed(rig: Rig) -> None:
+    server = rig.start_server()
+    with connect(str(rig.path)) as connection:
+        server.poll()
+        server.clock.ahead_s = SILENCE_S + PING_EVERY_S
+        server.poll()
+        server.poll()
+        while connection.recv(1 << 16):  # a Detach, then the end
+            continue
+
+
+@ON_SOCKET
+def test_connections_of_a_foreign_process_are_bounded_and_closed_and_workers_attach_again(rig: Rig) -> None:
+    server = rig.start_server()
+    foreign = [connect(str(rig.path)) for _ in range(20)]
+    worker = rig.worker()
 
     async def scenario(worker: Worker, until: Any) -> None:
         for _ in range(30):
@@ -407,42 +434,56 @@ def test_connections_of_a_foreign_process_are_bounded_and_closed_and_workers_att
     finally:
         for connection in foreign:
             connection.close()
-        server.links.close()
 
 
-def test_a_server_without_descriptors_does_not_spin_and_takes_the_worker_later(private: Path) -> None:
-    server = Server("local", Services("", ""), private / "s")
+@ON_SOCKET
+def test_a_server_without_descriptors_does_not_spin_and_takes_the_worker_later(rig: Rig) -> None:
+    server = rig.start_server()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        with connect(str(private / "s")) as connection:
-            os.close(lowest_free := os.dup(connection.fileno()))
-            try:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
-                server.poll()
-                assert server.links.selector.select(0.0) == []
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-            server.clock.ahead_s += 1.0
-            server.poll()  # its check listens again
-            assert server.links.selector.select(WAIT_TIMEOUT_S), "the worker still waits"
-    finally:
-        server.links.close()
+    with connect(str(rig.path)) as connection:
+        os.close(lowest_free := os.dup(connection.fileno()))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+            server.poll()
+            assert server.links.selector.select(0.0) == []
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        server.clock.ahead_s += 1.0
+        server.poll()  # its check listens again
+        assert server.links.selector.select(WAIT_TIMEOUT_S), "the worker still waits"
 
 
-def test_an_endless_frame_is_not_kept(private: Path) -> None:
+@ON_SOCKET
+def test_an_endless_frame_is_not_kept(rig: Rig) -> None:
     """A frame of the greatest length that is announced and never ends: it is given up as silence."""
-    server = Server("local", Services("", ""), private / "s")
-    try:
-        with connect(str(private / "s")) as connection:
-            connection.sendall(struct.pack(">I", MAX_FRAME_BYTES) + bytes(1000))
-            server.poll()
-            server.poll()
-            assert not server.links.counters
-            server.clock.ahead_s = SILENCE_S + PING_EVERY_S
-            server.poll()
-            assert server.links.counters["control_broken"] + server.links.counters["control_refused"] == 1
-    finally:
-        server.links.close()
+    server = rig.start_server()
+    with connect(str(rig.path)) as connection:
+        connection.sendall(struct.pack(">I", MAX_FRAME_BYTES) + bytes(1000))
+        server.poll()
+        server.poll()
+        assert not server.links.counters
+        server.clock.ahead_s = SILENCE_S + PING_EVERY_S
+        server.poll()
+        assert server.links.counters["control_broken"] + server.links.counters["control_refused"] == 1
+
+
+@pytest.mark.usefixtures("_no_second_attempt")
+def test_a_new_server_that_comes_while_a_link_to_the_old_one_opens_is_attached_to_at_once(private: Path) -> None:
+    rig = Rig("local", Services("", ""), private / "old")
+    first, worker = rig.start_server(), rig.worker()
+    rig.path = private / "new"
+    second = rig.start_server(TERM + 1)
+
+    async def scenario(worker: Worker, until: Any) -> None:
+        worker.link.welcome(first.welcome())
+        await until(lambda: first.links.selector.select(0.0), second)  # it has connected, and no answer has come
+        worker.link.welcome(second.welcome())
+        await until(lambda: second.changed)
+        await until(lambda: worker.changes)
+        assert (worker.changes, first.changed, second.changed) == (["local"], [0, 0], [0])
+
+    with closing(rig):
+        run(scenario, worker, first, second)
 
 
 def test_the_socket_of_a_killed_server_is_taken_over_and_an_ended_one_keeps_its_successors(private: Path) -> None:
@@ -483,111 +524,89 @@ def test_a_chosen_path_is_the_jobs_own_in_a_private_folder(private: Path, monkey
 # --- Redis -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def client(redis_server: LocalRedis) -> Iterator[Any]:
-    client: Any = connect_redis(Services("", redis_server.address))
-    yield client
-    client.close()
-
-
-def test_streams_are_trimmed_expire_and_are_gone_with_their_ends(redis_server: LocalRedis, client: Any) -> None:
-    server = Server("redis", Services("", redis_server.address), Path())
-    worker = Worker(ControlLink(Services("", redis_server.address), "redis"))
+@ON_REDIS
+def test_streams_are_trimmed_expire_and_are_gone_with_their_ends(rig: Rig, redis_client: Any) -> None:
+    server, worker = rig.start_server(), rig.worker()
     name = server_stream("contract", TERM)
 
     async def scenario(worker: Worker, until: Any) -> None:
-        worker.link.welcome(server.welcome())
-        await until(lambda: worker.changes)
+        await worker.attach(server, until)
         for number in range(500):
             worker.link.send(push(number))
             server.links.send(0, grant(number))
         await until(lambda: len(server.records) == len(worker.records) == 500)
-        keys = [key.decode() for key in client.keys(f"{name}*")]
+        keys = [key.decode() for key in redis_client.keys(f"{name}*")]
         assert len(keys) == 2
-        assert all(0 < client.ttl(key) <= 60 for key in keys)
-        await until(lambda: all(client.xlen(key) <= 3 for key in keys))
+        assert all(0 < redis_client.ttl(key) <= 60 for key in keys)
+        await until(lambda: all(redis_client.xlen(key) <= 3 for key in keys))
 
-    try:
-        run(scenario, worker, server)
-    finally:
-        server.links.close()
-    assert client.keys(f"{name}*") == []
+    run(scenario, worker, server)
+    rig.close()
+    assert redis_client.keys(f"{name}*") == []
 
 
+@ON_REDIS
 @pytest.mark.parametrize(
     "damage", ["wipe", "server_stream", "other_type", "lost_entry", "foreign_entry", "garbled_entry"]
 )
-def test_a_redis_that_loses_entries_breaks_the_link_which_comes_back(
-    redis_server: LocalRedis, client: Any, damage: str
-) -> None:
-    server = Server("redis", Services("", redis_server.address), Path())
-    worker = Worker(ControlLink(Services("", redis_server.address), "redis"))
+def test_a_redis_that_loses_entries_breaks_the_link_which_comes_back(rig: Rig, redis_client: Any, damage: str) -> None:
+    server, worker = rig.start_server(), rig.worker()
     name = server_stream("contract", TERM)
 
     async def scenario(worker: Worker, until: Any) -> None:
-        worker.link.welcome(server.welcome())
-        await until(lambda: worker.changes)
-        link = next(key for key in client.keys(f"{name}:*"))
+        await worker.attach(server, until)
+        link = next(key for key in redis_client.keys(f"{name}:*"))
         match damage:
             case "wipe":
-                client.flushall()
+                redis_client.flushall()
             case "server_stream":
-                client.delete(name)
+                redis_client.delete(name)
             case "lost_entry":  # as a failover to a replica that lags
                 state = LinkState(TO_WORKER, 0.0)
                 for _ in range(5):
                     frame = state.pack(grant(1), 0.0)
-                client.xadd(link, {"f": frame})
+                redis_client.xadd(link, {"f": frame})
             case "other_type":  # the server's stream has become a string
-                client.set(name, b"text")
+                redis_client.set(name, b"text")
             case "garbled_entry":
-                client.xadd(link, {"f": b"\0\0\0\1\xff\xff"})
+                redis_client.xadd(link, {"f": b"\0\0\0\1\xff\xff"})
             case "foreign_entry":
-                client.xadd(link, {"what": "ever"})
+                redis_client.xadd(link, {"what": "ever"})
         await until(lambda: worker.changes == ["redis", "kafka", "redis"])
         assert server.changed[:3] == [0, 0, 0]
         assert worker.link.send(push(7))
         await until(lambda: server.records == [push(7)])
 
-    try:
-        run(scenario, worker, server)
-    finally:
-        server.links.close()
+    run(scenario, worker, server)
 
 
-def test_a_foreign_entry_for_the_server_is_counted_and_harms_no_link(redis_server: LocalRedis, client: Any) -> None:
-    server = Server("redis", Services("", redis_server.address), Path())
-    worker = Worker(ControlLink(Services("", redis_server.address), "redis"))
+@ON_REDIS
+def test_a_foreign_entry_for_the_server_is_counted_and_harms_no_link(rig: Rig, redis_client: Any) -> None:
+    server, worker = rig.start_server(), rig.worker()
     name = server_stream("contract", TERM)
 
     async def scenario(worker: Worker, until: Any) -> None:
-        worker.link.welcome(server.welcome())
-        await until(lambda: worker.changes)
-        client.xadd(name, {"what": "ever"})
-        client.xadd(name, {"l": "unknown", "f": b"\0\0\0\0" + encode(push(1))})
-        client.xadd(name, {"l": "../etc", "f": b""})
-        client.xadd(name, {"": ""})  # as the entry that a stream begins with
-        client.xadd(name, {"l": "x" * 65, "f": b""})
-        client.xadd(name, {"l": "unknown", "f": bytes(MAX_FRAME_BYTES + 1)})
+        await worker.attach(server, until)
+        redis_client.xadd(name, {"what": "ever"})
+        redis_client.xadd(name, {"l": "unknown", "f": b"\0\0\0\0" + encode(push(1))})
+        redis_client.xadd(name, {"l": "../etc", "f": b""})
+        redis_client.xadd(name, {"": ""})  # as the entry that a stream begins with
+        redis_client.xadd(name, {"l": "x" * 65, "f": b""})
+        redis_client.xadd(name, {"l": "unknown", "f": bytes(MAX_FRAME_BYTES + 1)})
         await until(lambda: server.links.counters["control_refused"] == 4)
         assert worker.link.send(push(7))
         await until(lambda: server.records == [push(7)])
         assert worker.changes == ["redis"]
 
-    try:
-        run(scenario, worker, server)
-    finally:
-        server.links.close()
+    run(scenario, worker, server)
 
 
 def test_a_redis_that_restarts_empty_breaks_all_links_and_they_come_back(own_redis: LocalRedis) -> None:
-    services = Services("", own_redis.address)
-    server = Server("redis", services, Path())
-    worker = Worker(ControlLink(services, "redis"))
+    rig = Rig("redis", Services("", own_redis.address), Path())
+    server, worker = rig.start_server(), rig.worker()
 
     async def scenario(worker: Worker, until: Any) -> None:
-        worker.link.welcome(server.welcome())
-        await until(lambda: worker.changes)
+        await worker.attach(server, until)
         own_redis.kill()
         await until(lambda: worker.changes[-1] == "kafka" and server.links.kinds() == {})
         own_redis.start()
@@ -595,21 +614,19 @@ def test_a_redis_that_restarts_empty_breaks_all_links_and_they_come_back(own_red
         assert worker.link.send(push(7))
         await until(lambda: server.records == [push(7)])
 
-    try:
+    with closing(rig):
         run(scenario, worker, server)
-    finally:
-        server.links.close()
 
 
 def test_auto_takes_the_socket_then_redis_and_goes_back(redis_server: LocalRedis, private: Path) -> None:
     services = Services("", redis_server.address)
-    server = Server("local", services, private / "s")
+    rig = Rig("local", services, private / "s")
+    server, worker = rig.start_server(), Worker(ControlLink(services, "auto"))
     server.links.add(StreamListener(server.links, services, "contract", TERM, max_links=8))
-    worker = Worker(ControlLink(services, "auto"))
 
     async def scenario(worker: Worker, until: Any) -> None:
-        worker.link.welcome(server.welcome())
-        await until(lambda: worker.changes == ["local"])
+        await worker.attach(server, until)
+        assert worker.changes == ["local"]
         os.rename(private / "s", private / "away")
         server.links.welcome(welcome(session=SESSION + 1))
         server.links.welcome(welcome())
@@ -619,7 +636,7 @@ def test_auto_takes_the_socket_then_redis_and_goes_back(redis_server: LocalRedis
         run(scenario, worker, server)
     finally:
         os.rename(private / "away", private / "s")
-        server.links.close()
+        rig.close()
 
 
 def test_a_redis_that_nobody_serves_is_waited_for(nowhere: Services) -> None:
