@@ -23,6 +23,7 @@ log = get_logger(__name__)
 
 _RETRY_S: Final = 0.5
 _MAX_RETRY_S: Final = 8.0
+_STEADY_S: Final = 10.0  # after streams that held for this long there is no pause
 _CLOSE_S: Final = 0.5
 
 
@@ -38,6 +39,8 @@ class StreamListener:
         self._streams: Streams | None = None
         self._open: dict[bytes, ServerStreamLink] = {}
         self._opened: Streams | None = None  # set by the thread
+        self._opened_s = 0.0
+        self._pause_s = 0.0  # before the next attempt
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closed = threading.Event()
         self._thread: threading.Thread | None = None
@@ -74,17 +77,18 @@ class StreamListener:
             self._thread.start()
 
     def _open_streams(self) -> None:
-        pause_s = _RETRY_S
-        while not self._closed.is_set():
+        while not self._closed.wait(self._pause_s):
             try:
                 self._opened = Streams(self._services, self._name, self._links.now())
             except LinkError as exc:
-                log.info("control_streams_not_open", reason=str(exc), again_s=pause_s)
-                self._closed.wait(pause_s)
-                pause_s = min(2 * pause_s, _MAX_RETRY_S)
+                self._lengthen_pause()
+                log.info("control_streams_not_open", reason=str(exc), again_s=self._pause_s)
             else:
                 os.eventfd_write(self._wake, 1)
                 return
+
+    def _lengthen_pause(self) -> None:
+        self._pause_s = min(max(2 * self._pause_s, _RETRY_S), _MAX_RETRY_S)
 
     def _take_opened(self) -> None:
         try:
@@ -93,6 +97,7 @@ class StreamListener:
             return
         self._streams, self._opened = self._opened, None
         assert self._streams is not None
+        self._opened_s = self._links.now()
         incoming, replies = self._streams.filenos()
         self._links.selector.register(incoming, selectors.EVENT_READ, self._read)
         self._links.selector.register(replies, selectors.EVENT_READ, self._read_replies)
@@ -105,7 +110,12 @@ class StreamListener:
         for link in list(self._open.values()):
             self._links.broken(link, error)
         streams.close()
-        log.warning("control_redis_lost", reason=str(error))
+        # A Redis that takes connections and refuses commands must not be asked without a pause.
+        if self._links.now() - self._opened_s >= _STEADY_S:
+            self._pause_s = 0.0
+        else:
+            self._lengthen_pause()
+        log.warning("control_redis_lost", reason=str(error), again_s=self._pause_s)
         self._start_opening()
 
     def _unregister(self, streams: Streams) -> None:

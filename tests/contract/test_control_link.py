@@ -631,12 +631,26 @@ def test_auto_takes_the_socket_then_redis_and_goes_back(redis_server: LocalRedis
         server.links.welcome(welcome(session=SESSION + 1))
         server.links.welcome(welcome())
         await until(lambda: worker.changes == ["local", "kafka", "redis"])
-
-    try:
-        run(scenario, worker, server)
-    finally:
         os.rename(private / "away", private / "s")
-        rig.close()
+        await until(lambda: worker.changes[3:] == ["local"])
+
+    with closing(rig):
+        run(scenario, worker, server)
+
+
+def test_a_redis_that_takes_connections_and_refuses_commands_is_asked_with_pauses(own_redis: LocalRedis) -> None:
+    services = Services("", own_redis.address)
+    client: Any = connect_redis(services)
+    client.execute_command("ACL", "SETUSER", "default", "-xread")
+    before = client.info()["total_connections_received"]
+    server = Server("redis", services, Path())
+    until_s = time.monotonic() + 1.2
+    while time.monotonic() < until_s:
+        server.poll()
+    server.links.close()
+    # Two connections at 0, 0.5 and 1.5 s. Without a pause there were thousands.
+    assert 2 <= client.info()["total_connections_received"] - before <= 6
+    client.close()
 
 
 def test_a_redis_that_nobody_serves_is_waited_for(nowhere: Services) -> None:
