@@ -306,6 +306,7 @@ class Bench:
                 if observer is not None:
                     pids = {role.pid: role.name for role in roles}
                     observer.begin({**self._names, **pids, os.getpid(): "bench"})
+            sampler.note()  # the last look may come when the roles have ended
             if observer is not None and warm:
                 observer.note()
             for role in roles:
