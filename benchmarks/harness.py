@@ -38,6 +38,7 @@ from benchmarks.shares import GradientRow, Hops, MessageRow, gradient_share, hop
 
 _RUN_S = 180.0
 _NOTE_S = 0.2
+_COUNT_S = 1.0  # between two looks at the processor time of a run of DOLL
 _WATCH_MS = 500
 _POOL_RECORDS = 8192
 WARM_S = 2.5  # excluded at the beginning of a DOLL run: joining, first batches, cold caches
@@ -285,9 +286,10 @@ class Bench:
         came_s: list[float] = []  # by this process's clock: a server's wall clock may be set during the run
         sampler = CpuSampler(self._names)
         warm = False
+        noted_s = 0.0
         deadline_s = time.monotonic() + _RUN_S
         while time.monotonic() < deadline_s:
-            for entry in tail.poll(0.2):
+            for entry in tail.poll(_NOTE_S if observer is not None else _COUNT_S):
                 match entry.record:
                     case Update():
                         updates.append(entry.record)
@@ -306,7 +308,9 @@ class Bench:
                 if observer is not None:
                     pids = {role.pid: role.name for role in roles}
                     observer.begin({**self._names, **pids, os.getpid(): "bench"})
-            sampler.note()  # the last look may come when the roles have ended
+            if time.monotonic() - noted_s >= _COUNT_S:  # the last look may come when the roles have ended
+                noted_s = time.monotonic()
+                sampler.note()
             if observer is not None and warm:
                 observer.note()
             for role in roles:
@@ -346,6 +350,8 @@ class CpuSampler:
 
     def __init__(self, names: dict[int, str]) -> None:
         self._names = names
+        self._known: set[int] = set()
+        self._watched = {os.getpid()}  # without those that have ended: a run has many
         self._seen_s: dict[int, float] = {}
         self._before_s: dict[int, float] = {}
         self._began_s = time.monotonic()
@@ -355,9 +361,14 @@ class CpuSampler:
 
     def note(self) -> None:
         """Record the CPU times; call it regularly, since those of an exited process are not available."""
-        for pid in (os.getpid(), *self._names):
-            with contextlib.suppress(psutil.Error):
+        self._watched |= self._names.keys() - self._known
+        self._known |= self._watched
+        for pid in list(self._watched):
+            try:
                 times = psutil.Process(pid).cpu_times()
+            except psutil.Error:
+                self._watched.discard(pid)
+            else:
                 self._seen_s[pid] = times.user + times.system
 
     def read(self) -> Usage:
