@@ -162,13 +162,19 @@ def test_a_hello_that_a_grant_overtakes_takes_the_grant_back_and_the_join_brings
     pair.finish()
 
 
-def test_a_grant_that_overtakes_a_durable_is_computed() -> None:
+def with_a_checkpoint() -> tuple[Pair, Grant]:
+    """The first group is durable; its Durable is not read, and the grant of the second group is on its way."""
     pair = Pair(batches=2 * GROUP)
     pair.compute_all()
     pair.send_all()
     pair.world.tick(10.0)
     pair.world.store_checkpoint()
     grant = pair.take(Grant)
+    return pair, grant
+
+
+def test_a_grant_that_overtakes_a_durable_is_computed() -> None:
+    pair, grant = with_a_checkpoint()
     assert pair.unread(Durable).until == GROUP == grant.first
     assert any(isinstance(action, Compute) for action in pair.deliver(grant))
     pair.receive_all()
@@ -178,12 +184,7 @@ def test_a_grant_that_overtakes_a_durable_is_computed() -> None:
 
 
 def test_a_durable_that_overtakes_the_grant_behind_it_is_the_same() -> None:
-    pair = Pair(batches=2 * GROUP)
-    pair.compute_all()
-    pair.send_all()
-    pair.world.tick(10.0)
-    pair.world.store_checkpoint()
-    grant = pair.take(Grant)
+    pair, grant = with_a_checkpoint()
     pair.receive_all()  # the Durable
     assert any(isinstance(action, Compute) for action in pair.deliver(grant))
     pair.finish(updates=2)
