@@ -34,6 +34,10 @@ class BlobError(DollError):
     """A blob of weights or gradients is missing, damaged, or belongs to another job or version."""
 
 
+class NotFiniteError(BlobError):
+    """A blob is whole, and a value in it is NaN or infinite: who computed it is at fault, not the way it came."""
+
+
 class SampleError(DollError):
     """A record is not a sample of the task: it is dead-lettered with this message as the reason."""
 

@@ -4,6 +4,8 @@ Layout, little-endian, 96 bytes before the body: magic `DLBB`, u8 schema version
 gradient), u8 dtype (1 = float32), u8 reserved = 0, job name in 64 bytes (padded with zeros), i64 model version, u64
 numel, u32 crc32 of the body, u32 crc32 of the header before it; then numel float32. The header is a multiple of 32
 bytes long, which keeps the body aligned.
+
+A blob of dtype 0 holds numel bytes of another form, which its kind names: see `doll.storage.sections`.
 """
 
 from __future__ import annotations
@@ -21,15 +23,17 @@ from doll.errors import BlobError
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Kind: TypeAlias = Literal["w", "g"]
+BytesKind: TypeAlias = Literal["p", "q", "r"]
 
 MAGIC: Final = b"DLBB"
 SCHEMA_VERSION: Final = 1
 FLOAT32: Final = 1
+BYTES: Final = 0
 MAX_BLOB_BYTES: Final = 500_000_000  # Redis refuses a string above 512 MB
 _HEADER: Final = struct.Struct("<4sBcBB64sqQII")
 HEADER_BYTES: Final = _HEADER.size
 _JOB_BYTES: Final = 64
-_KINDS: Final = {"w": "weights", "g": "gradient"}
+_KINDS: Final = {"w": "weights", "g": "gradient", "p": "push", "q": "row request", "r": "rows"}
 
 
 class Blobs(Protocol):
@@ -118,7 +122,7 @@ def encode_blob(array: npt.NDArray[np.float32], *, job: str, kind: Kind, version
     if array.dtype != np.dtype("<f4") or array.ndim != 1 or not array.flags.c_contiguous:
         raise ValueError(f"expected contiguous float32 of shape (numel,), got {array.dtype} of shape {array.shape}")
     body = array.view(np.uint8).data
-    return [_header(job, kind, version, array.size, crc32(body)), body]
+    return [_header(job, kind, FLOAT32, version, array.size, crc32(body)), body]
 
 
 def finish_blob(memory: memoryview, *, job: str, kind: Kind, version: int) -> None:
@@ -129,7 +133,7 @@ def finish_blob(memory: memoryview, *, job: str, kind: Kind, version: int) -> No
         version: as in `encode_blob`.
     """
     body = memory[HEADER_BYTES:]
-    memory[:HEADER_BYTES] = _header(job, kind, version, len(body) // 4, crc32(body))
+    memory[:HEADER_BYTES] = _header(job, kind, FLOAT32, version, len(body) // 4, crc32(body))
 
 
 def decode_blob(data: Buffer, *, job: str, kind: Kind, version: int, numel: int) -> npt.NDArray[np.float32]:
@@ -138,26 +142,28 @@ def decode_blob(data: Buffer, *, job: str, kind: Kind, version: int, numel: int)
     Raises:
         BlobError: torn, changed on the way, or of another job, kind, version or size; the message says which.
     """
-    what = f"{_KINDS[kind]} blob of job {job!r}, version {version}"
-    if len(data) < HEADER_BYTES:
-        raise BlobError(f"{what}: expected a header of {HEADER_BYTES} bytes, got {len(data)} bytes")
-    magic, schema, kind_, dtype, _, job_, version_, numel_, body_crc, header_crc = _HEADER.unpack_from(data)
-    if magic != MAGIC or schema != SCHEMA_VERSION:
-        raise BlobError(f"{what}: expected magic {MAGIC!r}, schema {SCHEMA_VERSION}; got {magic!r}, {schema}")
-    view = memoryview(data)
-    if crc32(view[: HEADER_BYTES - 4]) != header_crc:
-        raise BlobError(f"{what}: the header's checksum does not match: changed on the way")
-    actual = (job_.rstrip(b"\0").decode("utf-8", "replace"), kind_.decode("latin-1"), dtype, version_, numel_)
-    names = ("job", "kind", "dtype", "version", "numel")
-    for name, expected, got in zip(names, (job, kind, FLOAT32, version, numel), actual, strict=True):
-        if expected != got:
-            raise BlobError(f"{what}: expected {name} {expected!r}, got {got!r}")
-    body = view[HEADER_BYTES:]
-    if len(body) != 4 * numel:
-        raise BlobError(f"{what}: expected {4 * numel} bytes of float32, got {len(body)}")
-    if crc32(body) != body_crc:
-        raise BlobError(f"{what}: the body's checksum does not match: changed on the way")
+    body, _ = _open(data, job=job, kind=kind, dtype=FLOAT32, version=version, numel=numel)
     return np.frombuffer(body, dtype="<f4")
+
+
+def encode_bytes(parts: Sequence[Buffer], *, job: str, kind: BytesKind, version: int) -> list[Buffer]:
+    """Header and body of a blob of another form than float32: `parts`, each of bytes, which are not copied."""
+    checksum = 0
+    for part in parts:
+        checksum = crc32(part, checksum)
+    return [_header(job, kind, BYTES, version, sum(map(len, parts)), checksum), *parts]
+
+
+def decode_bytes(data: Buffer, *, job: str, kind: BytesKind, version: int | None) -> tuple[memoryview, int]:
+    """The body of such a blob, a view of `data`, and its version.
+
+    Args:
+        version: None: any.
+
+    Raises:
+        BlobError: as `decode_blob`.
+    """
+    return _open(data, job=job, kind=kind, dtype=BYTES, version=version, numel=None)
 
 
 class BlobInfo(NamedTuple):
@@ -183,9 +189,36 @@ def blob_info(data: Buffer) -> BlobInfo:
     return BlobInfo(job.rstrip(b"\0").decode("utf-8", "replace"), kind.decode("latin-1"), version, numel)
 
 
-def _header(job: str, kind: Kind, version: int, numel: int, body_crc: int) -> bytes:
+def _open(
+    data: Buffer, *, job: str, kind: Kind | BytesKind, dtype: int, version: int | None, numel: int | None
+) -> tuple[memoryview, int]:
+    """The body of the blob in `data` and its version, all that is expected and both checksums checked. None: any."""
+    what = f"{_KINDS[kind]} blob of job {job!r}" + ("" if version is None else f", version {version}")
+    if len(data) < HEADER_BYTES:
+        raise BlobError(f"{what}: expected a header of {HEADER_BYTES} bytes, got {len(data)} bytes")
+    magic, schema, kind_, dtype_, _, job_, version_, numel_, body_crc, header_crc = _HEADER.unpack_from(data)
+    if magic != MAGIC or schema != SCHEMA_VERSION:
+        raise BlobError(f"{what}: expected magic {MAGIC!r}, schema {SCHEMA_VERSION}; got {magic!r}, {schema}")
+    view = memoryview(data)
+    if crc32(view[: HEADER_BYTES - 4]) != header_crc:
+        raise BlobError(f"{what}: the header's checksum does not match: changed on the way")
+    actual = (job_.rstrip(b"\0").decode("utf-8", "replace"), kind_.decode("latin-1"), dtype_, version_, numel_)
+    names = ("job", "kind", "dtype", "version", "numel")
+    for name, expected, got in zip(names, (job, kind, dtype, version, numel), actual, strict=True):
+        if expected is not None and expected != got:
+            raise BlobError(f"{what}: expected {name} {expected!r}, got {got!r}")
+    body = view[HEADER_BYTES:]
+    num_bytes, form = (4 * numel_, "float32") if dtype == FLOAT32 else (numel_, "sections")
+    if len(body) != num_bytes:
+        raise BlobError(f"{what}: expected {num_bytes} bytes of {form}, got {len(body)}")
+    if crc32(body) != body_crc:
+        raise BlobError(f"{what}: the body's checksum does not match: changed on the way")
+    return body, version_
+
+
+def _header(job: str, kind: Kind | BytesKind, dtype: int, version: int, numel: int, body_crc: int) -> bytes:
     name = job.encode()
     if len(name) > _JOB_BYTES:
         raise ValueError(f"expected a job name of at most {_JOB_BYTES} bytes, got {job!r}")
-    head = _HEADER.pack(MAGIC, SCHEMA_VERSION, kind.encode(), FLOAT32, 0, name, version, numel, body_crc, 0)[:-4]
+    head = _HEADER.pack(MAGIC, SCHEMA_VERSION, kind.encode(), dtype, 0, name, version, numel, body_crc, 0)[:-4]
     return head + struct.pack("<I", crc32(head))

@@ -24,8 +24,8 @@ from paths import ROOT
 
 # A package imports only from itself and from packages in the lines above. Packages of one line do not know each other.
 ORDER = (
-    ("errors",),
-    ("bounded", "packing", "records", "telemetry"),
+    ("errors", "rows"),
+    ("bounded", "id_index", "packing", "records", "telemetry"),
     ("config",),
     ("fingerprint", "process", "services", "task", "theory"),
     ("json_task", "model"),
@@ -51,6 +51,7 @@ PURE = (
     "doll.consumers.worker",
     "doll.control.link_state",
     "doll.fingerprint",
+    "doll.id_index",
     "doll.kafka.topic_plan",
     "doll.ledger.balance",
     "doll.ledger.generations",
@@ -92,10 +93,15 @@ PURE = (
     "doll.ps.state",
     "doll.ps.stop_rule",
     "doll.ps.stuck",
+    "doll.ps.tables.row_array",
+    "doll.ps.tables.touched_rows",
     "doll.records",
+    "doll.rows",
     "doll.simulation.settings",
     "doll.simulation.system",
     "doll.storage.blobs",
+    "doll.storage.key_coding",
+    "doll.storage.sections",
     "doll.theory.*",
 )
 IMPURE = (

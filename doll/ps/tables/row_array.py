@@ -1,0 +1,154 @@
+"""Rows that change while somebody reads them as they were: copy on write, by row. Pure.
+
+A checkpoint is written by a thread of its own while updates go on. A table of 640 MB is not copied for it: `hold` gives
+out the memory itself, and rows that change while it is held are kept beside it. They move to their places when the last
+view of what was given out is gone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.rows import Floats, Ids
+
+
+class RowArray:
+    """float32 rows of one width, whose number can grow. Not thread-safe; what `hold` gives out is for any thread."""
+
+    def __init__(self, values: Floats) -> None:
+        """
+        Args:
+            values: float32, shape (num_rows, width), C-contiguous. It is used as it is, not copied.
+        """
+        if values.dtype != np.float32 or values.ndim != 2 or not values.flags.c_contiguous:
+            raise ValueError(
+                f"expected contiguous float32 of shape (num_rows, width), got {values.dtype} of shape {values.shape}"
+            )
+        self._memory = values
+        self._num_rows = len(values)
+        self._held: Callable[[], npt.NDArray[Any] | None] | None = None  # what was given out, while a view of it is
+        self._num_held = 0
+        self._moved_ids: Ids = np.empty(0, np.int64)
+        self._moved = np.empty((0, self.width), np.float32)
+        self._num_moved = 0
+        self._place = np.empty(0, np.int32)  # by row of what is held: 1 + its place in `_moved`; 0: where it was
+
+    def __len__(self) -> int:
+        return self._num_rows
+
+    @property
+    def width(self) -> int:
+        """Values in a row."""
+        return int(self._memory.shape[1])
+
+    @property
+    def moved_bytes(self) -> int:
+        """Of rows that are kept beside what is held."""
+        self._settle()
+        return self._num_moved * 4 * self.width
+
+    def read(self, ids: Ids) -> Floats:
+        """A copy of these rows, float32, shape (n, width)."""
+        self._settle()
+        rows = self._memory[ids]
+        if self._num_moved:
+            is_held = ids < self._num_held
+            place = np.where(is_held, self._place[np.where(is_held, ids, 0)], 0)
+            at = np.flatnonzero(place)
+            rows[at] = self._moved[place[at] - 1]
+        return rows
+
+    def write(self, ids: Ids, rows: Floats) -> None:
+        """Set these rows, none of which stands twice in `ids`, to `rows`, shape (n, width)."""
+        self._settle()
+        if self._held is None:
+            self._memory[ids] = rows
+            return
+        is_held = ids < self._num_held
+        self._memory[ids[~is_held]] = rows[~is_held]
+        ids, rows = ids[is_held], rows[is_held]
+        place = self._place[ids]
+        is_new = place == 0
+        count = int(np.count_nonzero(is_new))
+        self._make_room(self._num_moved + count)
+        place[is_new] = np.arange(self._num_moved + 1, self._num_moved + count + 1)
+        self._moved_ids[self._num_moved : self._num_moved + count] = ids[is_new]
+        self._num_moved += count
+        self._place[ids] = place
+        self._moved[place - 1] = rows
+
+    def extend(self, num_rows: int) -> None:
+        """Have at least `num_rows` rows; new ones are zero."""
+        if num_rows <= self._num_rows:
+            return
+        if num_rows > len(self._memory):
+            memory = np.zeros((max(num_rows, 2 * len(self._memory)), self.width), np.float32)
+            self._copy_to(memory)
+            self._memory = memory
+            self._let_go()
+        self._num_rows = num_rows
+
+    def replace(self, values: Floats) -> None:
+        """Have the rows `values`, float32, shape (any number, width); they are copied."""
+        self._settle()
+        if self._held is not None or len(values) > len(self._memory):
+            self._memory = np.zeros(values.shape, np.float32)
+            self._let_go()
+        self._memory[: len(values)] = values
+        self._memory[len(values) :] = 0.0
+        self._num_rows = len(values)
+
+    def hold(self) -> Floats:
+        """All rows as they are now, float32, shape (num_rows, width), read-only: they stay so while a view is held.
+
+        Not a copy, except where an earlier one is still held and rows have changed since.
+        """
+        self._settle()
+        shape = (self._num_rows, self.width)
+        if not self._num_rows:
+            return np.empty(shape, np.float32)
+        if self._held is not None:
+            held = self._held()
+            if held is not None and not self._num_moved and self._num_held == self._num_rows:
+                return held.reshape(shape)
+            copied = np.empty(shape, np.float32)
+            self._copy_to(copied)
+            copied.flags.writeable = False
+            return copied
+        # Views of an array whose memory comes from a buffer have that array as their base, however they are made: it
+        # lives as long as any of them.
+        owner = np.frombuffer(self._memory[: self._num_rows].data.cast("B"), np.float32)
+        owner.flags.writeable = False
+        self._held, self._num_held = weakref.ref(owner), self._num_rows
+        if len(self._place) < self._num_rows:
+            self._place = np.zeros(self._num_rows, np.int32)
+        return owner.reshape(shape)
+
+    def _settle(self) -> None:
+        """Move rows to their places, if nobody holds these any more."""
+        if self._held is not None and self._held() is None:
+            moved = self._moved_ids[: self._num_moved]
+            self._memory[moved] = self._moved[: self._num_moved]
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._place[self._moved_ids[: self._num_moved]] = 0
+        self._held, self._num_held, self._num_moved = None, 0, 0
+        self._moved_ids, self._moved = np.empty(0, np.int64), np.empty((0, self.width), np.float32)
+
+    def _copy_to(self, memory: Floats) -> None:
+        memory[: self._num_rows] = self._memory[: self._num_rows]
+        memory[self._moved_ids[: self._num_moved]] = self._moved[: self._num_moved]
+
+    def _make_room(self, num_moved: int) -> None:
+        if num_moved > len(self._moved):
+            room = min(max(num_moved, 2 * len(self._moved)), self._num_held)
+            ids, moved = np.empty(room, np.int64), np.empty((room, self.width), np.float32)
+            ids[: self._num_moved] = self._moved_ids[: self._num_moved]
+            moved[: self._num_moved] = self._moved[: self._num_moved]
+            self._moved_ids, self._moved = ids, moved

@@ -1,0 +1,112 @@
+"""One step of an optimizer on some rows of a table; the state of the other rows does not exist.
+
+The arithmetic is that of torch's optimizers on sparse gradients: `SGD`, `Adagrad` and `SparseAdam` (lazy Adam: rows
+without a gradient keep their moments as they are), to the bit: a test compares them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, assert_never
+
+import torch
+
+from doll.config import AdamConfig, OptimizerConfig, SgdConfig
+from doll.errors import ConfigError
+
+_ADAM_EPSILON = 1e-8
+_ADAGRAD_EPSILON = 1e-10
+
+
+class RowOptimizer(Protocol):
+    """A step on rows. `state_names` are the parts of the state, each as large as the rows and zero at first."""
+
+    @property
+    def state_names(self) -> tuple[str, ...]: ...
+
+    def step(
+        self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
+    ) -> torch.Tensor:
+        """The rows after the step; `state` is changed in place.
+
+        Args:
+            rows, gradient: float32, shape (n, width).
+            state: by name, float32, shape (n, width) each.
+            number: of the table's step, from 1 on.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RowSgd:
+    """Stochastic gradient descent."""
+
+    lr: float
+    state_names: ClassVar[tuple[str, ...]] = ()
+
+    def step(
+        self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
+    ) -> torch.Tensor:
+        return torch.add(rows, gradient, alpha=-self.lr)
+
+
+@dataclass(frozen=True, slots=True)
+class RowAdagrad:
+    """Adagrad (Duchi, Hazan, Singer, JMLR 12, 2011), diagonal."""
+
+    lr: float
+    state_names: ClassVar[tuple[str, ...]] = ("sum",)
+
+    def step(
+        self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
+    ) -> torch.Tensor:
+        total = state["sum"].add_(gradient.pow(2))
+        return torch.add(rows, gradient / total.sqrt().add_(_ADAGRAD_EPSILON), alpha=-self.lr)
+
+
+@dataclass(frozen=True, slots=True)
+class LazyAdam:
+    """Adam whose moments of a row move only with a gradient of that row; their bias is corrected by the number of the
+    table's steps, as in torch's `SparseAdam`."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    state_names: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    def step(
+        self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
+    ) -> torch.Tensor:
+        mean, square = state["exp_avg"], state["exp_avg_sq"]
+        mean.add_(gradient.sub(mean).mul_(1 - self.beta1))
+        square.add_(gradient.pow(2).sub_(square).mul_(1 - self.beta2))
+        size = self.lr * math.sqrt(1 - self.beta2**number) / (1 - self.beta1**number)
+        return rows + -size * mean.div(square.sqrt().add_(_ADAM_EPSILON))
+
+
+def row_optimizer(config: OptimizerConfig) -> RowOptimizer:
+    """The optimizer of tables that `training.optimizer` asks for.
+
+    Raises:
+        ConfigError: one that moves rows which no sample has used.
+    """
+    moved = "a step would move rows that no sample of it uses: all rows of a table would have to be changed"
+    if config.weight_decay:
+        raise ConfigError(
+            f"training.optimizer.weight_decay: expected 0 for a model with tables (sparse embeddings), got "
+            f"{config.weight_decay}: {moved}; put a penalty on the rows in use into the task's loss"
+        )
+    match config:
+        case SgdConfig():
+            if config.momentum:
+                raise ConfigError(
+                    f"training.optimizer.momentum: expected 0 for a model with tables (sparse embeddings), got "
+                    f"{config.momentum}: {moved}; use adam, which is lazy for tables"
+                )
+            return RowSgd(config.lr)
+        case AdamConfig():
+            return LazyAdam(config.lr, config.beta1, config.beta2)
+        case _:
+            assert_never(config)

@@ -1,0 +1,232 @@
+"""The tables of a model at the parameter server: GET, and the sum of what workers have pushed applied as one update.
+
+Contributions are gradients, on which the optimizer makes a step, or steps that workers have computed and that are added
+(INC). Either way they are taken in the order in which they are added here, which is that of the update, so the tables
+are the same bit for bit in a replay. Rows that no contribution names are not touched, nor is there state for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from doll.errors import CheckpointError
+from doll.ps.optimizer import DivergedError
+from doll.ps.tables.row_array import RowArray
+from doll.ps.tables.row_optimizer import RowOptimizer
+from doll.ps.tables.touched_rows import TouchedRows
+from doll.rows import Floats, Ids, Rows, TableShape, add_in_order
+from doll.storage.sections import RowRequest
+
+_PREFIX: Final = "table."
+# As for the dense part (`doll.ps.optimizer`): many finite numbers whose mean is finite never add up to an infinite one.
+_SUM_FACTOR: Final = 2.0**-16
+
+
+class Table:
+    """One table. Not thread-safe; the arrays of `tensors` are for any thread."""
+
+    def __init__(self, name: str, values: Floats, optimizer: RowOptimizer | None) -> None:
+        """
+        Args:
+            values: float32, shape (num_rows, width), the initial rows. The memory is the table's from now on.
+            optimizer: None: contributions are steps, which are added.
+        """
+        self.name = name
+        self._values = RowArray(values)
+        self._optimizer = optimizer
+        self._touched = TouchedRows(len(values))
+        self._state = self._new_state()
+        self._num_steps = 0
+        self._version = 0  # of the last change
+        self._pending: list[Rows] = []
+
+    @property
+    def shape(self) -> TableShape:
+        return TableShape(len(self._values), self._values.width)
+
+    @property
+    def num_touched(self) -> int:
+        """Rows that some update has changed."""
+        return len(self._touched)
+
+    def read(self, ids: Ids) -> Rows:
+        """GET: a copy of these rows as they are now."""
+        return Rows(ids, self._values.read(ids))
+
+    def answer(self, request: RowRequest) -> Rows:
+        """The rows of `request.ids`, and those of `request.known` that have changed after `request.since`."""
+        changed = request.known
+        if request.since <= self._version:  # a later one is of an earlier term, and void
+            changed = changed[self._touched.last_change(changed) > request.since]
+        return self.read(np.union1d(request.ids, changed) if len(changed) else request.ids)
+
+    def changed_since(self, version: int) -> Ids:
+        """The rows that have changed after `version`, sorted."""
+        return self._touched.changed_since(version)
+
+    def add(self, rows: Rows) -> None:
+        """Add a contribution to the next update, behind those before it. Its memory is not used afterwards."""
+        factor = 1.0 if self._optimizer is None else _SUM_FACTOR
+        self._pending.append(Rows(rows.ids, rows.values * np.float32(factor)))
+
+    def square_norm(self) -> float:
+        """Sum of the squares of what was added, as one sum over contributions; for `training.clip_norm`."""
+        if not self._pending:
+            return 0.0
+        if self._optimizer is None:
+            values = add_in_order(self._pending).values
+        else:
+            self._pending = [add_in_order(self._pending)]
+            values = self._pending[0].values
+        square = float(np.square(values, dtype=np.float64).sum())
+        return square if self._optimizer is None else square / _SUM_FACTOR**2
+
+    def apply(self, scale: float, version: int) -> None:
+        """Make the rows of `version`: one step on `scale` times the sum of what was added; without any, nothing.
+
+        Raises:
+            DivergedError: a number is not finite.
+        """
+        pending, self._pending = [rows for rows in self._pending if len(rows.ids)], []
+        if not pending:
+            return
+        self._version = version
+        if self._optimizer is None:
+            for rows in pending:
+                self._touched.note_change(rows.ids, version)
+                self._write(rows.ids, self._values.read(rows.ids) + np.float32(scale) * rows.values)
+            return
+        ids, total = add_in_order(pending)
+        slots = self._touched.note_change(ids, version)
+        for array in self._state.values():
+            array.extend(len(self._touched))
+        before = {name: array.read(slots) for name, array in self._state.items()}
+        self._num_steps += 1
+        rows_after = self._optimizer.step(
+            torch.from_numpy(self._values.read(ids)),
+            torch.from_numpy(total).mul_(scale / _SUM_FACTOR),
+            {name: torch.from_numpy(rows) for name, rows in before.items()},
+            self._num_steps,
+        )
+        self._write(ids, rows_after.numpy())
+        for name, array in self._state.items():
+            self._check(before[name], f"state {name!r}")
+            array.write(slots, before[name])
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """All of it by name, for a checkpoint: state of touched rows only, and which these are.
+
+        What is returned stays as it is while updates go on, and is not a copy (`RowArray.hold`).
+        """
+        state = {f"state.{name}": array.hold() for name, array in self._state.items()}
+        numbers = np.array([self._version, self._num_steps], np.int64)
+        tensors: dict[str, npt.NDArray[Any]] = {"values": self._values.hold(), "touched": self._touched.ids}
+        tensors |= {"numbers": numbers, **state}
+        return {f"{_PREFIX}{self.name}.{name}": array for name, array in tensors.items()}
+
+    def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Continue from what `tensors` has returned. Every touched row counts as changed in its version.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        touched = self._tensor(tensors, "touched", None)
+        if len(touched) and not (
+            touched.dtype == np.int64 and touched.min() >= 0 and touched.max() < self.shape.num_rows
+        ):
+            raise CheckpointError(f"table {self.name!r}: expected touched rows of 0 to {self.shape.num_rows - 1}")
+        self._version, self._num_steps = map(int, self._tensor(tensors, "numbers", (2,)))
+        state = {name: self._tensor(tensors, f"state.{name}", (len(touched), self.shape.width)) for name in self._state}
+        self._values.replace(self._tensor(tensors, "values", self.shape))
+        self._touched.load(touched, self._version)
+        self._state = self._new_state()
+        for name, rows in state.items():
+            self._state[name].replace(rows)
+        self._pending = []
+
+    def _tensor(
+        self, tensors: Mapping[str, npt.NDArray[Any]], part: str, shape: tuple[int, ...] | None
+    ) -> npt.NDArray[Any]:
+        key = f"{_PREFIX}{self.name}.{part}"
+        array = tensors.get(key)
+        if array is None or (shape is not None and array.shape != tuple(shape)):
+            got = "nothing" if array is None else f"shape {array.shape}"
+            raise CheckpointError(
+                f"{key}: expected {'a tensor' if shape is None else f'shape {tuple(shape)}'}, got {got}"
+            )
+        return array
+
+    def _new_state(self) -> dict[str, RowArray]:
+        names = () if self._optimizer is None else self._optimizer.state_names
+        return {name: RowArray(np.zeros((0, self._values.width), np.float32)) for name in names}
+
+    def _write(self, ids: Ids, rows: Floats) -> None:
+        self._check(rows, "values")
+        self._values.write(ids, rows)
+
+    def _check(self, rows: Floats, what: str) -> None:
+        if not np.isfinite(rows).all():
+            raise DivergedError(
+                f"after the step the {what} of table {self.name!r} are not finite (NaN or infinity): expected a model "
+                "that converges; lower training.optimizer.lr, set training.clip_norm, or look for extreme values in "
+                "the stream; the last checkpoint is intact"
+            )
+
+
+class TableStore:
+    """All tables of a model; an update changes them together. Not thread-safe."""
+
+    def __init__(self, initial: Mapping[str, Floats], optimizer: RowOptimizer | None) -> None:
+        """
+        Args:
+            initial: the rows of each table at first, by name, float32, shape (num_rows, width). The memory is the
+                store's from now on.
+            optimizer: None: contributions are steps, which are added.
+        """
+        self.tables = {name: Table(name, values, optimizer) for name, values in initial.items()}
+
+    @property
+    def shapes(self) -> dict[str, TableShape]:
+        """Shapes of the tables, by name."""
+        return {name: table.shape for name, table in self.tables.items()}
+
+    def add(self, contribution: Mapping[str, Rows]) -> None:
+        """Add what one set has pushed to the next update, behind those before it."""
+        for name, rows in contribution.items():
+            self.tables[name].add(rows)
+
+    def norm(self) -> float:
+        """Length of the sum of what was added, over all tables."""
+        return math.sqrt(sum(table.square_norm() for table in self.tables.values()))
+
+    def apply(self, scale: float, version: int) -> None:
+        """Make `version`; see `Table.apply`.
+
+        Raises:
+            DivergedError: a number is not finite. The store must not be used any more.
+        """
+        for table in self.tables.values():
+            table.apply(scale, version)
+
+    def answer(self, requests: Mapping[str, RowRequest]) -> dict[str, Rows]:
+        """The rows that a worker asks for, as they are now; see `Table.answer`."""
+        return {name: self.tables[name].answer(request) for name, request in requests.items()}
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """Of all tables, for a checkpoint; see `Table.tensors`."""
+        return {name: array for table in self.tables.values() for name, array in table.tensors().items()}
+
+    def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Continue from what `tensors` has returned.
+
+        Raises:
+            CheckpointError: it does not fit.
+        """
+        for table in self.tables.values():
+            table.load(tensors)

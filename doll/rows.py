@@ -1,0 +1,59 @@
+"""Some rows of a table, and the sum of several such pieces in a fixed order. Pure.
+
+A *table* is a parameter of shape (num_rows, width) that is too large to be sent as a whole: an embedding, the weights
+of hashed features, counts. Only the rows that a batch uses travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+
+class TableShape(NamedTuple):
+    """Rows are numbered 0 .. num_rows - 1; a row has `width` float32 values."""
+
+    num_rows: int
+    width: int
+
+
+class Rows(NamedTuple):
+    """Some rows of one table.
+
+    Attributes:
+        ids: int64, shape (n,), strictly increasing.
+        values: float32, shape (n, width).
+    """
+
+    ids: Ids
+    values: Floats
+
+
+def no_rows(width: int) -> Rows:
+    """No row of a table of this width."""
+    return Rows(np.empty(0, np.int64), np.empty((0, width), np.float32))
+
+
+def add_in_order(pieces: Sequence[Rows]) -> Rows:
+    """The sum of one or more pieces of one table: each row in float32, in the order of `pieces`, from the first on.
+
+    One piece alone is returned as it is, not copied. The result depends on the pieces and their order, bit for bit.
+
+    Raises:
+        ValueError: no piece.
+    """
+    if not pieces:
+        raise ValueError("expected at least one piece, got none")
+    if len(pieces) == 1:
+        return pieces[0]
+    ids = np.unique(np.concatenate([piece.ids for piece in pieces]))
+    values = np.zeros((len(ids), pieces[0].values.shape[1]), np.float32)
+    for piece in pieces:
+        values[np.searchsorted(ids, piece.ids)] += piece.values  # no id stands twice in a piece
+    return Rows(ids, values)

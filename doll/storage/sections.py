@@ -1,0 +1,305 @@
+"""Blobs with several sections: what a worker pushes, and the rows of tables that it asks for. Pure.
+
+A *push* (kind `p`) holds any vectors, dense or as some of their values, and rows of any tables. A *row request* (`q`)
+holds ids, its answer (`r`) rows. The header and its checksums are those of every blob (`doll.storage.blobs`).
+
+The body, little-endian: u32 number of sections, u32 0; then each section:
+
+    form (1 byte), 0 (1 byte), u16 bytes of the name, u32 width, u64 size, u64 count, u64 bytes of the keys, i64 since
+    name (UTF-8), keys (`doll.storage.key_coding`), count * width values (float32)
+
+each of the three padded with zeros to 8 bytes, so that values are aligned. `size` is the number of rows of the table,
+or of values of the vector. No section has the same form and name as another one.
+
+| form | keys | values | means |
+|---|---|---|---|
+| `d` | - | size of 1 | a vector, dense |
+| `r` | count | count of width | rows of a table; of width 1: some values of a vector |
+| `k` | count | - | send these rows |
+| `c` | count | - | send those of these rows that have changed since version `since` |
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.errors import BlobError, NotFiniteError
+from doll.rows import Ids, Rows, TableShape
+from doll.storage.blobs import Buffer, BytesKind, decode_bytes, encode_bytes
+from doll.storage.key_coding import decode_keys, encode_keys
+
+Vector: TypeAlias = npt.NDArray[np.float32]
+# A vector's number of values, or a table's shape, by name. A model's flat vector has the name FLAT.
+Shapes: TypeAlias = Mapping[str, int | TableShape]
+
+FLAT: Final = ""
+_COUNT: Final = struct.Struct("<II")
+_HEAD: Final = struct.Struct("<cBHIQQQq")
+_ALIGNMENT: Final = 8
+
+
+class WireSize(NamedTuple):
+    """Bytes of what a blob holds.
+
+    Attributes:
+        dense_bytes: as dense float32 of the whole vectors and tables.
+        plain_bytes: with 8 bytes for each key.
+        coded_bytes: of the blob, header included.
+    """
+
+    dense_bytes: int
+    plain_bytes: int
+    coded_bytes: int
+
+
+class Encoded(NamedTuple):
+    """A blob in parts, as `Blobs.put` takes them: views of the arrays that were given, which must not change before."""
+
+    parts: list[Buffer]
+    size: WireSize
+
+
+class RowRequest(NamedTuple):
+    """Rows of one table that a worker needs.
+
+    Attributes:
+        ids: int64, strictly increasing: of rows to be sent.
+        known: int64, strictly increasing: of rows that the worker has as they were at version `since` or later; only
+            those that have changed after it are sent.
+        since: a version; without meaning where `known` is empty.
+    """
+
+    ids: Ids
+    known: Ids
+    since: int = 0
+
+
+class _Section(NamedTuple):
+    form: str
+    name: str
+    shape: TableShape
+    since: int
+    ids: Ids | None
+    values: npt.NDArray[np.float32] | None  # shape (count, width)
+
+
+def encode_push(pieces: Mapping[str, Vector | Rows], shapes: Shapes, *, job: str, version: int) -> Encoded:
+    """The blob of a push.
+
+    Args:
+        pieces: by name: float32 of shape (numel,), or some rows; of a vector, rows of width 1.
+        shapes: of all vectors and tables of the model.
+        version: of the weights that it was computed on.
+
+    Raises:
+        ValueError: ids that do not increase strictly, or values of another shape than `shapes` says.
+    """
+    sections = []
+    for name, piece in pieces.items():
+        shape = _table_shape(shapes[name])
+        if not isinstance(piece, Rows):
+            sections.append(_Section("d", name, shape, 0, None, piece.reshape(-1, 1)))
+        else:
+            sections.append(_Section("r", name, shape, 0, *piece))
+    return _encode(sections, job=job, kind="p", version=version)
+
+
+def decode_push(data: Buffer, shapes: Shapes, *, job: str, version: int) -> dict[str, Vector | Rows]:
+    """What `encode_push` was given: views of `data`, read-only where that is. A vector or table may be left out.
+
+    Dense vectors may hold any bytes, as in other blobs: what makes a model of them checks them.
+
+    Raises:
+        BlobError: as `decode_blob`; or a section of a name, form, shape or length that does not fit `shapes`; or keys
+            that do not increase strictly or are out of range.
+        NotFiniteError: a value of some row is NaN or infinite.
+    """
+    body, _ = decode_bytes(data, job=job, kind="p", version=version)
+    pieces: dict[str, Vector | Rows] = {}
+    for section in _decode(body, shapes, forms="dr"):
+        if section.name in pieces:
+            raise BlobError(f"section {section.name!r}: expected it once, got it dense and as rows")
+        if section.ids is not None:
+            pieces[section.name] = _rows(section)
+        elif section.values is not None:
+            pieces[section.name] = section.values.reshape(-1)
+    return pieces
+
+
+def encode_row_request(requests: Mapping[str, RowRequest], shapes: Shapes, *, job: str, version: int) -> Encoded:
+    """The blob of a request for rows of several tables.
+
+    Args:
+        version: the oldest that the rows may be of.
+
+    Raises:
+        ValueError: as `encode_push`.
+    """
+    sections = []
+    for name, request in requests.items():
+        shape = _table_shape(shapes[name])
+        if len(request.ids):
+            sections.append(_Section("k", name, shape, 0, request.ids, None))
+        if len(request.known):
+            sections.append(_Section("c", name, shape, request.since, request.known, None))
+    return _encode(sections, job=job, kind="q", version=version)
+
+
+def decode_row_request(data: Buffer, shapes: Shapes, *, job: str) -> tuple[dict[str, RowRequest], int]:
+    """The requests, by the name of the table, and the oldest version that the rows may be of.
+
+    Raises:
+        BlobError: as `decode_push`.
+    """
+    body, version = decode_bytes(data, job=job, kind="q", version=None)
+    none = np.empty(0, np.int64)
+    requests: dict[str, RowRequest] = {}
+    for section in _decode(body, shapes, forms="kc"):
+        ids = none if section.ids is None else section.ids
+        before = requests.get(section.name, RowRequest(none, none))
+        requests[section.name] = (
+            before._replace(ids=ids) if section.form == "k" else before._replace(known=ids, since=section.since)
+        )
+    return requests, version
+
+
+def encode_rows(rows: Mapping[str, Rows], shapes: Shapes, *, job: str, version: int) -> Encoded:
+    """The blob of rows as they are in `version`.
+
+    Raises:
+        ValueError: as `encode_push`.
+    """
+    sections = [_Section("r", name, _table_shape(shapes[name]), 0, *piece) for name, piece in rows.items()]
+    return _encode(sections, job=job, kind="r", version=version)
+
+
+def decode_rows(data: Buffer, shapes: Shapes, *, job: str) -> tuple[dict[str, Rows], int]:
+    """Rows by the name of their table, views of `data`; and the version that they are of.
+
+    Raises:
+        BlobError, NotFiniteError: as `decode_push`.
+    """
+    body, version = decode_bytes(data, job=job, kind="r", version=None)
+    return {section.name: _rows(section) for section in _decode(body, shapes, forms="r")}, version
+
+
+def _encode(sections: Sequence[_Section], *, job: str, kind: BytesKind, version: int) -> Encoded:
+    parts: list[Buffer] = [_COUNT.pack(len(sections), 0)]
+    dense = plain = 0
+    for form, name, shape, since, ids, values in sections:
+        keys = np.empty(0, np.uint8) if ids is None else _coded(name, ids, shape.num_rows)
+        count = shape.num_rows if ids is None else len(ids)
+        if values is not None and (values.shape != (count, shape.width) or values.dtype != np.float32):
+            raise ValueError(
+                f"{name!r}: expected float32 values of shape {(count, shape.width)}, got {values.dtype} of "
+                f"{values.shape}"
+            )
+        dense += 4 * shape.num_rows * shape.width
+        plain += (0 if ids is None else 8 * count) + (0 if values is None else 4 * values.size)
+        title = name.encode()
+        parts.append(_HEAD.pack(form.encode(), 0, len(title), shape.width, shape.num_rows, count, len(keys), since))
+        body = b"" if values is None else np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+        for part in (title, keys.data, body):
+            parts += [part, bytes(-len(part) % _ALIGNMENT)]
+    blob = encode_bytes([part for part in parts if len(part)], job=job, kind=kind, version=version)
+    return Encoded(blob, WireSize(dense, plain, sum(map(len, blob))))
+
+
+def _coded(name: str, ids: Ids, num_rows: int) -> npt.NDArray[np.uint8]:
+    if len(ids) and not (ids[0] >= 0 and ids[-1] < num_rows):
+        raise ValueError(f"{name!r}: expected ids of 0 to {num_rows - 1}, got {ids[0]} to {ids[-1]}")
+    return encode_keys(ids.astype(np.uint64))
+
+
+def _decode(body: memoryview, shapes: Shapes, *, forms: str) -> Iterator[_Section]:
+    reader = _Reader(body)
+    num_sections, zero = _COUNT.unpack(reader.take(_COUNT.size, "the number of sections"))
+    if zero:
+        raise BlobError(f"expected zero behind the number of sections, got {zero}")
+    seen: set[tuple[str, str]] = set()
+    for _ in range(num_sections):  # each takes bytes of the body: a number too large ends it
+        section = _decode_section(reader, shapes, forms)
+        if (section.form, section.name) in seen:
+            raise BlobError(f"section {section.name!r}: expected it once, got it again")
+        seen.add((section.form, section.name))
+        yield section
+    if reader.num_left:
+        raise BlobError(f"expected {num_sections} sections and nothing more, got {reader.num_left} further bytes")
+
+
+def _decode_section(reader: _Reader, shapes: Shapes, forms: str) -> _Section:
+    head = _HEAD.unpack(reader.take(_HEAD.size, "the head of a section"))
+    form, zero, title_bytes, width, size, count, key_bytes, since = head
+    try:
+        name, letter = bytes(reader.padded(title_bytes, "a section's name")).decode(), form.decode()
+    except UnicodeDecodeError as exc:
+        raise BlobError(f"expected a form and a name in UTF-8, got {form!r} and bytes that are not") from exc
+    if letter not in forms or zero:
+        raise BlobError(f"section {name!r}: expected a form of {'/'.join(forms)} and zero, got {letter!r}, {zero}")
+    if name not in shapes:
+        raise BlobError(f"section {name!r}: expected one of {sorted(shapes)}: no such vector or table")
+    expected = shapes[name]
+    shape = _table_shape(expected)
+    if shape.num_rows != size or shape.width != width:
+        raise BlobError(f"section {name!r}: expected {shape.num_rows} rows of {shape.width}, got {size} of {width}")
+    if letter == "d" and not (isinstance(expected, int) and count == size and not key_bytes):
+        raise BlobError(f"section {name!r}: expected rows of a table, or all values of a vector, got {count} values")
+    # Before anything is allocated: both lengths must be there.
+    keys = np.frombuffer(reader.padded(key_bytes, f"the keys of {name!r}"), np.uint8)
+    num_bytes = 4 * count * width if letter in "dr" else 0
+    values = np.frombuffer(reader.padded(num_bytes, f"the values of {name!r}"), "<f4")
+    ids = None
+    if letter != "d":
+        try:
+            ids = decode_keys(keys, count=count, limit=min(size, 1 << 63)).view(np.int64)
+        except BlobError as exc:
+            raise BlobError(f"section {name!r}: {exc}") from exc
+    return _Section(letter, name, shape, since, ids, values.reshape(count, width) if letter in "dr" else None)
+
+
+def _rows(section: _Section) -> Rows:
+    assert section.ids is not None, "a section of rows has ids"
+    assert section.values is not None, "a section of rows has values"
+    is_finite = np.isfinite(section.values)
+    if not is_finite.all():
+        bad = np.flatnonzero(~is_finite.all(axis=1))
+        raise NotFiniteError(
+            f"section {section.name!r}: expected finite values, got NaN or infinity in {len(bad)} rows, the first of "
+            f"them {section.ids[bad[0]]}"
+        )
+    return Rows(section.ids, section.values)
+
+
+def _table_shape(shape: int | TableShape) -> TableShape:
+    return TableShape(shape, 1) if isinstance(shape, int) else shape
+
+
+class _Reader:
+    """Takes pieces off the front of a body, and refuses what is not there."""
+
+    def __init__(self, body: memoryview) -> None:
+        self._body = body
+        self._at = 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self._body) - self._at
+
+    def take(self, num_bytes: int, what: str) -> memoryview:
+        if num_bytes > self.num_left:
+            raise BlobError(f"expected {num_bytes} bytes for {what}, got {self.num_left}")
+        self._at += num_bytes
+        return self._body[self._at - num_bytes : self._at]
+
+    def padded(self, num_bytes: int, what: str) -> memoryview:
+        """As `take`, and the zeros behind it up to the alignment."""
+        piece = self.take(num_bytes, what)
+        padding = self.take(-num_bytes % _ALIGNMENT, f"the padding of {what}")
+        if any(padding):
+            raise BlobError(f"expected zeros behind {what}, got {bytes(padding)!r}")
+        return piece
