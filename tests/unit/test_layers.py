@@ -47,6 +47,8 @@ ORDER = (
 PURE = (
     "doll.consumers.batching",
     "doll.consumers.bisection",
+    "doll.consumers.op_log",
+    "doll.consumers.row_cache",
     "doll.consumers.stall_watch",
     "doll.consumers.worker",
     "doll.control.link_state",
