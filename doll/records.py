@@ -330,6 +330,20 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     control: str = "kafka"  # what carries its grants and pushes: "kafka", "redis" or "local"
 
 
+class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the consistency policy gave and cost since its server began the term (`doll.ps.measures`)."""
+
+    staleness: Mapping[int, int] = {}  # reads by their difference, see `doll.theory.staleness`
+    staleness_total: int = 0  # sum of the differences
+    older_reads: int = 0  # of versions too old to be compared
+    blocked_s: float = 0.0  # workers held a complete batch, were idle and had no grant; added up over the workers
+    computing_s: float = 0.0  # they read weights, computed and stored gradients
+    idle_s: float = 0.0  # between two pushes, the rest of the time: blocked, or without a batch
+    gradient_bytes: int = 0  # as sent
+    dense_gradient_bytes: int = 0  # of the same gradients, before coding
+    weights_bytes: int = 0  # of the versions that workers have read
+
+
 class ServerStatus(Record, frozen=True):
     """The parameter server's state, on `metrics` once a second: also its heartbeat, from which a standby elects."""
 
@@ -347,6 +361,7 @@ class ServerStatus(Record, frozen=True):
     stalled_s: float  # for how long no update has been possible; 0 while one is
     workers: tuple[WorkerStatus, ...]  # one per worker, in order
     counters: Mapping[str, int] = {}  # of the engine: what was refused, requeued, ...
+    measures: Measures | None = None
 
 
 class ProvisionDecision(Record, frozen=True):

@@ -105,9 +105,11 @@ def simulate(
         trace, pool,
     )  # fmt: skip
     if deadline is None:
-        system = jobs.fixed_mix(settings, spot, preemption, boot_s=boot or 0.0)
+        system = jobs.fixed_mix(settings, spot, preemption, boot_s=boot or 0.0, measure=True)
     else:
-        system = jobs.planned(settings, preemption, deadline_s=deadline, replan_s=replan, boot_s=boot or 0.0)
+        system = jobs.planned(
+            settings, preemption, deadline_s=deadline, replan_s=replan, boot_s=boot or 0.0, measure=True
+        )
     with progress_bar("simulating", settings.updates if settings.updates is not None else settings.seconds) as bar:
         system.run(
             lambda done, now_s: bar(

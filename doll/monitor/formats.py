@@ -23,6 +23,19 @@ def of(count: int, total: int | None) -> str:
     return text if total is None else f"{text} of {total:,}".replace(",", " ")
 
 
+def byte_size(count: float) -> str:
+    """`512 B`, `3.1 kB`, `12.0 MB`; a kB is 1000 bytes.
+
+    >>> byte_size(512), byte_size(3_140), byte_size(12_000_000)
+    ('512 B', '3.1 kB', '12.0 MB')
+    """
+    size, units = float(count), ["B", "kB", "MB", "GB"]
+    while abs(size) >= 1000 and len(units) > 1:
+        size /= 1000
+        del units[0]
+    return f"{size:.0f} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
 def clock(seconds: float) -> str:
     """`12 s`, `3:05` or `2:03:05`."""
     if not known(seconds):

@@ -14,8 +14,9 @@ from typing import Final, NamedTuple
 from doll.bounded import short
 from doll.monitor.heartbeats import RoleHeartbeats
 from doll.monitor.loss_trend import LossTrend
+from doll.monitor.policy_summary import PolicySummary
 from doll.process.metric_names import TERM, worker_of, worker_source
-from doll.records import AnyRecord, Finished, Metric, ServerStatus, TermStarted, Update
+from doll.records import AnyRecord, Finished, Measures, Metric, ServerStatus, TermStarted, Update
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -61,6 +62,8 @@ def server_samples(status: ServerStatus) -> Iterator[Sample]:
     """The samples of the parameter server's status: its own as `doll_ps_...`, and those of each worker."""
     counters = {f"{name}_total": float(count) for name, count in status.counters.items()}
     yield from samples_of("ps", {name: float(getattr(status, name)) for name in _SERVER_FIELDS} | counters)
+    if status.measures is not None:
+        yield from _policy_samples(status.measures)
     for worker in status.workers:
         values = {
             "live": float(worker.is_live),
@@ -72,6 +75,27 @@ def server_samples(status: ServerStatus) -> Iterator[Sample]:
         if worker.is_live:
             values["silent_s"] = worker.silent_s
         yield from samples_of(worker_source(worker.worker), values)
+
+
+def _policy_samples(measures: Measures) -> Iterator[Sample]:
+    """What the policy gave and cost. Reads are counted by their difference, as a label."""
+    summary = PolicySummary.of([measures])
+    assert summary is not None
+    if summary.reads:
+        yield Sample("doll_ps_staleness_mean", (), summary.staleness_mean)
+        yield Sample("doll_ps_staleness_p99", (), summary.staleness_p99)
+    for difference, count in summary.histogram.items():
+        yield Sample("doll_ps_staleness_reads_total", (("difference", str(difference)),), float(count))
+    for name, value in (
+        ("older_reads", summary.older_reads),
+        ("blocked_seconds", summary.blocked_s),
+        ("computing_seconds", summary.computing_s),
+        ("idle_seconds", summary.idle_s),
+        ("gradient_bytes", summary.gradient_bytes),
+        ("dense_gradient_bytes", summary.dense_gradient_bytes),
+        ("weights_bytes", summary.weights_bytes),
+    ):
+        yield Sample(f"doll_ps_{name}_total", (), float(value))
 
 
 def _prometheus_name(name: str) -> str:

@@ -115,6 +115,10 @@ def _fields(snapshot: JobSnapshot, stop: StopConfig) -> list[tuple[tuple[str, st
             ("samples sent", "?" if snapshot.sent is None else of(snapshot.sent, None)),
             ("send rate", f"{number(snapshot.send_rate_per_s)} /s"),
         ),
+        (
+            ("staleness", "?" if snapshot.policy is None else snapshot.policy.staleness_text),
+            ("workers blocked", "?" if snapshot.policy is None else snapshot.policy.blocked_text),
+        ),
     ]
 
 

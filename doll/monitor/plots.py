@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,21 +39,31 @@ class Curve:
     color: str
     style: str = "-"
     marker: str = ""
+    bars: bool = False
 
 
 def draw(
-    history: History, path: Path, *, job: str, predicted_rate: float, target_accuracy: float | None = None
+    history: History,
+    path: Path,
+    *,
+    job: str,
+    predicted_rate: float,
+    target_accuracy: float | None = None,
+    staleness: Mapping[int, int] | None = None,
 ) -> None:
     """Write the run as a PNG to `path`.
 
     Args:
         predicted_rate: λ_U = Nλ/(Kb), updates per second; NaN or infinite: no line for it.
         target_accuracy: drawn as a line where given.
+        staleness: reads by their difference (`doll.theory.staleness`).
 
     Raises:
         OSError: `path` cannot be written.
     """
     panels = make_panels(history, predicted_rate=predicted_rate, target_accuracy=target_accuracy)
+    if staleness:
+        panels.append(staleness_panel(staleness))
     # matplotlib takes 1.5 s of processor time to import. Its object interface needs no global backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -117,6 +127,14 @@ def _rate_panels(at_s: Series, at_version: Series, predicted_rate: float) -> lis
     ]
 
 
+def staleness_panel(counts: Mapping[int, int]) -> Panel:
+    """How many of the reads had each difference."""
+    differences = np.array(sorted(counts), dtype=np.float64)
+    shares = np.array([counts[int(difference)] for difference in differences], dtype=np.float64)
+    curve = Curve("reads", differences, 100 * shares / shares.sum(), PREQUENTIAL, bars=True)
+    return Panel("Staleness", "newest batch of another worker - own batch", "% of reads", [curve])
+
+
 def moving_mean(values: Series, weights: Series, window: int) -> Series:
     """Weighted mean of the last `window` values at each place; NaN values have no weight."""
     known = np.isfinite(values)
@@ -166,6 +184,10 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     drawn = False
     for curve in panel.curves:
         if not np.isfinite(curve.y).any():
+            continue
+        if curve.bars:
+            axes.bar(curve.x, curve.y, color=curve.color, label=curve.label)
+            drawn = True
             continue
         step = max(1, math.ceil(len(curve.x) / _MAX_POINTS))
         axes.plot(

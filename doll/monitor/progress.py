@@ -12,6 +12,7 @@ from doll.ledger import offset_ranges
 from doll.ledger.offset_ranges import Span
 from doll.ledger.report import Range, named
 from doll.monitor.history import History
+from doll.monitor.policy_summary import PolicySummary
 from doll.monitor.prequential import Means
 from doll.monitor.rates import (
     ArrivalRateEstimator,
@@ -21,7 +22,7 @@ from doll.monitor.rates import (
     steady_update_rate,
 )
 from doll.process import metric_names as names
-from doll.records import AnyRecord, Metric, ServerStatus, TermStarted, Update
+from doll.records import AnyRecord, Measures, Metric, ServerStatus, TermStarted, Update
 
 EVENTS_KEPT = 6
 STALL_REPORT_S = 10.0  # a worker that is replaced leaves the others short for a while
@@ -83,6 +84,7 @@ class JobSnapshot:
     finished: str | None
     lost: tuple[Range, ...] = ()  # offsets that were deleted before they were learned
     costs: str = ""  # machines and their cost, if they are provisioned
+    policy: PolicySummary | None = None  # what its consistency policy gave and cost
 
 
 class ProgressModel:
@@ -101,6 +103,7 @@ class ProgressModel:
         self._metrics: dict[str, Mapping[str, float]] = {}
         self._arrivals = ArrivalRateEstimator(config.data.samples_per_record)
         self._status: ServerStatus | None = None
+        self._measures: dict[int, Measures] = {}  # the last of each term
         self._gone_since_s: dict[int, float] = {}  # Unix seconds of the first status without a worker, while it is gone
         self._worker_rates = WorkerRates()
         self._lost: dict[int, list[Span]] = {}
@@ -125,6 +128,7 @@ class ProgressModel:
             self._metrics.clear()
             self._lost.clear()
             self._status = None
+            self._measures.clear()
             self._gone_since_s.clear()
             self._worker_rates = WorkerRates()
         if isinstance(record, TermStarted) and record.resumed_version == 0:
@@ -146,6 +150,8 @@ class ProgressModel:
             self.add_lost(*lost)
 
     def _set_status(self, status: ServerStatus) -> None:
+        if status.measures is not None:
+            self._measures[status.term] = status.measures
         for worker in status.workers:
             if worker.is_live:
                 self._gone_since_s.pop(worker.worker, None)
@@ -252,6 +258,10 @@ class ProgressModel:
             )
         return tuple(lines)
 
+    def policy_summary(self) -> PolicySummary | None:
+        """What the policy gave and cost, over all terms; None before the first status."""
+        return PolicySummary.of(self._measures.values())
+
     def metric(self, source: str, name: str) -> float | None:
         """The last value of one metric of one process."""
         return self._metrics.get(source, {}).get(name)
@@ -285,6 +295,7 @@ class ProgressModel:
             events=tuple(self._events),
             finished=history.finished.reason if history.finished else None,
             lost=tuple(Range(n, lo, hi) for n, spans in sorted(self._lost.items()) for lo, hi in spans),
+            policy=self.policy_summary(),
         )
 
     def _eta_s(self, rate: float) -> float:

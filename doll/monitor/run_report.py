@@ -45,6 +45,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
     evaluation = history.evaluations.last() or {}
     running, window = history.prequential.running(), history.prequential.windowed()
     margin, held_out = model.margin(), history.held_out_loss_trend()
+    policy = model.policy_summary()
     report = {
         "job": config.job,
         "doll_version": doll.__version__,
@@ -86,6 +87,7 @@ def build_report(model: ProgressModel, outcome: RunOutcome, ledger: LedgerReport
         "records_per_batch": config.data.records_per_batch,
         "group_size": config.group_size,
         "policy": config.training.policy.name,
+        "measures": None if policy is None else policy.to_dict(),
         "stop": config.stop.model_dump(exclude_none=True),
         "restarts": sum(outcome.restarts.values()),
         "restarts_by_role": dict(sorted(outcome.restarts.items())),

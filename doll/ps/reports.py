@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from doll.ps.engine import Engine
 from doll.ps.events import AppliedBatch, AppliedSet, ApplyUpdate
 from doll.ps.stuck import shortfall
-from doll.records import Member, ServerStatus, Update, WorkerStatus
+from doll.records import Measures, Member, ServerStatus, Update, WorkerStatus
 
 
 def update_record(update: ApplyUpdate, *, term: int, num_samples: int, apply_s: float, now: float) -> Update:
@@ -37,7 +37,9 @@ def update_record(update: ApplyUpdate, *, term: int, num_samples: int, apply_s: 
     )
 
 
-def server_status(engine: Engine, *, leader_since_s: float, stalled_s: float, now: float) -> ServerStatus:
+def server_status(
+    engine: Engine, *, leader_since_s: float, stalled_s: float, now: float, measures: Measures
+) -> ServerStatus:
     """The engine's state for other processes.
 
     Args:
@@ -61,7 +63,7 @@ def server_status(engine: Engine, *, leader_since_s: float, stalled_s: float, no
             )
             for worker in engine.workers()
         ),
-        counters=dict(engine.counters),
+        counters=dict(engine.counters), measures=measures,
     )  # fmt: skip
 
 

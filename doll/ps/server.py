@@ -33,6 +33,7 @@ from doll.process.fault_points import fault_point
 from doll.ps import events as ev
 from doll.ps.checkpointing import CheckpointWriter, encode_snapshot
 from doll.ps.engine import Engine
+from doll.ps.measures import PolicyMeasures
 from doll.ps.model_host import ModelHost
 from doll.ps.reports import server_status, update_record
 from doll.ps.stuck import StallDetector
@@ -53,7 +54,7 @@ from doll.records import (
     Update,
     Welcome,
 )
-from doll.storage.blobs import Buffer
+from doll.storage.blobs import HEADER_BYTES, Buffer
 from doll.storage.checkpoints import Checkpoint, CheckpointStore
 from doll.telemetry import get_logger
 
@@ -127,7 +128,9 @@ class ParameterServer:
             clock=clock,
         )
         self._busy_s = 0.0  # spent on the update under way: fetch, add, step, publish
-        self._unreported: Callable[[], Update] | None = None  # makes the record of the update that was applied last
+        # The update that was applied last, and what makes its record.
+        self._unreported: tuple[ev.ApplyUpdate, Callable[[], Update]] | None = None
+        self._measures = PolicyMeasures(engine, weights_bytes=HEADER_BYTES + 4 * host.num_values)
         self._status_at_s = 0.0
         self._leader_since_s = time.time()
         self._stall = StallDetector(config.training.policy, clock())
@@ -191,7 +194,10 @@ class ParameterServer:
                 if not isinstance(action, ev.SendGrant | ev.PublishWeights):  # workers wait for these
                     self._report_update()
                 if isinstance(action, ev.FetchGradient):
-                    pending.append(self._timed(self._host.fetch, action))
+                    outcome = self._timed(self._host.fetch, action)
+                    if outcome.blob is not None:
+                        self._measures.fetched(len(outcome.blob))
+                    pending.append(outcome)
                 else:
                     self._perform(action)
             self._report_update()
@@ -252,7 +258,13 @@ class ParameterServer:
         """The engine's state for other processes, for the `metrics` topic."""
         now = self._clock()
         stalled_s = self._stall.stalled_s(now)
-        status = server_status(self.engine, leader_since_s=self._leader_since_s, stalled_s=stalled_s, now=now)
+        status = server_status(
+            self.engine,
+            leader_since_s=self._leader_since_s,
+            stalled_s=stalled_s,
+            now=now,
+            measures=self._measures.report(),
+        )
         kinds, counters = self._channel_report()
         if not kinds and not counters:
             return status
@@ -282,6 +294,7 @@ class ParameterServer:
                 self._host.drop(action.key)
             case ev.PublishWeights():
                 key = self._publish(action.version)
+                self._measures.published(action.version, action.workers)
                 for worker in action.workers:
                     self._outbox.send_command(
                         worker, NewVersion(term=term, worker=worker, version=action.version, key=key)
@@ -338,6 +351,7 @@ class ParameterServer:
         engine = self.engine
         if self._welcomed.get(action.worker) != action.session:  # a Join is repeated until it is answered
             self._welcomed[action.worker] = action.session
+            self._measures.joined(action.worker)
             log.info(
                 "worker_joined", worker=action.worker, process=action.process, session=action.session,
                 next_batch=action.next_batch,
@@ -360,17 +374,18 @@ class ParameterServer:
 
     def _apply(self, action: ev.ApplyUpdate) -> None:
         num_samples = self._timed(self._host.apply, action)
-        self._unreported = functools.partial(
+        self._unreported = action, functools.partial(
             update_record, action, term=self.engine.term, num_samples=num_samples, apply_s=self._busy_s,
             now=self._clock(),
         )  # fmt: skip
         self._busy_s = 0.0
 
     def _report_update(self) -> None:
-        """Send the record of the update that was applied last, if that is not done."""
+        """Measure the update that was applied last and send its record, if that is not done."""
         if self._unreported is None:
             return
-        make_record, self._unreported = self._unreported, None
+        (update, make_record), self._unreported = self._unreported, None
+        self._measures.applied(update)
         self._send_update(make_record())
         fault_point("ps.after_update", self._flush_for_fault_point)
 
@@ -390,6 +405,7 @@ class ParameterServer:
 
     def _finish(self, action: ev.Finish) -> None:
         self._publish(action.version)  # the evaluator's last measurement is of this version
+        self._outbox.send_status(self.status())  # with all that was measured
         self._send_update(
             Finished(term=self.engine.term, version=action.version, reason=action.reason, time_s=time.time())
         )

@@ -59,7 +59,11 @@ def finish_run(
         if not config.evaluation.enabled or not (run.path / "evaluations.csv").exists():
             CsvFile(run.path / "evaluations.csv", model.history.evaluations).sync()
         rate = model.rate_predicted()
-        draw(model.history, run.plot, job=config.job, predicted_rate=rate, target_accuracy=config.stop.accuracy)
+        policy = model.policy_summary()
+        draw(
+            model.history, run.plot, job=config.job, predicted_rate=rate, target_accuracy=config.stop.accuracy,
+            staleness=None if policy is None else policy.histogram,
+        )  # fmt: skip
         outcome.files["plots"] = display_path(run.plot)
     outcome.files |= {
         "updates": display_path(run.path / "updates.csv"),

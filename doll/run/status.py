@@ -59,6 +59,8 @@ class JobStatus:
         snapshot = self.snapshot
         state = f"finished: {snapshot.finished}" if snapshot.finished else "running, or waiting to be resumed"
         lines = [f"{self.config.job} ({state})", one_line(snapshot, self.config.stop), worker_table(snapshot)]
+        if snapshot.policy is not None:
+            lines.append(snapshot.policy.text())
         if snapshot.lost:
             lost = named(snapshot.lost)
             lines.append(f"lost: {lost}: deleted from the log before they were learned (see data.on_data_loss)")

@@ -85,16 +85,20 @@ def preemptions(
     return Recorded.of(recorded, settings.num_workers), recorded.alpha
 
 
-def fixed_mix(settings: SimulationSettings, num_spot: int, preemption: Preemption, *, boot_s: float) -> System:
+def fixed_mix(
+    settings: SimulationSettings, num_spot: int, preemption: Preemption, *, boot_s: float, measure: bool = False
+) -> System:
     """The job with its `num_spot` slowest streams on spot, from the beginning to the end."""
     n = settings.num_workers
     slowest = sorted(range(n), key=lambda slot: settings.rates_per_s[slot])[:num_spot]
-    return System(settings, spot=[slot in set(slowest) for slot in range(n)], preemption=preemption, boot_s=boot_s)
+    spot = [slot in set(slowest) for slot in range(n)]
+    return System(settings, spot=spot, preemption=preemption, boot_s=boot_s, measure=measure)
 
 
 def planned(
-    settings: SimulationSettings, preemption: Preemption, *, deadline_s: float, replan_s: float, boot_s: float
-) -> System:
+    settings: SimulationSettings, preemption: Preemption, *, deadline_s: float, replan_s: float, boot_s: float,
+    measure: bool = False,
+) -> System:  # fmt: skip
     """The job with the planner choosing the market of every slot, all on spot at first.
 
     Raises:
@@ -109,5 +113,5 @@ def planned(
     )  # fmt: skip
     return System(
         settings, spot=[True] * settings.num_workers, preemption=preemption,
-        provisioner=PlannerProvisioner(planner), boot_s=boot_s,
+        provisioner=PlannerProvisioner(planner), boot_s=boot_s, measure=measure,
     )  # fmt: skip

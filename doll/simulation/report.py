@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from doll.monitor.formats import known, number
+from doll.monitor.plots import staleness_panel
+from doll.monitor.policy_summary import PolicySummary
 from doll.monitor.rates import (
     Margin,
     stability_margin,
@@ -39,6 +42,7 @@ class Summary:
         rate_measured: updates over the run's seconds, from the first update on.
         queue_growth: queue at the end over the queue in the middle; far above 1: it grows without bound.
         margin_sufficient, margin_necessary: Proposition 1 for the gradient time set; above 1 is stable in that form.
+        staleness_mean, staleness_p99, blocked_share: as in `doll.monitor.policy_summary`; NaN where not measured.
     """
 
     workers: int
@@ -61,6 +65,9 @@ class Summary:
     usd: float
     all_on_demand_usd: float
     seed: int
+    staleness_mean: float = math.nan
+    staleness_p99: float = math.nan
+    blocked_share: float = math.nan
 
     @property
     def cost_ratio(self) -> float:
@@ -85,6 +92,11 @@ class Summary:
             f"{self.margin_necessary:.3g} in the necessary one (above 1 is stable)",
             f"cost: {self.usd:.2f} USD, {100 * self.cost_ratio:.2f} % of all on-demand; {self.moves} moves",
         ]
+        if known(self.staleness_mean):
+            lines.append(
+                f"staleness {number(self.staleness_mean)} on average, 99 % of reads at {number(self.staleness_p99)} "
+                f"or above; workers blocked {100 * self.blocked_share:.1f} % of the time"
+            )
         if deadline_s is not None:
             met = target_updates is not None and self.updates >= target_updates and self.seconds <= deadline_s
             lines.append(f"deadline {deadline_s:.1f} s: {'met' if met else 'MISSED'}")
@@ -125,6 +137,7 @@ def summarise(system: System, alpha: float) -> Summary:
         margin = stability_margin(settings.rates_per_s, settings.batch_size, group_size(settings), settings.compute_s)
     drawn = sum(rate * system.slot_up_s(worker) for worker, rate in enumerate(settings.rates_per_s))
     waiting = np.asarray(trajectory.waiting, float)
+    measured = _measured(system)
     on_demand_rate = formula_rate(settings, [False] * n, 1.0)
     return Summary(
         workers=n,
@@ -147,7 +160,14 @@ def summarise(system: System, alpha: float) -> Summary:
         usd=system.usd,
         all_on_demand_usd=updates / on_demand_rate * n * settings.on_demand_usd_per_hour / 3600.0,
         seed=settings.seed,
+        staleness_mean=math.nan if measured is None else measured.staleness_mean,
+        staleness_p99=math.nan if measured is None else measured.staleness_p99,
+        blocked_share=math.nan if measured is None else measured.blocked_share,
     )
+
+
+def _measured(system: System) -> PolicySummary | None:
+    return None if system.measures is None else PolicySummary.of([system.measures.report()])
 
 
 def _growth(waiting: npt.NDArray[np.float64]) -> float:
@@ -168,7 +188,8 @@ def write_report(system: System, summary: Summary, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_csv(system.trajectory, folder / "updates.csv")
     (folder / "summary.json").write_text(json.dumps(json_safe(summary.to_dict()), indent=2) + "\n", encoding="utf-8")
-    draw(system.trajectory, summary, folder / "simulation.png")
+    measured = _measured(system)
+    draw(system.trajectory, summary, folder / "simulation.png", staleness=measured.histogram if measured else {})
 
 
 def write_csv(trajectory: Trajectory, path: Path) -> None:
@@ -187,8 +208,11 @@ def write_csv(trajectory: Trajectory, path: Path) -> None:
             writer.writerow((update, f"{time_s:.6f}", waiting, up, f"{group_s:.6f}", f"{usd:.6f}"))
 
 
-def draw(trajectory: Trajectory, summary: Summary, path: Path) -> None:
-    """Updates against the formula, workers up, queue and cost over time, as a PNG.
+def draw(trajectory: Trajectory, summary: Summary, path: Path, *, staleness: Mapping[int, int]) -> None:
+    """Updates against the formula, workers up, queue and cost over time, and the staleness, as a PNG.
+
+    Args:
+        staleness: reads by their difference; empty: not measured.
 
     Raises:
         OSError: `path` cannot be written.
@@ -199,14 +223,21 @@ def draw(trajectory: Trajectory, summary: Summary, path: Path) -> None:
     step = max(1, len(trajectory.time_s) // _PLOT_POINTS)
     hours = [time_s / 3600.0 for time_s in islice(trajectory.time_s, None, None, step)]
     updates = range(1, len(trajectory.time_s) + 1, step)
-    figure = Figure(figsize=(10.4, 7.0), layout="constrained", dpi=110)
+    columns = 3 if staleness else 2
+    figure = Figure(figsize=(5.2 * columns, 7.0), layout="constrained", dpi=110)
     FigureCanvasAgg(figure)
     figure.suptitle(
         f"{summary.workers} workers, {summary.spot} of them spot: {summary.updates} updates, "
         f"rate / formula {summary.rate_measured / summary.rate_formula:.4f}",
         fontsize=12,
     )
-    ((done, up), (queue, cost)) = figure.subplots(2, 2)
+    ((done, up, *more), (queue, cost, *rest)) = figure.subplots(2, columns)
+    for axes in more:
+        panel = staleness_panel(staleness)
+        axes.bar(panel.curves[0].x, panel.curves[0].y, color=_MEASURED)
+        axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+    for axes in rest:
+        axes.set_axis_off()
     done.plot(hours, updates, color=_MEASURED, label="simulated")
     formula = [summary.rate_formula * 3600.0 * hour for hour in hours]
     done.plot(hours, formula, "--", color=_FORMULA, label=f"λ_U t, λ_U = {summary.rate_formula:.4g}/s")

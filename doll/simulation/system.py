@@ -30,6 +30,7 @@ from doll.ps.events import (
     SendWelcome,
     StoreCheckpoint,
 )
+from doll.ps.measures import PolicyMeasures
 from doll.ps.policies import make_policy
 from doll.ps.state import EngineSettings
 from doll.records import Announce, Join, Leave, Push, PushedBatch
@@ -90,6 +91,7 @@ class System:
         up: which workers are up.
         spot_available: slots for which a preemptible machine is available, used or not.
         moves: changes of market after the start.
+        measures: staleness and blocked time, where they are measured.
         preemptions: machines taken away from slots that used them.
     """
 
@@ -102,6 +104,7 @@ class System:
         provisioner: Provisioner | None = None,
         boot_s: float = 0.0,
         learner: Gradients | None = None,
+        measure: bool = False,
     ) -> None:
         """
         Args:
@@ -110,6 +113,7 @@ class System:
             provisioner: moves slots between the markets while the job runs.
             boot_s: from a machine's start to a working worker; it is billed.
             learner: learns from the batches that make the updates.
+            measure: follow staleness and blocked time.
         """
         n = settings.num_workers
         self.settings = settings
@@ -142,6 +146,8 @@ class System:
         self._granted: list[deque[SendGrant]] = [deque() for _ in range(n)]
         self._done: list[list[PushedBatch]] = [[] for _ in range(n)]
         self._set_begun_s = [0.0] * n
+        self._batch_begun_s = [0.0] * n
+        self._ready_at_s: dict[tuple[int, int], float] = {}  # when a batch was complete, while that is measured
         self._compute_event = [0] * n  # as above
         self.up = [True] * n
         self.num_up = n
@@ -165,6 +171,7 @@ class System:
             checkpoint_every_s=_FOREVER_S, stop=StopConfig(updates=settings.updates),
         )  # fmt: skip
         self.engine = Engine(engine_settings, policy, term=_TERM, now=0.0, origins=[0] * n)
+        self.measures = PolicyMeasures(self.engine) if measure else None
         self._spans = [preemption.spans(slot) if preemption is not None else None for slot in range(n)]
         self._start()
 
@@ -272,6 +279,8 @@ class System:
     # --- the life of a batch ----------------------------------------------------------------------------------------
 
     def _on_batch(self, worker: int) -> None:
+        if self.measures is not None:
+            self._ready_at_s[worker, self.complete[worker]] = self.now
         self.complete[worker] += 1
         at = self.now + self._fill() * self._mean_gap_s[worker]
         self._complete_at[worker] = at
@@ -298,14 +307,18 @@ class System:
         """The next batch of the set under way, or the first of a set."""
         if not self._done[worker]:
             self._set_begun_s[worker] = self.now
+        self._batch_begun_s[worker] = self.now
         heappush(self._queue, (self.now + self._compute(), _COMPUTED, worker, self._compute_event[worker]))
 
     def _on_computed(self, worker: int) -> None:
         granted, done = self._granted[worker], self._done[worker]
         grant = granted[0]
+        ready_at_s = self._ready_at_s.get((worker, grant.first), self.now)
         batch = PushedBatch(
-            batch=grant.first, grant_id=grant.grant_ids[0], n_samples=self.settings.batch_size, loss_sum=0.0
-        )
+            batch=grant.first, grant_id=grant.grant_ids[0], n_samples=self.settings.batch_size, loss_sum=0.0,
+            compute_s=self.now - self._batch_begun_s[worker],
+            wait_s=max(0.0, self._set_begun_s[worker] - ready_at_s),
+        )  # fmt: skip
         done.append(batch)
         if len(grant.grant_ids) > 1:
             granted[0] = replace(grant, first=grant.first + 1, grant_ids=grant.grant_ids[1:])
@@ -326,6 +339,11 @@ class System:
     def _on_update(self, update: ApplyUpdate) -> None:
         if self._learner is not None:
             self._learner.apply(update)
+        if self.measures is not None:
+            self.measures.applied(update)
+            for item in update.sets:
+                for pushed in item.push.batches:
+                    del self._ready_at_s[item.push.worker, pushed.batch]
         trajectory = self.trajectory
         trajectory.time_s.append(self.now)
         trajectory.waiting.append(self.engine.num_waiting)
@@ -437,4 +455,6 @@ class System:
         for action in self._handle(Join(worker=worker, process=f"{worker}.{self._num_processes[worker]}")):
             if type(action) is SendWelcome:
                 self._session[worker] = action.session
+                if self.measures is not None:
+                    self.measures.joined(worker)
                 self._announced[worker] = action.next_batch

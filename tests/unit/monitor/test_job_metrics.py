@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from doll.monitor.job_metrics import JobMetrics, Sample, samples_of
 from doll.monitor.prometheus import JobCollector
-from doll.records import Finished, Member, Metric, ServerStatus, TermStarted, Update
+from doll.records import Finished, Measures, Member, Metric, ServerStatus, TermStarted, Update
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from statuses import gone_worker, live_worker, server_status
@@ -131,3 +131,16 @@ def test_the_age_of_each_roles_last_sign_of_life_is_exposed() -> None:
     assert values[key("doll_provisioner_spent_usd")] == 2.0, "a heartbeat keeps the metrics"
     job.feed(Metric(source="provisioner", values={"left": 1.0}, time_s=701.0))
     assert key("doll_heartbeat_age_seconds", role="provisioner") not in exposed(job)
+
+
+def test_reads_are_counted_by_staleness() -> None:
+    job = JobMetrics(2)
+    measures = Measures(staleness={-3: 1, -1: 99}, staleness_total=-102, blocked_s=2.5, weights_bytes=40)
+    job.feed(server_status(measures=measures))
+    values = exposed(job)
+    assert values[key("doll_ps_staleness_reads_total", difference="-3")] == 1
+    assert values[key("doll_ps_staleness_reads_total", difference="-1")] == 99
+    assert values[key("doll_ps_staleness_mean")] == pytest.approx(-1.02)
+    assert values[key("doll_ps_staleness_p99")] == -3
+    assert values[key("doll_ps_blocked_seconds_total")] == 2.5
+    assert values[key("doll_ps_weights_bytes_total")] == 40

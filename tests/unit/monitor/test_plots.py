@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doll.monitor.history import History
-from doll.monitor.plots import draw, make_panels, moving_mean, moving_rate
+from doll.monitor.plots import draw, make_panels, moving_mean, moving_rate, staleness_panel
 from doll.records import Member, TermStarted, Update
 
 
@@ -78,3 +78,14 @@ def test_moving_mean_weighs_and_skips_the_unknown() -> None:
 def test_moving_rate_of_a_steady_run() -> None:
     _, rates = moving_rate(np.arange(100, dtype=np.float64) * 0.25)
     assert rates == pytest.approx(np.full(len(rates), 4.0))
+
+
+def test_the_staleness_of_a_run_is_a_panel_of_its_own(tmp_path: Path) -> None:
+    panel = staleness_panel({-2: 1, 3: 3})
+    (curve,) = panel.curves
+    assert (curve.x.tolist(), curve.y.tolist()) == ([-2.0, 3.0], [25.0, 75.0])
+    without, with_it = tmp_path / "without.png", tmp_path / "with.png"
+    draw(run(60), without, job="digits", predicted_rate=2.0)
+    draw(run(60), with_it, job="digits", predicted_rate=2.0, staleness={-2: 1, 3: 3})
+    widths = [int.from_bytes(path.read_bytes()[16:20]) for path in (without, with_it)]
+    assert widths[1] > widths[0]

@@ -11,7 +11,7 @@ from doll.monitor.display import LineDisplay
 from doll.monitor.live_display import panel
 from doll.monitor.progress import ProgressModel
 from doll.monitor.text import one_line, worker_table
-from doll.records import Finished, Member, Metric, Update
+from doll.records import Finished, Measures, Member, Metric, Update
 from paths import EXAMPLES
 from record_builders import term_started
 from rich.console import Console
@@ -252,3 +252,24 @@ def test_machines_and_money_are_shown_in_both_views() -> None:
     out = io.StringIO()
     Console(file=out, width=140).print(panel(snapshot, config.stop))
     assert "USD" not in out.getvalue()
+
+
+def test_what_the_policy_cost_is_added_up_over_the_terms() -> None:
+    model = ProgressModel(job(), 0.0)
+    assert model.snapshot(1.0).policy is None
+    model.feed(term_started(1))
+    counted = Measures(
+        staleness={-1: 3, 0: 1}, staleness_total=-3, blocked_s=1.0, computing_s=1.0, idle_s=1.0, gradient_bytes=50
+    )
+    for measures in (Measures(staleness={-1: 1}, staleness_total=-1), counted):  # the newest of a term counts
+        model.feed(server_status(measures=measures))
+    model.feed(term_started(2, 10))
+    model.feed(server_status(term=2, measures=Measures(staleness={-5: 4}, staleness_total=-20, computing_s=2.0)))
+    policy = model.snapshot(1.0).policy
+    assert policy is not None
+    assert policy.histogram == {-5: 4, -1: 3, 0: 1}
+    assert policy.staleness_mean == pytest.approx(-23 / 8)
+    assert (policy.blocked_share, policy.gradient_bytes) == (0.25, 50)
+    assert policy.text() == "staleness -2.88 (p99 -5), workers blocked 25 % of the time, gradients 50 B, weights 0 B"
+    model.feed(term_started(3, generation=3))
+    assert model.snapshot(1.0).policy is None, "another run"

@@ -17,6 +17,7 @@ from doll.config import JobConfig, parse
 from doll.errors import CheckpointError, FencedError
 from doll.model import build, fingerprint
 from doll.ps.checkpointing import decode_snapshot
+from doll.ps.events import StopRequested
 from doll.ps.local_host import LocalModelHost
 from doll.ps.optimizer import DivergedError, Optimizer
 from doll.ps.server import ParameterServer
@@ -39,7 +40,7 @@ from doll.records import (
     Update,
     Welcome,
 )
-from doll.storage.blobs import decode_blob, decode_latest, encode_blob, gradient_key, latest_key
+from doll.storage.blobs import HEADER_BYTES, decode_blob, decode_latest, encode_blob, gradient_key, latest_key
 from doll.storage.checkpoints import Checkpoint
 from doll.task import load_task
 from doll.testing import MemoryBlobs, MemoryCheckpointStore
@@ -602,3 +603,46 @@ def test_a_state_of_another_build_is_not_taken_for_one() -> None:
     )
     with pytest.raises(CheckpointError, match="version 1 of job 'unit' holds no engine state that this build reads"):
         decode_snapshot(checkpoint)
+
+
+def test_staleness_and_bytes_are_in_the_status(rig: Rig) -> None:
+    for _ in range(3):
+        rig.update()
+    measures = rig.server.status().measures
+    assert measures is not None
+    # In each update both workers read the version before it, which holds as many batches of either.
+    assert measures.staleness == {-1: 6}
+    blob_bytes = HEADER_BYTES + 4 * rig.size
+    assert measures.gradient_bytes == measures.dense_gradient_bytes == 6 * blob_bytes
+    assert measures.weights_bytes == 6 * blob_bytes, "each worker has read each of three versions once"
+
+
+def test_the_last_status_has_everything_that_was_measured(rig: Rig) -> None:
+    rig.update()
+    rig.outbox.statuses.clear()
+    rig.server.feed(StopRequested(reason="enough"))
+    rig.turn_until(lambda: rig.server.engine.finished is not None)
+    status = rig.outbox.statuses[-1]
+    assert status.measures is not None
+    assert (status.version, status.measures.staleness) == (1, {-1: 2})
+
+
+def test_a_worker_is_blocked_from_its_push_or_its_batch_to_its_next_grant(rig: Rig) -> None:
+    """What of the time between two pushes is neither computing nor waiting for the batch."""
+    for worker in (0, 1):
+        rig.announce(worker, 0, 1)
+    for grant in rig.grants():
+        rig.answer(grant)
+    for worker in (0, 1):
+        rig.announce(worker, 1, 2)
+    rig.now += 10.0
+    for grant, wait_s in zip(rig.grants(), (3.0, 30.0), strict=True):
+        key = gradient_key("unit", grant.term, grant.grant_ids[0])
+        rig.blobs.put(key, encode_blob(np.ones(rig.size, np.float32), job="unit", kind="g", version=1), 60.0)
+        rig.server.feed(answer(grant, grant.term, key, n_samples=4, loss_sum=1.0, compute_s=2.0, wait_s=wait_s))
+    measures = rig.server.status().measures
+    assert measures is not None
+    # The first one's batch was complete 3 s before it began; the second one's all the time, so it waited for 10 - 2 s.
+    assert measures.blocked_s == pytest.approx(3.0 + 8.0)
+    assert measures.computing_s == pytest.approx(4.0)
+    assert measures.idle_s == pytest.approx(8.0 + 8.0)

@@ -1,0 +1,108 @@
+"""What the consistency policy gives and what it costs: staleness, blocked time, bytes. Pure.
+
+One class measures live, at the parameter server, and in simulations: it sees the updates of an engine. A batch costs a
+few microseconds, one of exact versions about one, whatever the number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from doll.ps.events import AppliedSet, ApplyUpdate
+from doll.ps.state import EngineState
+from doll.records import Measures
+from doll.theory.staleness import ALL_UP_TO, HISTORY, StalenessMeter
+
+_FIRST_READ: Final = -1
+
+
+class PolicyMeasures:
+    """Counts over one server's term.
+
+    Staleness is of every batch that is applied, at the version that its push names. A worker is blocked while it holds
+    a complete batch, computes nothing, and has no grant: of the time between two pushes of a worker, that is what is
+    neither computing nor waiting for the batch itself. The time that a grant takes to arrive counts as blocked.
+    """
+
+    def __init__(self, engine: EngineState, *, weights_bytes: int = 0) -> None:
+        """
+        Args:
+            weights_bytes: of one version as workers read it, which is also the size of a dense gradient.
+        """
+        self._engine = engine
+        self._weights_bytes = weights_bytes
+        # Gradients of exact versions are of the newest one, and many: nothing is kept for them, and one comparison each
+        # is enough.
+        exact = engine.policy.exact_version
+        self._meter = StalenessMeter(
+            [worker.applied for worker in engine.workers()],
+            version=engine.version,
+            history=0 if exact else HISTORY,
+            all_up_to=0 if exact else ALL_UP_TO,
+            is_active=lambda number: engine.worker(number).is_live,
+        )
+        self._pushed_at_s: dict[int, float] = {}  # the last push of each worker's process
+        self._read: dict[int, int] = {}  # the newest version that each worker's process has read
+        self.blocked_s = 0.0
+        self.computing_s = 0.0
+        self.idle_s = 0.0
+        self._gradient_bytes = self._dense_gradient_bytes = self._versions_read = 0
+
+    def joined(self, worker: int) -> None:
+        """The engine has welcomed a new process of this worker."""
+        self._pushed_at_s.pop(worker, None)
+        self._read.pop(worker, None)
+        if self._engine.version:  # else all begin at 0, and nobody has missed anything
+            self._meter.joined(worker)
+
+    def fetched(self, size_bytes: int) -> None:
+        """The gradient of a set has come, in a blob of this size."""
+        self._gradient_bytes += size_bytes
+        self._dense_gradient_bytes += self._weights_bytes
+
+    def published(self, version: int, workers: Sequence[int]) -> None:
+        """These workers are sent a version before a grant asks for it."""
+        self._versions_read += len(workers)
+        for worker in workers:
+            self._read[worker] = version
+
+    def applied(self, update: ApplyUpdate) -> None:
+        """An update was applied. Call it once for each, in order."""
+        for item in update.sets:
+            push = item.push
+            self._meter.read(push.worker, push.version, push.batches[0].batch, len(push.batches))
+            self._add_times(item)
+            if push.version > self._read.get(push.worker, _FIRST_READ):
+                self._read[push.worker] = push.version
+                self._versions_read += 1
+        for item in update.sets:
+            self._meter.applied(item.push.worker, update.version, item.push.batches[-1].batch + 1)
+
+    def _add_times(self, item: AppliedSet) -> None:
+        push = item.push
+        computing_s = push.fetch_s + push.store_s
+        for batch in push.batches:
+            computing_s += batch.compute_s
+        self.computing_s += computing_s
+        before_s = self._pushed_at_s.get(push.worker)
+        self._pushed_at_s[push.worker] = item.received_at_s
+        if before_s is not None:
+            idle_s = max(0.0, item.received_at_s - computing_s - before_s)
+            self.idle_s += idle_s
+            self.blocked_s += min(idle_s, max(batch.wait_s for batch in push.batches))
+
+    def report(self) -> Measures:
+        """What was counted until now."""
+        histogram = self._meter.histogram
+        return Measures(
+            staleness=dict(histogram.counts),
+            staleness_total=histogram.total,
+            older_reads=histogram.older,
+            blocked_s=self.blocked_s,
+            computing_s=self.computing_s,
+            idle_s=self.idle_s,
+            gradient_bytes=self._gradient_bytes,
+            dense_gradient_bytes=self._dense_gradient_bytes,
+            weights_bytes=self._versions_read * self._weights_bytes,
+        )

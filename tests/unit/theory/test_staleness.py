@@ -1,0 +1,221 @@
+"""The staleness meter against the definition, on random schedules; and that it stays small and cheap."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+from doll.theory import staleness
+from doll.theory.staleness import Histogram, StalenessMeter, bucket
+from hypothesis import given
+from hypothesis import strategies as st
+
+Read = tuple[int, int, int]  # worker, version, batch
+
+
+class Schedule:
+    """Workers that read a version and push a batch to a later one; every update is of one batch."""
+
+    def __init__(self, num_workers: int, updates: int, *, seed: int, lag: int) -> None:
+        rng = random.Random(seed)
+        self.num_workers = num_workers
+        self.clocks = [[0] * num_workers]  # of each version
+        self.steps: list[Read] = []  # step i makes version i + 1
+        speeds = [rng.uniform(1.0, 1.5) for _ in range(num_workers)]
+        for version in range(updates):
+            clocks = self.clocks[-1]
+            worker = min(range(num_workers), key=lambda n: (clocks[n] + rng.random()) * speeds[n])
+            self.steps.append((worker, max(0, version - rng.randrange(lag)), clocks[worker]))
+            self.clocks.append([clock + (n == worker) for n, clock in enumerate(clocks)])
+
+    def differences(self) -> Counter[int]:
+        """By the definition: of each read, one difference for each other worker."""
+        return Counter(
+            self.clocks[version][other] - 1 - batch
+            for worker, version, batch in self.steps
+            for other in range(self.num_workers)
+            if other != worker
+        )
+
+    def feed(self, meter: StalenessMeter) -> Histogram:
+        for version, (worker, read, batch) in enumerate(self.steps, 1):
+            meter.read(worker, read, batch)
+            meter.applied(worker, version, batch + 1)
+        return meter.histogram
+
+
+class ReadsNewest(StalenessMeter):
+    """A wrong one: it takes the clocks of now for those of the version that was read."""
+
+    def read(self, worker: int, version: int, batch: int, count: int = 1) -> None:
+        super().read(worker, self._version, batch, count)
+
+
+class CountsBatches(StalenessMeter):
+    """Another wrong one: the number of batches in place of the newest one's."""
+
+    def read(self, worker: int, version: int, batch: int, count: int = 1) -> None:
+        super().read(worker, version, batch - 1, count)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_read_is_compared_with_every_other_worker(seed: int) -> None:
+    schedule = Schedule(5, 400, seed=seed, lag=12)
+    expected = schedule.differences()
+    histogram = schedule.feed(StalenessMeter([0] * 5))
+    assert histogram.counts == expected
+    assert histogram.total == sum(difference * times for difference, times in expected.items())
+    assert histogram.mean == pytest.approx(np.mean(list(expected.elements())))
+    for wrong in (ReadsNewest, CountsBatches):
+        assert schedule.feed(wrong([0] * 5)).counts != expected, wrong.__name__
+
+
+def rounds(num_workers: int, count: int) -> Histogram:
+    """Bulk synchronous: each version has one more batch of every worker."""
+    meter = StalenessMeter([0] * num_workers, history=0)
+    for number in range(count):
+        for worker in range(num_workers):
+            meter.read(worker, number, number)
+        for worker in range(num_workers):
+            meter.applied(worker, number + 1, number + 1)
+    return meter.histogram
+
+
+@pytest.mark.parametrize("num_workers", [2, 5, 16, 17, 100])
+def test_bulk_synchronous_is_always_minus_one(num_workers: int) -> None:
+    histogram = rounds(num_workers, 8)
+    reads = 8 * num_workers
+    assert histogram.counts == {-1: reads * (num_workers - 1) if num_workers <= 16 else reads}
+    assert (histogram.older, histogram.mean, histogram.percentile(1)) == (0, -1.0, -1.0)
+
+
+def test_one_other_worker_in_turn_gives_the_same_mean() -> None:
+    schedule = Schedule(40, 20_000, seed=1, lag=80)
+    in_turn = schedule.feed(StalenessMeter([0] * 40))
+    assert in_turn.size == 20_000
+    of_all = schedule.feed(StalenessMeter([0] * 40, all_up_to=40))
+    assert of_all.size == 39 * 20_000
+    deviation = np.std(list(Counter(of_all.counts).elements()))
+    assert abs(in_turn.mean - of_all.mean) < 5 * deviation / math.sqrt(20_000)
+
+
+def test_in_turn_every_pair_counts_equally_often() -> None:
+    """Also where the workers read in a fixed order: one turn for all would pair each with the same other worker."""
+    num_workers = 20
+    asked: list[int] = []
+
+    def is_active(worker: int) -> bool:
+        asked.append(worker)
+        return True
+
+    meter = StalenessMeter([0] * num_workers, is_active=is_active)
+    pairs: Counter[tuple[int, int]] = Counter()
+    for _ in range(3 * (num_workers - 1)):
+        for worker in range(num_workers):
+            meter.read(worker, 0, 0)
+            pairs[worker, asked[-1]] += 1
+    assert set(pairs.values()) == {3}
+    assert len(pairs) == num_workers * (num_workers - 1)
+
+
+@pytest.mark.parametrize("num_workers", [17, 5000])
+def test_the_cost_of_a_read_does_not_grow_with_the_workers(num_workers: int) -> None:
+    asked = 0
+
+    def is_active(worker: int) -> bool:
+        nonlocal asked
+        asked += 1
+        return True
+
+    meter = StalenessMeter([0] * num_workers, is_active=is_active)
+    meter.read(3, 0, 0)
+    assert asked == 1
+
+
+def test_what_it_keeps_of_old_versions_is_bounded_and_older_reads_are_counted_apart() -> None:
+    meter = StalenessMeter([0, 0, 0], history=10)
+    for version in range(1, 2001):
+        meter.applied(0, version, version)  # the others stand still: what is kept of them is one clock each
+        meter.read(1, max(0, version - 9), 0)
+        assert len(meter._changes) <= 10
+    (track,) = meter._tracks.values()
+    assert len(track._versions) <= 2 * staleness._TRIM_AT
+    before = meter.histogram.size
+    meter.read(1, 1989, 0)
+    assert (meter.histogram.older, meter.histogram.size) == (1, before)
+    meter.read(1, 1990, 0)
+    assert (meter.histogram.older, meter.histogram.size) == (1, before + 2)
+    assert meter.histogram.counts[bucket(1989)] >= 1  # of worker 0 at version 1990
+
+
+def test_exact_versions_are_counted_without_a_history() -> None:
+    meter = StalenessMeter([4, 6], version=10, history=0)
+    meter.read(0, 10, 4, count=2)  # a set of the batches 4 and 5
+    meter.read(1, 10, 6)
+    assert meter.histogram.counts == {1: 1, 0: 1, -3: 1}
+    meter.applied(0, 11, 6)
+    meter.read(1, 10, 7)
+    assert meter.histogram.older == 1
+    assert meter._changes == meter._changes.__class__()
+
+
+def test_a_worker_that_comes_late_begins_at_the_others_clock() -> None:
+    away = {2}
+    meter = StalenessMeter([0, 0, 0], is_active=lambda worker: worker not in away)
+    for number in range(5):
+        for worker in (0, 1):
+            meter.read(worker, number, number)
+        for worker in (0, 1):
+            meter.applied(worker, number + 1, number + 1)
+    assert meter.histogram.counts == {-1: 10}, "nobody waits for the worker that is away"
+    away.clear()
+    meter.joined(2)
+    for worker, batch in ((0, 5), (1, 5), (2, 0)):
+        meter.read(worker, 5, batch)
+    assert meter.histogram.counts == {-1: 16}
+    meter.read(0, 4, 5)  # a version from before: it cannot hold what worker 2 has not missed
+    assert meter.histogram.counts == {-1: 16, -2: 1}
+    meter.joined(2, clock=9)  # as a policy that keeps clocks says
+    meter.read(2, 5, 0)
+    assert meter.histogram.counts == {-1: 16, -2: 1, 5 - 1 - 9: 2}
+
+
+def test_batches_of_the_warm_up_are_not_counted() -> None:
+    meter = StalenessMeter([0, 0], warm_up=2)
+    for batch in range(4):
+        meter.read(0, 0, batch)
+    assert meter.histogram.counts == {-3: 1, -4: 1}
+
+
+@given(st.integers(-(2**62), 2**62))
+def test_a_difference_is_counted_as_one_that_is_hardly_nearer_to_zero(difference: int) -> None:
+    counted = bucket(difference)
+    assert abs(counted) <= abs(difference) <= abs(counted) * (1 + 1 / 16)
+    assert (counted >= 0) == (difference >= 0)
+    assert bucket(counted) == counted
+
+
+def test_a_histogram_stays_small_however_far_workers_drift_apart() -> None:
+    histogram = Histogram()
+    for difference in range(0, 10**7, 97):
+        histogram.add(-difference)
+    assert len(histogram.counts) < staleness.EXACT + 16 * 20
+    assert histogram.total == -sum(range(0, 10**7, 97))
+
+
+@given(st.lists(st.integers(-100, 100), min_size=1), st.lists(st.integers(-100, 100)), st.floats(0.5, 100))
+def test_merged_histograms_have_the_mean_and_percentiles_of_all(left: list[int], right: list[int], q: float) -> None:
+    merged = Histogram(Counter(left), total=sum(left), older=1)
+    merged.merge(Histogram(Counter(right), total=sum(right), older=2))
+    values = left + right
+    assert (merged.size, merged.older) == (len(values), 3)
+    assert merged.mean == pytest.approx(np.mean(values))
+    assert merged.percentile(q) == np.percentile(values, q, method="inverted_cdf")
+
+
+def test_an_empty_histogram_has_no_mean() -> None:
+    assert math.isnan(Histogram().mean)
+    assert math.isnan(Histogram().percentile(50))
