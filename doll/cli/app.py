@@ -10,6 +10,7 @@ import typer
 from doll.cli import inspect, roles, runs
 from doll.cli.backtest import backtest
 from doll.cli.calibrate import calibrate
+from doll.cli.compare import compare
 from doll.cli.dead import dead_app
 from doll.cli.errors import DollGroup
 from doll.cli.examples import example_app
@@ -83,4 +84,5 @@ app.command(short_help="Plan spot and on-demand workers, cost and risk.")(plan)
 app.command(short_help="Estimate what doll plan needs from a run.")(calibrate)
 app.command(short_help="Run a whole job on a spot market on this machine.")(spot)
 app.command(short_help="Simulate a whole job in virtual time.")(simulate)
+app.command(short_help="Run a job under several consistency policies.")(compare)
 app.command(short_help="Backtest the planner on recorded markets.")(backtest)

@@ -111,12 +111,23 @@ class RunFolder:
 
 
 def create(runs: Path, job: str, now: datetime) -> RunFolder:
-    """A new folder `runs/<job>-<YYYYmmdd-HHMMSS>[-n]`; two runs that start in the same second get one each.
+    """The folder of a new run, `runs/<job>-<YYYYmmdd-HHMMSS>[-n]`.
 
     Raises:
         ConfigError: it cannot be created.
     """
-    name = f"{job}-{now:%Y%m%d-%H%M%S}"
+    path = new_folder(runs, job, now)
+    (path / "logs").mkdir()
+    return RunFolder(path)
+
+
+def new_folder(runs: Path, prefix: str, now: datetime) -> Path:
+    """A new folder `runs/<prefix>-<YYYYmmdd-HHMMSS>[-n]`; two that are made in the same second get one each.
+
+    Raises:
+        ConfigError: it cannot be created.
+    """
+    name = f"{prefix}-{now:%Y%m%d-%H%M%S}"
     try:
         runs.mkdir(parents=True, exist_ok=True)
         for attempt in range(1, 1000):
@@ -125,8 +136,7 @@ def create(runs: Path, job: str, now: datetime) -> RunFolder:
                 path.mkdir()
             except FileExistsError:
                 continue
-            (path / "logs").mkdir()
-            return RunFolder(path)
+            return path
     except OSError as exc:
         raise ConfigError(f"cannot create a run folder in {runs}: {exc.strerror or exc}; see --runs-folder") from exc
     raise ConfigError(f"cannot create a run folder in {runs}: 1000 folders named {name} exist")

@@ -20,7 +20,7 @@ from doll.config import JobConfig, load
 from paths import DOCS
 from typer.testing import CliRunner
 
-COMMANDS = ["up", "produce", "worker", "ps", "evaluate", "audit", "topics", "status", "export", "config"]
+COMMANDS = ["up", "produce", "worker", "ps", "evaluate", "audit", "topics", "status", "export", "compare", "config"]
 NOWHERE = ["--set", "kafka.address=127.0.0.1:1", "--set", "redis.address=redis://127.0.0.1:1/0"]
 JOB = """
 job: line

@@ -1,0 +1,183 @@
+"""`doll compare`: one job under several policies, in turn, on the same stream.
+
+Each policy is a run of its own: the same source from its start with the same seed, but services, topics and folder of
+its own, so that no run meets another. What has run is on disk after each of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Final
+
+from doll.config import JobConfig, StdinSource
+from doll.errors import ConfigError, DollError
+from doll.monitor import comparison_plot
+from doll.monitor.comparison import Comparison, PolicyRun, read_run
+from doll.process.files import write_json
+from doll.process.signals import Interrupts
+from doll.run.folder import display_path, new_folder
+from doll.run.job import check_runnable, run_up
+from doll.run.learning import INTERRUPTED
+from doll.run.policy_choice import PolicyChoice, jobs_of
+from doll.simulation.comparison import seconds_of, simulate_policy
+
+INTERRUPTED_EXIT_CODE: Final = 1
+_NAME_CHARS: Final = (24, 16)  # of a job's and a policy's name in the name of a run's job, which has 63 at most
+
+
+def compare_live(
+    path: Path,
+    overrides: Sequence[str],
+    choices: Sequence[PolicyChoice],
+    runs_folder: Path,
+    *,
+    loss: float | None,
+    say: Callable[[str], None],
+) -> tuple[Comparison, int]:
+    """Run the job at `path` under each policy; the comparison, and the exit code.
+
+    After SIGINT or SIGTERM the run under way ends in order, and no other begins. A policy whose run fails does not keep
+    the others from running.
+
+    Args:
+        loss: to reach; a run ends there. None: the job's `stop.loss`.
+        say: called with one line for each step.
+
+    Returns:
+        Exit code 0: every run ended by its stop rule and passed its audit; else that of the first that did not, or 1
+        after a signal.
+
+    Raises:
+        ConfigError: the job, or a policy's options, cannot be compared.
+    """
+    configs = jobs_of(path, [*overrides, *([] if loss is None else [f"stop.loss={loss!r}"])], choices)
+    check_comparable(configs[0])
+    check_runnable(configs[0])
+    folder = new_folder(runs_folder, f"{configs[0].job}-compare", datetime.now())
+    say(f"comparing {len(choices)} policies in {display_path(folder)}")
+    runs: list[PolicyRun] = []
+    codes: list[int] = []
+    labels = [choice.label for choice in choices]
+    target, job, notes = configs[0].stop.loss, configs[0].job, _notes(configs[0])
+
+    def comparison() -> Comparison:
+        return Comparison(job, tuple(runs), target, labels, notes)
+
+    try:
+        with Interrupts():
+            for number, (choice, config) in enumerate(zip(choices, configs, strict=True), 1):
+                say(f"policy {number} of {len(choices)}: {choice.label}")
+                own = own_job(config, choice.name, number, folder)
+                run, code = _run(own, choice.label, folder)
+                runs.append(run)
+                codes.append(code)
+                write_json(folder / "comparison.json", comparison().to_dict())
+                if run.outcome == INTERRUPTED:
+                    codes.insert(0, INTERRUPTED_EXIT_CODE)
+                    break
+    except KeyboardInterrupt:
+        codes.insert(0, INTERRUPTED_EXIT_CODE)
+    done = comparison()
+    write_json(folder / "comparison.json", done.to_dict())
+    if runs:
+        picture = folder / "comparison.png"
+        comparison_plot.draw(done, picture)
+        say(f"picture: {display_path(picture)}")
+    return done, next((code for code in codes if code), 0)
+
+
+def _run(config: JobConfig, label: str, folder: Path) -> tuple[PolicyRun, int]:
+    """One policy's run, and its exit code."""
+    try:
+        code = int(run_up(config, folder)["exit_code"])
+    except DollError as error:
+        return PolicyRun(label, str(error), ok=False), error.exit_code
+    (own_folder,) = folder.glob(f"{config.job}-*")
+    return read_run(label, own_folder, usd_per_h=_usd_per_h(config)), code
+
+
+def check_comparable(config: JobConfig) -> None:
+    """Check that each policy can be given the same stream, and that each run will end.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if config.source is None or isinstance(config.source, StdinSource):
+        kind = "none" if config.source is None else "stdin"
+        raise ConfigError(
+            f"source: expected one that can be sent again to each policy, got {kind}; write the events to a file, and "
+            "use source: {kind: jsonl, path: FILE}"
+        )
+    stop = config.stop
+    if stop.samples is None and stop.updates is None and stop.seconds is None:
+        raise ConfigError(
+            "stop: expected a limit that every policy reaches (samples, updates or seconds), got none: a policy that "
+            "does not reach a loss or an accuracy would run without end; as in --set stop.samples=20000"
+        )
+
+
+def own_job(config: JobConfig, policy: str, number: int, folder: Path) -> JobConfig:
+    """The job of one run: with a name of its own, and checkpoints in its run folder.
+
+    The name has the time of the comparison in it, so that it is new on a broker that outlives the run.
+
+    Args:
+        folder: of the comparison.
+    """
+    job, name = (re.sub(r"[^a-z0-9]+", "-", text.lower())[:most] for text, most in zip(
+        (config.job, policy), _NAME_CHARS, strict=True
+    ))  # fmt: skip
+    time = folder.name.removeprefix(f"{config.job}-compare-")
+    checkpoint = config.checkpoint.model_copy(update={"folder": None})
+    return config.model_copy(update={"job": f"{job}-{number}-{name}-{time}", "checkpoint": checkpoint})
+
+
+def compare_simulated(
+    path: Path,
+    overrides: Sequence[str],
+    choices: Sequence[PolicyChoice],
+    *,
+    rates_per_s: Callable[[JobConfig], Sequence[float]],
+    service_s: float | None,
+    say: Callable[[str], None],
+) -> tuple[Comparison, int]:
+    """Simulate the job under each policy in virtual time, on the same arrivals; the comparison, and the exit code.
+
+    Args:
+        rates_per_s: of the job's streams, shape (N,).
+        service_s: mean seconds to compute a batch's gradient; None: the job's `plan.service_s`, else 20 ms.
+
+    Raises:
+        ConfigError: the job, or a policy's options, cannot be compared.
+    """
+    configs = jobs_of(path, overrides, choices)
+    rates = rates_per_s(configs[0])
+    seconds = seconds_of(configs[0], rates)  # of the same stream for all of them
+    runs, codes = [], []
+    for choice, config in zip(choices, configs, strict=True):
+        say(f"simulating {choice.label}")
+        try:
+            runs.append(simulate_policy(choice.label, config, rates, seconds=seconds, service_s=service_s))
+        except DollError as error:
+            runs.append(PolicyRun(choice.label, str(error), ok=False))
+            codes.append(error.exit_code)
+    notes = (*_notes(configs[0]), "simulated: no gradients are computed, so there is no loss, and no bytes are sent")
+    return Comparison(configs[0].job, runs, None, [choice.label for choice in choices], notes), max(codes, default=0)
+
+
+def _notes(config: JobConfig) -> list[str]:
+    if config.stop.samples is None and config.stop.updates is not None:
+        return [
+            "stop.updates ends each policy after as many updates, which hold different numbers of batches; "
+            "stop.samples ends all at the same point of the stream"
+        ]
+    return []
+
+
+def _usd_per_h(config: JobConfig) -> float:
+    """Price of all workers; NaN where the job has none."""
+    price = config.plan.on_demand_usd_per_h
+    return float("nan") if price is None else config.data.workers * price

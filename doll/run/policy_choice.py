@@ -1,0 +1,90 @@
+"""The policies that `--policies` names, and the job under each of them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from doll.config import JobConfig, load
+from doll.config.policy import POLICIES
+from doll.errors import ConfigError
+
+_KEY: Final = re.compile(r"[a-z][a-z0-9_]*")
+_VALUE: Final = re.compile(r"[A-Za-z0-9_.+-]+")
+_FORM: Final = "NAME or NAME:KEY=VALUE[:KEY=VALUE...], as in essp:staleness=7"
+
+
+@dataclass(frozen=True)
+class PolicyChoice:
+    """A policy and options of its section.
+
+    Attributes:
+        options: (key, value) in the order of the command line, as text.
+    """
+
+    name: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def label(self) -> str:
+        """As it stands on the command line."""
+        return ":".join((self.name, *(f"{key}={value}" for key, value in self.options)))
+
+
+def parse_choices(texts: Sequence[str]) -> list[PolicyChoice]:
+    """The policies of one or several `--policies`; without any, every registered one.
+
+    Raises:
+        ConfigError: a policy is not registered, comes twice, or an option is not KEY=VALUE.
+    """
+    parts = [part.strip() for text in texts for part in text.split(",")]
+    choices = [_parse(part) for part in parts] if parts else [PolicyChoice(name) for name in POLICIES.names()]
+    for choice in choices:
+        if choices.count(choice) > 1:
+            raise ConfigError(f"--policies: expected each policy with its options once, got {choice.label} twice")
+    return choices
+
+
+def _parse(text: str) -> PolicyChoice:
+    name, *options = text.split(":")
+    if "=" in name:
+        raise ConfigError(
+            f"--policies: expected {_FORM}, got {text[:60]!r}: colons stand before options, commas between policies"
+        )
+    names = POLICIES.names()
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ConfigError(f"--policies: expected registered policies ({', '.join(names)}), got {name[:60]!r}{hint}")
+    pairs: list[tuple[str, str]] = []
+    for option in options:
+        key, _, value = option.partition("=")
+        if not _KEY.fullmatch(key) or not _VALUE.fullmatch(value):
+            raise ConfigError(f"--policies: expected {_FORM}, got {text[:60]!r}")
+        if key in ("name", *(known for known, _ in pairs)):
+            raise ConfigError(f"--policies: {text[:60]}: expected each key of the policy once, and no name, got {key}")
+        pairs.append((key, value))
+    return PolicyChoice(name, tuple(pairs))
+
+
+def jobs_of(path: Path, overrides: Sequence[str], choices: Sequence[PolicyChoice]) -> list[JobConfig]:
+    """The job file at `path` under each policy. The one that the job file names keeps its options there.
+
+    Raises:
+        ConfigError: the job file is wrong, or a policy refuses an option.
+    """
+    own = load(path, overrides).training.policy.name
+    return [_job_under(path, overrides, choice, own) for choice in choices]
+
+
+def _job_under(path: Path, overrides: Sequence[str], choice: PolicyChoice, own: str) -> JobConfig:
+    section = [] if choice.name == own else [f"training.policy={{name: {choice.name}}}"]
+    options = [f"training.policy.{key}={value}" for key, value in choice.options]
+    try:
+        return load(path, [*overrides, *section, *options])
+    except ConfigError as error:
+        raise ConfigError(f"--policies: {choice.label}: {error}") from error

@@ -1,0 +1,99 @@
+"""`doll compare` as a user runs it: two policies live on the same stream, and one that is stopped half-way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from doll.config import load
+from waiting import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("broker")]  # `broker` skips where none can be started
+
+JOB = """
+job: both
+task: {class: "doll.tasks.synthetic:Gaussian", args: {features: 4}}
+data: {workers: 2, batch_size: 8}
+source: {kind: synthetic, features: 4, classes: 2}
+arrivals: {process: poisson, rate_per_s: 60}
+training: {policy: {name: doll, group_size: 2}, optimizer: {name: sgd, lr: 0.05}}
+checkpoint: {every_updates: 5, every_s: 0.5}
+plan: {on_demand_usd_per_h: 3.6}
+stop: {samples: 800}
+"""
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """`doll compare` in `folder`, with its own broker and Redis."""
+    (folder / "job.yaml").write_text(JOB)
+    with (folder / "out").open("wb") as out, (folder / "err").open("wb") as err:
+        return subprocess.Popen(
+            [sys.executable, "-m", "doll", "compare", "job.yaml", "--json", *arguments],
+            cwd=folder, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
+            env={key: value for key, value in os.environ.items() if not key.startswith(("DOLL_KAFKA", "DOLL_REDIS"))},
+        )  # fmt: skip
+
+
+def result(process: subprocess.Popen[bytes], folder: Path) -> tuple[int, dict[str, Any]]:
+    try:
+        code = process.wait(700)
+    finally:
+        process.kill()
+        process.wait()
+    said = (folder / "err").read_text(errors="replace")
+    assert (folder / "out").stat().st_size, said
+    printed: dict[str, Any] = json.loads((folder / "out").read_text())
+    (compared,) = (folder / "runs").iterdir()
+    assert printed == json.loads((compared / "comparison.json").read_text())
+    assert (compared / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    return code, printed
+
+
+def test_two_policies_learn_from_the_same_stream(tmp_path: Path) -> None:
+    code, printed = result(start(tmp_path, "--policies", "bsp,doll:group_size=1"), tmp_path)
+    assert code == 0, (tmp_path / "err").read_text()
+    assert printed["loss"] == "prequential", "this task has no held-out samples"
+    bsp, doll = printed["policies"]
+    assert [bsp["policy"], doll["policy"]] == ["bsp", "doll:group_size=1"]
+    for row in (bsp, doll):
+        assert row["ok"], row
+        assert row["samples"] >= 800
+        assert row["final_loss"] < 1.0
+        assert row["seconds_to_loss"] is not None
+        assert row["usd"] == pytest.approx(2 * 3.6 * row["seconds"] / 3600)
+        audit = json.loads((Path(row["folder"]) / "report.json").read_text())["audit"]
+        assert (audit["ok"], audit["missing"], audit["duplicate"]) == (True, 0, 0)
+    assert set(bsp["staleness"]["histogram"]) == {"-1"}
+    assert (bsp["updates"], doll["updates"]) == (50, 100)
+    # A gradient is 4 x 2 + 2 float32 behind 96 bytes; bsp sends one for each batch.
+    assert bsp["bytes"]["gradients"] == bsp["bytes"]["gradients_dense"] == 100 * (96 + 40)
+    assert bsp["bytes"]["weights"] == 100 * (96 + 40)
+    jobs = [load(Path(row["folder"]) / "job.yaml") for row in (bsp, doll)]
+    assert len({config.job for config in jobs}) == 2, "topics of its own for each"
+    first, second = ((config.seed, config.source, config.arrivals, config.data, config.stop) for config in jobs)
+    assert first == second
+
+
+def test_ctrl_c_ends_the_run_under_way_and_shows_what_has_run(tmp_path: Path) -> None:
+    process = start(tmp_path, "--policies", "doll,bsp", "--set", "stop.samples=1000000")
+
+    def is_learning() -> bool:
+        assert process.poll() is None, (tmp_path / "err").read_text()
+        return any(int(path.stem[-10:]) > 0 for path in tmp_path.glob("runs/*/*/checkpoints/*.doll"))
+
+    until(is_learning, lambda: "the first checkpoint")
+    process.send_signal(signal.SIGINT)
+    code, printed = result(process, tmp_path)
+    assert code == 1
+    assert printed["not_run"] == ["bsp"]
+    (row,) = printed["policies"]
+    assert (row["policy"], row["outcome"]) == ("doll", "stopped by you")
+    assert row["ok"], "it ended in order, and its audit holds"
+    assert row["updates"] > 0
+    assert row["staleness"]["reads"] > 0
