@@ -205,7 +205,7 @@ class Comparison:
 
     def text(self) -> str:
         """The table, with what its columns mean."""
-        lines = [self._headline(), *_aligned([COLUMNS, *map(self._cells, self.runs)])]
+        lines = [self._headline(), *_aligned([COLUMNS, *map(self._cells, self.runs)])] if self.runs else []
         lines += [f"{run.label}: {'' if run.ok else 'failed: '}{run.outcome}" for run in self.runs]
         if self.missing:
             lines.append(f"not run: {', '.join(self.missing)}")
@@ -214,7 +214,7 @@ class Comparison:
 
     def _headline(self) -> str:
         if not known(self.target_loss):
-            return f"{self.job}: no loss was measured"
+            return f"{self.job}: no loss"
         why = "" if self.target is not None else ", the best that every policy reached"
         return f"{self.job}: time and samples to a {self.kind} loss of {number(self.target_loss)}{why}"
 
@@ -276,8 +276,10 @@ def _or_dash(value: float) -> str:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows in columns; the first one to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """Rows under their header: the first column to the left, numbers to the right. A column of dashes is left out."""
+    columns = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"-"}]
+    rows = list(zip(*columns, strict=True))
+    widths = [max(map(len, column)) for column in columns]
     return [
         "  ".join(
             f"{cell:<{width}}" if at == 0 else f"{cell:>{width}}"

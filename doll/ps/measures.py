@@ -71,13 +71,16 @@ class PolicyMeasures:
         """An update was applied. Call it once for each, in order."""
         for item in update.sets:
             push = item.push
+            if not push.batches:
+                continue
             self._meter.read(push.worker, push.version, push.batches[0].batch, len(push.batches))
             self._add_times(item)
             if push.version > self._read.get(push.worker, _FIRST_READ):
                 self._read[push.worker] = push.version
                 self._versions_read += 1
         for item in update.sets:
-            self._meter.applied(item.push.worker, update.version, item.push.batches[-1].batch + 1)
+            if item.push.batches:
+                self._meter.applied(item.push.worker, update.version, item.push.batches[-1].batch + 1)
 
     def _add_times(self, item: AppliedSet) -> None:
         push = item.push

@@ -235,7 +235,10 @@ def draw(trajectory: Trajectory, summary: Summary, path: Path, *, staleness: Map
     for axes in more:
         panel = staleness_panel(staleness)
         axes.bar(panel.curves[0].x, panel.curves[0].y, color=_MEASURED)
-        axes.set(title=panel.title, xlabel=panel.x_label, ylabel=panel.y_label)
+        axes.set_title(panel.title, fontsize=10)
+        axes.set_xlabel(panel.x_label, fontsize=9)
+        axes.set_ylabel(panel.y_label, fontsize=9)
+        axes.tick_params(labelsize=8)
     for axes in rest:
         axes.set_axis_off()
     done.plot(hours, updates, color=_MEASURED, label="simulated")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from access_counts import reads_per_event
+from commands import doll
 from distributions import install_wheel, write_distribution
 from doll.config import dump, parse
 from doll.config.policy import POLICIES, PolicyConfig
@@ -209,3 +211,19 @@ def test_two_owners_of_a_name_are_refused(tmp_path: Path, monkeypatch: pytest.Mo
     ):
         parse(JOB % "{name: doll}")
     assert parse(JOB % "{name: bsp}").group_size == 4
+
+
+@pytest.mark.usefixtures("installed")
+def test_it_is_compared_with_the_others(tmp_path: Path) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "job: j\ntask: {class: 'm:C'}\ndata: {workers: 3, batch_size: 8}\nsource: {kind: synthetic}\n"
+        "arrivals: {rate_per_s: 80}\nstop: {samples: 4800}\n"
+    )
+    result = doll("compare", job, "--simulate", "--policies", "bsp,bounded_lead:lead=1", "--json")
+    assert result.exit_code == 0, result.output
+    bsp, theirs = json.loads(result.stdout)["policies"]
+    assert (bsp["policy"], theirs["policy"]) == ("bsp", "bounded_lead:lead=1")
+    assert {-2, 1} <= set(map(int, theirs["staleness"]["histogram"])) <= {-2, -1, 0, 1}
+    assert theirs["blocked_share"] < bsp["blocked_share"]
+    assert "bounded_lead" in doll("compare", job, "--simulate").stdout, "by default, with every other one"
