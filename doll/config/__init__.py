@@ -22,12 +22,16 @@ from doll.config.policy import PolicyConfig as PolicyConfig
 from doll.config.provision import PlanConfig as PlanConfig
 from doll.config.provision import ProvisionConfig as ProvisionConfig
 from doll.config.source import ArrivalsConfig as ArrivalsConfig
+from doll.config.source import CriteoSource as CriteoSource
 from doll.config.source import CsvSource as CsvSource
 from doll.config.source import DigitsSource as DigitsSource
 from doll.config.source import IdxSource as IdxSource
 from doll.config.source import JsonlSource as JsonlSource
+from doll.config.source import RatingsSource as RatingsSource
 from doll.config.source import SourceConfig as SourceConfig
 from doll.config.source import StdinSource as StdinSource
+from doll.config.source import SyntheticClicksSource as SyntheticClicksSource
+from doll.config.source import SyntheticRatingsSource as SyntheticRatingsSource
 from doll.config.source import SyntheticSource as SyntheticSource
 from doll.config.training import AdamConfig as AdamConfig
 from doll.config.training import OptimizerConfig as OptimizerConfig

@@ -114,6 +114,62 @@ class StdinSource(SourceSection):
         return None
 
 
+class CriteoSource(SourceSection):
+    """The lines of a file of clicks in Criteo's format, each packed into 157 bytes; line i goes to stream i mod N."""
+
+    kind: Literal["criteo"]
+    path: Path
+    repeat: bool = Field(default=False, description="start again at the end of the file")
+
+    def position_identity(self) -> list[Any] | None:
+        return ["criteo", str(self.path)]
+
+
+class SyntheticClicksSource(SourceSection):
+    """Clicks of known probability, in the format of Criteo's: 13 counts, and 26 categories by Zipf's law."""
+
+    kind: Literal["synthetic_clicks"]
+    categories: PositiveInt = Field(default=1000, description="values of each of the 26 categories")
+    zipf: float = Field(default=1.1, ge=0, description="rank r has a probability proportional to r ** -zipf")
+    density: float = Field(default=0.3, ge=0, le=1, description="share of the true weights that are not 0")
+
+    def position_identity(self) -> list[Any] | None:
+        return None
+
+
+class RatingsSource(SourceSection):
+    """The ratings in a file of MovieLens (`ratings.csv`, `ratings.dat`, `u.data`), each packed into 13 bytes."""
+
+    kind: Literal["ratings"]
+    path: Path
+    header: bool = Field(default=False, description="the first line is a header and not a rating")
+    shuffle: bool = Field(
+        default=True,
+        description="in a random order of the whole file, which is read into memory; false: in the file's order",
+    )
+    repeat: bool = Field(default=False, description="start again at the end of the file, in another random order")
+    holdout_one_in: int = Field(
+        default=0, ge=0, description="leave out one rating of so many, for a held-out set; 0: none"
+    )
+
+    def position_identity(self) -> list[Any] | None:
+        return ["ratings", str(self.path), self.header, self.shuffle, self.holdout_one_in]
+
+
+class SyntheticRatingsSource(SourceSection):
+    """Ratings that are products of known factors, plus noise: a fixed set of them, drawn with replacement."""
+
+    kind: Literal["synthetic_ratings"]
+    users: PositiveInt = 300
+    items: PositiveInt = 200
+    rank: PositiveInt = 5
+    noise: float = Field(default=0.1, ge=0, description="standard deviation")
+    observed: float = Field(default=0.2, gt=0, le=1, description="share of the pairs of user and item that are rated")
+
+    def position_identity(self) -> list[Any] | None:
+        return None
+
+
 class SyntheticSource(SourceSection):
     """Gaussian classes. A sample is `features` little-endian float32 values, then the class as one float32."""
 
@@ -145,6 +201,9 @@ class SourceVariants(Variants):
         return super().add(cls)
 
 
-sources = SourceVariants("kind", DigitsSource, IdxSource, CsvSource, JsonlSource, StdinSource, SyntheticSource)
+sources = SourceVariants(
+    "kind", DigitsSource, IdxSource, CsvSource, JsonlSource, StdinSource, CriteoSource, SyntheticClicksSource,
+    RatingsSource, SyntheticRatingsSource, SyntheticSource,
+)  # fmt: skip
 
 SourceConfig = Annotated[SourceSection, sources]

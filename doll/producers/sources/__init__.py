@@ -12,12 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from doll.config import CsvSource, DigitsSource, IdxSource, JobConfig, JsonlSource, StdinSource, SyntheticSource
+from doll.config import (
+    CriteoSource,
+    CsvSource,
+    DigitsSource,
+    IdxSource,
+    JobConfig,
+    JsonlSource,
+    RatingsSource,
+    StdinSource,
+    SyntheticClicksSource,
+    SyntheticRatingsSource,
+    SyntheticSource,
+)
 from doll.config.source import SourceSection
 from doll.errors import ConfigError
 
 # Which child of the job's seed feeds what: another draw can be added without changing these.
-ARRIVALS, SAMPLES, CONCEPT = range(3)
+ARRIVALS, SAMPLES, CONCEPT, ORDER = range(4)
 
 
 def child_rng(seed: int, *key: int) -> np.random.Generator:
@@ -72,7 +84,9 @@ def _open_digits(config: JobConfig, source: DigitsSource, start: StreamStarts) -
     return [images.augmented(*stream_part, rng) for rng in start.rngs]
 
 
-def _open_lines(config: JobConfig, source: CsvSource | JsonlSource, start: StreamStarts) -> list[Iterator[bytes]]:
+def _open_lines(
+    config: JobConfig, source: CsvSource | JsonlSource | CriteoSource, start: StreamStarts
+) -> list[Iterator[bytes]]:
     from doll.producers.sources import lines
 
     path, count = config.path(source.path), config.data.workers
@@ -83,8 +97,63 @@ def _open_lines(config: JobConfig, source: CsvSource | JsonlSource, start: Strea
         return lines.read_file(path, header=header, repeat=source.repeat, skip=skip, max_bytes=longest)
 
     # Each stream reads the file for itself: streams of different rates need no buffer between them.
-    firsts = [n + start.positions[n] * count for n in range(count)]
+    firsts = _first_places(start)
     return [itertools.islice(behind(first), 0, None, count) for first in firsts]
+
+
+def _first_places(start: StreamStarts) -> list[int]:
+    """Where each stream goes on in a file whose sample i is that of stream i mod N."""
+    count = len(start.positions)
+    return [n + position * count for n, position in enumerate(start.positions)]
+
+
+def _open_criteo(config: JobConfig, source: CriteoSource, start: StreamStarts) -> list[Iterator[bytes]]:
+    from doll.producers.sources import criteo
+
+    return [criteo.records(lines_of_stream) for lines_of_stream in _open_lines(config, source, start)]
+
+
+def _open_synthetic_clicks(
+    config: JobConfig, source: SyntheticClicksSource, start: StreamStarts
+) -> list[Iterator[bytes]]:
+    from doll.producers.sources import synthetic_clicks
+
+    rng = child_rng(config.seed, CONCEPT)
+    truth = synthetic_clicks.draw_truth(source.categories, source.zipf, source.density, rng)
+    return [synthetic_clicks.samples(truth, rng) for rng in start.rngs]
+
+
+def _open_ratings(config: JobConfig, source: RatingsSource, start: StreamStarts) -> list[Iterator[bytes]]:
+    from doll.producers.sources import lines, ratings
+
+    path, longest, count = config.path(source.path), config.data.max_record_bytes, config.data.workers
+
+    def rated(repeat: bool) -> Iterator[bytes]:
+        read = lines.read_file(path, header=source.header, repeat=repeat, max_bytes=longest)
+        return ratings.records(read, source.holdout_one_in)
+
+    firsts = _first_places(start)
+    if not source.shuffle:
+        return [itertools.islice(rated(source.repeat), first, None, count) for first in firsts]
+    values = list(rated(repeat=False))
+    if not values:
+        raise ConfigError(f"source.holdout_one_in: expected ratings of {path} that are not held out, got none")
+    return [
+        ratings.shuffled(
+            values, first, count, lambda number: child_rng(config.seed, ORDER, number), repeat=source.repeat
+        )
+        for first in firsts
+    ]
+
+
+def _open_synthetic_ratings(
+    config: JobConfig, source: SyntheticRatingsSource, start: StreamStarts
+) -> list[Iterator[bytes]]:
+    from doll.producers.sources import ratings
+
+    rng, streams = child_rng(config.seed, CONCEPT), config.data.workers
+    observed = ratings.observe(source.users, source.items, source.rank, source.noise, source.observed, rng)
+    return [ratings.samples(observed, n, streams, rng) for n, rng in enumerate(start.rngs)]
 
 
 def _open_synthetic(config: JobConfig, source: SyntheticSource, start: StreamStarts) -> list[Iterator[bytes]]:
@@ -108,8 +177,7 @@ def _open_idx(config: JobConfig, source: IdxSource, start: StreamStarts) -> list
     if source.augment:
         return [images.augmented(pixels, labels, rng) for rng in start.rngs]
     count = len(start.rngs)
-    firsts = [n + start.positions[n] * count for n in range(count)]
-    return [images.in_order(pixels[first::count], labels[first::count]) for first in firsts]
+    return [images.in_order(pixels[first::count], labels[first::count]) for first in _first_places(start)]
 
 
 OPENERS: dict[type[SourceSection], Callable[[JobConfig, Any, StreamStarts], list[Iterator[bytes]]]] = {
@@ -117,6 +185,10 @@ OPENERS: dict[type[SourceSection], Callable[[JobConfig, Any, StreamStarts], list
     IdxSource: _open_idx,
     CsvSource: _open_lines,
     JsonlSource: _open_lines,
+    CriteoSource: _open_criteo,
+    SyntheticClicksSource: _open_synthetic_clicks,
+    RatingsSource: _open_ratings,
+    SyntheticRatingsSource: _open_synthetic_ratings,
     SyntheticSource: _open_synthetic,
 }
 """What opens the streams of each source but `stdin`, by the class of its section. A new source adds its opener here."""

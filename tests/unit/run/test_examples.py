@@ -14,7 +14,7 @@ from commands import doll
 from doll.run import examples
 from paths import ROOT
 
-NAMES = ["digits", "emnist", "intrusion", "spot", "stdin"]
+NAMES = ["clicks", "digits", "emnist", "factors", "intrusion", "ratings", "spot", "stdin"]
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,8 @@ def test_every_example_is_listed_with_what_runs_it() -> None:
     listed = json.loads(doll("example", "list", "--json").stdout)
     assert [example["name"] for example in listed] == NAMES
     assert [example["command"] for example in listed] == [
-        "doll up digits", "doll up emnist", "doll up intrusion", "doll spot spot", "doll up stdin",
+        "doll up clicks", "doll up digits", "doll up emnist", "doll up factors", "doll up intrusion", "doll up ratings",
+        "doll spot spot", "doll up stdin",
     ]  # fmt: skip
     text = doll("example", "list").stdout
     assert all(f"{example['command']} " in text and example["description"] in text for example in listed)
@@ -83,7 +84,7 @@ def test_an_example_whose_data_does_not_ship_says_what_to_do(tmp_path: Path, mon
     monkeypatch.setattr(examples, "__file__", str(at.parent / "cli" / "examples.py"))
     listed = json.loads(doll("example", "list", "--json").stdout)
     lacking = {example["name"] for example in listed if example["lacks_data"]}
-    assert lacking == {"emnist", "intrusion"}
+    assert lacking == {"emnist", "intrusion", "ratings"}
     result = doll("up", "intrusion")
     assert result.exit_code == 2
     assert "source.path: expected a file, but " in result.stderr
@@ -112,7 +113,7 @@ def test_a_copy_has_all_that_it_needs_and_overwrites_nothing(name: str, files: l
 def test_a_copy_that_cannot_be_made_says_why(empty: Path) -> None:
     (empty / "file").write_text("")
     for name, to, expected in (
-        ("nothing", ".", "one of digits, emnist"),
+        ("nothing", ".", "one of clicks, digits, emnist"),
         ("digits", "file/inner", "cannot write to file/inner"),
     ):
         result = doll("example", "copy", name, to)

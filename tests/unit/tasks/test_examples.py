@@ -40,7 +40,7 @@ def test_an_example_loads_and_its_task_decodes_its_source(name: str) -> None:
     for record in records:
         sample = task.decode(record)
         assert as_features(sample.x).shape == task.input_shape
-        assert 0 <= int(sample.y) < (task.num_classes or 0)  # type: ignore[arg-type]
+        assert task.num_classes is None or 0 <= int(sample.y) < task.num_classes  # type: ignore[arg-type]
     task.decode = None  # type: ignore[method-assign, assignment]  # in bulk, or not at all
     decoded = decode_records(task, Records(range(100), records), samples_per_record=1, max_record_bytes=10_000)
     assert (decoded.num_samples, decoded.refused) == (100, [])

@@ -391,6 +391,7 @@ def test_tasks_without_a_held_out_set_offer_none() -> None:
 def test_importing_tasks_and_producers_imports_neither_torch_nor_scikit_learn() -> None:
     code = (
         "import sys, doll.tasks.digits as d, doll.tasks.emnist, doll.tasks.intrusion, doll.tasks.synthetic;"
+        "import doll.tasks.clicks, doll.tasks.ratings;"
         "d.Digits().decode(bytes(65)); list(d.Digits().holdout());"
         "early = [m for m in ('confluent_kafka',) if m in sys.modules];"
         "import doll.producers.main;"
