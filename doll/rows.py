@@ -57,3 +57,11 @@ def add_in_order(pieces: Sequence[Rows]) -> Rows:
     for piece in pieces:
         values[np.searchsorted(ids, piece.ids)] += piece.values  # no id stands twice in a piece
     return Rows(ids, values)
+
+
+def add_where_equal(ids: Ids, values: Floats, other: Rows) -> None:
+    """Add to `values`, shape (n, width), in place, the rows of `other` whose ids are in `ids`, strictly increasing."""
+    if len(other.ids):
+        at = np.minimum(np.searchsorted(other.ids, ids), len(other.ids) - 1)
+        is_in = other.ids[at] == ids
+        values[is_in] += other.values[at[is_in]]

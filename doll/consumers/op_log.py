@@ -11,7 +11,7 @@ from collections import deque
 import numpy as np
 
 from doll.errors import IllegalEventError
-from doll.rows import Floats, Ids, Rows, add_in_order, no_rows
+from doll.rows import Floats, Ids, Rows, add_in_order, add_where_equal, no_rows
 
 
 class OpLog:
@@ -73,7 +73,4 @@ class OpLog:
         """
         entries = [steps for batch, steps in self._closed if batch >= included]
         for steps in (*entries, self._open):
-            if len(steps.ids):
-                at = np.minimum(np.searchsorted(steps.ids, ids), len(steps.ids) - 1)
-                is_in = steps.ids[at] == ids
-                rows[is_in] += steps.values[at[is_in]]
+            add_where_equal(ids, rows, steps)

@@ -27,7 +27,7 @@ ORDER = (
     ("errors", "rows"),
     ("bounded", "id_index", "packing", "records", "telemetry"),
     ("config",),
-    ("fingerprint", "process", "services", "task", "theory"),
+    ("embedding_tables", "fingerprint", "model_without_tables", "process", "services", "task", "theory"),
     ("json_task", "model"),
     ("kafka", "storage"),
     ("control", "service_checks"),

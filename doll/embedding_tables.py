@@ -1,0 +1,235 @@
+"""Embedding layers whose weights are tables: a forward pass fetches the rows that it uses, and backward gives gradients
+of these.
+
+Every `torch.nn.Embedding` or `EmbeddingBag` with `sparse=True` is one, without further words. Its parameter is taken
+out of the module, so it is not in the flat vector (`doll.model`). Its forward looks up the distinct ids of its input,
+and computes on a matrix of these rows alone, with ids that count in it: no gradient is ever as large as the table.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from doll.errors import ConfigError
+from doll.rows import Floats, Ids, Rows, TableShape, add_in_order, add_where_equal
+
+# Name of the table and ids, strictly increasing -> their rows, float32, shape (n, width), which may be changed.
+LookUp: TypeAlias = Callable[[str, Ids], Floats]
+Layer: TypeAlias = torch.nn.Embedding | torch.nn.EmbeddingBag
+
+
+class _Use(NamedTuple):
+    """One call of a layer: the rows that it computed on, whose `grad` backward sets."""
+
+    name: str
+    ids: Ids
+    rows: torch.Tensor
+    padding: int | None  # place in `ids` of the padding row
+
+
+class _NoWeight:
+    """Stands for the weight of a layer that is a table, and cannot be computed with."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __torch_function__(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            f"table {self._name!r}: expected its rows to be used through the layer alone, got a use of its weight: "
+            "look up ids with the layer, or use sparse=False"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.__torch_function__()
+
+
+class EmbeddingTables:
+    """The tables of one module. Not thread-safe: one thread computes.
+
+    Attributes:
+        shapes: of the tables, by the name of the parameter; of one that several layers share, the first name.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        """Take the tables' parameters out of `module`.
+
+        Until `connect`, a forward pass through one of its layers raises RuntimeError. So does, from now on, any use of
+        the `weight` of such a layer.
+
+        Raises:
+            ConfigError: a layer that cannot be a table; the message says why, and what to do.
+        """
+        self._weights = _find(module)
+        self.shapes = {name: TableShape(*weight.shape) for name, (weight, _) in self._weights.items()}
+        self._initial = {name: weight for name, (weight, _) in self._weights.items() if not weight.is_meta}
+        self._look_up: LookUp | None = None
+        self._uses: list[_Use] = []
+        self._steps: dict[str, Rows] = {}  # that are added to every row that is looked up
+        for name, (_, layers) in self._weights.items():
+            for layer in layers:
+                del layer._parameters["weight"]
+                object.__setattr__(layer, "weight", _NoWeight(name))
+                forward = (
+                    functools.partial(self._embed, layer, name)
+                    if isinstance(layer, torch.nn.Embedding)
+                    else functools.partial(self._embed_bags, layer, name)
+                )
+                object.__setattr__(layer, "forward", forward)
+
+    def take_initial(self) -> dict[str, Floats]:
+        """The rows of each table as the module has drawn them, float32, shape (num_rows, width), not copied.
+
+        They are the caller's; here they are forgotten. A server keeps them, other processes drop them.
+
+        Raises:
+            RuntimeError: they were taken before, or the module was built without them (`doll.model_without_tables`).
+        """
+        initial, self._initial = self._initial, {}
+        self._weights = {}
+        if initial.keys() != self.shapes.keys():
+            raise RuntimeError(f"expected initial rows of {sorted(self.shapes)}, got those of {sorted(initial)}")
+        return {name: np.ascontiguousarray(weight.detach().numpy()) for name, weight in initial.items()}
+
+    def connect(self, look_up: LookUp) -> None:
+        """Look rows up with `look_up`, of which there is one call for each call of a layer; drop the initial ones."""
+        self._initial, self._weights = {}, {}
+        self._look_up = look_up
+
+    def reset(self) -> None:
+        """Begin a gradient: forget the forward passes so far."""
+        self._uses.clear()
+
+    def gradients(self) -> dict[str, Rows]:
+        """Gradients of the rows that were used since `reset`, for all calls of a layer together, in their order.
+
+        A row counts as used if its id was in an input, whatever its gradient is; padding rows have none. A table that
+        did not take part in the loss is left out.
+        """
+        pieces: dict[str, list[Rows]] = {}
+        for name, ids, rows, padding in self._uses:
+            if rows.grad is not None and len(ids):
+                values = rows.grad.numpy()
+                if padding is not None:
+                    ids, values = np.delete(ids, padding), np.delete(values, padding, axis=0)
+                pieces.setdefault(name, []).append(Rows(ids, values))
+        return {name: add_in_order(parts) for name, parts in pieces.items()}
+
+    @contextmanager
+    def stepped_by(self, gradients: Mapping[str, Rows], rate: float) -> Iterator[None]:
+        """Meanwhile rows are `rate` times `gradients` further on, as the rest by `GradientComputer.stepped_by`."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            self._steps = {
+                name: Rows(rows.ids, (rate * rows.values.astype(np.float64)).astype(np.float32))
+                for name, rows in gradients.items()
+            }
+        try:
+            yield
+        finally:
+            self._steps = {}
+
+    def _embed(self, layer: torch.nn.Embedding, name: str, input: torch.Tensor) -> torch.Tensor:  # as torch names it
+        rows, places, padding = self._rows(name, input, layer.padding_idx)
+        return functional.embedding(places, rows, padding, scale_grad_by_freq=layer.scale_grad_by_freq)
+
+    def _embed_bags(
+        self,
+        layer: torch.nn.EmbeddingBag,
+        name: str,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        rows, places, padding = self._rows(name, input, layer.padding_idx)
+        return functional.embedding_bag(
+            places, rows, None if offsets is None else offsets.long(), scale_grad_by_freq=layer.scale_grad_by_freq,
+            mode=layer.mode, per_sample_weights=per_sample_weights, include_last_offset=layer.include_last_offset,
+            padding_idx=padding,
+        )  # fmt: skip
+
+    def _rows(
+        self, name: str, input: torch.Tensor, padding_idx: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """The distinct rows of `input`, where in them each of its ids is, and where the padding row is."""
+        if self._look_up is None:
+            raise RuntimeError(f"table {name!r}: expected connect() before a forward pass")
+        if input.is_nested or input.dtype not in (torch.int32, torch.int64):
+            kind = "a nested tensor" if input.is_nested else str(input.dtype)
+            raise TypeError(f"table {name!r}: expected ids as a tensor of int64 or int32, got {kind}")
+        unique, places = torch.unique(input, return_inverse=True)
+        ids = unique.numpy().astype(np.int64, copy=False)
+        shape = self.shapes[name]
+        if len(ids) and not (ids[0] >= 0 and ids[-1] < shape.num_rows):
+            raise IndexError(f"table {name!r}: expected ids of 0 to {shape.num_rows - 1}, got {ids[0]} to {ids[-1]}")
+        values = self._look_up(name, ids) if len(ids) else np.zeros((0, shape.width), np.float32)
+        if values.shape != (len(ids), shape.width):
+            raise ValueError(f"table {name!r}: expected rows of shape {(len(ids), shape.width)}, got {values.shape}")
+        if name in self._steps:
+            add_where_equal(ids, values, self._steps[name])
+        padding = None
+        if padding_idx is not None and (at := int(np.searchsorted(ids, padding_idx))) < len(ids):
+            padding = at if ids[at] == padding_idx else None
+        rows = torch.from_numpy(values).requires_grad_(torch.is_grad_enabled())
+        if rows.requires_grad:
+            self._uses.append(_Use(name, ids, rows, padding))
+        return rows, places, padding
+
+
+def norm(gradients: Mapping[str, Rows]) -> float:
+    """Length of all gradients together; infinite where a number is not finite."""
+    square = sum(float(np.square(rows.values, dtype=np.float64).sum()) for rows in gradients.values())
+    return math.sqrt(square) if math.isfinite(square) else math.inf
+
+
+def _find(module: torch.nn.Module) -> dict[str, tuple[torch.nn.Parameter, list[Layer]]]:
+    """The weight of each table, and the layers that use it."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    owners: dict[int, list[tuple[str, torch.nn.Module]]] = {}
+    for prefix, owner in module.named_modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((f"{prefix}.{name}" if prefix else name, owner))
+    tables: dict[str, tuple[torch.nn.Parameter, list[Layer]]] = {}
+    for prefix, layer in module.named_modules():
+        if not isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) or not layer.sparse:
+            continue
+        weight = layer._parameters.get("weight")
+        if weight is not None and not weight.requires_grad:
+            continue  # frozen: each process has its own
+        if (problem := _problem(layer, weight)) or weight is None:
+            raise ConfigError(f"{type(layer).__name__} {prefix!r} with sparse=True cannot be a table: {problem}")
+        name = names[id(weight)]
+        for other, owner in owners[id(weight)]:
+            if not (isinstance(owner, torch.nn.Embedding | torch.nn.EmbeddingBag) and owner.sparse):
+                raise ConfigError(
+                    f"table {name!r}: expected only embeddings with sparse=True to use it, but it is {other!r} too, "
+                    "whose gradient is dense: give that layer a parameter of its own, or use sparse=False"
+                )
+        tables.setdefault(name, (weight, []))[1].append(layer)
+    return tables
+
+
+def _problem(layer: Layer, weight: torch.nn.Parameter | None) -> str:
+    if weight is None:
+        return "its weight is computed from other parameters; use sparse=False"
+    if weight.dtype != torch.float32:
+        return f"expected float32, got {weight.dtype}: call model.float()"
+    if layer.max_norm is not None:
+        return (
+            f"expected max_norm=None, got {layer.max_norm}: it changes rows in the forward pass, which the server "
+            "would not see; put a penalty on their length into the task's loss"
+        )
+    if isinstance(layer, torch.nn.EmbeddingBag) and layer.mode == "max":
+        return "expected mode 'sum' or 'mean', got 'max', for which torch has no sparse gradient"
+    if type(layer).forward not in (torch.nn.Embedding.forward, torch.nn.EmbeddingBag.forward):
+        return f"{type(layer).__name__} has a forward of its own; use it in another module, or sparse=False"
+    return ""

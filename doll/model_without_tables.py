@@ -1,0 +1,131 @@
+"""A task's model built without memory for its tables: for workers, whose rows come from the server.
+
+Embeddings with `sparse=True` are constructed on torch's device meta, which has shapes and no values. What is drawn for
+them is drawn and thrown away, a piece at a time, so that every other number of the model is the same as in a model that
+was built in full: frozen layers are compared by a checksum, and a module may keep other random tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+_DRAWS: Final = ("aten::normal_", "aten::uniform_")
+# A multiple of 16: torch draws normal numbers 16 at a time, and the last 16 again where their number is not one.
+_PIECE: Final = 1 << 16
+_INIT: Final = "__init__"
+
+
+def build_without_tables(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
+    """What `build()` returns, its tables on the device meta where that is possible.
+
+    It is not where `build` looks at a table's values or device, computes with them, or draws random numbers for them in
+    a way that is not known: then it is called again, and the tables have memory until they are dropped.
+    """
+    state = torch.get_rng_state()
+    draws = _CountedDraws()
+    try:
+        with _tables_on_meta(), draws, _DeviceQuestions(draws):
+            module = build()
+    except Exception as exc:  # the user's code may raise anything: what it raises with memory counts
+        reason = f"{type(exc).__name__}: {exc}"
+    else:
+        if not draws.unknown:
+            return module
+        reason = f"{draws.unknown} on a table"
+    log.info("tables_built_in_full", reason=reason)
+    torch.set_rng_state(state)
+    return build()
+
+
+class _CountedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draws the random numbers that operations on tensors without memory would draw.
+
+    Attributes:
+        unknown: an operation that makes the model another one; "": none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unknown = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        name = str(func._schema.name)
+        tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, torch.Tensor)]
+        if any(tensor.is_meta for tensor in tensors):
+            if not all(tensor.is_meta for tensor in tensors) and not (name == "aten::copy_" and tensors[0].is_meta):
+                self.unknown = name
+                # torch does not always refuse this: some operations read memory that is not there.
+                raise RuntimeError(f"{name} on a table and another tensor")
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                if name in _DRAWS and tensors[0].is_contiguous():
+                    self._draw(func, tensors[0], args[1:], named)
+                else:
+                    self.unknown = name
+        return func(*args, **named)
+
+    def _draw(self, func: Any, tensor: torch.Tensor, args: Sequence[Any], named: Mapping[str, Any]) -> None:
+        left = tensor.numel()
+        scratch = torch.empty(min(left, 2 * _PIECE), dtype=tensor.dtype)
+        while left:
+            count = _PIECE if left >= 2 * _PIECE else left
+            func(scratch[:count], *args, **named)
+            left -= count
+
+
+class _DeviceQuestions(TorchFunctionMode):
+    """Notices who asks whether a tensor is on meta, as `torch.nn.init.trunc_normal_` does: it draws nothing then."""
+
+    def __init__(self, draws: _CountedDraws) -> None:
+        super().__init__()
+        self._draws = draws
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        if answer is True and getattr(func, "__self__", None) is torch.Tensor.is_meta:
+            self._draws.unknown = self._draws.unknown or "is_meta"
+        return answer
+
+
+@contextmanager
+def _tables_on_meta() -> Iterator[None]:
+    """Meanwhile embeddings with sparse=True are constructed without memory, in any thread."""
+    classes = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    before = [vars(cls)[_INIT] for cls in classes]
+    for cls, init in zip(classes, before, strict=True):
+        setattr(cls, _INIT, _on_meta(init))
+    try:
+        yield
+    finally:
+        for cls, init in zip(classes, before, strict=True):
+            setattr(cls, _INIT, init)
+
+
+def _on_meta(init: Callable[..., None]) -> Callable[..., None]:
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def construct(*args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(*args, **kwargs)
+        if bound.arguments.get("sparse") and bound.arguments.get("_weight") is None:
+            bound.arguments["device"] = "meta"
+        init(*bound.args, **bound.kwargs)
+
+    return construct
