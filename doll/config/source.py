@@ -105,6 +105,26 @@ class JsonlSource(SourceSection):
         return ["jsonl", str(self.path)]
 
 
+class TextSource(SourceSection):
+    """The texts of a file, one in each line, as JSON objects `{"text": "..."}`; line i goes to stream i mod N."""
+
+    kind: Literal["text"]
+    path: Path
+    fields: list[str] = Field(
+        default_factory=list,
+        description="the fields of the JSON object in each line whose texts are joined; none: a line is plain text",
+    )
+    tokens_per_record: PositiveInt = Field(
+        default=256,
+        description="maximum number of tokens (runs of letters) in a record; a longer text is cut into several records",
+    )
+    skip: int = Field(default=0, ge=0, description="number of lines to skip at the beginning, for a held-out set")
+    repeat: bool = Field(default=False, description="start again at the end of the file, behind the skipped lines")
+
+    def position_identity(self) -> list[Any] | None:
+        return ["text", str(self.path), self.fields, self.tokens_per_record, self.skip]
+
+
 class StdinSource(SourceSection):
     """The lines of standard input, unchanged; sample i goes to stream i mod N."""
 
@@ -203,7 +223,7 @@ class SourceVariants(Variants):
 
 sources = SourceVariants(
     "kind", DigitsSource, IdxSource, CsvSource, JsonlSource, StdinSource, CriteoSource, SyntheticClicksSource,
-    RatingsSource, SyntheticRatingsSource, SyntheticSource,
+    RatingsSource, SyntheticRatingsSource, SyntheticSource, TextSource,
 )  # fmt: skip
 
 SourceConfig = Annotated[SourceSection, sources]

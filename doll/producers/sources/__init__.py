@@ -24,6 +24,7 @@ from doll.config import (
     SyntheticClicksSource,
     SyntheticRatingsSource,
     SyntheticSource,
+    TextSource,
 )
 from doll.config.source import SourceSection
 from doll.errors import ConfigError
@@ -156,6 +157,19 @@ def _open_synthetic_ratings(
     return [ratings.samples(observed, n, streams, rng) for n, rng in enumerate(start.rngs)]
 
 
+def _open_text(config: JobConfig, source: TextSource, start: StreamStarts) -> list[Iterator[bytes]]:
+    from doll.producers.sources import text
+
+    path, longest, count = config.path(source.path), config.data.max_record_bytes, config.data.workers
+
+    def records_of(stream: int) -> Iterator[bytes]:
+        lines = text.read_lines(path, skip=source.skip, repeat=source.repeat, max_bytes=longest)
+        own = itertools.islice(lines, stream, None, count)
+        return text.records(own, source.fields, tokens_per_record=source.tokens_per_record, max_bytes=longest)
+
+    return [itertools.islice(records_of(n), start.positions[n], None) for n in range(count)]
+
+
 def _open_synthetic(config: JobConfig, source: SyntheticSource, start: StreamStarts) -> list[Iterator[bytes]]:
     from doll.producers.sources import synthetic
 
@@ -190,5 +204,6 @@ OPENERS: dict[type[SourceSection], Callable[[JobConfig, Any, StreamStarts], list
     RatingsSource: _open_ratings,
     SyntheticRatingsSource: _open_synthetic_ratings,
     SyntheticSource: _open_synthetic,
+    TextSource: _open_text,
 }
 """What opens the streams of each source but `stdin`, by the class of its section. A new source adds its opener here."""
