@@ -210,6 +210,8 @@ def _tasks() -> dict[str, tuple[Task, list[bytes]]]:
     from doll.tasks.intrusion import Intrusion
     from doll.tasks.ratings import MatrixFactorization
     from doll.tasks.synthetic import Gaussian
+    from doll.tasks.topics import Topics
+    from doll.tasks.words import SkipGram
 
     rng = random.Random(1)
     row = b"0,tcp,http,SF,215,45076,0,0,0,0,0,1" + b",0" * 10 + b",1,1" + b",0.0" * 7 + b",0,0" + b",0.0" * 8
@@ -219,6 +221,11 @@ def _tasks() -> dict[str, tuple[Task, list[bytes]]]:
         b'{"left":false,"spend":0,"visits":0,"age":18}',
     ]
     click = b"\t".join([b"1", *[b"-3", b"", b"2147483647"] * 4, b"7", *[b"68fd1e64", b""] * 13])
+    texts = [
+        b'{"text": "cocoa and tea"}',
+        b'{"text":""}',
+        '{"text": "gr\u00f6\u00dfe caf\u00e9 \\u6771", "id": 7}'.encode(),
+    ]
     return {
         "digits": (Digits(), [bytes([n]) + rng.randbytes(64) for n in range(10)]),
         "emnist": (Emnist(), [bytes([46]) + rng.randbytes(784)]),
@@ -227,11 +234,16 @@ def _tasks() -> dict[str, tuple[Task, list[bytes]]]:
         "families": (Intrusion(classes="families"), [row + b",normal.", row + b",smurf."]),
         "clicks": (Clicks(), [click, criteo.pack_line(click)]),
         "ratings": (MatrixFactorization(10, 10), [b"1,2,3.5", b"9\t9\t1\t0", b"1::0::5", ratings.pack(1, 2, 3.5)]),
+        "topics": (Topics(vocabulary_size=50, max_tokens=5, stop_words="english"), texts),
+        "words": (SkipGram(vocabulary_size=50, max_tokens=5), texts),
         "json": (load_task(parse(f"job: t\ntask: {{class: '{EXAMPLES}/churn.py:Churn'}}")), events),
     }
 
 
-@pytest.mark.parametrize("name", ["digits", "emnist", "gaussian", "intrusion", "families", "clicks", "ratings", "json"])
+@pytest.mark.parametrize(
+    "name",
+    ["digits", "emnist", "gaussian", "intrusion", "families", "clicks", "ratings", "topics", "words", "json"],
+)
 @pytest.mark.parametrize("per_record", [1, 4])
 def test_records_of_the_shipped_tasks(name: str, per_record: int) -> None:
     """All samples are used or refused; what is used fits the model; a batch gives what its records give one by one."""
