@@ -206,7 +206,7 @@ class Comparison:
     def text(self) -> str:
         """The table, with what its columns mean."""
         lines = [self._headline(), *_aligned([COLUMNS, *map(self._cells, self.runs)])] if self.runs else []
-        lines += [f"{run.label}: {'' if run.ok else 'failed: '}{run.outcome}" for run in self.runs]
+        lines += [f"{run.label}: {'' if run.ok else 'failed: '}{_in_short(run.outcome)}" for run in self.runs]
         if self.missing:
             lines.append(f"not run: {', '.join(self.missing)}")
         lines += [f"note: {note}" for note in self.notes]
@@ -230,8 +230,8 @@ class Comparison:
             _or_dash(run.loss(self.kind).last),
             "-" if summary is None or not summary.dense_gradient_bytes else summary.bytes_text,
             "-" if summary is None or not summary.weights_bytes else summary.weights_text,
-            "-" if summary is None else summary.staleness_text,
-            "-" if summary is None else summary.blocked_text,
+            "-" if summary is None or not summary.reads else summary.staleness_text,
+            "-" if summary is None or not known(summary.blocked_share) else summary.blocked_text,
             f"{run.usd:.4f}" if known(run.usd) else "-",
         )
 
@@ -269,6 +269,12 @@ class Comparison:
             **(measures if run.summary is None else run.summary.to_dict()),
             "folder": run.folder,
         }
+
+
+def _in_short(text: str) -> str:
+    """The first and the last line: between them an error has the end of a log."""
+    first, *more = text.strip().splitlines() or [""]
+    return f"{first} ... {more[-1].strip()}" if more else first
 
 
 def _or_dash(value: float) -> str:

@@ -118,11 +118,12 @@ def test_a_run_that_was_killed_half_way_shows_what_it_left(tmp_path: Path, fast:
 
 def test_a_run_that_failed_says_why(tmp_path: Path) -> None:
     folder = run_folder(
-        tmp_path / "failed", [*FALLING[:20], math.nan], every_s=0.1, error="ps failed: diverged", exit_code=1
-    )
+        tmp_path / "failed", [*FALLING[:20], math.nan], every_s=0.1, error="ps failed; its log:\n  a()\n  diverged",
+        exit_code=1,
+    )  # fmt: skip
     run = read_run("asp", folder, usd_per_h=math.nan)
-    assert (run.ok, run.outcome) == (False, "ps failed: diverged")
-    assert "asp: failed: ps failed: diverged" in Comparison("digits", [run]).text()
+    assert (run.ok, run.outcome) == (False, "ps failed; its log:\n  a()\n  diverged")
+    assert "asp: failed: ps failed; its log: ... diverged" in Comparison("digits", [run]).text()
 
 
 def test_a_policy_that_never_began_has_a_row_too() -> None:
