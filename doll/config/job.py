@@ -67,6 +67,10 @@ class JobConfig(Section):
             raise ValueError(
                 f"arrivals.rate_per_s: expected {self.data.workers} rates (data.workers), got {len(rates)}"
             )
+        if (fewest := self.provision.scale_in.min_workers) > self.data.workers:
+            raise ValueError(
+                f"provision.scale_in.min_workers: expected at most data.workers ({self.data.workers}), got {fewest}"
+            )
         if (needed := self.group_size) > (room := self.data.workers * self.worker.max_pending_batches):
             raise ValueError(
                 f"training.policy: the {needed} batches of an update never come together: "

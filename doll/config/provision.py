@@ -49,6 +49,49 @@ class PlanConfig(Section):
         return self
 
 
+class ScaleInConfig(Section):
+    """Removes workers once they hardly speed the job up, as MLLess's tuner does (docs/operations.md, "Scale-in").
+
+    The records of a removed worker's stream stay in Kafka and are not learned until the worker comes back.
+    """
+
+    enabled: bool = Field(default=False, description="remove workers; false brings back those that were removed")
+    every_s: PositiveFloat = Field(default=20.0, description="seconds between two decisions; T of MLLess")
+    horizon_s: PositiveFloat = Field(default=10.0, description="how far ahead losses are predicted; Δ of MLLess")
+    threshold: float = Field(
+        default=0.05,
+        ge=0,
+        le=1,
+        description="a worker is removed if the predicted loss is above that of all workers by less than this "
+        "fraction; S of MLLess",
+    )
+    knee_slope: float = Field(
+        default=-6e-4,
+        lt=0,
+        description="nothing is removed before the loss falls by less than this fraction per update; τ of MLLess, but "
+        "relative to the loss",
+    )
+    min_workers: PositiveInt = Field(
+        default=1, description="minimum number of workers; at least as many as can hold the batches of an update"
+    )
+    elapsed_reference: bool = Field(
+        default=False,
+        description="compare with the loss that all workers would have reached by now, and not at the same update",
+    )
+    deadline_reserve: float = Field(
+        default=0.05,
+        ge=0,
+        lt=1,
+        description="fraction of the deadline that must be left to spare after a removal; below half of it, workers "
+        "come back",
+    )
+    require_gain: bool = Field(
+        default=True,
+        description="remove a worker only if 1 / (time x cost) rises by the measured durations of updates; they are "
+        "known from the second removal on",
+    )
+
+
 class ProvisionConfig(Section):
     """How `doll provision` launches machines for the workers."""
 
@@ -97,3 +140,4 @@ class ProvisionConfig(Section):
     boot_timeout_s: PositiveFloat = Field(
         default=900.0, description="a machine whose worker has not joined after this time is replaced"
     )
+    scale_in: ScaleInConfig = Field(default_factory=ScaleInConfig)

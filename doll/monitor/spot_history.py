@@ -56,7 +56,7 @@ class MarketTimeline:
         if decision.phase == "run":
             if self._markets is not None:
                 for slot, (before, now) in enumerate(zip(self._markets, decision.markets, strict=True)):
-                    if now != before and now is not None:
+                    if now != before and before is not None and now is not None:
                         self.moves.append(Move(round(at_s, 3), slot, now, decision.reasons[slot]))
             self._markets = decision.markets
         alive = decision.alive

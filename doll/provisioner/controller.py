@@ -28,7 +28,7 @@ from doll.provisioner.job_clock import JobClock
 from doll.provisioner.launch_state import LaunchState
 from doll.provisioner.market_plan import DesiredState, MarketPlan
 from doll.provisioner.observation import Observed
-from doll.provisioner.planning.state import Market, PlannerSettings
+from doll.provisioner.planning.state import Market, PlannerSettings, PlannerState
 from doll.provisioner.prices.port import PriceFeed
 from doll.provisioner.reconcile import FleetStatus, Launch, Wait, reconcile
 from doll.provisioner.settings import ControllerSettings
@@ -98,6 +98,7 @@ class Controller:
             prior_alpha=settings.prior_alpha,
             prior_cycle_s=settings.planner.cycle_s,
             heartbeat_timeout_s=settings.heartbeat_timeout_s,
+            keeps_losses=settings.scale_in is not None,
         )
         self.positions: dict[str, int] = {}
         self._launch_state = LaunchState(count, settings.limits)
@@ -139,6 +140,7 @@ class Controller:
         self.settings = settings
         self._plan.retarget(settings)
         self._launch_state.limits, self.observed.heartbeat_timeout_s = settings.limits, settings.heartbeat_timeout_s
+        self.observed.keeps_losses = settings.scale_in is not None
 
     @property
     def planned(self) -> PlannerSettings:
@@ -178,6 +180,8 @@ class Controller:
         )  # fmt: skip
         self._plan.observe_spot(self.observed, instances, readiness.ready_s, self._tracker.pools, now_s)
         phase = self._phase(draining)
+        if phase == "run":
+            self._review_workers(instances, readiness, bill, prices, now_s)
         results: list[ActionResult] = []
         for _ in range(_MAX_PLANS_PER_TURN):
             desired = self._desired_state(phase, instances, readiness, bill, prices, now_s)
@@ -245,6 +249,7 @@ class Controller:
             self._clock.start(self.observed, listed, now_s)
             if self.observed.last_decision is not None:
                 self._account.expect_earlier_costs()
+                self._plan.scale_in.adopt(self.observed.last_decision)
             if listed or self.observed.last_decision is not None:
                 # Not the first provisioner, but without its state: recent launches may not be listed yet.
                 self._launch_state.launches_from_s = now_s + self.settings.limits.listing_lag_s
@@ -300,16 +305,34 @@ class Controller:
             return "budget"
         return "run"
 
+    def _state(
+        self, instances: Sequence[Instance], readiness: Readiness, bill: Bill, prices: Prices, now_s: float
+    ) -> PlannerState:
+        """Where the job stands, for the planner."""
+        assert self._clock.started_s is not None
+        return self._plan.state(
+            self.observed, instances, readiness.ready_s, self._launch_state, bill=bill, prices=prices, now_s=now_s,
+            started_s=self._clock.started_s,
+        )  # fmt: skip
+
+    def _review_workers(
+        self, instances: Sequence[Instance], readiness: Readiness, bill: Bill, prices: Prices, now_s: float
+    ) -> None:
+        """Scale-in: which slots have no worker from now on. It is saved before anything is done about it."""
+        state = self._state(instances, readiness, bill, prices, now_s)
+        changes = self._plan.review_workers(state, self.observed, instances, now_s)
+        for change in changes:
+            log.info("scale_in", what=change.kind, slot=change.slot, why=change.why)
+            self._append_journal(change.kind, now_s, slot=change.slot, why=change.why)
+        if changes:
+            self._save()
+
     def _desired_state(
         self, phase: Phase, instances: Sequence[Instance], readiness: Readiness, bill: Bill, prices: Prices,
         now_s: float,
     ) -> DesiredState:  # fmt: skip
         """Which market each slot is to be in, and why."""
-        assert self._clock.started_s is not None
-        state = self._plan.state(
-            self.observed, instances, readiness.ready_s, self._launch_state, bill=bill, prices=prices, now_s=now_s,
-            started_s=self._clock.started_s,
-        )  # fmt: skip
+        state = self._state(instances, readiness, bill, prices, now_s)
         match phase:
             case "drain":
                 return DesiredState.of_no_machines(phase, "every instance is ended", state)

@@ -52,7 +52,7 @@ class Decision:
         now_s, started_s: Unix seconds.
         phase: "run"; "done" (the job has ended), "drain", "budget" (it is spent): everything is ended; "stopped" (a
             person must act); "unavailable" (the fleet or the prices do not answer: nothing is done).
-        markets, reasons: per slot; None: no machine.
+        markets, reasons: per slot; None: no machine. In phase "run" the slot is released by scale-in.
         binding: what decides, as `Plan.binding`, or "budget".
         results: actions with their outcomes, waits included.
         instances: as of now, ended ones included while the fleet lists them.
@@ -104,6 +104,19 @@ class Decision:
         return self.now_s - self.started_s
 
     @property
+    def released(self) -> tuple[int, ...]:
+        """Slots without a worker by scale-in."""
+        if self.phase not in ("run", "stopped"):
+            return ()
+        return tuple(slot for slot, market in enumerate(self.markets) if market is None)
+
+    @property
+    def perf_per_usd(self) -> float:
+        """1 / (T cost) of the whole job as expected, MLLess's Eq. (4); NaN where one of them is not known."""
+        product = self.expected_finish_s * self.expected_cost_usd
+        return 1 / product if math.isfinite(product) and product > 0 else math.nan
+
+    @property
     def alive(self) -> tuple[Instance, ...]:
         """Instances that run or boot."""
         return tuple(instance for instance in self.instances if instance.is_alive)
@@ -145,6 +158,8 @@ class Decision:
             "instances_spot": sum(instance.market == "spot" for instance in alive),
             "instances_on_demand": sum(instance.market == "on_demand" for instance in alive),
             "instances_ready": len(self.ready),
+            "released_slots": len(self.released),
+            "perf_per_usd": self.perf_per_usd,
             "desired_slots_spot": self.markets.count("spot"),
             "desired_slots_on_demand": self.markets.count("on_demand"),
             "availability": self.alpha.point,

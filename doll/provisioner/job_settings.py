@@ -10,7 +10,10 @@ from doll.config import JobConfig, ProcessesFleetConfig
 from doll.errors import ConfigError
 from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.planning.plan_request import apply_speed_up, updates_to_target
+from doll.provisioner.planning.release_guard import ErrorTarget
+from doll.provisioner.planning.scale_in import TunerSettings
 from doll.provisioner.planning.state import PlannerSettings
+from doll.provisioner.scale_in import ScaleInSettings
 from doll.provisioner.settings import ControllerSettings
 
 
@@ -57,6 +60,37 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
         planner=planner, rates_per_s=np.asarray(rates), samples_per_record=config.data.samples_per_record,
         prior_alpha=plan.alpha, limits=limits,
         heartbeat_timeout_s=own.heartbeat_timeout_s, target_error=plan.target_error if own.re_estimate else None,
-        measure=plan.measure,
+        measure=plan.measure, scale_in=_scale_in(config),
     )  # fmt: skip
     return settings, notes
+
+
+def _scale_in(config: JobConfig) -> ScaleInSettings | None:
+    """When workers are removed; None: never."""
+    own, workers = config.provision.scale_in, config.data.workers
+    if not own.enabled:
+        return None
+    batches = [config.training.policy.batches_per_update(count) for count in range(1, workers + 1)]
+    # Fewer workers must be able to hold the batches of an update.
+    room = config.worker.max_pending_batches
+    fewest = max((count for count in range(1, workers + 1) if batches[count - 1] > room * count), default=0) + 1
+    tuner = TunerSettings(
+        every_s=own.every_s, horizon_s=own.horizon_s, threshold=own.threshold, knee_slope=own.knee_slope,
+        min_workers=max(own.min_workers, fewest), elapsed_reference=own.elapsed_reference,
+    )  # fmt: skip
+    return ScaleInSettings(
+        tuner=tuner, deadline_reserve=own.deadline_reserve, require_gain=own.require_gain, target=_target(config),
+        batches_of_update=(0, *batches),
+    )  # fmt: skip
+
+
+def _target(config: JobConfig) -> ErrorTarget | None:
+    """The held-out error that the job is to reach, by its plan or its stop rule."""
+    plan, stop = config.plan, config.stop
+    if plan.target_error is not None:
+        return ErrorTarget(plan.target_error, plan.measure)
+    if stop.loss is not None and stop.loss > 0:
+        return ErrorTarget(stop.loss, "loss")
+    if stop.accuracy is not None and stop.accuracy < 1:
+        return ErrorTarget(1 - stop.accuracy, "error_rate")
+    return None

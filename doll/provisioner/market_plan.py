@@ -17,8 +17,10 @@ from doll.provisioner.launch_state import LaunchState
 from doll.provisioner.observation import Observed
 from doll.provisioner.plain_values import plain_array, sized, times_of
 from doll.provisioner.planning import planner, work_estimate
+from doll.provisioner.planning.release_guard import of_slots
 from doll.provisioner.planning.slot_history import SlotHistory
 from doll.provisioner.planning.state import Bools, Market, PlannerSettings, PlannerState
+from doll.provisioner.scale_in import ScaleIn, SlotChange
 from doll.provisioner.settings import ControllerSettings
 from doll.theory.cost import Prices
 
@@ -67,6 +69,7 @@ class MarketPlan:
     Attributes:
         planner: work, deadline and behaviour; the work as re-estimated.
         moves: slots that changed their market so far.
+        scale_in: which slots have no worker, whatever their market.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class MarketPlan:
     ) -> None:
         self.planner = settings.planner
         self.moves = 0
+        self.scale_in = ScaleIn(settings.scale_in, settings.num_slots)
         self._settings = settings
         self._billing = billing
         self._probe = probe
@@ -87,7 +91,7 @@ class MarketPlan:
         """As last chosen; None per slot before the first choice."""
         if self._on_spot is None:
             return (None,) * self._settings.num_slots
-        return _markets(self._on_spot)
+        return _markets(self._on_spot, self.scale_in.active)
 
     @property
     def spot_available(self) -> Bools:
@@ -97,10 +101,12 @@ class MarketPlan:
     def retarget(self, settings: ControllerSettings) -> None:
         """Other work, deadline, budget or behaviour."""
         self._settings, self.planner, self._evaluations = settings, settings.planner, 0
+        self.scale_in.retarget(settings.scale_in)
 
     def begin_generation(self) -> None:
         """The job starts again: no market is chosen and no move is made yet."""
         self.retarget(self._settings)
+        self.scale_in.clear()
         self._on_spot = None
         self.moves = 0
 
@@ -145,7 +151,7 @@ class MarketPlan:
         for instance in instances:
             if instance.market == "spot" and instance.notice_s is None and instance.id in ready:
                 up[instance.slot] = True
-        observed.observe_spot(now_s, up, self._on_spot, pools)
+        observed.observe_spot(now_s, up, self._on_spot & self.scale_in.active, pools)
 
     def state(
         self, observed: Observed, instances: Sequence[Instance], ready: Collection[str], launch_state: LaunchState,
@@ -201,33 +207,52 @@ class MarketPlan:
                 available[slot] = has_quota and not blocked and now_s - no_spot_s >= quiet_s
         return available
 
+    def review_workers(
+        self, state: PlannerState, observed: Observed, instances: Sequence[Instance], now_s: float
+    ) -> list[SlotChange]:
+        """Release or recall slots where the job asks for scale-in; in a dry run never."""
+        if self._dry_run:
+            return []
+        noticed = {instance.slot for instance in instances if instance.is_alive and instance.notice_s is not None}
+        changes = self.scale_in.review(state, self.planned(observed), observed, noticed, now_s)
+        recalled = np.zeros(self._settings.num_slots, dtype=np.bool_)
+        recalled[[change.slot for change in changes if change.kind == "recall"]] = True
+        self._history.move(recalled, now_s)  # a boot begins
+        observed.released = self.scale_in.released.copy()
+        return changes
+
     def choose(self, state: PlannerState, observed: Observed, *, fleet_is_empty: bool, now_s: float) -> DesiredState:
         """The markets of all slots, by the planner and within the budget; remembered unless this is a dry run.
 
         Args:
             fleet_is_empty: no instance runs or boots.
         """
-        settings = self.planned(observed)
+        settings, active = self.planned(observed), self.scale_in.active
         first = self._on_spot is None and fleet_is_empty
-        plan = (planner.start if first else planner.plan)(state, settings)
-        on_spot, reasons, binding, feasible = plan.on_spot, list(plan.reasons), plan.binding, plan.feasible
+        working = of_slots(state, active)
+        plan = (planner.start if first else planner.plan)(working, settings)
+        chosen, reasons, binding, feasible = plan.on_spot, list(plan.reasons), plan.binding, plan.feasible
         expected_usd, finish_s = plan.forecast.expected_cost_usd, plan.forecast.expected_finish_s
         reserve = reserve_usd(state.prices, settings.replan_s, self._billing)
-        fit = fit_to_budget(on_spot, state, settings, reserve_usd=reserve)
+        fit = fit_to_budget(chosen, working, settings, reserve_usd=reserve)
         if fit is not None:
-            forced = fit.on_spot & ~on_spot
-            on_spot, expected_usd, finish_s = fit.on_spot, fit.expected_cost_usd, fit.expected_finish_s
+            forced = fit.on_spot & ~chosen
+            chosen, expected_usd, finish_s = fit.on_spot, fit.expected_cost_usd, fit.expected_finish_s
             binding = "budget"
             feasible = feasible and not fit.short and finish_s <= settings.deadline_s
             for slot in np.flatnonzero(forced):
                 reasons[slot] = "spot: on-demand would exceed the budget"
+        on_spot = state.on_spot.copy()
+        on_spot[active] = chosen
+        of_active = iter(reasons)
+        reasons = [next(of_active) if works else self.scale_in.why(slot) for slot, works in enumerate(active.tolist())]
         if not self._dry_run:
             moved = np.zeros_like(on_spot) if first else on_spot != state.on_spot
             self.moves += int(np.count_nonzero(moved))
             self._history.move(np.ones_like(on_spot) if first else moved, now_s)
             self._on_spot = on_spot.copy()
         return DesiredState(
-            phase="run", markets=_markets(on_spot), reasons=tuple(reasons), binding=binding, feasible=feasible,
+            phase="run", markets=_markets(on_spot, active), reasons=tuple(reasons), binding=binding, feasible=feasible,
             expected_cost_usd=expected_usd, expected_finish_s=finish_s, slack_s=plan.slack_s,
             urgent=binding in ("guard", "late"), state=state,
         )  # fmt: skip
@@ -240,6 +265,7 @@ class MarketPlan:
             "spot_available": self._history.spot_available.tolist(),
             "spot_changed_s": plain_array(self._history.spot_changed_s),
             "moves": self.moves,
+            "scale_in": self.scale_in.to_dict(),
             "work": {
                 "asked": self._settings.planner.samples,
                 "samples": self.planner.samples,
@@ -260,11 +286,15 @@ class MarketPlan:
         self._history.spot_available = sized(np.asarray(kept["spot_available"], dtype=np.bool_), count)
         self._history.spot_changed_s = times_of(kept["spot_changed_s"], count)
         self.moves = int(kept["moves"])
+        if "scale_in" in kept:  # earlier releases had none
+            self.scale_in.restore(kept["scale_in"])
         work = kept["work"]
         if work["asked"] == self._settings.planner.samples:
             self.planner = replace(self.planner, samples=float(work["samples"]))
             self._evaluations = int(work["evaluations"])
 
 
-def _markets(on_spot: Bools) -> tuple[Market, ...]:
-    return tuple("spot" if spot else "on_demand" for spot in on_spot)
+def _markets(on_spot: Bools, active: Bools) -> tuple[Market | None, ...]:
+    return tuple(
+        None if not works else "spot" if spot else "on_demand" for spot, works in zip(on_spot, active, strict=True)
+    )

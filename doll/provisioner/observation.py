@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.provisioner.planning.estimators import AvailabilityEstimator, BootTimeEstimator, RateEstimator
+from doll.provisioner.planning.loss_history import LossHistory
 from doll.provisioner.planning.state import Alpha, Bools
 from doll.records import (
     Alive,
@@ -35,6 +36,7 @@ from doll.records import (
 from doll.theory.checks import Floats
 
 _MAX_INCARNATION: Final = 10**9
+_NEWEST_SERVICE: Final = 0.1  # weight of the newest batch in a worker's mean service time
 
 
 @dataclass
@@ -50,6 +52,7 @@ class _Slot:
     left: bool = False
     read_to: int = -1  # offset in its partition
     read_at_s: float = 0.0
+    service_s: float = 0.0  # recent mean from a granted batch to its stored gradient
 
     def note_incarnation(self, incarnation: int) -> None:
         """An instance of this incarnation exists or did. Implausible numbers are ignored: topics are no proof."""
@@ -82,6 +85,7 @@ class Observed:
         samples_per_record: m of packed records.
         prior_alpha, prior_cycle_s: what is believed of spot before anything is seen.
         heartbeat_timeout_s: a worker that is not heard for this long, while others are, does not work.
+        keeps_losses: record the loss of each update in `losses`.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Observed:
         prior_alpha: float = 0.9,
         prior_cycle_s: float = 36_000.0,
         heartbeat_timeout_s: float = 30.0,
+        keeps_losses: bool = False,
     ) -> None:
         self._arrived = RateEstimator(prior_rates_per_s)
         self._read = RateEstimator(prior_rates_per_s)
@@ -118,6 +123,10 @@ class Observed:
         self.loss = math.nan
         self.evaluations: list[tuple[int, float, float | None]] = []
         """(version, loss, accuracy) of each held-out evaluation that counts."""
+        self.keeps_losses = keeps_losses
+        self.losses = LossHistory()
+        self.released: Bools = np.zeros(self.num_slots, dtype=np.bool_)
+        """Slots without a worker by scale-in: nothing is observed of their streams' rates, shape (N,)."""
         self._service = (0, 0.0)
         self.last_decision: ProvisionDecision | None = None
         """The newest decision that a provisioner has published, this one included."""
@@ -163,11 +172,17 @@ class Observed:
                 )
                 if record.n_samples:
                     self.loss = record.loss
+                    if self.keeps_losses:
+                        self.losses.observe(record.version, record.loss, at_s)
                 count, seconds = self._service
                 self._service = (
                     count + len(record.members),
                     seconds + sum(member.compute_s + member.fetch_s + member.store_s for member in record.members),
                 )
+                for member in record.members:
+                    if self._is_slot(member.worker):
+                        slot, took_s = self._slots[member.worker], member.compute_s + member.fetch_s + member.store_s
+                        slot.service_s += (_NEWEST_SERVICE if slot.service_s else 1.0) * (took_s - slot.service_s)
             case Finished() if record.term >= self.term:
                 self.finished = record.reason
             case ProvisionDecision():
@@ -208,18 +223,20 @@ class Observed:
             return
         if (generation := record.generation) > self.generation:
             self.generation, self.generation_s, self.loss, self.evaluations = generation, record.time_s, math.nan, []
+            self.losses.clear()
             if self.last_decision is not None and self.last_decision.time_s < record.time_s:
                 self.last_decision = None
         self.term, self.finished = record.term, None
         self.version, self.batches_done = max(0, record.resumed_version), max(0, record.resumed_batches)
         self.evaluations = [evaluation for evaluation in self.evaluations if evaluation[0] <= record.resumed_version]
+        self.losses.cut(record.resumed_version)
 
     def observe_ends(self, now_s: float, ends: Sequence[int]) -> None:
         """The end of each sample partition, offsets, as seen at `now_s`: how fast samples come."""
         if self._ends is not None and now_s > self._ends[0]:
             before_s, before = self._ends
             grown = np.maximum(0, np.asarray(ends) - np.asarray(before)) * self._samples_per_record
-            self._arrived.observe(grown, np.full(self.num_slots, now_s - before_s))
+            self._arrived.observe(grown * ~self.released, (now_s - before_s) * ~self.released)
         self._ends = (now_s, list(ends))
 
     def observe_spot(self, now_s: float, up: Bools, assigned: Bools, pools: Sequence[str]) -> None:
@@ -242,6 +259,10 @@ class Observed:
         """μ_C: mean seconds from a granted batch to its stored gradient; NaN before the first."""
         count, seconds = self._service
         return seconds / count if count else math.nan
+
+    def slot_service_s(self, slot: int) -> float:
+        """Recent mean service time of the batches of one slot; 0 before the first."""
+        return self._slots[slot].service_s
 
     @property
     def batches_per_update(self) -> float:
@@ -289,7 +310,7 @@ class Observed:
             "generation_s": self.generation_s if math.isfinite(self.generation_s) else None,
             "evaluations": [list(evaluation) for evaluation in self.evaluations], "service": list(self._service),
             "spot": self.spot.to_dict(), "arrived": self._arrived.to_dict(), "read": self._read.to_dict(),
-            "boots": self.boots.to_dict(),
+            "boots": self.boots.to_dict(), "losses": self.losses.to_dict() if self.keeps_losses else None,
         }  # fmt: skip
 
     def restore(self, kept: Mapping[str, Any]) -> None:
@@ -313,3 +334,5 @@ class Observed:
         self._arrived.restore(kept["arrived"])
         self._read.restore(kept["read"])
         self.boots.restore(kept.get("boots", {"seconds": []}))  # earlier releases measured none
+        if kept.get("losses") is not None:
+            self.losses.restore(kept["losses"])

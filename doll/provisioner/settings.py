@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from doll.provisioner.launch_state import LaunchLimits
 from doll.provisioner.planning.state import PlannerSettings
+from doll.provisioner.scale_in import ScaleInSettings
 from doll.theory.checks import Floats
 
 
@@ -23,6 +24,7 @@ class ControllerSettings:
         heartbeat_timeout_s: a worker that sent nothing for this long, while others did, does not work.
         target_error, measure: the work is re-estimated from the job's own held-out errors; None: it stays as planned.
         started_s: when the job's clock began, Unix seconds; None: at the first turn.
+        scale_in: when workers are removed; None: never.
     """
 
     planner: PlannerSettings
@@ -34,6 +36,7 @@ class ControllerSettings:
     target_error: float | None = None
     measure: str = "error_rate"
     started_s: float | None = None
+    scale_in: ScaleInSettings | None = None
 
     @property
     def num_slots(self) -> int:

@@ -89,6 +89,7 @@ class JobWorld:
 
     Attributes:
         samples: learned from so far.
+        loss_of: loss of a version.
         most_per_slot: most instances that a slot ever had at a time.
     """
 
@@ -104,6 +105,7 @@ class JobWorld:
         self._session = 1 << 20
         self._read = np.zeros(settings.num_slots)
         self.samples = 0.0
+        self.loss_of: Callable[[int], float] = lambda version: 1.0
         self.mute: set[str] = set()
         """Instances whose worker hangs."""
         self.finished_s: float | None = None
@@ -158,7 +160,8 @@ class JobWorld:
         version, batches = self.progress()
         self.log.append((self._server_status(version, batches), now_s))
         if version > 0:
-            update = Update(term=1, version=version, members=(), n_samples=1, loss=1.0, batches_total=batches)
+            loss = self.loss_of(version)
+            update = Update(term=1, version=version, members=(), n_samples=1, loss=loss, batches_total=batches)
             self.log.append((update, now_s))
         planner = self._settings.planner
         if batches * planner.batch_size >= planner.samples:

@@ -86,6 +86,7 @@ PURE = (
     "doll.provisioner.plain_values",
     "doll.provisioner.planning.*",
     "doll.provisioner.reconcile",
+    "doll.provisioner.scale_in",
     "doll.provisioner.settings",
     "doll.ps.durability",
     "doll.ps.engine",

@@ -13,8 +13,8 @@ from doll.provisioner.planning.state import PlannerSettings
 from doll.theory.fitting import first_crossing, fit_tail
 
 # A curve of three constants says little about its end before it has this many points and has fallen by half.
-_MIN_EVALUATIONS = 12
-_MIN_FALL = 0.5
+MIN_EVALUATIONS = 12
+MIN_FALL = 0.5
 
 
 def re_estimate(
@@ -47,7 +47,7 @@ def re_estimate(
     reached = first_crossing(at, measured, target_error)
     if reached is not None:
         return replace(settings, samples=max(reached, 1.0) * step)
-    if len(at) < _MIN_EVALUATIONS or measured[-1] > _MIN_FALL * measured[0]:
+    if len(at) < MIN_EVALUATIONS or measured[-1] > MIN_FALL * measured[0]:
         return settings
     try:
         needed = fit_tail(at, measured, rng, replicas=100).updates_to(target_error)

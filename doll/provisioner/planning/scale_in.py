@@ -1,0 +1,249 @@
+"""MLLess's scale-in tuner: when one worker fewer would hardly slow the loss down. Pure; time is an argument.
+
+Before the knee of the loss curve nothing is done. At the knee the reference curve is fitted once, and one worker is
+removed. From then on, once in every `every_s`: the losses since the last removal are fitted, both curves are advanced
+by the horizon, and another worker is removed where the current one is not behind the reference by the threshold.
+
+Source: MLLess (Middleware 2021; journal version 2023), "Scale-in auto-tuner"; formulas in `doll.theory.scale_in`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from doll.provisioner.planning.loss_history import LossHistory
+from doll.theory import checks, scale_in
+from doll.theory.scale_in import Pace, ReferenceCurve, Score
+
+
+@dataclass(frozen=True)
+class TunerSettings:
+    """How the tuner behaves.
+
+    Args:
+        every_s: T, seconds between two decisions.
+        horizon_s: Δ, for how far ahead losses are predicted.
+        threshold: S in [0, 1], see `relative_excess`.
+        knee_slope: τ < 0, relative change of the loss per step at the knee.
+        min_workers: p_min, at least 1.
+        elapsed_reference: compare with the loss that all workers would have reached by now, and not, as the paper
+            does, with theirs at the same step.
+        span: of the averages that find the knee, in points.
+        confirmations: looks at new losses in a row in which the knee did not move on, before it counts.
+        ignored_steps: steps after a removal whose duration does not count.
+
+    Raises:
+        ValueError: a number out of its range.
+    """
+
+    every_s: float = 20.0
+    horizon_s: float = 10.0
+    threshold: float = 0.05
+    knee_slope: float = -6e-4
+    min_workers: int = 1
+    elapsed_reference: bool = False
+    span: float = scale_in.SPAN
+    confirmations: int = 5
+    ignored_steps: int = 4
+
+    def __post_init__(self) -> None:
+        checks.positive(every_s=self.every_s, horizon_s=self.horizon_s, span=self.span, min_workers=self.min_workers)
+        checks.fraction(threshold=self.threshold)
+        checks.non_negative(confirmations=self.confirmations, ignored_steps=self.ignored_steps)
+        if not (math.isfinite(self.knee_slope) and self.knee_slope < 0):
+            raise ValueError(f"knee_slope: expected a number below 0 (the loss falls), got {self.knee_slope}")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the tuner says now.
+
+    Attributes:
+        remove: one worker should go.
+        why: for people.
+        score: s; NaN where none was computed.
+    """
+
+    remove: bool
+    why: str
+    score: float = math.nan
+
+
+@dataclass
+class _State:
+    """What is kept over restarts."""
+
+    workers: int
+    knee: float | None = None  # candidate, or the knee once there is a reference
+    confirmations: int = 0
+    looked_at_step: float = 0.0  # newest step at the last look for the knee
+    reference: tuple[float, ...] | None = None
+    reference_step_s: float = math.nan
+    removals: int = 0
+    removed_step: float = 0.0
+    next_s: float = -math.inf  # no decision before
+    step_times: list[tuple[int, float, int]] = field(default_factory=list)  # workers, mean seconds, how many steps
+
+
+class ScaleInTuner:
+    """Asked with a job's losses; the caller reports removals.
+
+    Args:
+        workers: P, at the start.
+        score: what is compared with the threshold.
+    """
+
+    def __init__(self, settings: TunerSettings, workers: int, score: Score = scale_in.relative_excess) -> None:
+        checks.positive(workers=workers)
+        self.settings = settings
+        self._score = score
+        self._state = _State(workers)
+
+    @property
+    def workers(self) -> int:
+        """p: how many there are now."""
+        return self._state.workers
+
+    @property
+    def knee_step(self) -> float | None:
+        """The step of the knee; None before it is certain."""
+        return self._state.knee if self._state.reference is not None else None
+
+    @property
+    def removals(self) -> int:
+        """How many workers were removed."""
+        return self._state.removals
+
+    def ask(self, history: LossHistory, now_s: float) -> Verdict:
+        """Whether a worker should be removed now. At most one answer in `every_s` is yes, and that one repeats only
+        after that time if the caller does not follow it."""
+        state = self._state
+        state.removed_step = min(state.removed_step, history.last_step)  # after a roll-back
+        if state.reference is None:
+            why = self._look_for_the_knee(history)
+            if why:
+                return Verdict(False, why)
+        if now_s < state.next_s:
+            return Verdict(False, f"the next decision is due in {state.next_s - now_s:.0f} s")
+        state.next_s = now_s + self.settings.every_s
+        if state.workers <= self.settings.min_workers:
+            return Verdict(False, f"{state.workers} workers are the least that may work")
+        if state.removals == 0:
+            return Verdict(True, f"the loss curve has its knee at update {state.knee:.0f}")
+        return self._compare(history)
+
+    def _look_for_the_knee(self, history: LossHistory) -> str:
+        """Why there is no reference yet; "" once there is one."""
+        state, settings = self._state, self.settings
+        if history.last_step <= state.looked_at_step:
+            state.looked_at_step = min(state.looked_at_step, history.last_step)  # after a roll-back
+            return "no update since the last decision"
+        state.looked_at_step = history.last_step
+        steps, losses = history.curve()
+        at = scale_in.knee(steps, losses, settings.knee_slope, settings.span)
+        if at is None or state.knee is None or at > state.knee:
+            state.knee, state.confirmations = at, 0
+        else:
+            state.confirmations += 1
+        if state.knee is None or state.confirmations < settings.confirmations:
+            return "the loss curve has no knee yet"
+        curve = scale_in.fit_reference(steps, losses)
+        step_s = scale_in.mean_step_s(history.step_seconds())
+        if curve is None or step_s is None:
+            return "no reference curve fits the losses yet"
+        state.reference, state.reference_step_s = curve.theta, step_s
+        return ""
+
+    def _compare(self, history: LossHistory) -> Verdict:
+        state, settings = self._state, self.settings
+        assert state.reference is not None
+        steps, losses = history.curve(after=state.removed_step)
+        if len(steps) < scale_in.MIN_POINTS:
+            return Verdict(False, f"{len(steps)} losses since the last removal, {scale_in.MIN_POINTS} are needed")
+        curve = scale_in.fit_slow(steps, losses)
+        step_s = scale_in.mean_step_s(history.step_seconds(state.removed_step, settings.ignored_steps))
+        if curve is None or step_s is None:
+            return Verdict(False, "no curve fits the losses since the last removal")
+        a, exponent, c, floor = state.reference
+        reference = Pace(ReferenceCurve((a, exponent, c, floor)), state.reference_step_s)
+        step = reference_step = history.last_step
+        if settings.elapsed_reference:
+            reference_step = history.first_step + history.elapsed_s / reference.step_s
+        score = self._score(step, settings.horizon_s, reference, Pace(curve, step_s), reference_step)
+        why = (
+            f"the loss in {settings.horizon_s:g} s is predicted to be {score:+.1%} from that of all workers, with a "
+            f"threshold of {settings.threshold:.1%}"
+        )
+        return Verdict(score < settings.threshold, why, score)
+
+    def removed(self, history: LossHistory, now_s: float) -> None:
+        """A worker was removed."""
+        state = self._state
+        self._note_step_time(history)
+        state.workers -= 1
+        state.removals += 1
+        state.removed_step = history.last_step
+        state.next_s = now_s + self.settings.every_s
+
+    def gain_of_removal(self, history: LossHistory) -> float | None:
+        """Perf/$ with one worker fewer over that of now, for the same steps at the same price of each worker.
+
+        By the step times that were measured, d(w) = a + b w: T and cost are in proportion to d and to w d. None where
+        they were measured with one number of workers only.
+        """
+        measured = [*self._state.step_times, *self._step_time_now(history)]
+        if len({workers for workers, _, _ in measured}) < 2:
+            return None
+        times = scale_in.fit_step_times(*zip(*measured, strict=True))
+        workers = self._state.workers
+        now_s, then_s = times.seconds(workers), times.seconds(workers - 1)
+        if workers < 2 or now_s <= 0 or then_s <= 0:
+            return None
+        return now_s**2 * workers / (then_s**2 * (workers - 1))
+
+    def _step_time_now(self, history: LossHistory) -> list[tuple[int, float, int]]:
+        skip = self.settings.ignored_steps if self._state.removals else 0
+        seconds = history.step_seconds(self._state.removed_step, skip)
+        step_s = scale_in.mean_step_s(seconds)
+        return [] if step_s is None else [(self._state.workers, step_s, len(seconds))]
+
+    def _note_step_time(self, history: LossHistory) -> None:
+        self._state.step_times += self._step_time_now(history)
+
+    # --- kept over restarts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        state = self._state
+        return {
+            "workers": state.workers, "knee": state.knee, "confirmations": state.confirmations,
+            "looked_at_step": state.looked_at_step,
+            "reference": None if state.reference is None else [*state.reference, state.reference_step_s],
+            "removals": state.removals, "removed_step": state.removed_step,
+            "next_s": state.next_s if math.isfinite(state.next_s) else None,
+            "step_times": [list(entry) for entry in state.step_times],
+        }  # fmt: skip
+
+    def restore(self, kept: Mapping[str, Any]) -> None:
+        """Continue from what `to_dict` returned.
+
+        Raises:
+            KeyError, TypeError, ValueError: `kept` is something else.
+        """
+        state = _State(int(kept["workers"]))
+        checks.positive(workers=state.workers)
+        state.knee = None if kept["knee"] is None else float(kept["knee"])
+        state.confirmations, state.looked_at_step = int(kept["confirmations"]), float(kept["looked_at_step"])
+        if kept["reference"] is not None:
+            *theta, state.reference_step_s = (float(value) for value in kept["reference"])
+            if len(theta) != 4:
+                raise ValueError(f"reference: expected 4 constants and a step time, got {kept['reference']}")
+            checks.positive(reference_step_s=state.reference_step_s)
+            state.reference = tuple(theta)
+        state.removals, state.removed_step = int(kept["removals"]), float(kept["removed_step"])
+        state.next_s = -math.inf if kept["next_s"] is None else float(kept["next_s"])
+        state.step_times = [(int(w), float(seconds), int(count)) for w, seconds, count in kept["step_times"]]
+        self._state = state

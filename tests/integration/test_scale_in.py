@@ -1,0 +1,110 @@
+"""Scale-in with real workers, Kafka and Redis: one is released, its records wait, it comes back, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from doll.config import dump, load
+from doll.provisioner.state_store import FileStateStore
+from doll.records import Leave
+from doll.services import KAFKA_ENV, REDIS_ENV
+from waiting import WAIT_TIMEOUT_S
+
+pytestmark = pytest.mark.integration
+
+OVERRIDES = (
+    "training.policy={name: bsp}", "plan.deadline_s=100000", "plan.spot_usd_per_h=0.158",
+    "plan.on_demand_usd_per_h=0.286", "plan.boot_s=5", "plan.alpha=0.999", "plan.cycle_s=36000",
+    "provision.every_s=1", "arrivals.process=poisson",
+    "arrivals.rate_per_s=20", "stop.updates=2000", "provision.scale_in.enabled=true", "provision.scale_in.every_s=2",
+    "provision.scale_in.horizon_s=2", "provision.scale_in.knee_slope=-0.01",
+)  # fmt: skip
+
+
+@pytest.fixture
+def job(make_pipeline: Callable[..., Any]) -> Any:
+    job = make_pipeline(*OVERRIDES)
+    job.start_ps()
+    return job
+
+
+def test_a_worker_leaves_in_order_and_comes_back(job: Any) -> None:
+    """The knee, the release, the Leave, the waiting stream, the recall by the job file, and the audit at the end."""
+    env = os.environ | {KAFKA_ENV: job.services.kafka, REDIS_ENV: job.services.redis}
+    argv = [sys.executable, "-m", "doll", "provision", "run", "--job", str(job.job_path), "--run-folder", str(job.run)]
+    log = job.run / "logs" / "provision.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as file:
+        provisioner = subprocess.Popen(argv, env=env, stdout=subprocess.DEVNULL, stderr=file)
+    try:
+        play(job)
+        assert provisioner.wait(WAIT_TIMEOUT_S) == 0, job.log("provision")
+    finally:
+        if provisioner.poll() is None:
+            provisioner.kill()
+        provisioner.wait()
+    report = job.assert_audit_ok()
+    assert report.applied + report.pending == job.sent
+    entries = journal(job)
+    kinds = [entry["kind"] for entry in entries]
+    assert kinds.count("release") == kinds.count("recall") == 1
+    last = [entry for entry in entries if entry["kind"] == "decision"][-1]
+    assert (last["phase"], last["finished"]) == ("done", True)
+
+
+def journal(job: Any) -> list[dict[str, Any]]:
+    path = FileStateStore(job.run, job.config.job).journal
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def play(job: Any) -> None:
+    job.sent = 0
+
+    def feed(updates: int) -> None:
+        job.send(job.samples(16 * updates))
+        job.sent += 16 * updates
+
+    def changed(kind: str) -> list[dict[str, Any]]:
+        return [entry for entry in journal(job) if entry["kind"] == kind]
+
+    def released() -> bool:
+        if job.status is not None and all(worker.is_live for worker in job.status.workers):
+            feed(2)  # the stream goes on, as fast as it is learned
+        return bool(changed("release"))
+
+    job.until(released, "a release")
+    (release,) = changed("release")
+    slot = release["slot"]
+    job.until_status(lambda status: not status.workers[slot].is_live, "the worker to leave")
+    leaves = [record for record in job.read("events") if isinstance(record, Leave)]
+    assert [leave.worker for leave in leaves] == [slot], "it left, it was not killed"
+    (ended,) = [machine for machine in machines(job) if machine["instance"]["slot"] == slot]
+    assert ended["exit_code"] in (0, None)
+
+    version, applied = job.version, applied_of(job, slot)
+    feed(20)
+    job.until_version(version + 15)
+    assert applied_of(job, slot) == applied, "its stream waits"
+    assert len(machines(job)) == 2, "no machine is launched for it"
+
+    config = load(job.job_path, ["provision.scale_in.enabled=false"])
+    job.job_path.write_text(dump(config))
+    job.until_status(lambda status: status.workers[slot].is_live, "the worker to come back")
+    feed(2100)
+    job.until_finished()
+    assert applied_of(job, slot) > applied
+
+
+def applied_of(job: Any, slot: int) -> int:
+    return sum(member.worker == slot for update in job.updates for member in update.members)
+
+
+def machines(job: Any) -> list[dict[str, Any]]:
+    content: list[dict[str, Any]] = json.loads((job.run / "instances.json").read_text())
+    return content
