@@ -1,4 +1,4 @@
-"""Runs all scripts of the paper's figures and tables, and writes their tables into docs/results.md.
+"""Runs all scripts of the papers' figures and tables, and writes their tables into docs/results.md.
 
     python -m benchmarks.paper [--quick] [--out FOLDER] [--processes N] [--only NAME ...]
 
@@ -27,21 +27,27 @@ from benchmarks.paper import harness
 from benchmarks.results import DOCS, update_section
 
 # In the order of the document.
-SCRIPTS = ("rates", "theorem1", "convergence", "planning", "replacement", "fig3", "fig3b", "fig4", "fig5", "table2")
+SCRIPTS = (
+    "rates", "theorem1", "convergence", "planning", "replacement", "fig3", "fig3b", "fig4", "fig5", "table2",
+    "mlless_fig4", "mlless_fig8", "mlless_tables",
+)  # fmt: skip
 # The longest first, so that two cores end together.
 _LONGEST_FIRST = (
     "fig5",
     "fig3",
     "fig3b",
+    "mlless_fig8",
     "fig4",
+    "mlless_fig4",
     "table2",
     "replacement",
     "theorem1",
     "planning",
     "rates",
     "convergence",
+    "mlless_tables",
 )
-_PICTURES = ("fig3", "fig3b", "fig4", "table2")
+_PICTURES = ("fig3", "fig3b", "fig4", "table2", "mlless_fig4", "mlless_fig8")
 MARK, COMMAND = "paper", "make paper"
 
 
