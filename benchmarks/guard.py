@@ -25,8 +25,8 @@ from doll.consumers.decoding import Records, decode_records
 from doll.consumers.gradient import Gradient, GradientComputer
 from doll.consumers.guard import Guard, Samples
 from doll.model import build
+from doll.optim.optimizer import Optimizer
 from doll.producers.sources import open_streams
-from doll.ps.optimizer import Optimizer
 from doll.task import load_task
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

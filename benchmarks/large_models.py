@@ -194,9 +194,9 @@ def serve(
     from doll.model import build, fingerprint
     from doll.process.memory import keep_freed_memory
     from doll.ps.local_host import LocalModelHost
-    from doll.ps.optimizer import make_updater
     from doll.ps.server import ParameterServer
     from doll.ps.start import Start, make_engine
+    from doll.ps.updaters import make_updater
     from doll.storage.file_checkpoints import FileCheckpointStore
     from doll.task import load_task
 
@@ -327,7 +327,7 @@ def measure(size: float, kind: str, args: argparse.Namespace) -> dict[str, Any]:
     widths = [WIDTHS[size], WIDTHS[size]] if size > 0 else []
     config = parse(JOB % (widths, args.momentum, args.checkpoint_every))
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "doll.ps.server", "doll.ps.optimizer", "doll.consumers.local_model"])
+    context.set_forkserver_preload(["torch", "doll.ps.server", "doll.optim.optimizer", "doll.consumers.local_model"])
     with tempfile.TemporaryDirectory(prefix="doll-large-") as name, store_of(kind, Path(name)) as place:
         ends = [context.Pipe() for _ in range(WORKERS)]
         ours, theirs = context.Pipe()

@@ -68,6 +68,10 @@ class FencedError(DollError):
     """A newer process has taken over: exit, and write nothing more."""
 
 
+class RolledBackError(DollError):
+    """What the model has of some batches cannot be completed: exit; the next process starts from the checkpoint."""
+
+
 class IllegalEventError(DollError):
     """An event, or an answer of a policy, that is a bug. The engine's state is invalid after it: exit; the next process
     starts from the checkpoint."""

@@ -5,8 +5,8 @@ Unknown magic, version or type raises `RecordError`; the reader counts and drops
 Sample records are the user's own bytes and are *not* described here (see `doll.packing` for the packed form).
 
 Topics: `events` carries Join, Announce, Push, Nack, Alive, Leave and Evaluated; partition n of `commands` carries
-Welcome, Grant, NewVersion, Durable, Hello, Fence and Stop for worker n; `updates` carries TermStarted, Update and
-Finished; `dead` carries DeadLetter; `metrics` carries Metric, ServerStatus and ProvisionDecision. A control link
+Welcome, Grant, NewVersion, Settle, Durable, Hello, Fence and Stop for worker n; `updates` carries TermStarted, Update
+and Finished; `dead` carries DeadLetter; `metrics` carries Metric, ServerStatus and ProvisionDecision. A control link
 (`doll.control`) carries Grant, NewVersion, Push and Nack in place of them, and Attach, Attached, Ping and Detach.
 """
 
@@ -20,7 +20,7 @@ import msgspec
 from doll.errors import RecordError, SchemaVersionError
 
 MAGIC: Final = 0xD0
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 4
 _PREFIX: Final = bytes([MAGIC, SCHEMA_VERSION])
 
 
@@ -63,20 +63,26 @@ class PushedBatch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dead_samples: int = 0  # samples lost inside records that are otherwise usable (packed records)
     compute_s: float = 0.0
     wait_s: float = 0.0  # from the batch's completion to the start of its set
+    version: int = -1  # of the weights that it was computed on; -1: as its Push says
 
 
 class Push(Record, frozen=True):
-    """The gradient of one set is in the blob store: the sum over consecutive granted batches (Algorithm 2)."""
+    """The gradient of one set is in the blob store: the sum over consecutive granted batches (Algorithm 2).
+
+    Under policies whose workers send steps, it is the sum of the steps that the worker's optimizer made of them.
+    """
 
     worker: int
     session: int
     term: int
-    version: int  # of the weights that the gradients were computed on
+    version: int  # of the weights that the gradients were computed on, of the last batch where they differ
     key: str  # blob key; "" when no batch holds a usable sample (the gradient is zero)
-    batches: tuple[PushedBatch, ...]  # in the order of their numbers, at least one
+    batches: tuple[PushedBatch, ...]  # in the order of their numbers; none where it is the answer to a Settle
     fetch_s: float = 0.0  # weights, of the whole set
     store_s: float = 0.0  # gradient, of the whole set
     market: str = ""
+    holds_back: bool = False  # a part of the steps of these batches, or of earlier ones, is still at the worker
+    settles: int = -1  # where it has no batches: of the worker's batches below this one nothing is held back any more
 
 
 class Nack(Record, frozen=True):
@@ -150,6 +156,7 @@ class Grant(Record, frozen=True):
     version: int  # the newest published
     min_version: int
     key: str  # blob key of the weights of `version`
+    included: int = 0  # batches of this worker's stream that are in `version`: the first so many
 
 
 class NewVersion(Record, frozen=True):
@@ -159,6 +166,16 @@ class NewVersion(Record, frozen=True):
     worker: int
     version: int
     key: str
+    included: int = 0  # as in a Grant
+
+
+class Settle(Record, frozen=True):
+    """Push what is held back of the steps of batches below `until`: they are to become durable."""
+
+    term: int
+    worker: int
+    session: int
+    until: int
 
 
 class Durable(Record, frozen=True):
@@ -253,11 +270,12 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     wait_s: float = 0.0
     grant_to_push_s: float = 0.0
     market: str = ""
+    held_back: bool = False  # a part of its step is not in this update; a later one settles it
     set_grant_id: int = 0  # first grant of the set that it was pushed in; `fetch_s` and `store_s` are its share of both
 
 
 class Update(Record, frozen=True):
-    """One applied update: version `version` is version - 1 plus these batches."""
+    """One applied update: version `version` is version - 1 plus these batches, and what of earlier ones it settles."""
 
     term: int
     version: int
@@ -270,6 +288,7 @@ class Update(Record, frozen=True):
     apply_s: float = 0.0  # parameter server time for this update: fetch, add, step, publish
     grant_to_update_s: float = 0.0  # from the first grant of the group to the new weights
     time_s: float = 0.0
+    settled: tuple[tuple[int, int], ...] = ()  # (worker, until): of its batches below `until` nothing is held back now
 
 
 class Finished(Record, frozen=True):
@@ -395,7 +414,7 @@ class ProvisionDecision(Record, frozen=True):
 
 AnyRecord = (
     Join | Announce | Push | Nack | Alive | Leave | Evaluated
-    | Welcome | Grant | NewVersion | Durable | Hello | Fence | Stop
+    | Welcome | Grant | NewVersion | Settle | Durable | Hello | Fence | Stop
     | Attach | Attached | Ping | Detach
     | TermStarted | Update | Finished
     | DeadLetter | Metric | ServerStatus | ProvisionDecision

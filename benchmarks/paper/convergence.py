@@ -118,7 +118,7 @@ def descend(replicas: int, eta: float, scale: float) -> np.ndarray:
     """Mean error (c/2) w² after 0 .. UPDATES steps, over `replicas` problems: the coordinates of one flat model."""
     import torch
     from doll.model import FlatModel
-    from doll.ps.optimizer import DivergedError, Optimizer
+    from doll.optim.optimizer import DivergedError, Optimizer
 
     torch.set_num_threads(1)
     module = torch.nn.Module()

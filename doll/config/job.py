@@ -77,6 +77,11 @@ class JobConfig(Section):
                 f"{self.data.workers} workers x worker.max_pending_batches {self.worker.max_pending_batches} "
                 f"hold {room}; raise max_pending_batches"
             )
+        if (needed := self.training.policy.batches_per_push) > (room := self.worker.max_pending_batches):
+            raise ValueError(
+                f"training.policy: the {needed} batches of a push never come together: a worker holds {room} "
+                "(worker.max_pending_batches); raise max_pending_batches"
+            )
         return self
 
     def path(self, value: Path) -> Path:

@@ -15,7 +15,7 @@ from doll.errors import ConfigError
 # Every entry is a `doll.ps.policies.PolicySpec`.
 POLICIES: Final = Registry(
     "doll.policies",
-    {name: f"doll.ps.policies.{name}:SPEC" for name in ("doll", "bsp", "asp")},
+    {name: f"doll.ps.policies.{name}:SPEC" for name in ("doll", "bsp", "asp", "ssp", "essp", "vap", "isp", "wsp")},
 )
 
 
@@ -29,6 +29,24 @@ class PolicyConfig(Section, ABC):
 
     serial_updates: ClassVar[bool] = False
     name: str
+
+    @property
+    def sends_steps(self) -> bool:
+        """Whether workers run the optimizer and send the change of their weights, which the server adds; default: they
+        send gradients, and the server runs the optimizer."""
+        return False
+
+    @property
+    def batches_per_push(self) -> int:
+        """How many consecutive batches a worker computes, each on its own steps so far, before it pushes them as one;
+        default: 1. Above 1 only where `sends_steps`. A stream's pushes end behind batches k n - 1 of it."""
+        return 1
+
+    @property
+    def filter_threshold(self) -> float:
+        """v of the significance filter: a worker holds a change back while it is at most v / sqrt(t) of the number
+        that it changes, t being the number of its batch; default 0: nothing is held back. Only where `sends_steps`."""
+        return 0.0
 
     @abstractmethod
     def batches_per_update(self, num_workers: int) -> int:

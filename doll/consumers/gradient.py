@@ -159,8 +159,9 @@ class GradientComputer:
 
 
 class GradientSum:
-    """The gradients of one set of batches, added in float32 in the order of the batches. One alone is not copied.
+    """`SetContribution`: the gradients of one set of batches, added in float32 in the order of the batches.
 
+    One alone is not copied.
     Buffers that are not of floats are those of the last. Not thread-safe.
     """
 
@@ -176,11 +177,18 @@ class GradientSum:
         self._last: npt.NDArray[np.float32] | None = None
         self._bound = 0.0  # no number of the sum is larger
 
+    @property
+    def holds_back(self) -> bool:
+        return False
+
+    def rest(self, until: int) -> None:
+        return None  # each push has all of its batches' gradients
+
     def clear(self) -> None:
         """Begin a set."""
         self._is_kept, self._last, self._bound = False, None, 0.0
 
-    def add(self, gradient: Gradient) -> bool:
+    def add(self, gradient: Gradient, *, batch: int, num_samples: int) -> bool:
         """Take a gradient, whose memory must not change until `keep`; False where float32 may not hold the sum."""
         floats = gradient.values[self._num_parameters : self._num_floats]
         bound = self._bound + max(gradient.norm, float(np.abs(floats).max(initial=0.0)))

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeAlias
 
 from doll.consumers.worker import Batch, GradientDone
-from doll.records import Grant
+from doll.records import Grant, NewVersion
 
 # (batch, grant id) -> whether a set may go on with this batch. Called between two batches, from the engine's thread.
 GoesOn: TypeAlias = Callable[[int, int], bool]
@@ -40,6 +40,15 @@ class GradientEngine(Protocol):
         """
         ...
 
+    def offer(self, weights: NewVersion) -> None:
+        """There are newer weights: what is submitted from now on is not computed on older ones, if its grant allows
+        these."""
+
+    def store_rest(self, until: int) -> Future[GradientDone]:
+        """Store what was computed and is not pushed: kept for a later push, or held back of the steps of batches below
+        `until`. Fails as `submit`."""
+        ...
+
     def close(self) -> None:
         """Wait for what is under way, and drop the rest."""
 
@@ -49,12 +58,29 @@ class ThreadGradientEngine:
 
     depth = 1
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        offer: Callable[[NewVersion], object] = lambda weights: None,
+        store_rest: Callable[[int], GradientDone] = lambda until: GradientDone("", 0, ()),
+    ) -> None:
+        """
+        Args:
+            offer: see `GradientEngine.offer`; called from the caller's thread.
+        """
         self._handle = handle
+        self._offer = offer
+        self._store_rest = store_rest
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="torch")
 
     def submit(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> Future[GradientDone | None]:
         return self._executor.submit(self._handle, grant, batches, goes_on)
+
+    def offer(self, weights: NewVersion) -> None:
+        self._offer(weights)
+
+    def store_rest(self, until: int) -> Future[GradientDone]:
+        return self._executor.submit(self._store_rest, until)
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)

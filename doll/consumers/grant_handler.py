@@ -1,9 +1,10 @@
-"""Algorithm 2 from grant to blob: weights, guarded gradient, compression, blob store. Runs where the model is."""
+"""Algorithm 2 from grant to blob: weights, guarded gradient, sum or steps, compression. Runs where the model is."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from doll.config import JobConfig
@@ -11,14 +12,15 @@ from doll.consumers.compressor import Compressor
 from doll.consumers.dead_letters import DeadLetters, UsableSamples
 from doll.consumers.gradient_engine import GoesOn
 from doll.consumers.local_model import LocalModel
+from doll.consumers.set_contribution import SetContribution
 from doll.consumers.worker import Batch, ComputedBatch, GradientDone
 from doll.process.fault_points import fault_point
 from doll.records import Grant
 from doll.storage.blobs import Blobs, gradient_key
 
 if TYPE_CHECKING:
-    from doll.consumers.gradient import GradientSum
     from doll.consumers.guard import Guard
+    from doll.optim.contribution import Contribution
 
 
 class GrantHandler:
@@ -33,7 +35,7 @@ class GrantHandler:
         compressor: Compressor,
         blobs: Blobs,
         dead_letters: DeadLetters,
-        gradient_sum: GradientSum,
+        contribution: SetContribution,
     ) -> None:
         self._job = config.job
         self._ttl_s = config.blobs.ttl_s
@@ -42,14 +44,17 @@ class GrantHandler:
         self._compressor = compressor
         self._blobs = blobs
         self._dead_letters = dead_letters
-        self._sum = gradient_sum
+        self._contribution = contribution
         self._limit_s = config.worker.set_limit_s
+        self._batches_per_push = config.training.policy.batches_per_push
+        self._last = (0, 0, 0)  # term, grant id and version of the batch that was computed last
 
     def handle(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> GradientDone | None:
         """Compute the gradients of `batches`, one after the other, and store their sum; None: the weights are gone.
 
         No batch is begun once the set has taken as long as a set may take (`WorkerConfig.set_limit_s`), or where
-        `goes_on` says no; the first one always is.
+        `goes_on` says no; the first one always is. Where a push takes several batches and these are not yet all,
+        nothing is stored.
 
         Raises:
             TaskError: the fault is the task's or the model's.
@@ -59,12 +64,14 @@ class GrantHandler:
         version: int | None = None
         fetch_s = add_s = 0.0
         computed: list[ComputedBatch] = []
-        self._sum.clear()
+        self._contribution.clear()
         for batch, grant_id in zip(batches, grant.grant_ids, strict=True):
             if computed:
                 fault_point("worker.mid_set")
                 if time.perf_counter() - started_s >= self._limit_s or not goes_on(batch.number, grant_id):
                     break
+                if self._batches_per_push > 1 and batch.number % self._batches_per_push == 0:
+                    break  # it is of another push
             if batch.num_samples == 0:
                 computed.append(ComputedBatch(0, dead=batch.dead, dead_samples=batch.dead_samples))
                 continue
@@ -75,31 +82,48 @@ class GrantHandler:
                     return None
                 fetch_s = time.perf_counter() - begun_s
             else:
-                self._sum.keep()
+                self._contribution.keep()
                 add_s += time.perf_counter() - begun_s
-            item = self._compute(batch)
+            item = self._compute(batch, version)
             if item is None:
                 break
             computed.append(item)
-        values = self._sum.values()
-        if values is None:
-            return GradientDone("", grant.version if version is None else version, tuple(computed), fetch_s, add_s)
+        version = grant.version if version is None else version
+        self._last = (grant.term, grant.grant_ids[0], version)
+        done = GradientDone("", version, tuple(computed), fetch_s, add_s)
+        if (batches[len(computed) - 1].number + 1) % self._batches_per_push:
+            return replace(done, is_kept=True)
         if len(computed) > 1:
             fault_point("worker.after_sum")
-        assert version is not None, "there is a gradient"
-        key = gradient_key(self._job, grant.term, grant.grant_ids[0])
+        done = self._store(done, self._contribution.values(), "")
+        return replace(done, holds_back=self._contribution.holds_back)
+
+    def store_rest(self, until: int) -> GradientDone:
+        """Store what was computed and is not pushed; see `GradientEngine.store_rest`.
+
+        Raises:
+            ServiceUnavailableError: waiting for the blob store was given up.
+        """
+        return self._store(GradientDone("", self._last[2], ()), self._contribution.rest(until), ":rest")
+
+    def _store(self, done: GradientDone, values: Contribution | None, suffix: str) -> GradientDone:
+        if values is None:
+            return done
+        term, grant_id, version = self._last
+        key = gradient_key(self._job, term, grant_id) + suffix
         begun_s = time.perf_counter()
         self._blobs.put(key, self._compressor.compress(values, version=version), self._ttl_s)
-        add_s += time.perf_counter() - begun_s
         fault_point("worker.after_blob")
-        return GradientDone(key, version, tuple(computed), fetch_s, add_s)
+        return replace(done, key=key, store_s=done.store_s + time.perf_counter() - begun_s)
 
-    def _compute(self, batch: Batch) -> ComputedBatch | None:
+    def _compute(self, batch: Batch, version: int) -> ComputedBatch | None:
         """One batch of the set; None where the sum cannot hold it: it is the first of another set."""
         begun_s = time.perf_counter()
         gradient, bad = self._guard.compute(batch.data.x, batch.data.y)
-        if gradient is not None and not self._sum.add(gradient):
-            return None
+        if gradient is not None:
+            usable = len(batch.data.x) - len(bad)
+            if not self._contribution.add(gradient, batch=batch.number, num_samples=usable):
+                return None
         num_samples, dead, dead_samples = (
             self._dead_letters.refuse_samples(batch, bad)
             if bad
@@ -107,5 +131,7 @@ class GrantHandler:
         )
         compute_s = time.perf_counter() - begun_s
         if gradient is None:
-            return ComputedBatch(num_samples, 0.0, {}, dead, dead_samples, compute_s)
-        return ComputedBatch(num_samples, gradient.loss_sum, gradient.metric_sums, dead, dead_samples, compute_s)
+            return ComputedBatch(num_samples, 0.0, {}, dead, dead_samples, compute_s, version)
+        return ComputedBatch(
+            num_samples, gradient.loss_sum, gradient.metric_sums, dead, dead_samples, compute_s, version
+        )

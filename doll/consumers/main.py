@@ -24,16 +24,18 @@ from doll.consumers.gradient_engine import GradientEngine, ThreadGradientEngine
 from doll.consumers.grant_handler import GrantHandler
 from doll.consumers.guard import Guard
 from doll.consumers.kafka_channel import JobEndedError, WorkerChannel
-from doll.consumers.local_model import GrantedVersion
+from doll.consumers.local_model import CachedVersion
 from doll.consumers.runtime import WorkerRuntime
+from doll.consumers.set_contribution import SetContribution
 from doll.consumers.spot_notices import watch_spot_notices
+from doll.consumers.step_model import StepModel
 from doll.consumers.worker import WorkerCore
 from doll.errors import ConfigError, FencedError
 from doll.fingerprint import difference
 from doll.kafka import topics
 from doll.kafka.samples_topic import bounds_reaching, refuse_replaced_topic
 from doll.ledger.admission import AFTER_TERM_ENV
-from doll.model import build, fingerprint
+from doll.model import FlatModel, build, fingerprint
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
 from doll.service_checks import require_services
@@ -122,7 +124,7 @@ def _run(
     )  # fmt: skip
     dead_letters = DeadLetters(config, task, channel, core.worker, term=lambda: core.term)
     decoder = ThreadDecoder(dead_letters.decode)
-    engine = _make_engine(config, task, GradientComputer(task, model), blobs, dead_letters)
+    engine = _make_engine(config, task, model, blobs, dead_letters)
     link = None
     if config.control.kind != "kafka":
         link = ControlLink(services, config.control.kind)
@@ -140,18 +142,25 @@ def _run(
 
 
 def _make_engine(
-    config: JobConfig, task: Task, computer: GradientComputer, blobs: Blobs, dead_letters: DeadLetters
+    config: JobConfig, task: Task, model: FlatModel, blobs: Blobs, dead_letters: DeadLetters
 ) -> GradientEngine:
+    computer = GradientComputer(task, model)
+    local_model: CachedVersion | StepModel
+    contribution: SetContribution
+    if config.training.policy.sends_steps:
+        local_model = contribution = StepModel(config.job, blobs, config.training, model, computer)
+    else:
+        local_model, contribution = CachedVersion(config.job, blobs, computer), computer.new_sum()
     handler = GrantHandler(
         config,
-        local_model=GrantedVersion(config.job, blobs, computer),
+        local_model=local_model,
         guard=Guard(config, task, computer),
         compressor=DenseCompressor(config.job),
         blobs=blobs,
         dead_letters=dead_letters,
-        gradient_sum=computer.new_sum(),
+        contribution=contribution,
     )
-    return ThreadGradientEngine(handler.handle)
+    return ThreadGradientEngine(handler.handle, local_model.offer, handler.store_rest)
 
 
 def process_name() -> str:

@@ -28,7 +28,7 @@ from doll.consumers.departure import Departure
 from doll.consumers.exits import ProcessExit
 from doll.consumers.gradient_engine import GradientEngine
 from doll.consumers.stall_watch import StallWatch
-from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, Send, WorkerAction, WorkerCore
+from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, Offer, Send, StoreRest, WorkerAction, WorkerCore
 from doll.errors import RecordError, ServiceUnavailableError, TaskError
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
@@ -144,7 +144,7 @@ class WorkerRuntime:
         self._commands: asyncio.Queue[Commands | list[AnyRecord]] = asyncio.Queue()
         self._decoding: asyncio.Queue[tuple[RawBatch[bytes | None], asyncio.Future[Decoded]]] = asyncio.Queue()
         self._num_decoding = 0  # with the one that `announce` waits for
-        self._orders: asyncio.Queue[Compute] = asyncio.Queue()
+        self._orders: asyncio.Queue[Compute | StoreRest] = asyncio.Queue()
         self._room = asyncio.Event()
 
     @property
@@ -236,6 +236,9 @@ class WorkerRuntime:
         core = self._core
         while True:
             order = await self._orders.get()
+            if isinstance(order, StoreRest):
+                await self._store_rest(order)
+                continue
             grant, batches = order.grant, order.batches
             while batches and core.is_current(grant):
                 begun_at_s = time.monotonic()
@@ -283,6 +286,10 @@ class WorkerRuntime:
                         fault_point("worker.after_push", self._flush_channel)
                 case Compute():
                     self._orders.put_nowait(action)
+                case StoreRest():
+                    self._orders.put_nowait(action)
+                case Offer(weights):
+                    self._engine.offer(weights)
                 case Acknowledge(until):
                     fault_point("worker.after_durable")
                     self.stream.acknowledge(self._core.origin + until * self._config.data.records_per_batch)
@@ -372,10 +379,20 @@ class WorkerRuntime:
         # The time that is left may become shorter meanwhile.
         while self._core.busy and departure.left_s() > _STREAM_STOP_S:
             await asyncio.sleep(_DRAIN_POLL_S)
+        if (rest := self._core.rest) is not None:
+            await self._store_rest(rest)
         self._do(self._core.leave(departure.cause))
         self._channel.flush(min(1.0, max(0.0, departure.left_s())))
         if self._link is not None:
             self._link.close(f"the worker leaves ({departure.cause})")
+
+    async def _store_rest(self, order: StoreRest) -> None:
+        try:
+            done = await asyncio.wrap_future(self._engine.store_rest(order.until))
+        except ServiceUnavailableError as exc:
+            log.warning("rest_not_stored", reason=str(exc), action="its batches are computed again")
+            return
+        self._do(self._core.rest_stored(order, done))
 
     def _stop(self) -> None:
         self.stream.shut_down()

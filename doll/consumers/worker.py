@@ -27,6 +27,7 @@ from doll.records import (
     NewVersion,
     Push,
     PushedBatch,
+    Settle,
     Stop,
     Welcome,
 )
@@ -66,20 +67,24 @@ class ComputedBatch:
     dead: tuple[int, ...] = ()
     dead_samples: int = 0
     compute_s: float = 0.0
+    version: int = -1  # of the weights that it was computed at; -1: no weights were needed
 
 
 @dataclass(frozen=True, slots=True)
 class GradientDone:
     """The sum of the gradients of a grant's first batches is in the blob store under `key`.
 
-    `key` is \"\" when none of them holds a usable sample.
+    `key` is \"\" when none of them holds a usable sample. `is_kept`: nothing is stored yet, since more batches belong
+    to the same push; the next that is stored holds these as well.
     """
 
     key: str
     version: int  # of the weights that it was computed at
-    batches: tuple[ComputedBatch, ...]  # at least one
+    batches: tuple[ComputedBatch, ...]  # at least one, but for the rest that is pushed when the worker leaves
     fetch_s: float = 0.0
     store_s: float = 0.0
+    is_kept: bool = False
+    holds_back: bool = False  # a part of the steps stays in the worker (`doll.ps.settling`)
 
 
 # --- actions --------------------------------------------------------------------------------------------------------
@@ -101,6 +106,21 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
+class Offer:
+    """There are newer weights than a grant may ask for: compute on nothing older from now on."""
+
+    weights: NewVersion
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRest:
+    """Store what is held back of the steps of batches below `until`; report `rest_stored`."""
+
+    term: int
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
 class Acknowledge:
     """Batches below `until` are durable: acknowledge their offsets to Kafka, in order."""
 
@@ -115,7 +135,7 @@ class Exit:
     reason: str
 
 
-WorkerAction = Send | Compute | Acknowledge | Exit
+WorkerAction = Send | Compute | Offer | StoreRest | Acknowledge | Exit
 
 
 class WorkerCore:
@@ -142,7 +162,10 @@ class WorkerCore:
         self._granted_until = welcome.next_batch  # behind the last batch that was granted
         self._newest: dict[int, int] = {}  # batch -> newest grant of this server, answered or not
         self._owed: dict[int, int] = {}  # batch -> of these, those that are not answered
+        self._kept: list[PushedBatch] = []  # computed, and pushed with the next ones; consecutive
         self._unconfirmed: dict[int, Push] = {}  # batch -> the push that answers its newest grant
+        self._held_back_until = 0  # of batches below it a part of the steps is only here; 0: of none
+        self._rest: Push | None = None  # the last one, until a grant confirms it
         self._alive_at_s = now
         self._announced_at_s = now
         self.next_offset = 0
@@ -170,8 +193,15 @@ class WorkerCore:
 
     @property
     def busy(self) -> bool:
-        """A granted gradient has not been sent yet."""
-        return bool(self._owed)
+        """A granted gradient has not been computed yet."""
+        return len(self._owed) > len(self._kept)
+
+    @property
+    def rest(self) -> StoreRest | None:
+        """What must be stored before the worker leaves: contributions that are computed, and not sent whole."""
+        if self._kept or self._held_back_until:
+            return StoreRest(self.term, self._held_back_until)
+        return None
 
     def batch_ready(self, batch: Batch) -> list[WorkerAction]:
         """The next batch of the stream is complete and decoded.
@@ -206,7 +236,9 @@ class WorkerCore:
             case Grant() if record.term == self.term and record.session == self.session and record.grant_ids:
                 return self._on_grant(record)
             case NewVersion() if record.term == self.term:
-                self._confirm_pushes(record.version)
+                return [Offer(record)]
+            case Settle() if record.term == self.term and record.session == self.session:
+                return self._on_settle(record)
             case Durable() if record.term == self.term:
                 return self._on_durable(record.until)
             case Stop() if record.term >= self.term:
@@ -260,7 +292,10 @@ class WorkerCore:
         if not self._durable <= grant.first < end <= self.next_batch:
             return [self._nack(grant, "batch")]
         self._granted_until = max(self._granted_until, end)
+        self._rest = None  # no batch is granted while a rest is awaited
         new: list[int] = []
+        if self._kept and grant.first <= self._kept[-1].batch and grant.grant_ids[0] > self._newest[grant.first]:
+            self._kept = [item for item in self._kept if item.batch < grant.first]  # they are computed again
         pushes: dict[int, Push] = {}  # by their first grants
         for batch, number in enumerate(grant.grant_ids, grant.first):
             newest = self._newest.get(batch, -1)
@@ -311,28 +346,55 @@ class WorkerCore:
             batches: those of `grant`.
             begun_at_s: when their computation began.
         """
-        ids = dict(zip((batch.number for batch in batches), grant.grant_ids, strict=True))
-        answered = batches[: len(done.batches)]
-        if not any(self.is_wanted(grant.term, batch.number, ids[batch.number]) for batch in answered):
+        computed = tuple(
+            PushedBatch(
+                batch=batch.number, grant_id=number, n_samples=item.num_samples, loss_sum=item.loss_sum,
+                metric_sums=item.metric_sums, dead=item.dead, gaps=batch.gaps, lost=batch.lost,
+                dead_samples=item.dead_samples, compute_s=item.compute_s,
+                wait_s=max(0.0, begun_at_s - batch.complete_at_s),
+                version=item.version if done.is_kept or item.version != done.version else -1,
+            )
+            for batch, number, item in zip(batches, grant.grant_ids, done.batches, strict=False)
+        )  # fmt: skip
+        if done.is_kept:
+            if grant.term == self.term:
+                self._kept += (item for item in computed if self.is_wanted(grant.term, item.batch, item.grant_id))
+            return self._announce_if_few()
+        return self._push(grant.term, computed, done)
+
+    def rest_stored(self, order: StoreRest, done: GradientDone) -> list[WorkerAction]:
+        """What the worker had computed and not sent is in the blob store."""
+        if order.term != self.term:
+            return []
+        if self._kept:
+            return self._push(self.term, (), done)
+        self._held_back_until = 0
+        self._rest = Push(
+            worker=self.worker, session=self.session, term=self.term, version=done.version, key=done.key, batches=(),
+            store_s=done.store_s, market=self.market, settles=order.until,
+        )  # fmt: skip
+        return [Send(self._rest)]
+
+    def _on_settle(self, order: Settle) -> list[WorkerAction]:
+        if self._rest is not None and self._rest.settles >= order.until:
+            return [Send(self._rest)]  # the server may not have it
+        return [StoreRest(order.term, order.until)]
+
+    def _push(self, term: int, computed: tuple[PushedBatch, ...], done: GradientDone) -> list[WorkerAction]:
+        kept, self._kept = self._kept, []
+        pushed = (*(kept if term == self.term else ()), *computed)
+        wanted = [item for item in pushed if self.is_wanted(term, item.batch, item.grant_id)]
+        if not wanted:
             return []
         # Where only a part of them is void the server takes none, and grants the others again: it must hear of it.
         push = Push(
-            worker=self.worker, session=self.session, term=grant.term, version=done.version, key=done.key,
-            batches=tuple(
-                PushedBatch(
-                    batch=batch.number, grant_id=ids[batch.number], n_samples=item.num_samples,
-                    loss_sum=item.loss_sum, metric_sums=item.metric_sums, dead=item.dead, gaps=batch.gaps,
-                    lost=batch.lost, dead_samples=item.dead_samples, compute_s=item.compute_s,
-                    wait_s=max(0.0, begun_at_s - batch.complete_at_s),
-                )
-                for batch, item in zip(answered, done.batches, strict=True)
-            ),
-            fetch_s=done.fetch_s, store_s=done.store_s, market=self.market,
+            worker=self.worker, session=self.session, term=term, version=done.version, key=done.key, batches=pushed,
+            fetch_s=done.fetch_s, store_s=done.store_s, market=self.market, holds_back=done.holds_back,
         )  # fmt: skip
-        for batch in answered:
-            if self.is_wanted(grant.term, batch.number, ids[batch.number]):
-                del self._owed[batch.number]
-                self._unconfirmed[batch.number] = push
+        self._held_back_until = pushed[-1].batch + 1 if done.holds_back else 0
+        for item in wanted:
+            del self._owed[item.batch]
+            self._unconfirmed[item.batch] = push
         return [*self._announce_if_few(), Send(push)]
 
     def weights_missing(self, grant: Grant) -> list[WorkerAction]:
@@ -346,7 +408,8 @@ class WorkerCore:
 
     def resend(self) -> list[WorkerAction]:
         """What was sent may be lost: send again the pushes that no later version and no checkpoint has confirmed."""
-        return [Send(push) for push in {push.batches[0].grant_id: push for push in self._unconfirmed.values()}.values()]
+        pushes = {push.batches[0].grant_id: push for push in self._unconfirmed.values()}.values()
+        return [Send(push) for push in (*pushes, *([] if self._rest is None else [self._rest]))]
 
     def _confirm_pushes(self, version: int) -> None:
         """There is a version `version`: the server has those that were computed at earlier ones, or refuses them."""
@@ -354,6 +417,8 @@ class WorkerCore:
             self._unconfirmed = {at: push for at, push in self._unconfirmed.items() if push.version >= version}
 
     def _forget_grants(self) -> None:
+        self._kept.clear()
+        self._held_back_until, self._rest = 0, None
         self._newest.clear()
         self._owed.clear()
         self._unconfirmed.clear()

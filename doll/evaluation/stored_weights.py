@@ -11,7 +11,7 @@ import numpy.typing as npt
 from doll.config import JobConfig
 from doll.errors import CheckpointError
 from doll.model import FlatModel, fingerprint
-from doll.ps.optimizer import WEIGHTS
+from doll.optim.optimizer import WEIGHTS
 from doll.storage.stores import checkpoint_location, open_store
 
 

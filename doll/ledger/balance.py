@@ -70,10 +70,16 @@ class Ledger:
         self._valid = ValidUpdates(records, durable)
         self._update_problems: list[str] = []
         self._letter_problems: list[str] = []
+        self._held_back: dict[int, int] = {}  # worker -> number of the newest batch whose step is not whole
         for update in self._valid:
             self._add_update(update)
         for account in self._accounts:
             account.finish_updates()
+        for worker, batch in sorted(self._held_back.items()):
+            self._update_problems.append(
+                f"batches of worker {worker} up to {batch} are in the durable model, but a part of their steps is not: "
+                "expected an update that settles them before the checkpoint"
+            )
 
     def _add_update(self, update: Update) -> None:
         accounts, problems, name = self._accounts, self._update_problems, f"update {update.version}"
@@ -88,7 +94,14 @@ class Ledger:
                     f"{name}: batch {member.batch} of worker {member.worker} used version {member.base_version}"
                 )
             self._partly_dead_samples += member.dead_samples
+            if member.held_back:
+                self._held_back[member.worker] = member.batch
+            else:
+                self._held_back.pop(member.worker, None)
             accounts[member.worker].add_batch(member, name, problems)
+        for worker, until in update.settled:
+            if self._held_back.get(worker, until) < until:
+                del self._held_back[worker]
 
     def add_dead_letter(self, letter: DeadLetter) -> None:
         """Add one dead letter, in any order; the same may come twice, after a crash."""

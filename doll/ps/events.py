@@ -21,6 +21,7 @@ class GradientFetched(Record, frozen=True):
     """The gradient of a set is in the parameter server's memory, checked."""
 
     grant_id: int  # the set's first
+    max_change: float = 0.0  # see `doll.ps.updater.Updater.max_change`
 
 
 class GradientLost(Record, frozen=True):
@@ -96,6 +97,7 @@ class SendGrant:
         first: number of the first batch; batch `first + i` is granted by `grant_ids[i]`.
         version: of the current weights.
         min_version: the oldest weights that the worker may compute on.
+        included: batches of this worker's partition in `version`.
     """
 
     worker: int
@@ -104,14 +106,36 @@ class SendGrant:
     grant_ids: tuple[int, ...]
     version: int
     min_version: int
+    included: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PublishWeights:
-    """Publish the weights of the current version and tell these workers, before a grant needs them."""
+    """Publish the weights of the current version and tell these workers, before a grant needs them.
+
+    Attributes:
+        included: of each of `workers`, as in SendGrant.
+    """
 
     version: int
     workers: tuple[int, ...]
+    included: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendSettle:
+    """Have this worker push what it holds back of the steps of its batches below `until`."""
+
+    worker: int
+    session: int
+    until: int
+
+
+@dataclass(frozen=True, slots=True)
+class RollBack:
+    """Begin again from the newest checkpoint: a part of a step is lost that no other process has."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +185,12 @@ class AppliedSet:
     push: Push
     received_at_s: float
     batches: tuple[AppliedBatch, ...]
+    number: int = 0  # where it has no batches: it is what a worker had held back of earlier ones
 
     @property
     def grant_id(self) -> int:
         """The first of its grants: the set's name."""
-        return self.push.batches[0].grant_id
+        return self.number or self.push.batches[0].grant_id
 
     @property
     def num_samples(self) -> int:
@@ -186,6 +211,7 @@ class ApplyUpdate:
     scale: float
     samples_total: int
     batches_total: int
+    settled: tuple[tuple[int, int], ...] = ()  # as in doll.records.Update
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +239,8 @@ class Finish:
 
 
 EngineAction = (
-    SendWelcome | SendFence | SendHello | SendGrant | PublishWeights | RepublishWeights | FetchGradient | DropGradient
-    | ApplyUpdate | StoreCheckpoint | SendDurable | Finish
+    SendWelcome | SendFence | SendHello | SendGrant | PublishWeights | SendSettle | RollBack | RepublishWeights
+    | FetchGradient | DropGradient | ApplyUpdate | StoreCheckpoint | SendDurable | Finish
 )  # fmt: skip
 
 

@@ -71,11 +71,12 @@ class LocalModelHost:
         except BlobError as exc:
             log.warning("gradient_lost", key=order.key, reason=str(exc), action="its batch is computed again")
             return FetchOutcome(GradientLost(grant_id=order.grant_id, reason=str(exc)))
+        max_change = self._updater.max_change(gradient)
         self._contributions.put(order.grant_id, gradient, in_order=order.in_order)
         if order.in_order and len(blob) >= _LARGE_BYTES:  # its memory can be used for the next one
             self._blobs.delete(order.key)
             self._deleted.add(order.key)
-        return FetchOutcome(GradientFetched(grant_id=order.grant_id), blob)
+        return FetchOutcome(GradientFetched(grant_id=order.grant_id, max_change=max_change), blob)
 
     def prefetch(self, keys: Sequence[str]) -> None:
         count = min(len(keys), _PREFETCH_BYTES // (HEADER_BYTES + 4 * self.num_values))

@@ -22,10 +22,10 @@ from doll.ps.event_log import FileEventLog
 from doll.ps.kafka_channel import KafkaChannel
 from doll.ps.local_host import LocalModelHost
 from doll.ps.loop import Signals, deliver, serve
-from doll.ps.optimizer import make_updater
 from doll.ps.server import ParameterServer
 from doll.ps.standby import LeaderCheck, wait_for_lease
 from doll.ps.start import Start, make_engine
+from doll.ps.updaters import make_updater
 from doll.service_checks import require_services
 from doll.services import Services
 from doll.storage.checkpoints import Checkpoint

@@ -32,6 +32,7 @@ class Worker:
         left: it has sent Leave: only a new Join brings it back.
         stalled: it let a grant time out: it gets no other until it has answered one.
         waiting: batches that may be granted now; kept by the engine.
+        moved: see `doll.ps.policies.base.WorkerCounters`; kept by the engine.
         retained, lag: as in its last Alive.
     """
 
@@ -44,6 +45,7 @@ class Worker:
         "left",
         "live_since_s",
         "market",
+        "moved",
         "number",
         "partition",
         "present",
@@ -70,6 +72,7 @@ class Worker:
         self.last_heard_s = 0.0
         self.live_since_s = 0.0
         self.waiting = 0
+        self.moved = 0.0
         self.retained = 0
         self.lag = 0
 

@@ -54,6 +54,7 @@ class PushedSet:
     push: Push
     grants: tuple[ActiveGrant, ...]
     received_at_s: float
+    max_change: float = 0.0  # see `doll.ps.updater.Updater.max_change`
 
     @property
     def number(self) -> int:
@@ -64,7 +65,17 @@ class PushedSet:
 class Partition:
     """Counters and queues of one partition."""
 
-    __slots__ = ("announced", "applied", "computing_grants", "durable", "held_grants", "number", "origin", "waiting")
+    __slots__ = (
+        "announced",
+        "applied",
+        "computing_grants",
+        "durable",
+        "held_grants",
+        "number",
+        "origin",
+        "settled",
+        "waiting",
+    )
 
     def __init__(self, number: int, origin: int, applied: int) -> None:
         """`origin`: offset at which the job began; `applied`: batches in the model, all of them durable."""
@@ -73,6 +84,7 @@ class Partition:
         self.applied = applied
         self.durable = applied
         self.announced = applied
+        self.settled = applied  # of batches below it nothing is held back, once all that is here is applied
         self.held_grants: deque[ActiveGrant] = deque()
         self.computing_grants: deque[ActiveGrant] = deque()
         self.waiting: deque[int] = deque()  # of each waiting batch: its place in the order of announcements
@@ -139,6 +151,8 @@ class Partition:
             grant = self.computing_grants.popleft()
             grant.held = True
             self.held_grants.append(grant)
+        if not pushed.push.holds_back:
+            self.settled = self.received
 
     def take_back(self, batch: int) -> list[ActiveGrant]:
         """Return `batch` and every later one without a gradient to the front of the queue: the latest first.

@@ -11,9 +11,9 @@ from doll.model import build, fingerprint
 from doll.ps import events as ev
 from doll.ps.checkpointing import encode_snapshot
 from doll.ps.event_log import read_log
-from doll.ps.optimizer import make_updater
 from doll.ps.start import make_engine
 from doll.ps.updater import ContributionBuffer, Updater
+from doll.ps.updaters import make_updater
 from doll.storage.blobs import blob_info, decode_blob
 from doll.storage.checkpoints import Checkpoint
 from doll.task import load_task

@@ -32,8 +32,10 @@ def update_record(update: ApplyUpdate, *, term: int, num_samples: int, apply_s: 
         samples_total=update.samples_total,
         batches_total=update.batches_total,
         apply_s=apply_s,
-        grant_to_update_s=now - min(batch.granted_at_s for item in update.sets for batch in item.batches),
+        grant_to_update_s=now
+        - min((batch.granted_at_s for item in update.sets for batch in item.batches), default=now),
         time_s=time.time(),
+        settled=update.settled,
     )
 
 
@@ -71,10 +73,10 @@ def _member(item: AppliedSet, batch: AppliedBatch) -> Member:
     push, pushed, size = item.push, batch.pushed, len(item.batches)
     return Member(
         worker=push.worker, batch=pushed.batch, lo=batch.lo, hi=batch.hi, n_samples=pushed.n_samples,
-        base_version=push.version, dead=pushed.dead, gaps=pushed.gaps, lost=pushed.lost,
-        dead_samples=pushed.dead_samples, compute_s=pushed.compute_s, fetch_s=push.fetch_s / size,
+        base_version=push.version if pushed.version < 0 else pushed.version, dead=pushed.dead, gaps=pushed.gaps,
+        lost=pushed.lost, dead_samples=pushed.dead_samples, compute_s=pushed.compute_s, fetch_s=push.fetch_s / size,
         store_s=push.store_s / size, wait_s=pushed.wait_s, grant_to_push_s=item.received_at_s - batch.granted_at_s,
-        market=push.market, set_grant_id=item.grant_id,
+        market=push.market, held_back=push.holds_back, set_grant_id=item.grant_id,
     )  # fmt: skip
 
 

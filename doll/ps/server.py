@@ -28,7 +28,7 @@ from typing import Protocol, TypeAlias, TypeVar, assert_never
 import msgspec
 
 from doll.config import JobConfig
-from doll.errors import FencedError
+from doll.errors import FencedError, RolledBackError
 from doll.process.fault_points import fault_point
 from doll.ps import events as ev
 from doll.ps.checkpointing import CheckpointWriter, encode_snapshot
@@ -49,6 +49,7 @@ from doll.records import (
     NewVersion,
     Push,
     ServerStatus,
+    Settle,
     Stop,
     TermStarted,
     Update,
@@ -251,6 +252,12 @@ class ParameterServer:
                 version=self.engine.version,
                 reason="Kafka has not acknowledged every update",
             )
+        elif not self.engine.is_settled:
+            log.warning(
+                "final_checkpoint_skipped",
+                version=self.engine.version,
+                reason="workers hold back a part of their steps",
+            )
         elif self.engine.version > 0:
             self._store.save(self._checkpoint(self.engine.version, self.engine.snapshot(self._clock())))
 
@@ -295,10 +302,21 @@ class ParameterServer:
             case ev.PublishWeights():
                 key = self._publish(action.version)
                 self._measures.published(action.version, action.workers)
-                for worker in action.workers:
+                for worker, included in zip(action.workers, action.included, strict=True):
                     self._outbox.send_command(
-                        worker, NewVersion(term=term, worker=worker, version=action.version, key=key)
+                        worker,
+                        NewVersion(term=term, worker=worker, version=action.version, key=key, included=included),
                     )
+            case ev.SendSettle():
+                self._outbox.send_command(
+                    action.worker,
+                    Settle(term=term, worker=action.worker, session=action.session, until=action.until),
+                )
+            case ev.RollBack():
+                raise RolledBackError(
+                    f"{action.reason}: this server ends, and the next one begins again from version "
+                    f"{self.engine.durable_version}"
+                )
             case ev.RepublishWeights():
                 log.warning("weights_missing", version=action.version, action="published again")
                 self._timed(self._host.republish, action.version)
@@ -343,6 +361,7 @@ class ParameterServer:
                 version=action.version,
                 min_version=action.min_version,
                 key=key,
+                included=action.included,
             ),
         )
         fault_point("ps.after_grant", self._flush_for_fault_point)

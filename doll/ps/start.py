@@ -72,6 +72,7 @@ def engine_settings(config: JobConfig) -> EngineSettings:
         set_limit_s=config.worker.set_limit_s,
         checkpoint_every_updates=config.checkpoint.every_updates,
         checkpoint_every_s=config.checkpoint.every_s,
-        sum_reduction=config.training.reduction == "sum",
+        # Workers that send steps have taken the mean or the sum themselves.
+        sum_reduction=config.training.reduction == "sum" or config.training.policy.sends_steps,
         stop=config.stop,
     )

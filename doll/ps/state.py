@@ -16,6 +16,7 @@ from doll.ps.events import EngineSnapshot, Event
 from doll.ps.membership import Membership, Worker
 from doll.ps.partitions import ActiveGrant, Assignment, Partition
 from doll.ps.policies.base import BatchId, Policy
+from doll.ps.settling import Settling
 
 _RECENT_EVENTS = 30
 
@@ -113,6 +114,7 @@ class EngineState:
         self._grant_numbers = count(1)
         self._queue_positions = count()
         self._num_waiting = 0
+        self._settling = Settling()
         self._changed: dict[int, None] = dict.fromkeys(range(n))  # workers whose counters the policy does not know yet
         self._offered_version = snapshot.version  # the newest of which the policy has named the recipients
         self._elapsed_before_s = snapshot.elapsed_s
@@ -147,6 +149,11 @@ class EngineState:
         return [self._held[number] for number in sorted(self._held)]
 
     # --- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the model has the whole steps of all applied batches: only then it may be stored."""
+        return self._settling.is_settled
 
     @property
     def durable_version(self) -> int:

@@ -1,22 +1,20 @@
 """Port: how the contributions of one group make the next model. Adapters compute with torch and do no I/O.
 
-`doll.ps.optimizer.Optimizer` steps on the sum of gradients. Policies whose workers send steps instead of gradients add
-these to the weights: another adapter of the same port (docs/decisions/0020).
+`doll.optim.optimizer.Optimizer` steps on the sum of gradients. `doll.ps.updaters.StepAdder` adds the steps that workers
+made themselves (docs/decisions/0020, 0034).
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from doll.optim.contribution import Contribution
 from doll.ps.events import ApplyUpdate
-
-# What one set adds to an update: float32, shape (numel,), laid out as `doll.model` says; sums over its samples.
-Contribution: TypeAlias = npt.NDArray[np.float32]
 
 
 class HoldsTensors(Protocol):
@@ -40,6 +38,13 @@ class Updater(HoldsTensors, Protocol):
 
     def add(self, contribution: Contribution) -> None:
         """Add `contribution` to those of the next `apply`, behind the ones added before. It is not used afterwards."""
+
+    def max_change(self, contribution: Contribution) -> float:
+        """How far `contribution` moves any one parameter at most, before `scale`; infinite where that is no number.
+
+        0 where it does not move the weights by itself: it is a gradient.
+        """
+        ...
 
     def apply(
         self,

@@ -17,8 +17,8 @@ from doll.config import OptimizerConfig
 from doll.consumers.gradient import Gradient, GradientComputer
 from doll.evaluation.heldout import HeldOut, HeldOutError
 from doll.model import FlatModel
+from doll.optim.optimizer import Optimizer
 from doll.ps.events import ApplyUpdate, SendGrant
-from doll.ps.optimizer import Optimizer
 from doll.ps.updater import ContributionBuffer
 from doll.task import Task
 
@@ -87,7 +87,7 @@ class Learner:
         for item in update.sets:
             total = self._computer.new_sum()
             for batch in item.push.batches:
-                total.add(self._gradients.pop(batch.grant_id))
+                total.add(self._gradients.pop(batch.grant_id), batch=batch.batch, num_samples=batch.n_samples)
             values = total.values()
             assert values is not None, "a set has a batch"
             self._contributions.put(item.grant_id, values)

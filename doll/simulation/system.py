@@ -26,6 +26,7 @@ from doll.ps.events import (
     EngineAction,
     Event,
     Finish,
+    PublishWeights,
     SendGrant,
     SendWelcome,
     StoreCheckpoint,
@@ -148,6 +149,9 @@ class System:
         self._set_begun_s = [0.0] * n
         self._batch_begun_s = [0.0] * n
         self._ready_at_s: dict[tuple[int, int], float] = {}  # when a batch was complete, while that is measured
+        # The weights that each worker has, and the newest that it was sent.
+        self._cached = [-1] * n
+        self._offered = [-1] * n
         self._compute_event = [0] * n  # as above
         self.up = [True] * n
         self.num_up = n
@@ -270,6 +274,9 @@ class System:
                 self._on_grant(action)  # type: ignore[arg-type]
             elif kind is ApplyUpdate:
                 self._on_update(action)  # type: ignore[arg-type]
+            elif kind is PublishWeights:
+                for worker in action.workers:  # type: ignore[union-attr]
+                    self._offered[worker] = action.version  # type: ignore[union-attr]
             elif kind is StoreCheckpoint:
                 self._handle(CheckpointStored(version=action.version))  # type: ignore[union-attr]
             elif kind is Finish:
@@ -308,6 +315,9 @@ class System:
         if not self._done[worker]:
             self._set_begun_s[worker] = self.now
         self._batch_begun_s[worker] = self.now
+        grant = self._granted[worker][0]
+        if self._cached[worker] < max(grant.min_version, self._offered[worker]):
+            self._cached[worker] = max(grant.version, self._offered[worker])
         heappush(self._queue, (self.now + self._compute(), _COMPUTED, worker, self._compute_event[worker]))
 
     def _on_computed(self, worker: int) -> None:
@@ -318,13 +328,18 @@ class System:
             batch=grant.first, grant_id=grant.grant_ids[0], n_samples=self.settings.batch_size, loss_sum=0.0,
             compute_s=self.now - self._batch_begun_s[worker],
             wait_s=max(0.0, self._set_begun_s[worker] - ready_at_s),
+            version=self._cached[worker],
         )  # fmt: skip
         done.append(batch)
         if len(grant.grant_ids) > 1:
             granted[0] = replace(grant, first=grant.first + 1, grant_ids=grant.grant_ids[1:])
         else:
             granted.popleft()
-        is_over = len(grant.grant_ids) == 1 or self.now - self._set_begun_s[worker] >= MAX_SET_S
+        size = self.settings.policy.batches_per_push
+        if size > 1:
+            is_over = (batch.batch + 1) % size == 0
+        else:
+            is_over = len(grant.grant_ids) == 1 or self.now - self._set_begun_s[worker] >= MAX_SET_S
         if is_over:
             self._done[worker] = []
         if granted:
@@ -332,7 +347,12 @@ class System:
         if is_over:
             self._handle(
                 Push(
-                    worker=worker, session=grant.session, term=_TERM, version=grant.version, key="", batches=tuple(done)
+                    worker=worker,
+                    session=grant.session,
+                    term=_TERM,
+                    version=done[-1].version,
+                    key="",
+                    batches=tuple(done),
                 )
             )
 
@@ -419,7 +439,11 @@ class System:
         self.up[worker] = False
         self.num_up -= 1
         self._compute_event[worker] += 1  # a gradient under way is lost, and those of the same set
-        if done := self._done[worker]:
+        self._cached[worker] = self._offered[worker] = -1
+        if self.settings.policy.batches_per_push > 1:
+            if self.settings.replacement:
+                self._done[worker] = []
+        elif done := self._done[worker]:
             left = self._granted[worker][0]
             ids = tuple(batch.grant_id for batch in done) + left.grant_ids
             self._granted[worker][0] = replace(left, first=done[0].batch, grant_ids=ids)

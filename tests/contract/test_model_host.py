@@ -12,10 +12,10 @@ import pytest
 import torch
 from doll.config import JobConfig, SgdConfig, parse
 from doll.model import FlatModel
+from doll.optim.optimizer import DivergedError, Optimizer
 from doll.ps.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
 from doll.ps.local_host import LocalModelHost
 from doll.ps.model_host import ModelHost
-from doll.ps.optimizer import DivergedError, Optimizer
 from doll.storage.blobs import Blobs, decode_blob, decode_latest, encode_blob, latest_key
 from doll.storage.shm_blobs import ShmBlobs
 from doll.testing import MemoryBlobs

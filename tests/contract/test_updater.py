@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,59 +12,18 @@ import torch
 from doll.config import AdamConfig, SgdConfig
 from doll.errors import CheckpointError
 from doll.model import FlatModel
+from doll.optim.contribution import Contribution
+from doll.optim.optimizer import DivergedError, Optimizer
 from doll.ps.events import ApplyUpdate
-from doll.ps.optimizer import DivergedError, Optimizer
-from doll.ps.updater import Contribution, ContributionBuffer, Updater
+from doll.ps.updater import ContributionBuffer, Updater
+from doll.ps.updaters import StepAdder
 from pushes import applied_set, push_of
-
-
-class AddSteps:
-    """An updater whose contributions are steps that workers have made: it adds them. Here to show that one is a class.
-
-    A job whose workers send steps (MLLess, ESSP) would have such an adapter.
-    """
-
-    def __init__(self, model: FlatModel) -> None:
-        self._model = model
-        self._added: list[Contribution] = []
-        self.weights: npt.NDArray[np.float32] = model.flat.detach().numpy()
-
-    def add(self, contribution: Contribution) -> None:
-        self._added.append(contribution.copy())
-
-    def apply(
-        self,
-        contributions: Sequence[Contribution],
-        scale: float,
-        num_samples: int,
-        into: npt.NDArray[np.float32] | None = None,
-    ) -> None:
-        steps, self._added = [*self._added, *contributions], []
-        if steps:
-            target = self._model.flat.detach().numpy() if into is None else into
-            target[:] = self.weights
-            self.weights = target
-        for step in steps:
-            self.weights[:] += np.float32(scale) * step
-        if not np.isfinite(self.weights).all():
-            raise DivergedError("not finite")
-
-    def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        return {"weights": self.weights.copy()}
-
-    def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        try:
-            self._model.load_weights(tensors["weights"])
-            self.weights = self._model.flat.detach().numpy()
-        except (KeyError, ValueError) as exc:
-            raise CheckpointError(str(exc)) from exc
-
 
 ADAPTERS: dict[str, Callable[[FlatModel], Updater]] = {
     "sgd": lambda model: Optimizer(model, SgdConfig(lr=0.1)),
     "momentum, clipped": lambda model: Optimizer(model, SgdConfig(lr=0.1, momentum=0.9), clip_norm=1.0),
     "adam": lambda model: Optimizer(model, AdamConfig(name="adam", lr=0.01)),
-    "added steps": AddSteps,
+    "added steps": StepAdder,
 }
 
 

@@ -13,7 +13,7 @@ from doll.consumers.decoder import Decoder, ThreadDecoder
 from doll.consumers.decoding import Decoded, Records
 from doll.consumers.gradient import GradientComputer
 from doll.consumers.gradient_engine import GoesOn, GradientEngine, Handle, ThreadGradientEngine
-from doll.consumers.local_model import GrantedVersion, LocalModel
+from doll.consumers.local_model import CachedVersion, LocalModel
 from doll.consumers.worker import Batch, ComputedBatch, GradientDone
 from doll.errors import ServiceUnavailableError, TaskError
 from doll.model import FlatModel
@@ -209,7 +209,7 @@ def test_the_thread_computes_one_at_a_time() -> None:
 # --- LocalModel -----------------------------------------------------------------------------------------------------
 
 LOCAL_MODELS: dict[str, Callable[[MemoryBlobs, GradientComputer], LocalModel]] = {
-    "granted version": lambda blobs, computer: GrantedVersion("unit", blobs, computer),
+    "cached version": lambda blobs, computer: CachedVersion("unit", blobs, computer),
 }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from confluent_kafka import Producer
+from doll.config.policy import POLICIES
 from doll.packing import pack
 from doll.ps.replay import replay
 from doll.storage.blobs import decode_blob, decode_latest, latest_key
@@ -84,12 +85,12 @@ def test_adam_on_packed_records_with_more_batches_than_workers(make_pipeline: An
     }
 
 
-@pytest.mark.parametrize("policy", ["bsp", "asp"])
+@pytest.mark.parametrize("policy", [name for name in POLICIES.built_in if name != "doll"])
 def test_other_policies_and_batch_norm(make_pipeline: Any, tmp_path: Path, policy: str) -> None:
     (tmp_path / "bn.py").write_text(BATCH_NORM_TASK)
     job = make_pipeline(
         "stop.updates=30",
-        f"training.policy={{name: {policy}}}",
+        f"training.policy={{name: {policy}{', wave_batches: 2' if policy == 'wsp' else ''}}}",
         "task.class=bn.py:WithBatchNorm",
         "task.args={features: 4}",
     )
@@ -98,17 +99,20 @@ def test_other_policies_and_batch_norm(make_pipeline: Any, tmp_path: Path, polic
     job.until_finished()
     job.assert_audit_ok()
     for update in job.updates:
-        if policy == "bsp":
+        if update.settled:
+            assert (policy, update.members) == ("isp", ())
+        elif policy in ("bsp", "isp"):
             assert sorted(member.worker for member in update.members) == [0, 1]
             assert all(member.base_version == update.version - 1 for member in update.members)
         else:
-            assert len(update.members) == 1
+            assert len(update.members) == (2 if policy == "wsp" else 1)
+    assert any(update.settled for update in job.updates) == (policy == "isp")
     # 4 + 4 + 8 + 2 parameters, then running mean and variance, then the int64 that counts batches: they travel with the
     # gradients. The features have mean 0 and variance 1 + 1 (two classes at +-1).
     weights = job.checkpoint().tensors["weights"]
     assert weights.shape == (28,)
     mean, variance, batches = weights[18:22], weights[22:26], int(weights[26:].view(np.int64)[0])
-    assert batches == 30 if policy == "bsp" else 0 < batches <= 30
+    assert batches == 30 if policy == "bsp" else 0 < batches <= 60
     assert np.abs(mean).max() < 0.6
     assert mean.any()
     assert 1.3 < variance.mean() < 2.8

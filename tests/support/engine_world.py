@@ -15,22 +15,50 @@ from doll.config import StopConfig
 from doll.config.policy import POLICIES as registered
 from doll.config.policy import PolicyConfig, policy_section
 from doll.consumers.batching import Batcher
-from doll.consumers.worker import Acknowledge, Batch, Compute, ComputedBatch, Exit, GradientDone, Send, WorkerCore
+from doll.consumers.worker import (
+    Acknowledge,
+    Batch,
+    Compute,
+    ComputedBatch,
+    Exit,
+    GradientDone,
+    Offer,
+    Send,
+    StoreRest,
+    WorkerCore,
+)
+from doll.optim.contribution import Contribution
 from doll.ps import events as ev
 from doll.ps.engine import Engine
 from doll.ps.policies import make_policy
 from doll.ps.policies.base import Policy
-from doll.ps.policies.bsp import BspPolicyConfig
+from doll.ps.policies.bsp import LockstepConfig
 from doll.ps.policies.doll import DollPolicyConfig
+from doll.ps.policies.wsp import WspPolicyConfig
 from doll.ps.state import EngineSettings
-from doll.ps.updater import Contribution, ContributionBuffer
-from doll.records import AnyRecord, Durable, Fence, Grant, Hello, Join, Nack, NewVersion, Push, Stop, Welcome
+from doll.ps.updater import ContributionBuffer
+from doll.records import (
+    AnyRecord,
+    Durable,
+    Fence,
+    Grant,
+    Hello,
+    Join,
+    Nack,
+    NewVersion,
+    Push,
+    PushedBatch,
+    Settle,
+    Stop,
+    Welcome,
+)
 from msgspec import structs
 
 # Every policy that is registered where the tests run, with its defaults.
 POLICIES: dict[str, PolicyConfig] = {name: policy_section(name)(name=name) for name in registered.names()} | {
     "doll": DollPolicyConfig(group_size=3),
     "doll, sets": DollPolicyConfig(group_size=6),  # as many as one worker may hold
+    "wsp": WspPolicyConfig(wave_batches=3, clock_distance=1),
 }
 
 
@@ -41,6 +69,11 @@ class Applied:
     term: int
     version: int
     members: tuple[tuple[int, int, int], ...]  # (worker, batch, base version)
+
+
+def used_version(push: Push, batch: PushedBatch) -> int:
+    """The version of the weights that a batch of a push was computed on."""
+    return push.version if batch.version < 0 else batch.version
 
 
 class Ordered:
@@ -58,6 +91,9 @@ class Ordered:
             self.add(contribution)
         assert self._added == sorted(self._added), "contributions are added in the order of their sets"
         self._added = []
+
+    def max_change(self, contribution: Contribution) -> float:
+        return 0.0
 
     def tensors(self) -> dict[str, Any]:
         return {}
@@ -78,8 +114,16 @@ class Process:
     batcher: Batcher[int] | None = None
     position: int = 0
     computing: deque[Compute] = field(default_factory=deque)
+    to_store: deque[StoreRest] = field(default_factory=deque)
     in_set: int = 0  # batches of the first of `computing` that are done and not pushed
+    kept: list[tuple[int, int, int]] = field(default_factory=list)  # as in `World.contents`, of the next push
+    kept_term: int = 0
+    held_back: set[int] = field(default_factory=set)  # batches of which a part of the step is only here
+    held_before: set[int] = field(default_factory=set)  # as it was before batch `held_batch`
+    held_batch: int = -1
     pushed: Push | None = None  # the last that was sent
+    cached: tuple[int, int] = (-1, -1)  # term and version of the weights that it has
+    offered: tuple[int, int] = (-1, -1)
     link_broken: bool = False  # and it has not sent again what was not answered
     outbox: deque[AnyRecord] = field(default_factory=deque)
     paused: bool = False
@@ -103,6 +147,9 @@ class World:
         self.commands: list[list[AnyRecord]] = [[] for _ in range(workers)]
         self.blobs: set[str] = set()
         self.contents: dict[str, tuple[tuple[int, int, int], ...]] = {}  # of each gradient: (worker, batch, version)
+        self.completes: dict[str, frozenset[int]] = {}  # of each gradient: batches whose whole step is in with it
+        self.whole: list[set[int]] = [set() for _ in range(workers)]  # of each worker: batches whose step is in, wholly
+        self.whole_at: dict[int, list[set[int]]] = {}  # by version of the checkpoint
         self.host = ContributionBuffer(Ordered())
         self.updates: list[Applied] = []
         self.terms: list[tuple[int, int]] = []  # (term, resumed version)
@@ -115,6 +162,8 @@ class World:
         self.launched = [0] * workers  # incarnation of the newest machine of each slot
         self.highest_incarnations = [0] * workers  # the highest incarnation that has joined
         self.acknowledged = list(self.origins)
+        self.rolled_back = self.rests = 0
+        self.rest_numbers: set[int] = set()
         self.start_ps()
         for n in range(workers):
             self.start_worker(n)
@@ -128,6 +177,8 @@ class World:
             self.engine = self.engine_class(self.settings, policy, term=self.term, now=self.now, origins=self.origins)
         else:
             self.engine = self.engine_class(self.settings, policy, term=self.term, now=self.now, snapshot=self.stored)
+        stored = self.whole_at.get(self.engine.version, self.whole_at.get(0, []))
+        self.whole = [set(batches) for batches in stored] or [set() for _ in self.whole]
         self.host = ContributionBuffer(Ordered())
         self.terms.append((self.term, self.engine.version))
         self.highest_incarnations = list(self.engine.snapshot(self.now).incarnations)
@@ -153,7 +204,12 @@ class World:
         queue = deque(engine.handle(event, self.now))
         engine.check_invariants()
         while queue:
-            queue.extend(self._perform(engine, queue.popleft()))
+            if isinstance(action := queue.popleft(), ev.RollBack):
+                self.rolled_back += 1
+                self.kill_ps()
+                self.start_ps()
+                return
+            queue.extend(self._perform(engine, action))
 
     def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
         match action:
@@ -178,7 +234,7 @@ class World:
                 self.commands[worker].append(Fence(term=self.term, worker=worker, process=name))
             case ev.SendHello(worker):
                 self.commands[worker].append(Hello(term=self.term))
-            case ev.SendGrant(worker, session, first, grant_ids, version, min_version):
+            case ev.SendGrant(worker, session, first, grant_ids, version, min_version, included):
                 key = f"w:{self.term}:{version}"
                 self.blobs.add(key)
                 self.commands[worker].append(
@@ -191,21 +247,27 @@ class World:
                         version=version,
                         min_version=min_version,
                         key=key,
+                        included=included,
                     )
                 )
-            case ev.PublishWeights(version, workers):
+            case ev.PublishWeights(version, workers, included):
                 key = f"w:{self.term}:{version}"
                 self.blobs.add(key)
-                for worker in workers:
-                    self.commands[worker].append(NewVersion(term=self.term, worker=worker, version=version, key=key))
+                for worker, batches in zip(workers, included, strict=True):
+                    offer = NewVersion(term=self.term, worker=worker, version=version, key=key, included=batches)
+                    self.commands[worker].append(offer)
+            case ev.SendSettle(worker, session, until):
+                self.commands[worker].append(Settle(term=self.term, worker=worker, session=session, until=until))
             case ev.RepublishWeights(version):
                 self.blobs.add(f"w:{self.term}:{version}")
             case ev.FetchGradient(grant_id, key, _, in_order):
                 there = key in self.blobs
+                if there and key.startswith("rest"):
+                    self.rest_numbers.add(grant_id)
                 if there:
                     self.host.put(grant_id, np.array([grant_id], np.float32), in_order=in_order)
                 event = (
-                    ev.GradientFetched(grant_id=grant_id)
+                    ev.GradientFetched(grant_id=grant_id, max_change=self.max_change(key))
                     if there
                     else ev.GradientLost(grant_id=grant_id, reason="missing")
                 )
@@ -216,11 +278,16 @@ class World:
                 self.blobs.discard(key)
             case ev.ApplyUpdate(version=version, sets=sets):
                 members = tuple(
-                    (item.push.worker, batch.pushed.batch, item.push.version) for item in sets for batch in item.batches
+                    (item.push.worker, batch.pushed.batch, used_version(item.push, batch.pushed))
+                    for item in sets
+                    for batch in item.batches
                 )
                 self.updates.append(Applied(self.term, version, members))
                 self.add_up(action)
             case ev.StoreCheckpoint():
+                for applied, whole in zip(action.snapshot.applied, self.whole, strict=True):
+                    assert whole == set(range(applied)), "what is durable is whole, and nothing else is in the model"
+                self.whole_at[action.version] = [set(batches) for batches in self.whole]
                 self.saving.append(action)
             case ev.SendDurable(worker, until):
                 self.commands[worker].append(Durable(term=self.term, worker=worker, until=until))
@@ -228,13 +295,23 @@ class World:
                 pass
         return []
 
+    def max_change(self, key: str) -> float:
+        """How far the contribution of this key moves any one number."""
+        return 0.0
+
     def add_up(self, update: ev.ApplyUpdate) -> None:
         """What the server's host does: the sum is of the update's batches, in the order of its sets."""
         for item in update.sets:
-            batches = tuple((item.push.worker, batch.batch, item.push.version) for batch in item.push.batches)
+            push = item.push
+            for batch in self.completes.get(push.key, ()):
+                assert batch not in self.whole[push.worker], "a part of a step is in the model twice"
+                self.whole[push.worker].add(batch)
+            if not push.batches:
+                continue
+            batches = tuple((push.worker, batch.batch, used_version(push, batch)) for batch in push.batches)
             assert batches == self.contents[item.push.key], "the sum is of these batches and of no other"
         self.host.apply(update)  # refuses what was added too early
-        assert len(self.host) == 0, "a gradient that was held is applied"
+        assert self.host._waiting.keys() <= self.rest_numbers, "a gradient that was held is applied"
 
     def store_checkpoint(self) -> None:
         if self.saving and self.engine is not None:
@@ -318,20 +395,33 @@ class World:
     def compute(self, process: Process, *, blob_lost: bool = False, end_set: bool = False) -> None:
         """One batch of the set under way; with the last one, or where the set ends early, its blob and its push."""
         core = process.core
-        if core is None or not process.computing or process.paused or process.dead:
+        if core is None or process.paused or process.dead:
+            return
+        if process.to_store:
+            self._store_rest(process, process.to_store.popleft())
+            return
+        if not process.computing:
             return
         grant, batches = process.computing[0].grant, process.computing[0].batches
         if not process.in_set:
             if not core.is_current(grant):
                 process.computing.popleft()
                 return
-            if grant.key not in self.blobs:
+            if process.kept_term != grant.term:
+                process.kept, process.kept_term = [], grant.term
+                process.held_back, process.held_before, process.held_batch = set(), set(), -1
+            process.kept = [item for item in process.kept if item[1] < grant.first]  # the others are computed again
+            if grant.first <= process.held_batch:
+                process.held_back, process.held_batch = set(process.held_before), -1
+            if not self._load_weights(process, grant):
                 process.computing.popleft()
                 self._do(process, core.weights_missing(grant))
                 return
         process.in_set += 1
         count = process.in_set
+        size = self.policy.batches_per_push
         goes_on = count < len(batches) and core.is_wanted(grant.term, batches[count].number, grant.grant_ids[count])
+        goes_on = goes_on and (size == 1 or batches[count].number % size != 0)
         if goes_on and not end_set and not core.draining:
             return
         process.in_set = 0
@@ -339,14 +429,58 @@ class World:
         if count < len(batches):
             rest = structs.replace(grant, first=grant.first + count, grant_ids=grant.grant_ids[count:])
             process.computing.appendleft(Compute(rest, batches[count:]))
-        key = f"g:{grant.term}:{grant.grant_ids[0]}"
-        if not blob_lost:
-            self.blobs.add(key)
-        self.contents[key] = tuple((process.worker, batch.number, grant.version) for batch in batches[:count])
-        done = GradientDone(
-            key, grant.version, tuple(ComputedBatch(batch.num_samples, 1.0) for batch in batches[:count])
-        )
+        version = process.cached[1]
+        process.kept += ((process.worker, batch.number, version) for batch in batches[:count])
+        computed = tuple(ComputedBatch(batch.num_samples, 1.0, version=version) for batch in batches[:count])
+        if batches[count - 1].number % size == size - 1:
+            last = batches[count - 1].number
+            process.held_before, process.held_batch = set(process.held_back), last
+            process.held_back |= {number for _, number, _ in process.kept}
+            holds_back = self.policy.filter_threshold > 0 and last % 4 != 3
+            key = self._store(process, f"g:{grant.term}:{grant.grant_ids[0]}", lost=blob_lost, whole=not holds_back)
+            done = GradientDone(key, version, computed, holds_back=holds_back)
+        else:
+            done = GradientDone("", version, computed, is_kept=True)
         self._do(process, core.gradient_done(grant, batches, done, self.now))
+
+    def _store(self, process: Process, key: str, *, lost: bool = False, whole: bool = True) -> str:
+        """What is kept goes into a blob, and what is held back as well if it is `whole`."""
+        if not lost:
+            self.blobs.add(key)
+        self.contents[key] = tuple(process.kept)
+        process.kept = []
+        self.completes[key] = frozenset(process.held_back) if whole else frozenset()
+        if whole:
+            process.held_back = set()
+        return key
+
+    def _store_rest(self, process: Process, order: StoreRest) -> None:
+        core = process.core
+        assert core is not None
+        version = process.cached[1]
+        if process.kept:
+            process.held_back |= {number for _, number, _ in process.kept}
+        elif process.kept_term != order.term:
+            process.held_back = set()
+        elif order.until <= process.held_batch:
+            process.held_back = set(process.held_before)
+        self.rests += 1
+        done = GradientDone(self._store(process, f"rest:{self.rests}"), version, ())
+        process.held_batch = -1
+        self._do(process, core.rest_stored(order, done))
+
+    def _load_weights(self, process: Process, grant: Grant) -> bool:
+        """As `doll.consumers.local_model.CachedVersion`."""
+        term, version = process.cached
+        is_allowed = term == grant.term and version >= grant.min_version
+        offered = process.offered[1] if process.offered[0] == grant.term else -1
+        if is_allowed and offered <= version:
+            return True
+        for source in (offered, grant.version) if offered > grant.version else (grant.version,):
+            if f"w:{grant.term}:{source}" in self.blobs and not (is_allowed and source <= version):
+                process.cached = (grant.term, source)
+                return True
+        return is_allowed
 
     def break_link(self, worker: int, lost: int = -1) -> None:
         """The channel of grants and pushes breaks: of what is on its way, the messages are lost whose bit is set in
@@ -354,7 +488,7 @@ class World:
         number = 0
         channel, processes = self.commands[worker], [p for p in self.live(worker) if p.core is not None]
         for at in range(min((p.reads_from for p in processes), default=len(channel)), len(channel)):
-            if isinstance(channel[at], Grant | NewVersion):
+            if isinstance(channel[at], Grant | NewVersion | Settle):
                 if lost >> number & 1:
                     channel[at] = Stop(term=0, reason="lost")  # of no server: nobody reads it
                 number += 1
@@ -402,6 +536,8 @@ class World:
     def leave(self, process: Process) -> None:
         if process.core is not None and not process.dead:
             process.core.drain()
+            if (rest := process.core.rest) is not None:
+                self._store_rest(process, rest)
             self._do(process, list(process.core.leave("sigterm")))
             while process.outbox:
                 self.handle(process.outbox.popleft())  # type: ignore[arg-type]
@@ -414,6 +550,10 @@ class World:
                     process.outbox.append(record)
                 case Compute():
                     process.computing.append(action)
+                case StoreRest():
+                    process.to_store.append(action)
+                case Offer(weights):
+                    process.offered = max(process.offered, (weights.term, weights.version))
                 case Acknowledge(until):
                     lo = self.origins[process.worker] + until * self.settings.records_per_batch
                     # Kafka's committed offset never runs ahead of the durable model.
@@ -460,7 +600,10 @@ class World:
             for p in self.processes
             if not p.dead
         )
-        return quiet and self.engine.num_computing == 0 and self.engine.durable_version == self.engine.version
+        kept = sum(len(process.kept) for process in self.processes if not process.dead)
+        waits = self.policy.filter_threshold > 0 and self.engine.num_held > 0  # for a round that cannot end
+        is_durable = self.engine.durable_version == self.engine.version
+        return quiet and self.engine.num_computing in (0, kept) and (waits or is_durable)
 
     def lineage(self) -> list[Applied]:
         """The updates that are in the model: those that no later server started before."""
@@ -485,6 +628,7 @@ class World:
                     assert base == update.version - 1
                 assert base < update.version
             size = self.policy.batches_per_update(self.settings.num_workers)
-            assert 1 <= len(update.members) <= size
-            assert len(update.members) == size or isinstance(self.policy, BspPolicyConfig), "others cannot shrink"
+            assert (not self.policy.filter_threshold) <= len(update.members) <= size  # rests are updates without any
+            may_shrink = isinstance(self.policy, LockstepConfig) or self.policy.batches_per_push > 1
+            assert len(update.members) == size or may_shrink, "others cannot shrink"
         assert tuple(applied) == self.engine.snapshot(self.now).applied

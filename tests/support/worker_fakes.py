@@ -11,7 +11,7 @@ from typing import Any
 from doll.consumers.decoding import Decoded, Records
 from doll.consumers.gradient_engine import GoesOn
 from doll.consumers.worker import Batch, GradientDone
-from doll.records import AnyRecord, DeadLetter, Grant, Welcome, encode
+from doll.records import AnyRecord, DeadLetter, Grant, NewVersion, Welcome, encode
 
 
 def welcome(**changes: Any) -> Welcome:
@@ -146,11 +146,21 @@ class FakeEngine:
     depth: int = 1
     submitted: deque[tuple[Grant, Sequence[Batch], Future[GradientDone | None]]] = field(default_factory=deque)
     goes_on: GoesOn = lambda batch, grant_id: True
+    offered: list[NewVersion] = field(default_factory=list)
+    rests: deque[tuple[int, Future[GradientDone]]] = field(default_factory=deque)
 
     def submit(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> Future[GradientDone | None]:
         future: Future[GradientDone | None] = Future()
         self.submitted.append((grant, batches, future))
         self.goes_on = goes_on
+        return future
+
+    def offer(self, weights: NewVersion) -> None:
+        self.offered.append(weights)
+
+    def store_rest(self, until: int) -> Future[GradientDone]:
+        future: Future[GradientDone] = Future()
+        self.rests.append((until, future))
         return future
 
     def close(self) -> None:

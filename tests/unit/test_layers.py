@@ -29,7 +29,7 @@ ORDER = (
     ("config",),
     ("embedding_tables", "fingerprint", "model_without_tables", "process", "services", "task", "theory"),
     ("json_task", "model"),
-    ("kafka", "storage"),
+    ("kafka", "storage", "optim"),
     ("control", "service_checks"),
     ("local",),
     ("ledger",),

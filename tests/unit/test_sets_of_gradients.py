@@ -14,13 +14,14 @@ from doll.consumers.decoding import Records
 from doll.consumers.gradient import GradientComputer
 from doll.consumers.grant_handler import GrantHandler
 from doll.consumers.guard import Guard
-from doll.consumers.local_model import GrantedVersion
+from doll.consumers.local_model import CachedVersion
 from doll.consumers.worker import Batch, Compute, Send, WorkerCore
 from doll.model import FlatModel, build, fingerprint
+from doll.optim.optimizer import Optimizer
 from doll.ps.local_host import LocalModelHost
-from doll.ps.optimizer import Optimizer, make_updater
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
+from doll.ps.updaters import make_updater
 from doll.records import AnyRecord, Join, ServerStatus, Welcome
 from doll.task import Task
 from doll.tasks.synthetic import Gaussian
@@ -76,9 +77,9 @@ class Job:
         computer = GradientComputer(task, build(self.config, task))
         letters = DeadLetters(self.config, task, FakeChannel(), number, term=lambda: 1)
         handler = GrantHandler(
-            self.config, local_model=GrantedVersion("unit", self.blobs, computer),
+            self.config, local_model=CachedVersion("unit", self.blobs, computer),
             guard=Guard(self.config, task, computer), compressor=DenseCompressor("unit"), blobs=self.blobs,
-            dead_letters=letters, gradient_sum=computer.new_sum(),
+            dead_letters=letters, contribution=computer.new_sum(),
         )  # fmt: skip
         return WorkerCore(welcome, max_pending=8, now=0.0), handler, letters
 

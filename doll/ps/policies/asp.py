@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
 from doll.config.policy import PolicyConfig
 from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView
 
@@ -13,6 +15,15 @@ class AspPolicyConfig(PolicyConfig):
     """Asynchronous: every gradient is applied as it comes."""
 
     name: Literal["asp"] = "asp"
+    contribution: Literal["gradient", "step"] = Field(
+        default="gradient",
+        description="what workers send: gradients, and the server runs the optimizer; or the steps of their own "
+        "optimizers, which the server adds",
+    )
+
+    @property
+    def sends_steps(self) -> bool:
+        return self.contribution == "step"
 
     def batches_per_update(self, num_workers: int) -> int:
         return 1

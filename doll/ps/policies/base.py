@@ -45,6 +45,12 @@ class WorkerCounters(Protocol):
         ...
 
     @property
+    def moved(self) -> float:
+        """Bound of how far this worker's contributions of this term have moved any one number of the model: the sum
+        of their largest absolute values. Only where its policy's section says `sends_steps`."""
+        ...
+
+    @property
     def computing(self) -> int:
         """Batches granted whose gradient has not come."""
         ...
@@ -125,6 +131,8 @@ class Policy(ABC):
 
     name: ClassVar[str]
     exact_version: ClassVar[bool]  # gradients applied together were all computed at the version they are applied to
+    holds_back: ClassVar[bool] = False  # a push may leave a part of its batches' steps at the worker
+    batches_per_push: int = 1  # as in its section
 
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:  # noqa: B027
         """The counters of these workers have changed since the last call; in the first call, of all workers."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
 from doll.config.policy import PolicyConfig
 from doll.ps.policies.base import BatchId, Offer, Policy, PolicySpec, PolicyView
 
 
-class BspPolicyConfig(PolicyConfig):
-    """Bulk synchronous: one batch of every live worker per update."""
+class LockstepConfig(PolicyConfig):
+    """What bsp and isp have in common."""
 
     serial_updates: ClassVar[bool] = True
-    name: Literal["bsp"] = "bsp"
 
     def batches_per_update(self, num_workers: int) -> int:
         return num_workers
@@ -30,10 +31,25 @@ class BspPolicyConfig(PolicyConfig):
         if not live:
             return super().shortfall_text(missing, live=live, workers=workers, max_pending_batches=max_pending_batches)
         return (
-            f"no update can be made: policy bsp needs a batch of every live worker, and {missing} of {live} give none "
-            "(no gradient within worker.grant_timeout_s, or a stream without records while the others are full); "
-            "restart these workers, check that their streams get records, or choose another policy"
+            f"no update can be made: policy {self.name} needs a batch of every live worker, and {missing} of {live} "
+            "give none (no gradient within worker.grant_timeout_s, or a stream without records while the others are "
+            "full); restart these workers, check that their streams get records, or choose another policy"
         )
+
+
+class BspPolicyConfig(LockstepConfig):
+    """Bulk synchronous: one batch of every live worker per update."""
+
+    name: Literal["bsp"] = "bsp"
+    contribution: Literal["gradient", "step"] = Field(
+        default="gradient",
+        description="what workers send: gradients, and the server runs the optimizer; or the steps of their own "
+        "optimizers, which the server adds",
+    )
+
+    @property
+    def sends_steps(self) -> bool:
+        return self.contribution == "step"
 
 
 class Bsp(Policy):

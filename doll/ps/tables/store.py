@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from doll.errors import CheckpointError
-from doll.ps.optimizer import DivergedError
+from doll.optim.optimizer import DivergedError
 from doll.ps.tables.row_array import RowArray
 from doll.ps.tables.row_optimizer import RowOptimizer
 from doll.ps.tables.touched_rows import TouchedRows
@@ -24,7 +24,7 @@ from doll.rows import Floats, Ids, Rows, TableShape, add_in_order
 from doll.storage.sections import RowRequest
 
 _PREFIX: Final = "table."
-# As for the dense part (`doll.ps.optimizer`): many finite numbers whose mean is finite never add up to an infinite one.
+# As in `doll.optim.optimizer`: many finite numbers whose mean is finite never add up to an infinite one.
 _SUM_FACTOR: Final = 2.0**-16
 
 

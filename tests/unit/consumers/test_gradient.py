@@ -13,7 +13,7 @@ from doll.consumers.gradient import Gradient, GradientComputer, GradientSum
 from doll.errors import ConfigError
 from doll.fingerprint import difference
 from doll.model import FlatModel, build, fingerprint
-from doll.ps.optimizer import Optimizer
+from doll.optim.optimizer import Optimizer
 from doll.task import Sample, Task
 from doll.tasks.synthetic import Gaussian
 
@@ -269,7 +269,7 @@ def test_the_memory_behind_the_floats_is_that_of_the_last_gradient() -> None:
         one = gradient_of(1.0)
         one.values[5] = number
         total.keep()
-        assert total.add(one)
+        assert total.add(one, batch=0, num_samples=1)
     values = total.values()
     assert values is not None
     assert values[:5].tolist() == [2.0] * 5
@@ -278,12 +278,12 @@ def test_the_memory_behind_the_floats_is_that_of_the_last_gradient() -> None:
 
 def test_a_gradient_that_float32_may_not_hold_the_sum_of_is_not_added() -> None:
     total = GradientSum(3, 5)
-    assert total.add(gradient_of(3e38, norm=3e38)), "one alone is always taken"
-    assert not total.add(gradient_of(3e38, norm=3e38))
+    assert total.add(gradient_of(3e38, norm=3e38), batch=0, num_samples=1), "one alone is always taken"
+    assert not total.add(gradient_of(3e38, norm=3e38), batch=0, num_samples=1)
     values = total.values()
     assert values is not None
     assert values[:5].tolist() == [np.float32(3e38)] * 5
     total.clear()
     assert total.values() is None
-    assert total.add(gradient_of(1.0))
-    assert not total.add(gradient_of(2e38, norm=1.0)), "a buffer counts too"
+    assert total.add(gradient_of(1.0), batch=0, num_samples=1)
+    assert not total.add(gradient_of(2e38, norm=1.0), batch=0, num_samples=1), "a buffer counts too"

@@ -14,7 +14,7 @@ from doll.consumers.decoding import Records
 from doll.consumers.gradient import GradientComputer
 from doll.consumers.grant_handler import GrantHandler
 from doll.consumers.guard import Guard
-from doll.consumers.local_model import GrantedVersion
+from doll.consumers.local_model import CachedVersion
 from doll.consumers.worker import Batch
 from doll.model import build
 from doll.storage.blobs import decode_blob, encode_blob
@@ -42,12 +42,12 @@ class Rig:
         self.letters = DeadLetters(self.config, self.task, self.channel, 1, term=lambda: 3)
         self.handler = GrantHandler(
             self.config,
-            local_model=GrantedVersion("unit", self.blobs, self.computer),
+            local_model=CachedVersion("unit", self.blobs, self.computer),
             guard=Guard(self.config, self.task, self.computer),
             compressor=DenseCompressor("unit"),
             blobs=self.blobs,
             dead_letters=self.letters,
-            gradient_sum=self.computer.new_sum(),
+            contribution=self.computer.new_sum(),
         )
         self.weights = np.random.default_rng(1).normal(size=self.computer.weights.size).astype(np.float32)
 

@@ -14,7 +14,7 @@ from doll.consumers.gradient import GradientComputer
 from doll.consumers.guard import Guard, GuardedGradient
 from doll.errors import TaskError
 from doll.model import FlatModel
-from doll.ps.optimizer import Optimizer
+from doll.optim.optimizer import Optimizer
 from doll.task import Sample, Task
 
 BATCH, GROUP = 32, 2

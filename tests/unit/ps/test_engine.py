@@ -490,7 +490,7 @@ def test_a_policy_says_who_is_sent_a_version_once_for_each() -> None:
     bench.join(0, 1)
     bench.announce(0, 0, 3)
     sent = [only(bench.push(0, batch), ev.PublishWeights) for batch in range(3)]
-    assert sent == [[], [ev.PublishWeights(version=2, workers=(1,))], []]
+    assert sent == [[], [ev.PublishWeights(version=2, workers=(1,), included=(0,))], []]
     assert policy.count == 3
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doll.errors import RecordError
+from doll.optim.optimizer import DivergedError
 from doll.ps import events as ev
 from doll.ps.event_log import FileEventLog, read_log
-from doll.ps.optimizer import DivergedError
 from doll.ps.replay import replay
 from doll.ps.start import Start
 from doll.ps.updater import Updater

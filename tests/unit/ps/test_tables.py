@@ -11,7 +11,7 @@ import torch
 from doll.config import AdamConfig, OptimizerConfig, SgdConfig
 from doll.errors import CheckpointError, ConfigError, IllegalEventError
 from doll.model import FlatModel
-from doll.ps.optimizer import DivergedError, Optimizer
+from doll.optim.optimizer import DivergedError, Optimizer
 from doll.ps.tables.row_array import RowArray
 from doll.ps.tables.row_optimizer import LazyAdam, RowAdagrad, RowOptimizer, RowSgd, row_optimizer
 from doll.ps.tables.store import Table, TableStore

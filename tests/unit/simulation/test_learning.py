@@ -8,9 +8,9 @@ import torch
 from doll.config import SgdConfig
 from doll.consumers.gradient import GradientComputer
 from doll.model import FlatModel
+from doll.optim.optimizer import Optimizer
 from doll.provisioner.traces.availability import Markov
 from doll.ps.events import SendGrant
-from doll.ps.optimizer import Optimizer
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.learning import Learner
 from doll.simulation.settings import SimulationSettings

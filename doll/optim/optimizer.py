@@ -1,4 +1,6 @@
-"""Updater that steps on a gradient: sums in a fixed order in float32, scales, clips, and steps as torch does.
+"""One step on a gradient: sums in a fixed order in float32, scales, clips, and steps as torch does.
+
+It is the parameter server's updater where workers send gradients, and each worker's own where they send steps.
 
 The arithmetic is that of torch's SGD and Adam, to the bit (a test compares them), in as few passes over memory as it
 allows. Adam is torch's function `adam`, called on slices that stay in the processor's cache; torch's optimizer classes
@@ -18,10 +20,10 @@ import numpy.typing as npt
 import torch
 from torch.optim.adam import adam
 
-from doll.config import AdamConfig, OptimizerConfig, SgdConfig, TrainingConfig
+from doll.config import AdamConfig, OptimizerConfig, SgdConfig
 from doll.errors import CheckpointError, TaskError
 from doll.model import FlatModel
-from doll.ps.updater import Contribution, Updater
+from doll.optim.contribution import Contribution
 
 WEIGHTS = "weights"
 _STATE = "optimizer."
@@ -37,7 +39,7 @@ class DivergedError(TaskError):
 
 
 class Optimizer:
-    """`Updater` whose contributions are gradients: one step of torch's optimizer on `scale` times their sum.
+    """`doll.ps.updater.Updater` of gradients: one step of torch's optimizer on `scale` times their sum.
 
     The caller's `scale` decides between the mean gradient over the update's samples (the default) and the paper's sum
     (docs/theory.md, D2).
@@ -63,7 +65,7 @@ class Optimizer:
         return array
 
     def add(self, gradient: Contribution) -> None:
-        tensor, floats = _tensor(gradient), self._model.num_floats
+        tensor, floats = tensor_of(gradient), self._model.num_floats
         if self._sum_is_empty:
             torch.mul(tensor[:floats], _SUM_FACTOR, out=self._sum[:floats])
             self._sum_is_empty = False
@@ -71,6 +73,9 @@ class Optimizer:
             self._sum[:floats].add_(tensor[:floats], alpha=_SUM_FACTOR)
         if len(tensor) > floats:
             self._sum[floats:] = tensor[floats:]
+
+    def max_change(self, gradient: Contribution) -> float:
+        return 0.0  # a step is made of the sum of all
 
     def apply(
         self,
@@ -86,7 +91,7 @@ class Optimizer:
                 other buffers become those of the last gradient.
             scale: 1 / num_samples for the mean.
             num_samples: of all gradients together.
-            into: as in `Updater.apply`.
+            into: memory for the new weights, as in `doll.ps.updater.Updater.apply`.
 
         Raises:
             DivergedError: a number of the gradient, of the weights or of the optimizer's state is not finite.
@@ -107,11 +112,11 @@ class Optimizer:
         target[n:] = total[n:]
         self._flat = target
         # What is not finite in the gradient is not finite in the weights then.
-        if not _is_finite(target[:floats]):
-            where = "after the step the weights are" if _is_finite(total[:floats]) else "the gradient is"
-            raise _diverged(where)
-        if "exp_avg_sq" in self._state and not _is_finite(self._state["exp_avg_sq"]):
-            raise _diverged("after the step the optimizer's state is")
+        if not is_finite(target[:floats]):
+            where = "after the step the weights are" if is_finite(total[:floats]) else "the gradient is"
+            raise diverged(where)
+        if "exp_avg_sq" in self._state and not is_finite(self._state["exp_avg_sq"]):
+            raise diverged("after the step the optimizer's state is")
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         tensors = {f"{_STATE}{key}": value.numpy().copy() for key, value in self._state.items()}
@@ -181,17 +186,12 @@ class Optimizer:
         state["step"] += 1
 
 
-def make_updater(config: TrainingConfig, model: FlatModel) -> Updater:
-    """The updater that `training` asks for; it owns the weights of `model` from now on."""
-    return Optimizer(model, config.optimizer, config.clip_norm)
-
-
-def _is_finite(vector: torch.Tensor) -> bool:
+def is_finite(vector: torch.Tensor) -> bool:
     # One NaN or infinity makes the sum one. A sum of large numbers may overflow by itself: then each is looked at.
     return math.isfinite(vector.sum().item()) or bool(torch.isfinite(vector).all())
 
 
-def _diverged(what: str) -> DivergedError:
+def diverged(what: str) -> DivergedError:
     return DivergedError(
         f"{what} not finite (NaN or infinity): expected a model that converges; lower training.optimizer.lr, set "
         "training.clip_norm, or look for extreme values in the stream; the last checkpoint is intact"
@@ -219,7 +219,7 @@ def _is_power_of_two(number: float) -> bool:
     return math.frexp(number)[0] == 0.5
 
 
-def _tensor(gradient: npt.NDArray[np.float32]) -> torch.Tensor:
+def tensor_of(gradient: npt.NDArray[np.float32]) -> torch.Tensor:
     # A blob's view is read-only, which torch warns about; it is only read here.
     if gradient.flags.writeable:
         return torch.from_numpy(gradient)

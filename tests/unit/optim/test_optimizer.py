@@ -13,7 +13,7 @@ import torch
 from doll.config import AdamConfig, OptimizerConfig, SgdConfig
 from doll.errors import CheckpointError
 from doll.model import FlatModel
-from doll.ps.optimizer import DivergedError, Optimizer
+from doll.optim.optimizer import DivergedError, Optimizer
 
 CONFIGS: dict[str, tuple[OptimizerConfig, Callable[[Any], torch.optim.Optimizer]]] = {
     "sgd": (SgdConfig(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
@@ -215,7 +215,7 @@ def test_a_server_does_not_import_torchs_compiler() -> None:
 import sys, numpy as np, torch
 from doll.config import AdamConfig, SgdConfig
 from doll.model import FlatModel
-from doll.ps.optimizer import Optimizer
+from doll.optim.optimizer import Optimizer
 for config in (SgdConfig(momentum=0.9), AdamConfig(name="adam")):
     Optimizer(FlatModel(torch.nn.Linear(2, 1)), config).apply([np.ones(3, np.float32)], 1.0, 1)
 assert "torch._dynamo" not in sys.modules

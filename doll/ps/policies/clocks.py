@@ -1,0 +1,151 @@
+"""Worker clocks for policies of bounded staleness: how far each live worker is, and the minimum. Pure.
+
+A worker's clock is the number of its batches or waves in the model, plus an offset that it gets when it joins behind
+the others: then it starts at the minimum, so that nobody waits for what it missed (the ESSP paper). The
+minimum is over live workers and never falls.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from typing import Any
+
+
+class WorkerClocks:
+    """Clocks of the live workers. Each call takes constant time on average, whatever the number of workers.
+
+    Attributes:
+        minimum: of the clocks of all live workers; it never falls, and stays while nobody is live.
+    """
+
+    def __init__(self, history: int) -> None:
+        """
+        Args:
+            history: for how many clocks below the minimum `version_of` is asked.
+        """
+        self.minimum = 0
+        self._history = history
+        self._offsets: dict[int, int] = {}  # clock - count, of the workers for which it is not 0
+        self._clocks: dict[int, int] = {}  # of live workers
+        self._counts: dict[int, int] = {}  # live workers by clock
+        self._heap: list[int] = []  # the keys of `_counts`, and such as were
+        # (clock, the version at which the minimum reached it), both increasing; the last is (minimum, ...).
+        self._reached: list[tuple[int, int]] = [(0, 0)]
+
+    @property
+    def live(self) -> Iterator[int]:
+        """The live workers."""
+        return iter(self._clocks)
+
+    def offset(self, worker: int) -> int:
+        """What is added to the count of this worker."""
+        return self._offsets.get(worker, 0)
+
+    def set(self, worker: int, count: int, *, is_live: bool) -> None:
+        """A worker's counters have changed: `count` units of its work are in the model. Followed by `advance`."""
+        before = self._clocks.get(worker)
+        if not is_live:
+            if before is not None:
+                self._count(before, -1)
+                del self._clocks[worker]
+            return
+        clock = count + self.offset(worker)
+        if before is None and clock < self.minimum:
+            clock = self.minimum
+            self._offsets[worker] = clock - count
+        if clock != before:
+            self._clocks[worker] = clock
+            self._count(clock, +1)
+            if before is not None:
+                self._count(before, -1)
+
+    def advance(self, version: int) -> bool:
+        """Bring `minimum` up to date; whether it has moved.
+
+        Args:
+            version: of the weights now, which hold every batch that the clocks count.
+        """
+        heap, counts = self._heap, self._counts
+        while heap and heap[0] not in counts:
+            heappop(heap)
+        if not heap or heap[0] <= self.minimum:
+            return False
+        self.minimum = heap[0]
+        self._reached.append((self.minimum, version))
+        needless = bisect_left(self._reached, (self.minimum - self._history, 0))
+        if needless > self._history:  # now and then: it costs as much as what it removes
+            del self._reached[:needless]
+        return True
+
+    def version_of(self, clock: int) -> int:
+        """The first version that holds every live worker's batches below `clock`, for a clock up to `minimum`."""
+        return self._reached[bisect_left(self._reached, (clock, 0))][1]
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: a later server has the same clocks for the same counts of batches."""
+        offsets = {str(worker): offset for worker, offset in self._offsets.items()}
+        return {"minimum": self.minimum, "offsets": offsets, "reached": [list(item) for item in self._reached]}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """
+        Raises:
+            ValueError: not what `state` returns.
+        """
+        try:
+            minimum = int(state["minimum"])
+            reached = [(int(clock), int(version)) for clock, version in state["reached"]]
+            offsets = {int(worker): int(offset) for worker, offset in state["offsets"].items()}
+        except (AttributeError, KeyError, TypeError, ValueError) as exc:
+            raise ValueError(f"expected minimum, offsets and reached, got {state!r:.200}") from exc
+        if not reached or reached[-1][0] != minimum or reached != sorted(reached) or minimum < 0:
+            raise ValueError(f"expected rising clocks up to the minimum {minimum}, got {reached!r:.200}")
+        self.minimum, self._reached, self._offsets = minimum, reached, offsets
+
+    def _count(self, clock: int, change: int) -> None:
+        count = self._counts.get(clock, 0) + change
+        if count:
+            if clock not in self._counts:
+                heappush(self._heap, clock)
+            self._counts[clock] = count
+        else:
+            del self._counts[clock]
+
+
+class WaitingAtGate:
+    """Workers that may start once the minimum clock has reached what they need.
+
+    All whose turn has come start at once, also where the minimum has jumped over what they need.
+    """
+
+    def __init__(self) -> None:
+        self._needed: dict[int, int] = {}  # the minimum that each waiting worker needs
+        self._workers: dict[int, set[int]] = {}  # by what they need
+        self._heap: list[int] = []  # the keys of `_workers`, and such as were
+
+    def set(self, worker: int, needed: int | None) -> None:
+        """The minimum that a worker needs; None: it does not wait."""
+        before = self._needed.get(worker)
+        if before == needed:
+            return
+        if before is not None:
+            del self._needed[worker]
+            self._workers[before].discard(worker)
+            if not self._workers[before]:
+                del self._workers[before]
+        if needed is not None:
+            self._needed[worker] = needed
+            if needed not in self._workers:
+                heappush(self._heap, needed)
+                self._workers[needed] = set()
+            self._workers[needed].add(worker)
+
+    def open(self, minimum: int) -> list[int]:
+        """Workers that may start now, in order; they do not wait any more."""
+        started: list[int] = []
+        while self._heap and self._heap[0] <= minimum:
+            for worker in self._workers.pop(heappop(self._heap), ()):
+                del self._needed[worker]
+                started.append(worker)
+        return sorted(started)

@@ -1,0 +1,34 @@
+"""Eager SSP: SSP's guarantee, and all workers are sent the weights whenever the slowest has moved on (ESSP paper)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import ClassVar, Literal
+
+from doll.ps.policies.base import PolicySpec, PolicyView
+from doll.ps.policies.ssp import BoundedStalenessConfig, Ssp
+
+
+class EsspPolicyConfig(BoundedStalenessConfig):
+    """Bounded staleness with eager weights: as ssp, and new weights are sent to all workers before they ask."""
+
+    name: Literal["essp"] = "essp"
+
+
+class Essp(Ssp):
+    """SSP that publishes when the minimum clock moves: staleness is usually one clock, whatever s is."""
+
+    name: ClassVar[str] = "essp"
+
+    def __init__(self, staleness: int) -> None:
+        super().__init__(staleness)
+        self._offered = 0  # the minimum clock at the last offer
+
+    def recipients(self, view: PolicyView) -> Collection[int]:
+        if self._clocks.minimum == self._offered:
+            return ()
+        self._offered = self._clocks.minimum
+        return tuple(self._clocks.live)
+
+
+SPEC = PolicySpec("essp", EsspPolicyConfig, lambda config: Essp(config.staleness))

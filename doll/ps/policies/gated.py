@@ -1,0 +1,85 @@
+"""Policies in which a worker waits for the slowest one: ssp, essp and wsp."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Sequence
+from typing import Any, ClassVar
+
+from doll.ps.policies.base import BatchId, Offer, Policy, PolicyView
+from doll.ps.policies.clocks import WaitingAtGate, WorkerClocks
+
+
+class GatedByClock(Policy):
+    """A batch starts when the minimum clock has reached what it needs, and is computed on weights that hold as much.
+
+    The gate is on the batch's own place in its stream, wherever the server's count of its worker stands. Each push is
+    an update of its own.
+    """
+
+    exact_version: ClassVar[bool] = False
+
+    def __init__(self, history: int) -> None:
+        """
+        Args:
+            history: how far below the minimum clock `needed` may be, for workers that are not behind it.
+        """
+        self._clocks = WorkerClocks(history)
+        self._gate = WaitingAtGate()
+
+    def max_under_way(self) -> int:
+        """How many batches of a worker may be granted and not applied; default: one."""
+        return 1
+
+    def clock(self, applied: int) -> int:
+        """The clock of a worker with `applied` batches in the model, but for its offset; default: one per batch."""
+        return applied
+
+    @abstractmethod
+    def needed(self, batch: int, offset: int) -> int:
+        """The minimum clock that batch `batch` of a stream needs.
+
+        Args:
+            offset: added to the clocks of its worker, which has joined behind the others.
+        """
+
+    def changed(self, view: PolicyView, workers: Collection[int]) -> None:
+        for number in workers:
+            worker = view.worker(number)
+            self._clocks.set(number, self.clock(worker.applied), is_live=worker.is_live)
+        self._clocks.advance(view.version)
+        for number in workers:
+            worker = view.worker(number)
+            may_start = worker.waiting and worker.computing + worker.held < self.max_under_way()
+            self._gate.set(number, self._needed_by(view, number) if may_start else None)
+
+    def start(self, view: PolicyView) -> Sequence[int]:
+        return self._gate.open(self._clocks.minimum)
+
+    def collect(self, view: PolicyView) -> Sequence[BatchId]:
+        return view.held_batches()[:1] if view.num_held else ()
+
+    def min_version(self, view: PolicyView, worker: int) -> int:
+        return self._clocks.version_of(self._needed_by(view, worker))
+
+    def state(self) -> dict[str, Any] | None:
+        return self._clocks.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._clocks.restore(state)
+
+    def shortfall(self, view: PolicyView, offers: Sequence[Offer]) -> int:
+        """Workers for which the others wait, and that give no batch."""
+        if not offers:
+            return super().shortfall(view, offers)
+        if view.num_computing or view.num_held:
+            return 0
+        stalled = sum(offer.stalled for offer in offers)
+        empty = sum(not offer.stalled and not offer.waiting and not offer.lag for offer in offers)
+        is_waited_for = any(offer.waiting for offer in offers if not offer.stalled)
+        return stalled + (empty if is_waited_for else 0)
+
+    def _needed_by(self, view: PolicyView, number: int) -> int:
+        """The minimum clock that the next batch of this worker needs."""
+        worker = view.worker(number)
+        return self.needed(worker.applied + worker.held + worker.computing, self._clocks.offset(number))

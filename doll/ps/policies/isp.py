@@ -1,0 +1,44 @@
+"""Insignificance-bounded synchronous parallel: bsp of the changes that matter (the MLLess paper, section 4)."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from doll.ps.policies.base import PolicySpec
+from doll.ps.policies.bsp import Bsp, LockstepConfig
+
+MAX_SIGNIFICANCE = 1_000.0
+
+
+class IspPolicyConfig(LockstepConfig):
+    """Bulk synchronous, with a significance filter: a worker sends a change of a number once it is larger than
+    significance / sqrt(t) of that number, and keeps the rest of its steps until it is."""
+
+    name: Literal["isp"] = "isp"
+    significance: float = Field(
+        default=0.7,
+        ge=0,
+        le=MAX_SIGNIFICANCE,
+        description="v: the share of a number that a change must exceed to be sent, at the worker's first batch; it "
+        "falls with the square root of the number of batches; 0: everything is sent, as bsp with contribution: step",
+    )
+
+    @property
+    def sends_steps(self) -> bool:
+        return True
+
+    @property
+    def filter_threshold(self) -> float:
+        return self.significance
+
+
+class Isp(Bsp):
+    """The rounds of `Bsp`; what a worker holds back is settled before its batches become durable."""
+
+    name: ClassVar[str] = "isp"
+    holds_back: ClassVar[bool] = True
+
+
+SPEC = PolicySpec("isp", IspPolicyConfig, lambda config: Isp())

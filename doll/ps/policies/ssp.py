@@ -1,0 +1,69 @@
+"""Stale synchronous parallel: no worker is more than s batches ahead of the slowest (Ho et al.; ESSP paper)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from pydantic import Field, NonNegativeInt
+
+from doll.config.policy import PolicyConfig
+from doll.ps.policies.base import PolicySpec
+from doll.ps.policies.gated import GatedByClock
+
+MAX_STALENESS = 10_000
+
+
+class BoundedStalenessConfig(PolicyConfig):
+    """What SSP and ESSP have in common."""
+
+    staleness: NonNegativeInt = Field(
+        default=3, le=MAX_STALENESS, description="s: how many batches a worker may be ahead of the slowest one"
+    )
+
+    @property
+    def sends_steps(self) -> bool:
+        return True
+
+    def batches_per_update(self, num_workers: int) -> int:
+        return 1
+
+    def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
+        """The slowest stream sets the pace of all: a difference of s batches lasts for s batches only."""
+        return len(rates_per_s) * min(rates_per_s, default=0.0) / batch_size
+
+    def shortfall_text(self, missing: int, *, live: int, workers: int, max_pending_batches: int) -> str:
+        if not live:
+            return super().shortfall_text(missing, live=live, workers=workers, max_pending_batches=max_pending_batches)
+        return (
+            f"no update can be made: with policy {self.name} no worker may be more than {self.staleness} batches "
+            f"ahead of the slowest, and {missing} of {live} give none (no gradient within worker.grant_timeout_s, or a "
+            "stream without records while the others wait); restart these workers, check that their streams get "
+            "records, or choose another policy"
+        )
+
+
+class SspPolicyConfig(BoundedStalenessConfig):
+    """Bounded staleness: a worker waits when it is more than s batches ahead of the slowest one."""
+
+    name: Literal["ssp"] = "ssp"
+
+
+class Ssp(GatedByClock):
+    """A batch at clock t starts when every live worker's batches below t - s are in the model, and is computed on
+    weights that hold these; each step is an update of its own."""
+
+    name: ClassVar[str] = "ssp"
+
+    def __init__(self, staleness: int) -> None:
+        """`staleness`: s >= 0."""
+        if not 0 <= staleness <= MAX_STALENESS:
+            raise ValueError(f"expected a staleness of 0 to {MAX_STALENESS}, got {staleness}")
+        self.staleness = staleness
+        super().__init__(history=staleness)
+
+    def needed(self, batch: int, offset: int) -> int:
+        return batch + offset - self.staleness
+
+
+SPEC = PolicySpec("ssp", SspPolicyConfig, lambda config: Ssp(config.staleness))

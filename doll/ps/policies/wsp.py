@@ -1,0 +1,101 @@
+"""Wave synchronous parallel: bounded staleness in waves of batches, pushed as one (the HetPipe paper, section 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from doll.config.policy import PolicyConfig
+from doll.ps.policies.base import BatchId, PolicySpec, PolicyView
+from doll.ps.policies.gated import GatedByClock
+
+MAX_WAVE_BATCHES = 1_000
+MAX_CLOCK_DISTANCE = 10_000
+
+
+class WspPolicyConfig(PolicyConfig):
+    """Waves: each worker pushes the steps of N_m batches as one, and is at most D waves ahead of the slowest."""
+
+    name: Literal["wsp"] = "wsp"
+    wave_batches: PositiveInt = Field(
+        default=4, le=MAX_WAVE_BATCHES, description="N_m: batches of a wave; a worker may have as many under way"
+    )
+    clock_distance: NonNegativeInt = Field(
+        default=0,
+        le=MAX_CLOCK_DISTANCE,
+        description="D: how many waves a worker may be ahead of the slowest one when it begins another",
+    )
+
+    @property
+    def sends_steps(self) -> bool:
+        return True
+
+    @property
+    def batches_per_push(self) -> int:
+        return self.wave_batches
+
+    def batches_per_update(self, num_workers: int) -> int:
+        return self.wave_batches
+
+    def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
+        """The slowest stream sets the pace of all: each update is a wave of one worker.
+
+        >>> WspPolicyConfig(wave_batches=4).update_rate_per_s([100.0, 40.0], batch_size=10)
+        2.0
+        """
+        return len(rates_per_s) * min(rates_per_s, default=0.0) / (batch_size * self.wave_batches)
+
+    def shortfall_text(self, missing: int, *, live: int, workers: int, max_pending_batches: int) -> str:
+        if not live:
+            return super().shortfall_text(missing, live=live, workers=workers, max_pending_batches=max_pending_batches)
+        return (
+            f"no update can be made: with policy wsp the workers wait for the slowest wave, and {missing} of {live} "
+            "give none (no push within worker.grant_timeout_s, or a stream without records while the others wait); "
+            "restart these workers, check that their streams get records, or choose another policy"
+        )
+
+
+class Wsp(GatedByClock):
+    """A worker's clock is the number of its whole waves in the model.
+
+    The batch at place p of its stream (p = 1, 2, ...) needs c - D + 1 waves of every live worker, c = floor(p / N_m) -
+    2, where c >= D: so a worker that has pushed a wave goes on with all of the next one but its last batch.
+    """
+
+    name: ClassVar[str] = "wsp"
+
+    def __init__(self, wave_batches: int, clock_distance: int) -> None:
+        """`wave_batches`: N_m >= 1. `clock_distance`: D >= 0."""
+        if not 1 <= wave_batches <= MAX_WAVE_BATCHES or not 0 <= clock_distance <= MAX_CLOCK_DISTANCE:
+            raise ValueError(
+                f"expected waves of 1 to {MAX_WAVE_BATCHES} batches and a clock distance of 0 to {MAX_CLOCK_DISTANCE}, "
+                f"got {wave_batches} and {clock_distance}"
+            )
+        super().__init__(history=clock_distance + 2)
+        self.batches_per_push = wave_batches
+        self.clock_distance = clock_distance
+
+    def max_under_way(self) -> int:
+        return self.batches_per_push
+
+    def clock(self, applied: int) -> int:
+        return applied // self.batches_per_push
+
+    def needed(self, batch: int, offset: int) -> int:
+        waves = (batch + 1) // self.batches_per_push + offset - 2
+        return waves - self.clock_distance + 1 if waves >= self.clock_distance else 0
+
+    def collect(self, view: PolicyView) -> Sequence[BatchId]:
+        return view.held_batches() if view.num_held else ()
+
+    def batches_needed(self, view: PolicyView) -> int:
+        return self.batches_per_push
+
+
+def _make(config: WspPolicyConfig) -> Wsp:
+    return Wsp(config.wave_batches, config.clock_distance)
+
+
+SPEC = PolicySpec("wsp", WspPolicyConfig, _make)

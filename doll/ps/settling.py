@@ -1,0 +1,117 @@
+"""What workers hold back of their steps, and how it comes into the model before their batches become durable. Pure.
+
+Under a policy with a filter a batch is applied while a part of its step may still be at its worker. "Counted once" then
+means that its whole step is in the model, once. So a checkpoint is stored only when nothing is held back: the server
+lets the round under way end, starts none, asks every worker for its rest, and applies the rests as an update of their
+own. A worker that leaves sends its rest first. One that is lost takes its rest with it, and the model stays without it:
+the server begins again from the newest checkpoint, whose batches are all settled (docs/decisions/0035).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+from doll.ps.events import AppliedSet, SendSettle
+from doll.ps.membership import Worker
+from doll.records import Push
+
+_ASK_AGAIN_S: Final = 3.0  # where no answer has come: the message may be lost
+
+
+@dataclass(slots=True)
+class _Rest:
+    """What a worker had held back, on its way into the model."""
+
+    number: int
+    worker: Worker
+    push: Push
+    received_at_s: float
+    is_here: bool = False  # in the server's memory
+
+
+class Settling:
+    """Which workers hold something back, and the rests that they have sent.
+
+    Attributes:
+        is_under_way: a checkpoint waits for rests: no batch is started.
+    """
+
+    def __init__(self) -> None:
+        self.is_under_way = False
+        self._is_last = False  # what is not applied yet never will be
+        self._unsettled: dict[int, Worker] = {}
+        self._rests: dict[int, _Rest] = {}
+        self._asked_at_s: float | None = None
+        # Above those of all grants: a rest is never added to an update of gradients.
+        self._numbers = count(1 << 62)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the model has the whole steps of all applied batches."""
+        return not self._unsettled and not self._rests
+
+    def note(self, worker: Worker) -> None:
+        """Gradients of this worker have come, or its rest."""
+        partition = worker.partition
+        if partition.settled >= (partition.applied if self._is_last else partition.received):
+            self._unsettled.pop(worker.number, None)
+        else:
+            self._unsettled[worker.number] = worker
+
+    def holds_back(self, worker: Worker) -> bool:
+        """Whether a part of this worker's steps is nowhere but with its process."""
+        return worker.number in self._unsettled
+
+    def add(self, worker: Worker, push: Push, now: float) -> int:
+        """A rest is announced; without a key there is nothing to fetch. Returns its number."""
+        number = next(self._numbers)
+        rest = self._rests[number] = _Rest(number, worker, push, now)
+        if not push.key:
+            self._arrived(rest)
+        return number
+
+    def has(self, number: int) -> bool:
+        """Whether there is a rest of this number."""
+        return number in self._rests
+
+    def fetched(self, number: int) -> None:
+        """The rest of this number is in the server's memory."""
+        self._arrived(self._rests[number])
+
+    def _arrived(self, rest: _Rest) -> None:
+        rest.is_here = True
+        rest.worker.partition.settled = max(rest.worker.partition.settled, rest.push.settles)
+        self.note(rest.worker)
+
+    def take(self) -> list[tuple[AppliedSet, tuple[int, int]]]:
+        """The rests, once all that were announced or asked for are here: each with (worker, until)."""
+        if (self.is_under_way and self._unsettled) or not all(rest.is_here for rest in self._rests.values()):
+            return []
+        rests, self._rests = self._rests, {}
+        return [
+            (AppliedSet(rest.push, rest.received_at_s, (), rest.number), (rest.worker.number, rest.push.settles))
+            for rest in rests.values()
+        ]
+
+    def ask(self, now: float) -> list[SendSettle]:
+        """Ask for what is held back; again where no answer has come for a while."""
+        if self._asked_at_s is not None and now - self._asked_at_s < _ASK_AGAIN_S:
+            return []
+        self._asked_at_s = now
+        return [
+            SendSettle(worker.number, worker.session, worker.applied)
+            for _, worker in sorted(self._unsettled.items())
+            if worker.is_live
+        ]
+
+    def stop(self) -> None:
+        """Nothing more is applied, but for rests."""
+        self._is_last = True
+        for worker in list(self._unsettled.values()):
+            self.note(worker)
+
+    def end(self) -> None:
+        """Nothing is asked for any more."""
+        self.is_under_way, self._asked_at_s = False, None

@@ -1,0 +1,100 @@
+"""The updaters that a job can have: a step on gradients, or the sum of the steps that workers made themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from doll.config import TrainingConfig
+from doll.errors import CheckpointError
+from doll.model import FlatModel
+from doll.optim.contribution import Contribution
+from doll.optim.optimizer import WEIGHTS, Optimizer, diverged, is_finite, tensor_of
+from doll.ps.updater import Updater
+
+
+class StepAdder:
+    """`Updater` whose contributions are steps: what each worker's optimizer made of its batches, added as it is.
+
+    Float buffers come as values times samples, as with gradients, and become the mean; other buffers become those of
+    the last contribution.
+    """
+
+    def __init__(self, model: FlatModel) -> None:
+        self._model = model
+        self._own = self._flat = model.flat.detach()
+        self._sum = torch.zeros_like(self._own)
+        self._sum_is_empty = True
+
+    @property
+    def weights(self) -> npt.NDArray[np.float32]:
+        array: npt.NDArray[np.float32] = self._flat.numpy()
+        return array
+
+    def add(self, step: Contribution) -> None:
+        tensor, floats = tensor_of(step), self._model.num_floats
+        if self._sum_is_empty:
+            self._sum[:] = tensor
+            self._sum_is_empty = False
+        else:
+            self._sum[:floats].add_(tensor[:floats])
+            self._sum[floats:] = tensor[floats:]
+
+    def max_change(self, step: Contribution) -> float:
+        parameters = step[: self._model.num_parameters]
+        largest = float(max(parameters.max(initial=0.0), -parameters.min(initial=0.0)))
+        return largest if math.isfinite(largest) else math.inf
+
+    def apply(
+        self,
+        steps: Sequence[Contribution],
+        scale: float,
+        num_samples: int,
+        into: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        """Add `scale` times the sum of the steps that were added and `steps`, in this order.
+
+        Raises:
+            DivergedError: a number of a step or of the weights is not finite.
+        """
+        for step in steps:
+            self.add(step)
+        if self._sum_is_empty:
+            return  # nothing but refused records: the version counts, the weights stay
+        self._sum_is_empty = True
+        total, n, floats = self._sum, self._model.num_parameters, self._model.num_floats
+        target = self._own if into is None else torch.from_numpy(into)
+        torch.add(self._flat[:n], total[:n], alpha=scale, out=target[:n])
+        if num_samples > 0:
+            total[n:floats] /= num_samples
+            target[n:] = total[n:]
+        elif target is not self._flat:
+            target[n:] = self._flat[n:]
+        self._flat = target
+        if not is_finite(target[:floats]):
+            raise diverged("after the steps the weights are" if is_finite(total[:floats]) else "a worker's step is")
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        return {WEIGHTS: self.weights.copy() if self._flat is self._own else self.weights}
+
+    def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+        weights = tensors.get(WEIGHTS)
+        try:
+            if weights is None:
+                raise ValueError(f"expected weights of shape {tuple(self._own.shape)}, got nothing")
+            self._model.load_weights(weights)
+        except ValueError as exc:
+            raise CheckpointError(str(exc)) from exc
+        self._flat = self._own
+
+
+def make_updater(config: TrainingConfig, model: FlatModel) -> Updater:
+    """The updater that `training` asks for; it owns the weights of `model` from now on."""
+    if config.policy.sends_steps:
+        return StepAdder(model)
+    return Optimizer(model, config.optimizer, config.clip_norm)

@@ -1,0 +1,253 @@
+"""SSP and ESSP under random schedules, against clocks that are counted apart, and mutants that must be caught."""
+
+from __future__ import annotations
+
+import pytest
+from doll.ps import events as ev
+from doll.ps.engine import Engine
+from doll.ps.policies.base import Policy, PolicyView
+from doll.ps.policies.clocks import WaitingAtGate, WorkerClocks
+from doll.ps.policies.essp import Essp, EsspPolicyConfig
+from doll.ps.policies.ssp import BoundedStalenessConfig, Ssp, SspPolicyConfig
+from doll.records import Grant, NewVersion
+from engine_runs import play, random_steps
+from engine_world import World
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+CONFIGS = {"ssp": SspPolicyConfig, "essp": EsspPolicyConfig}
+
+
+class Counted(World):
+    """Checks every grant against clocks that are counted from the engine's counters alone."""
+
+    def __init__(self, policy: BoundedStalenessConfig, make: type[Policy] | None = None) -> None:
+        self._staleness = policy.staleness
+        self._make = make
+        self._min = 0
+        self._offsets: dict[int, int] = {}
+        self._live: set[int] = set()
+        self._held_by: dict[tuple[int, int], list[int]] = {}  # (term, version) -> batches of each worker in it
+        self._kept: tuple[int, dict[int, int]] = (0, {})  # minimum and offsets of the stored checkpoint
+        self._of_orders: dict[int, tuple[int, dict[int, int]]] = {}
+        self.grants = self.waited = self.reached = 0
+        super().__init__(policy)
+
+    def make_policy(self) -> Policy:
+        self._min, self._offsets = self._kept[0], dict(self._kept[1])
+        self._live = set()
+        return super().make_policy() if self._make is None else self._make(self._staleness)  # type: ignore[call-arg]
+
+    def handle(self, event: ev.Event) -> None:
+        super().handle(event)
+        if (engine := self.engine) is not None:
+            self._count(engine)
+            self.waited += any(worker.waiting and not worker.computing for worker in engine.workers())
+
+    def _count(self, engine: Engine) -> None:
+        for worker in engine.workers():
+            applied, number = worker.applied, worker.number
+            if worker.is_live and number not in self._live:
+                behind = self._min - applied - self._offsets.get(number, 0)
+                self._offsets[number] = self._offsets.get(number, 0) + max(behind, 0)
+            (self._live.add if worker.is_live else self._live.discard)(number)
+        if self._live:
+            self._min = max(self._min, min(self._clock(engine, number) for number in self._live))
+
+    def _clock(self, engine: Engine, number: int) -> int:
+        return engine.worker(number).applied + self._offsets.get(number, 0)
+
+    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
+        self._count(engine)
+        self._held_by.setdefault((self.term, engine.version), [worker.applied for worker in engine.workers()])
+        if isinstance(action, ev.StoreCheckpoint):
+            self._of_orders[action.version] = (self._min, dict(self._offsets))
+        elif isinstance(action, ev.SendGrant):
+            self._check(engine, action)
+        return super()._perform(engine, action)
+
+    def _check(self, engine: Engine, grant: ev.SendGrant) -> None:
+        self.grants += 1
+        offset = self._offsets.get(grant.worker, 0)
+        clock = grant.first + offset
+        needed = clock - self._staleness
+        assert self._min >= needed, "too far ahead of the slowest"
+        seen = self._held_by.get((self.term, grant.min_version))
+        for worker in engine.workers():
+            if worker.is_live and seen is not None:
+                has = seen[worker.number] + self._offsets.get(worker.number, 0)
+                assert has >= needed, "the weights miss a batch that they must hold"
+                self.reached += has - clock == -self._staleness
+
+    def store_checkpoint(self) -> None:
+        version = self.saving[0].version if self.saving and self.engine is not None else None
+        super().store_checkpoint()
+        if version is not None:
+            self._kept = self._of_orders[version]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONFIGS)
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), length=st.integers(50, 3000), staleness=st.integers(0, 4))
+@example(seed=1, length=2000, staleness=0)
+def test_no_grant_is_further_ahead_or_misses_more_than_the_staleness_allows(
+    name: str, seed: int, length: int, staleness: int
+) -> None:
+    world = Counted(CONFIGS[name](staleness=staleness))
+    play(world, random_steps(seed, length))
+    world.settle()
+    world.check_ledger()
+
+
+class GatedByTheServersCount(Ssp):
+    """Uses the clock that the server has of a worker, which lags while its push is on its way, for the next batch."""
+
+    def max_under_way(self) -> int:
+        return 2
+
+    def _needed_by(self, view: PolicyView, number: int) -> int:
+        return self.needed(view.worker(number).applied, self._clocks.offset(number))
+
+
+class OneLooser(Ssp):
+    """Lets workers be one batch further ahead."""
+
+    def needed(self, batch: int, offset: int) -> int:
+        return super().needed(batch, offset) - 1
+
+    def min_version(self, view: PolicyView, worker: int) -> int:
+        return self._clocks.version_of(min(self._needed_by(view, worker) + 1, self._clocks.minimum))
+
+
+class NeverRefreshing(Ssp):
+    """Lets workers compute on any weights that they have."""
+
+    def min_version(self, view: PolicyView, worker: int) -> int:
+        return 0
+
+
+class OfThePast(Ssp):
+    """Asks for one clock less than it must."""
+
+    def min_version(self, view: PolicyView, worker: int) -> int:
+        return self._clocks.version_of(self._needed_by(view, worker) - 1)
+
+
+@pytest.mark.parametrize("mutant", [OneLooser, NeverRefreshing, OfThePast, GatedByTheServersCount])
+def test_a_policy_that_allows_too_much_is_caught(mutant: type[Ssp]) -> None:
+    def caught(seed: int) -> bool:
+        world = Counted(SspPolicyConfig(staleness=1), mutant)
+        try:
+            play(world, random_steps(seed, 2000))
+        except AssertionError as error:
+            return "too far ahead" in str(error) or "misses a batch" in str(error) or "miss a batch" in str(error)
+        return False
+
+    assert any(caught(seed) for seed in range(30))
+
+
+def test_the_random_runs_wait_at_the_gate_and_see_the_oldest_weights_that_are_allowed() -> None:
+    """Otherwise the test above would prove little."""
+    worlds = [Counted(SspPolicyConfig(staleness=1)) for _ in range(10)]
+    for seed, world in enumerate(worlds):
+        play(world, random_steps(seed, 2000))
+    assert min(sum(getattr(world, name) for world in worlds) for name in ("grants", "waited", "reached")) > 20
+
+
+def drive(world: World, rounds: int, *workers: int) -> None:
+    """Let these workers' processes do all they can."""
+    for _ in range(rounds):
+        for process in [process for process in world.processes if process.worker in workers]:
+            for step in (world.send, world.receive, world.read, world.compute):
+                step(process)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_a_worker_waits_for_the_slowest_after_so_many_batches(staleness: int) -> None:
+    world = World(SspPolicyConfig(staleness=staleness), max_pending=12)
+    drive(world, 3, 0, 1, 2)
+    world.high[0] += 40
+    drive(world, 60, 0)
+    assert world.engine is not None
+    assert [worker.applied for worker in world.engine.workers()] == [staleness + 1, 0, 0]
+
+
+def test_a_minimum_that_jumps_starts_all_who_waited_for_less() -> None:
+    """The slowest leaves: workers that wait for different clocks may go on at once."""
+    world = World(SspPolicyConfig(staleness=1), workers=3, max_pending=12)
+    drive(world, 3, 0, 1, 2)
+    world.high[0] += 40
+    world.high[1] += 2
+    drive(world, 60, 0, 1)
+    assert world.engine is not None
+    assert [worker.applied for worker in world.engine.workers()] == [2, 1, 0]
+    world.high[1] += 40
+    (process,) = world.live(2)
+    world.leave(process)
+    drive(world, 20, 0, 1)
+    assert all(worker.applied > 2 for worker in list(world.engine.workers())[:2])
+
+
+def test_weights_that_a_grant_allows_are_used_again_and_essp_s_newer_ones_instead_of_them() -> None:
+    bases = {}
+    for name, config in CONFIGS.items():
+        world = World(config(staleness=5), max_pending=12)
+        drive(world, 3, 0, 1, 2)
+        for worker in range(3):
+            world.high[worker] += 12
+        drive(world, 80, 0, 1, 2)
+        bases[name] = [base for update in world.updates for _, _, base in update.members]
+        sent = [record for channel in world.commands for record in channel if isinstance(record, NewVersion)]
+        assert bool(sent) == (name == "essp")
+        assert any(isinstance(record, Grant) and record.min_version < record.version for record in world.commands[0])
+    assert sum(bases["essp"]) > sum(bases["ssp"])
+
+
+def test_a_worker_that_comes_back_starts_at_the_minimum_and_no_lower() -> None:
+    clocks = WorkerClocks(2)
+    for worker in (0, 1):
+        clocks.set(worker, 0, is_live=True)
+    clocks.set(1, 0, is_live=False)
+    clocks.set(0, 7, is_live=True)
+    assert clocks.advance(version=7)
+    assert (clocks.minimum, clocks.version_of(5), clocks.version_of(7)) == (7, 7, 7)
+    clocks.set(1, 0, is_live=True)
+    assert not clocks.advance(version=7)
+    assert clocks.offset(1) == 7
+    clocks.set(0, 9, is_live=True)
+    clocks.set(1, 1, is_live=True)
+    assert clocks.advance(version=10)
+    assert (clocks.minimum, clocks.version_of(7), clocks.version_of(8)) == (8, 7, 10)
+    clocks.set(0, 9, is_live=False)
+    clocks.set(1, 1, is_live=False)
+    assert not clocks.advance(version=10), "nobody is live: the minimum stays"
+    again = WorkerClocks(2)
+    again.restore(clocks.state())
+    again.set(1, 1, is_live=True)
+    assert (again.minimum, again.offset(1), again.version_of(8)) == (8, 7, 10)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {},
+        {"minimum": 1, "offsets": {}, "reached": [[0, 0]]},
+        {"minimum": 0, "offsets": {"a": 1}, "reached": [[0, 0]]},
+        {"minimum": 0, "offsets": {}, "reached": []},
+        {"minimum": 3, "offsets": {}, "reached": [[5, 9], [3, 9]]},
+        {"minimum": 0, "offsets": [], "reached": [[0, 0]]},
+    ],
+)
+def test_a_state_of_something_else_is_refused(state: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Essp(3).restore(state)
+
+
+def test_who_waits_at_the_gate_may_change_what_it_needs() -> None:
+    gate = WaitingAtGate()
+    for worker, needed in ((0, 3), (1, 5), (2, 5), (1, 2), (2, None)):
+        gate.set(worker, needed)
+    assert gate.open(1) == []
+    assert gate.open(9) == [0, 1]
+    assert gate.open(9) == []

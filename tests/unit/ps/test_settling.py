@@ -1,0 +1,142 @@
+"""ISP's ledger: a batch is durable only with its whole step, and an engine that forgets it is caught."""
+
+from __future__ import annotations
+
+import pytest
+from doll.ps import events as ev
+from doll.ps.engine import Engine
+from doll.ps.policies.isp import IspPolicyConfig
+from doll.records import Push
+from engine_runs import check_random_run, play, random_steps
+from engine_world import World
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+ISP = IspPolicyConfig(significance=0.7)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32), length=st.integers(50, 3000))
+@example(seed=1, length=2500)
+def test_what_is_durable_is_whole_and_in_the_model_once(seed: int, length: int) -> None:
+    check_random_run(ISP, seed, length)
+
+
+def test_the_random_runs_settle_and_roll_back() -> None:
+    """Otherwise the test above would prove little."""
+    settled = rolled_back = 0
+    for seed in range(20):
+        world = World(ISP)
+        play(world, random_steps(seed, 2500))
+        settled += world.rests
+        rolled_back += world.rolled_back
+    assert settled > 20
+    assert rolled_back > 3
+
+
+class Hasty(Engine):
+    """Stores what is applied, wherever the rest of the steps is."""
+
+    def _save_if_due(self, now: float, actions: list[ev.EngineAction]) -> None:
+        settling, self._settling = self._settling, type(self._settling)()
+        super()._save_if_due(now, actions)
+        self._settling = settling
+
+
+class Careless(Engine):
+    """Goes on without the rest of a worker that is lost."""
+
+    def _lose_rest(self, worker: object, actions: list[ev.EngineAction]) -> None:
+        self._settling._unsettled.pop(worker.number, None)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mutant", [Hasty, Careless])
+def test_an_engine_that_loses_a_part_of_a_step_is_caught(mutant: type[Engine]) -> None:
+    class Mutated(World):
+        engine_class = mutant
+
+    def caught(seed: int) -> bool:
+        world = Mutated(ISP)
+        try:
+            play(world, random_steps(seed, 2500))
+            world.settle()
+        except AssertionError as error:
+            return "is whole" in str(error)
+        return False
+
+    assert any(caught(seed) for seed in range(20))
+
+
+def drive(world: World, rounds: int, *workers: int) -> None:
+    for _ in range(rounds):
+        for process in [process for process in world.processes if process.worker in workers]:
+            for step in (world.send, world.receive, world.read, world.compute):
+                step(process)
+
+
+def test_a_worker_that_leaves_sends_its_rest_first_and_nothing_is_rolled_back() -> None:
+    world = World(ISP)
+    drive(world, 3, 0, 1, 2)
+    for worker in range(3):
+        world.high[worker] += 4
+    drive(world, 20, 0, 1, 2)
+    assert world.engine is not None
+    assert world.engine.worker(0).applied == 2
+    assert not world.engine.is_settled
+    (process,) = world.live(0)
+    world.leave(process)
+    assert world.rolled_back == 0
+    assert world.whole[0] == {0, 1}
+    world.start_worker(0)
+    world.settle()
+    assert world.rolled_back == 0
+
+
+def test_a_worker_that_is_killed_takes_the_model_back_to_the_checkpoint() -> None:
+    world = World(ISP)
+    drive(world, 3, 0, 1, 2)
+    for worker in range(3):
+        world.high[worker] += 4
+    drive(world, 20, 0, 1, 2)
+    term = world.term
+    world.kill_worker(0)
+    world.start_worker(0)
+    drive(world, 4, 0)
+    assert (world.rolled_back, world.term) == (1, term + 1)
+    world.settle()
+    world.check_ledger()
+
+
+def test_the_job_ends_with_a_model_that_is_whole() -> None:
+    world = World(ISP)
+    drive(world, 3, 0, 1, 2)
+    for worker in range(3):
+        world.high[worker] += 4
+    drive(world, 20, 0, 1, 2)
+    world.handle(ev.StopRequested(reason="enough"))
+    drive(world, 6, 0, 1, 2)
+    world.store_checkpoint()
+    assert world.engine is not None
+    assert world.engine.finished == "enough"
+    assert world.stored is not None
+    assert world.stored.applied == (2, 2, 2)
+    assert world.whole == [{0, 1}] * 3
+
+
+def test_a_push_that_holds_back_under_another_policy_is_refused() -> None:
+    world = World("bsp")
+    drive(world, 3, 0, 1, 2)
+    world.high[0] += 2
+    (process,) = world.live(0)
+    while not any(isinstance(record, Push) for record in process.outbox):
+        for step in (world.send, world.receive, world.read, world.compute):
+            step(process)
+    for at, record in enumerate(process.outbox):
+        if isinstance(record, Push):
+            process.outbox[at] = structs.replace(record, holds_back=True)
+    drive(world, 8, 0)
+    assert world.engine is not None
+    assert world.engine.counters["refused_content"] == 1
+    assert world.engine.is_settled

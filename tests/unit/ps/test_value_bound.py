@@ -1,0 +1,176 @@
+"""VAP under random schedules and against an adversary: what a worker's weights miss, measured on the vectors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from doll.ps import events as ev
+from doll.ps.engine import Engine
+from doll.ps.policies.asp import Asp
+from doll.ps.policies.base import Policy, PolicyView
+from doll.ps.policies.vap import Vap, VapPolicyConfig
+from engine_runs import play, random_steps
+from engine_world import World
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+Vector = npt.NDArray[np.float64]
+
+
+def random_vector(key: str) -> Vector:
+    return np.random.default_rng(crc32(key.encode())).normal(size=4)
+
+
+class Vectors(World):
+    """Steps are vectors of their key; every grant's oldest weights are compared with the model's."""
+
+    def __init__(
+        self, v0: float, make: type[Policy] | None = None, vector: Callable[[str], Vector] = random_vector
+    ) -> None:
+        self._make = make
+        self._vector = vector
+        self.v0 = v0
+        self.steps: list[tuple[int, int, int, Vector]] = []  # (term, version, worker, step)
+        self.granted: set[tuple[int, int]] = set()
+        self.closest = math.inf  # of any grant: bound less what is missed
+        self.old_views = 0  # grants that allow a version older than the newest
+        super().__init__(VapPolicyConfig(value_bound=v0))
+
+    def make_policy(self) -> Policy:
+        return super().make_policy() if self._make is None else self._make(self.v0)  # type: ignore[call-arg]
+
+    def max_change(self, key: str) -> float:
+        return float(np.abs(self._vector(key)).max())
+
+    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
+        if isinstance(action, ev.ApplyUpdate):
+            for item in action.sets:
+                if item.push.key:
+                    self.steps.append((self.term, action.version, item.push.worker, self._vector(item.push.key)))
+        elif isinstance(action, ev.SendGrant) and (self.term, action.grant_ids[0]) not in self.granted:
+            self.granted.add((self.term, action.grant_ids[0]))  # one that is sent again is as it was
+            missed = np.zeros(4)
+            for term, version, worker, step in self.steps:
+                if term == self.term and version > action.min_version and worker != action.worker:
+                    missed += step
+            left = self.v0 / math.sqrt(engine.version + 1) - float(np.abs(missed).max())
+            assert left >= -1e-9, "the weights miss more than v_t"
+            self.closest = min(self.closest, left)
+            self.old_views += action.min_version < action.version
+        return super()._perform(engine, action)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), length=st.integers(50, 3000), v0=st.floats(0.01, 100))
+@example(seed=1, length=2000, v0=20.0)
+def test_no_view_is_further_from_the_model_than_the_bound(seed: int, length: int, v0: float) -> None:
+    world = Vectors(v0)
+    play(world, random_steps(seed, length))
+    world.settle()
+    world.check_ledger()
+
+
+def test_the_random_runs_come_near_the_bound() -> None:
+    """Otherwise the test above would prove little."""
+    worlds = [Vectors(5.0) for _ in range(20)]
+    for seed, world in enumerate(worlds):
+        play(world, random_steps(seed, 2000))
+    assert sum(world.old_views for world in worlds) > 100
+    assert min(world.closest for world in worlds) < 0.5
+
+
+class PerWorker(Vap):
+    """Bounds what is missed of each worker apart: a view may be P - 1 times as far off."""
+
+    def min_version(self, view: PolicyView, worker: int) -> int:
+        missed: dict[int, float] = {}
+        for version, other, step in reversed(self._steps):
+            missed[other] = missed.get(other, 0.0) + step
+            if other != worker and missed[other] > self.bound(view.version):
+                return version
+        return 0
+
+
+class Constant(Vap):
+    """A bound that does not fall."""
+
+    def bound(self, version: int) -> float:
+        return self.value_bound
+
+
+class OneOlder(Vap):
+    def min_version(self, view: PolicyView, worker: int) -> int:
+        return max(0, super().min_version(view, worker) - 1)
+
+
+def same_direction(key: str) -> Vector:
+    """An adversary's steps: all of them add up."""
+    return np.full(4, 0.1)
+
+
+@pytest.mark.parametrize("mutant", [PerWorker, Constant, OneOlder])
+def test_a_policy_that_allows_too_much_is_caught(mutant: type[Vap]) -> None:
+    def caught(seed: int) -> bool:
+        world = Vectors(1.0, mutant, same_direction)
+        try:
+            play(world, random_steps(seed, 2000))
+        except AssertionError as error:
+            return "miss more than v_t" in str(error)
+        return False
+
+    assert any(caught(seed) for seed in range(30))
+
+
+def test_without_a_bound_it_is_asp_that_publishes_every_version() -> None:
+    published = 0
+    for seed in range(10):
+        seen: list[list[ev.EngineAction]] = []
+        for make in (None, PublishingAsp):
+            world = RecordedVectors(math.inf, make)
+            play(world, random_steps(seed, 1500))
+            seen.append(world.actions)
+            published += sum(isinstance(action, ev.PublishWeights) for action in world.actions)
+        assert seen[0] == seen[1]
+    assert published > 100
+
+
+class PublishingAsp(Asp):
+    def __init__(self, v0: float) -> None:
+        super().__init__()
+        self._live: set[int] = set()
+
+    def changed(self, view: PolicyView, workers: list[int]) -> None:  # type: ignore[override]
+        super().changed(view, workers)
+        for number in workers:
+            (self._live.add if view.worker(number).is_live else self._live.discard)(number)
+
+    def min_version(self, view: PolicyView, worker: int) -> int:
+        return 0
+
+    def recipients(self, view: PolicyView) -> list[int]:
+        return sorted(self._live)
+
+
+class RecordedVectors(Vectors):
+    def __init__(self, v0: float, make: type[Policy] | None) -> None:
+        self.actions: list[ev.EngineAction] = []
+        super().__init__(v0, make)
+
+    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
+        if not isinstance(action, ev.StoreCheckpoint):
+            self.actions.append(action)
+        return super()._perform(engine, action)
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
+def test_a_bound_that_is_none_is_refused(bound: float) -> None:
+    with pytest.raises(ValueError, match="value_bound"):
+        VapPolicyConfig(value_bound=bound)
+    with pytest.raises(ValueError, match="expected a value bound"):
+        Vap(bound)

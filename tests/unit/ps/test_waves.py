@@ -1,0 +1,244 @@
+"""WSP under random schedules: what a batch must hold of every worker, in waves and in batches; and that it is SSP for
+waves of one batch."""
+
+from __future__ import annotations
+
+import pytest
+from doll.ps import events as ev
+from doll.ps.engine import Engine
+from doll.ps.policies.base import Policy, PolicyView
+from doll.ps.policies.ssp import SspPolicyConfig
+from doll.ps.policies.wsp import Wsp, WspPolicyConfig
+from engine_runs import play, random_steps
+from engine_world import World
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+
+class Waves(World):
+    """Checks every grant against waves that are counted from the engine's counters alone.
+
+    Attributes:
+        missing: the most batches of another worker that a batch was computed without, among those before its own
+            place; only of grants without an offset.
+    """
+
+    def __init__(self, policy: WspPolicyConfig, make: type[Wsp] | None = None) -> None:
+        self._n, self._d = policy.wave_batches, policy.clock_distance
+        self._make = make
+        self._min = 0
+        self._offsets: dict[int, int] = {}
+        self._live: set[int] = set()
+        self._held_by: dict[tuple[int, int], list[int]] = {}  # (term, version) -> batches of each worker in it
+        self._kept: tuple[int, dict[int, int]] = (0, {})
+        self._of_orders: dict[int, tuple[int, dict[int, int]]] = {}
+        self.missing = self.grants = self.waited = 0
+        super().__init__(policy, max_pending=12)
+
+    def make_policy(self) -> Policy:
+        self._min, self._offsets = self._kept[0], dict(self._kept[1])
+        self._live = set()
+        return super().make_policy() if self._make is None else self._make(self._n, self._d)
+
+    def handle(self, event: ev.Event) -> None:
+        super().handle(event)
+        if (engine := self.engine) is not None:
+            self._count(engine)
+            self.waited += any(worker.waiting and not worker.computing for worker in engine.workers())
+
+    def _count(self, engine: Engine) -> None:
+        for worker in engine.workers():
+            waves, number = worker.applied // self._n, worker.number
+            if worker.is_live and number not in self._live:
+                behind = self._min - waves - self._offsets.get(number, 0)
+                self._offsets[number] = self._offsets.get(number, 0) + max(behind, 0)
+            (self._live.add if worker.is_live else self._live.discard)(number)
+        if self._live:
+            self._min = max(self._min, min(self._waves(engine, number) for number in self._live))
+
+    def _waves(self, engine: Engine, number: int) -> int:
+        return engine.worker(number).applied // self._n + self._offsets.get(number, 0)
+
+    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
+        self._count(engine)
+        self._held_by.setdefault((self.term, engine.version), [worker.applied for worker in engine.workers()])
+        if isinstance(action, ev.StoreCheckpoint):
+            self._of_orders[action.version] = (self._min, dict(self._offsets))
+        elif isinstance(action, ev.SendGrant):
+            self._check(engine, action)
+        return super()._perform(engine, action)
+
+    def _check(self, engine: Engine, grant: ev.SendGrant) -> None:
+        self.grants += 1
+        place = grant.first + 1 + self._offsets.get(grant.worker, 0) * self._n  # p = 1, 2, ...
+        wave = place // self._n - 2
+        needed = wave - self._d + 1 if wave >= self._d else 0
+        assert self._min >= needed, "too far ahead of the slowest"
+        seen = self._held_by.get((self.term, grant.min_version))
+        if seen is None:
+            return
+        s_local = self._n - 1
+        s_global = (self._d + 1) * self._n + s_local - 1
+        for worker in engine.workers():
+            if not worker.is_live:
+                continue
+            has = seen[worker.number] + self._offsets.get(worker.number, 0) * self._n
+            assert has // self._n >= needed, "the weights miss a wave that they must hold"
+            if not any(self._offsets.values()) and place > (self._d + 1) * self._n + s_local:
+                assert has >= place - (s_global + 1), "the weights miss more than s_global batches"
+                self.missing = max(self.missing, place - 1 - has)
+
+    def store_checkpoint(self) -> None:
+        version = self.saving[0].version if self.saving and self.engine is not None else None
+        super().store_checkpoint()
+        if version is not None:
+            self._kept = self._of_orders[version]
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), length=st.integers(50, 3000), n=st.integers(1, 5), d=st.integers(0, 3))
+@example(seed=1, length=2000, n=4, d=0)
+def test_no_grant_is_further_ahead_or_misses_more_than_the_distance_allows(
+    seed: int, length: int, n: int, d: int
+) -> None:
+    world = Waves(WspPolicyConfig(wave_batches=n, clock_distance=d))
+    play(world, random_steps(seed, length))
+    world.settle()
+    world.check_ledger()
+
+
+def drive(world: World, rounds: int, *workers: int) -> None:
+    for _ in range(rounds):
+        for process in [process for process in world.processes if process.worker in workers]:
+            for step in (world.send, world.receive, world.read, world.compute):
+                step(process)
+
+
+@pytest.mark.parametrize(("n", "d"), [(1, 0), (2, 0), (4, 0), (3, 1), (2, 2)])
+def test_the_bound_s_global_is_reached(n: int, d: int) -> None:
+    """Worker 0 runs as far as it may, the others give a wave at a time: s_global = (D + 1) N_m + N_m - 2."""
+    world = Waves(WspPolicyConfig(wave_batches=n, clock_distance=d))
+    drive(world, 3, 0, 1, 2)
+    for worker in range(3):
+        world.high[worker] += 200
+    for _ in range(6):
+        drive(world, 8 * n, 0)
+        world.store_checkpoint()
+        drive(world, 3 * n, 1, 2)
+        world.store_checkpoint()
+    assert world.grants > 10
+    assert world.missing == (d + 1) * n + (n - 1) - 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_waves_of_one_batch_are_ssp(staleness: int) -> None:
+    """The same events get the same answers, action by action."""
+    count = 0
+    for seed in range(20):
+        seen: list[list[ev.EngineAction]] = []
+        for policy in (WspPolicyConfig(wave_batches=1, clock_distance=staleness), SspPolicyConfig(staleness=staleness)):
+            world = Recorded(policy)
+            play(world, random_steps(seed, 1500))
+            seen.append(world.actions)
+        assert seen[0] == seen[1]
+        count += len(seen[0])
+    assert count > 1000
+
+
+class Recorded(World):
+    """Keeps what the engine orders, but for checkpoints, which name the policy."""
+
+    def __init__(self, policy: WspPolicyConfig | SspPolicyConfig) -> None:
+        self.actions: list[ev.EngineAction] = []
+        super().__init__(policy)
+
+    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
+        if not isinstance(action, ev.StoreCheckpoint):
+            self.actions.append(action)
+        return super()._perform(engine, action)
+
+
+def test_each_push_is_a_wave() -> None:
+    world = World(WspPolicyConfig(wave_batches=3, clock_distance=1))
+    drive(world, 3, 0, 1, 2)
+    for worker in range(3):
+        world.high[worker] += 24
+    for _ in range(8):
+        drive(world, 12, 0, 1, 2)
+        world.store_checkpoint()
+    sizes = [len(update.members) for update in world.updates]
+    assert sizes
+    assert set(sizes) == {3}
+    starts = [update.members[0][1] for update in world.updates]
+    assert all(start % 3 == 0 for start in starts)
+
+
+def test_a_worker_that_leaves_pushes_the_part_of_its_wave_that_it_has() -> None:
+    world = World(WspPolicyConfig(wave_batches=4, clock_distance=0))
+    drive(world, 3, 0, 1, 2)
+    world.high[0] += 4  # two batches
+    drive(world, 12, 0)
+    assert world.engine is not None
+    assert world.engine.worker(0).computing == 2
+    (process,) = world.live(0)
+    assert process.core is not None
+    assert not process.core.busy, "what it has is computed: it need not wait for more"
+    world.leave(process)
+    assert [len(update.members) for update in world.updates] == [2]
+    assert world.engine.worker(0).computing == 0
+
+
+def test_a_worker_that_waits_at_the_gate_with_half_a_wave_is_not_taken_for_lost() -> None:
+    """No push is due: the time limit of a grant begins when the rest of the wave is granted."""
+    world = World(WspPolicyConfig(wave_batches=2, clock_distance=0), max_pending=8)
+    drive(world, 3, 0, 1, 2)
+    world.high[0] += 16
+    drive(world, 30, 0)
+    assert world.engine is not None
+    assert world.engine.worker(0).computing == 1, "the last batch of its second wave waits"
+    for _ in range(40):
+        drive(world, 2, 0, 1, 2)
+        world.tick(1.0)
+    assert world.engine.counters["requeued"] == 0
+    for worker in (1, 2):
+        world.high[worker] += 4
+    drive(world, 30, 0, 1, 2)
+    assert world.engine.worker(0).applied >= 4
+
+
+class OneWaveLooser(Wsp):
+    def needed(self, batch: int, offset: int) -> int:
+        return super().needed(batch, offset) - 1
+
+
+class Ungated(Wsp):
+    def needed(self, batch: int, offset: int) -> int:
+        return 0
+
+
+class OfThePast(Wsp):
+    def min_version(self, view: PolicyView, worker: int) -> int:
+        return self._clocks.version_of(self._needed_by(view, worker) - 1)
+
+
+@pytest.mark.parametrize("mutant", [OneWaveLooser, Ungated, OfThePast])
+def test_a_policy_that_allows_too_much_is_caught(mutant: type[Wsp]) -> None:
+    def caught(seed: int) -> bool:
+        world = Waves(WspPolicyConfig(wave_batches=2, clock_distance=0), mutant)
+        try:
+            play(world, random_steps(seed, 2000))
+        except AssertionError as error:
+            return "too far ahead" in str(error) or "the weights miss" in str(error)
+        return False
+
+    assert any(caught(seed) for seed in range(30))
+
+
+@pytest.mark.parametrize("values", [{"wave_batches": 0}, {"wave_batches": 10**6}, {"clock_distance": -1}])
+def test_numbers_out_of_range_are_refused(values: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=next(iter(values))):
+        WspPolicyConfig(**values)
+    numbers = {"wave_batches": 4, "clock_distance": 0} | values
+    with pytest.raises(ValueError, match="expected waves of 1 to"):
+        Wsp(**numbers)
