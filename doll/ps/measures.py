@@ -15,6 +15,7 @@ from doll.records import Measures
 from doll.theory.staleness import ALL_UP_TO, HISTORY, StalenessMeter
 
 _FIRST_READ: Final = -1
+_AS_PUSH: Final = -1  # a batch's version
 
 
 class PolicyMeasures:
@@ -54,7 +55,9 @@ class PolicyMeasures:
         self._pushed_at_s.pop(worker, None)
         self._read.pop(worker, None)
         if self._engine.version:  # else all begin at 0, and nobody has missed anything
-            self._meter.joined(worker)
+            offset = self._engine.policy.clock_offset(worker)
+            applied = self._engine.worker(worker).applied
+            self._meter.joined(worker, None if offset is None else applied + offset)
 
     def fetched(self, size_bytes: int) -> None:
         """The gradient of a set has come, in a blob of this size."""
@@ -73,7 +76,11 @@ class PolicyMeasures:
             push = item.push
             if not push.batches:
                 continue
-            self._meter.read(push.worker, push.version, push.batches[0].batch, len(push.batches))
+            if push.batches[0].version in (_AS_PUSH, push.version):
+                self._meter.read(push.worker, push.version, push.batches[0].batch, len(push.batches))
+            else:  # versions rise from batch to batch, and the push has the last one
+                for batch in push.batches:
+                    self._meter.read(push.worker, batch.version, batch.batch)
             self._add_times(item)
             if push.version > self._read.get(push.worker, _FIRST_READ):
                 self._read[push.worker] = push.version

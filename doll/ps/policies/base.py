@@ -153,6 +153,13 @@ class Policy(ABC):
         """Live workers that are sent the version just made; default: none, it is published with its first grant."""
         return ()
 
+    def clock_offset(self, worker: int) -> int | None:
+        """What is added to the number of a worker's batches for its clock, where it has joined behind the others.
+
+        Only measured with (`doll.ps.measures`); default None: the policy keeps no clocks.
+        """
+        return None
+
     def state(self) -> dict[str, Any] | None:
         """What a checkpoint must keep of the policy beyond the engine's counters; None: nothing.
 

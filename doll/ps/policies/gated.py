@@ -62,6 +62,9 @@ class GatedByClock(Policy):
     def min_version(self, view: PolicyView, worker: int) -> int:
         return self._clocks.version_of(self._needed_by(view, worker))
 
+    def clock_offset(self, worker: int) -> int | None:
+        return self._clocks.offset(worker) * self.batches_per_push
+
     def state(self) -> dict[str, Any] | None:
         return self._clocks.state()
 

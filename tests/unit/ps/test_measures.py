@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import msgspec
+import numpy as np
 import pytest
-from doll.config.policy import PolicyConfig
+from doll.config.policy import PolicyConfig, policy_section
+from doll.provisioner.traces.availability import Markov
+from doll.ps.engine import Engine
+from doll.ps.events import ApplyUpdate
+from doll.ps.measures import PolicyMeasures
+from doll.ps.policies import make_policy
 from doll.ps.policies.asp import AspPolicyConfig
 from doll.ps.policies.bsp import BspPolicyConfig
-from doll.records import Measures
+from doll.ps.state import EngineSettings
+from doll.records import Join, Measures
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
 from engine_world import POLICIES
+from pushes import applied_set, push_of
 
 
 def simulated(policy: PolicyConfig, rates_per_s: list[float], **changes: object) -> Measures:
@@ -57,6 +66,69 @@ def test_the_streams_of_a_policy_without_a_bound_drift_apart() -> None:
     measures = simulated(AspPolicyConfig(), [10.0, 5.0])
     assert min(measures.staleness) < -40
     assert max(measures.staleness) > 40
+
+
+@pytest.mark.parametrize("name", ["ssp", "essp"])
+@pytest.mark.parametrize("bound", [0, 1, 4])
+@pytest.mark.parametrize("workers", [4, 20])
+def test_no_read_is_outside_of_the_bound(name: str, bound: int, workers: int) -> None:
+    """A worker may push batch c + s before it waits, and reads at batch c everything below c - s."""
+    rates = [10.0, 14.0, 12.0, 18.0] * (workers // 4)
+    random = {"arrival_scv": 1.0, "compute": "exponential", "random_phase": True}
+    measures = simulated(policy_section(name)(name=name, staleness=bound), rates, **random)  # type: ignore[call-arg]
+    assert min(measures.staleness) >= -bound - 1
+    assert max(measures.staleness) <= bound
+    assert -bound - 1 in measures.staleness
+    assert measures.older_reads == 0
+
+
+def test_eager_weights_are_fresher() -> None:
+    rates = [10.0, 14.0, 12.0, 18.0]
+    means = []
+    for name in ("ssp", "essp"):
+        counts = simulated(policy_section(name)(name=name, staleness=8), rates).staleness  # type: ignore[call-arg]
+        means.append(sum(difference * count for difference, count in counts.items()) / sum(counts.values()))
+    assert means[1] > means[0] + 1.0
+
+
+@pytest.mark.parametrize("name", ["bsp", "ssp", "essp", "isp"])
+def test_nor_where_workers_come_and_go(name: str) -> None:
+    """What a worker has missed while it was away makes nobody's weights stale."""
+    config = policy_section(name)(name=name)
+    bound = getattr(config, "staleness", -1)
+    settings = SimulationSettings(
+        rates_per_s=[10.0] * 6, batch_size=10, policy=config, compute_s=0.25, seconds=400.0, seed=3
+    )
+    preemption = Markov(0.7, 40.0, np.random.default_rng(3))
+    system = System(settings, spot=[True] * 4 + [False] * 2, preemption=preemption, measure=True)
+    system.run()
+    assert system.preemptions > 10
+    assert system.measures is not None
+    staleness = system.measures.report().staleness
+    assert sum(staleness.values()) > 1000
+    assert set(staleness) <= set(range(-bound - 1, bound + 1)) | {-1}
+
+
+def test_the_clocks_of_a_policy_outlive_the_server() -> None:
+    """Worker 1 has joined 80 batches late: after a restart its clock is still that of the others."""
+    config = policy_section("ssp")(name="ssp")
+    settings = EngineSettings(
+        num_workers=2, records_per_batch=1, max_pending_batches=8, lease_s=8.0, grant_timeout_s=8.0,
+        checkpoint_every_updates=8, checkpoint_every_s=8.0,
+    )  # fmt: skip
+    fresh = Engine(settings, make_policy(config), term=1, now=0.0, origins=[0, 0]).snapshot(0.0)
+    state = {"minimum": 99, "offsets": {"1": 80}, "reached": [[99, 120]]}
+    snapshot = msgspec.structs.replace(fresh, version=120, applied=(100, 20), policy_state=state)
+    engine = Engine(settings, make_policy(config), term=2, now=0.0, snapshot=snapshot)
+    measures = PolicyMeasures(engine)
+    for worker in (1, 0):
+        engine.handle(Join(worker=worker, process=f"w{worker}"), 0.0)
+        measures.joined(worker)
+    session = [engine.worker(worker).session for worker in (0, 1)]
+    for worker, batch in ((0, 100), (1, 20)):
+        pushed = push_of(worker=worker, session=session[worker], term=2, version=120, batch=batch, grant_id=1, key="")
+        measures.applied(ApplyUpdate(121, (applied_set(pushed),), 1.0, 0, 0))
+    assert measures.report().staleness == {-1: 2}, "both have read a version with 100 batches' worth of either"
 
 
 @pytest.mark.parametrize("name", POLICIES)
