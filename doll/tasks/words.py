@@ -99,7 +99,9 @@ class SkipGram(TextTask):
         from torch.nn.functional import softplus  # softplus(-z) = -log sigmoid(z)
 
         ids, texts, noise = map(torch.from_numpy, self.draw(x.numpy()))
-        words, contexts = model.get_submodule("words")(ids), model.get_submodule("contexts")(ids)
+        words = model.get_submodule("words")(ids)
+        both = model.get_submodule("contexts")(torch.cat([ids, noise.flatten()]))  # a table is asked for rows once
+        contexts, against = both[: len(ids)], both[len(ids) :].view(*noise.shape, self.dimensions)
         losses = words.new_zeros(len(x))
         pairs = words.new_zeros(len(ids))  # weight of all pairs of each token
         for distance in range(1, min(self.window, len(ids) - 1) + 1):
@@ -109,7 +111,7 @@ class SkipGram(TextTask):
             losses = losses.index_add(0, texts[distance:], weight * (after + before))
             pairs[:-distance] += weight
             pairs[distance:] += weight
-        scores = torch.matmul(model.get_submodule("contexts")(noise), words[:, :, None])[:, :, 0]
+        scores = torch.matmul(against, words[:, :, None])[:, :, 0]
         losses = losses.index_add(0, texts, pairs * softplus(scores).sum(dim=1))
         return torch.stack([losses, words.new_zeros(len(x)).index_add(0, texts, pairs)], dim=1)
 

@@ -14,6 +14,7 @@ import torch
 from doll import config as job_config
 from doll.consumers.gradient import GradientComputer
 from doll.consumers.guard import Guard
+from doll.embedding_tables import EmbeddingTables
 from doll.model import FlatModel
 from doll.producers import sources
 from doll.tasks.words import SkipGram
@@ -36,6 +37,10 @@ def _model(task: SkipGram, seed: int = 0) -> FlatModel:
     model = FlatModel(task.build_model())
     model.load_weights(np.random.default_rng(seed).normal(size=model.flat.numel()).astype(np.float32))
     return model
+
+
+def _loss(task: SkipGram, model: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return task.loss(task.forward(model, x), torch.zeros(len(x)))
 
 
 def _loss_by_loops(task: SkipGram, model: FlatModel, x: npt.NDArray[np.int32], noise: npt.NDArray[np.int64]) -> float:
@@ -164,6 +169,29 @@ def test_sparse_tables_have_the_gradient_of_dense_ones() -> None:
         assert rows is not None
         assert rows.is_sparse
         torch.testing.assert_close(rows.to_dense(), dense)
+
+
+def test_rows_that_are_looked_up_have_the_gradient_of_dense_tables() -> None:
+    x = torch.from_numpy(_texts(20))
+    dense = _model(_task()).module
+    _loss(_task(), dense, x).backward()
+    model = _task(sparse=True).build_model()
+    model.load_state_dict(dense.state_dict())
+    tables, asked = EmbeddingTables(model), list[str]()
+    rows = tables.take_initial()
+
+    def look_up(name: str, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+        asked.append(name)
+        return rows[name][ids]
+
+    tables.connect(look_up)
+    _loss(_task(), model, x).backward()
+    assert asked == ["words.weight", "contexts.weight"]
+    for name, got in tables.gradients().items():
+        expected = dense.get_parameter(name).grad
+        assert expected is not None
+        np.testing.assert_allclose(got.values, expected.numpy()[got.ids], rtol=1e-5, atol=1e-6)
+        assert not np.delete(expected.numpy(), got.ids, axis=0).any()
 
 
 def test_only_rows_of_the_batchs_words_are_touched() -> None:
