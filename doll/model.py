@@ -128,8 +128,14 @@ def build(config: JobConfig, task: Task) -> FlatModel:
     """The task's model, the same in every process of the job: the seed is set before it is built.
 
     Raises:
-        ConfigError: the task's `build_model` fails, or its model cannot be trained here or is too large.
+        ConfigError: the task does not fit the policy, its `build_model` fails, or its model cannot be trained here or
+            is too large.
     """
+    if task.defines_step and not config.training.policy.sends_steps:
+        raise ConfigError(
+            f"{config.task.cls} defines step(): expected a training.policy whose workers send steps (ssp, essp, vap, "
+            f"isp, wsp, or bsp and asp with contribution: step), got {config.training.policy.name}"
+        )
     torch.manual_seed(config.seed)
     try:
         module = task.build_model()

@@ -131,6 +131,31 @@ class Task:
             return {}
         return {"accuracy": float((output.argmax(dim=1) == target).double().mean())}
 
+    def step(
+        self, weights: npt.NDArray[np.float32], x: npt.NDArray[Any], y: npt.NDArray[Any], rng: np.random.Generator
+    ) -> npt.NDArray[np.float32]:
+        """Optional, for models that do not learn by a gradient: what a batch changes in the weights.
+
+        It takes the place of gradient and optimizer at the workers, and needs a policy whose workers send steps
+        (`training.policy`). Loss and metrics are computed before it, without gradients.
+
+        Args:
+            weights: float32, shape (numel,), laid out as `doll.model` says; it must not be changed.
+            x: shape (n, *input_shape), n >= 1.
+            y: shape (n, ...).
+            rng: the same numbers whenever this batch is computed.
+
+        Returns:
+            The change of the weights, of their type and shape. The server adds it to its own weights, which may be
+            newer.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define step(weights, x, y, rng)")
+
+    @property
+    def defines_step(self) -> bool:
+        """Whether `step` takes the place of the gradient."""
+        return type(self).step is not Task.step
+
     def holdout(self) -> Iterable[Sample]:
         """Held-out samples, never in the stream. Default: none; then only prequential error is shown."""
         return ()

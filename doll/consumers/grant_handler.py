@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy.typing as npt
 
 from doll.config import JobConfig
 from doll.consumers.compressor import Compressor
@@ -19,8 +21,16 @@ from doll.records import Grant
 from doll.storage.blobs import Blobs, gradient_key
 
 if TYPE_CHECKING:
-    from doll.consumers.guard import Guard
+    from doll.consumers.guard import GuardedGradient
     from doll.optim.contribution import Contribution
+
+
+class BatchComputer(Protocol):
+    """Computes the gradient of a batch without the samples that must not be learned, or the step that a task makes."""
+
+    def compute(self, x: npt.NDArray[Any], y: npt.NDArray[Any], *, batch: int) -> GuardedGradient:
+        """Of samples `x` of shape (n, ...), `y` of shape (n, ...), of batch `batch` of the worker's stream."""
+        ...
 
 
 class GrantHandler:
@@ -31,7 +41,7 @@ class GrantHandler:
         config: JobConfig,
         *,
         local_model: LocalModel,
-        guard: Guard,
+        guard: BatchComputer,
         compressor: Compressor,
         blobs: Blobs,
         dead_letters: DeadLetters,
@@ -119,7 +129,7 @@ class GrantHandler:
     def _compute(self, batch: Batch, version: int) -> ComputedBatch | None:
         """One batch of the set; None where the sum cannot hold it: it is the first of another set."""
         begun_s = time.perf_counter()
-        gradient, bad = self._guard.compute(batch.data.x, batch.data.y)
+        gradient, bad = self._guard.compute(batch.data.x, batch.data.y, batch=batch.number)
         if gradient is not None:
             usable = len(batch.data.x) - len(bad)
             if not self._contribution.add(gradient, batch=batch.number, num_samples=usable):

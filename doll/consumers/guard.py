@@ -82,7 +82,7 @@ class Guard:
         """A few samples that were learned before; taken when they are needed, which few batches do."""
         return None if self._last is None else self._last.few()
 
-    def compute(self, x: Array, y: Array) -> GuardedGradient:
+    def compute(self, x: Array, y: Array, *, batch: int = 0) -> GuardedGradient:
         """The gradient of samples `x` of shape (n, ...), `y` of shape (n, ...), without the bad ones of them.
 
         Raises:
@@ -321,7 +321,8 @@ class Guard:
         """Loss of ordinary samples after the step that one sample's gradient makes by itself."""
         training = self._config.training
         optimizer = training.optimizer
-        share = 1.0 if training.reduction == "sum" else 1.0 / (self._config.data.batch_size * self._config.group_size)
+        batches = 1 if training.policy.sends_steps else self._config.group_size  # that one step is made of
+        share = 1.0 if training.reduction == "sum" else 1.0 / (self._config.data.batch_size * batches)
         if isinstance(optimizer, AdamConfig):
             # Adam divides by the size of the gradients so far; one number stands for all of them here.
             rate = optimizer.lr * math.sqrt(gradient.values.size) / max(usual, _TINY)

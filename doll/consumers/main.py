@@ -25,6 +25,7 @@ from doll.consumers.grant_handler import GrantHandler
 from doll.consumers.guard import Guard
 from doll.consumers.kafka_channel import JobEndedError, WorkerChannel
 from doll.consumers.local_model import CachedVersion
+from doll.consumers.own_steps import OwnSteps
 from doll.consumers.runtime import WorkerRuntime
 from doll.consumers.set_contribution import SetContribution
 from doll.consumers.spot_notices import watch_spot_notices
@@ -124,7 +125,7 @@ def _run(
     )  # fmt: skip
     dead_letters = DeadLetters(config, task, channel, core.worker, term=lambda: core.term)
     decoder = ThreadDecoder(dead_letters.decode)
-    engine = _make_engine(config, task, model, blobs, dead_letters)
+    engine = _make_engine(config, task, model, blobs, dead_letters, worker)
     link = None
     if config.control.kind != "kafka":
         link = ControlLink(services, config.control.kind)
@@ -142,19 +143,21 @@ def _run(
 
 
 def _make_engine(
-    config: JobConfig, task: Task, model: FlatModel, blobs: Blobs, dead_letters: DeadLetters
+    config: JobConfig, task: Task, model: FlatModel, blobs: Blobs, dead_letters: DeadLetters, worker: int
 ) -> GradientEngine:
     computer = GradientComputer(task, model)
     local_model: CachedVersion | StepModel
     contribution: SetContribution
     if config.training.policy.sends_steps:
-        local_model = contribution = StepModel(config.job, blobs, config.training, model, computer)
+        local_model = contribution = StepModel(
+            config.job, blobs, config.training, model, computer, takes_steps=task.defines_step
+        )
     else:
         local_model, contribution = CachedVersion(config.job, blobs, computer), computer.new_sum()
     handler = GrantHandler(
         config,
         local_model=local_model,
-        guard=Guard(config, task, computer),
+        guard=OwnSteps(config, task, model, worker) if task.defines_step else Guard(config, task, computer),
         compressor=DenseCompressor(config.job),
         blobs=blobs,
         dead_letters=dead_letters,

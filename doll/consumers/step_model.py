@@ -39,9 +39,15 @@ class StepModel:
     """
 
     def __init__(
-        self, job: str, blobs: Blobs, training: TrainingConfig, model: FlatModel, computer: GradientComputer
-    ) -> None:
-        """`computer`: of `model`."""
+        self, job: str, blobs: Blobs, training: TrainingConfig, model: FlatModel, computer: GradientComputer,
+        *, takes_steps: bool = False,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            computer: of `model`.
+            takes_steps: what `add` takes are the task's own steps, and no gradients: the optimizer is not used.
+        """
+        self._takes_steps = takes_steps
         self._weights = CachedVersion(job, blobs, computer)  # below the own steps
         self._model = model
         self._computer = computer
@@ -102,7 +108,10 @@ class StepModel:
         step = np.empty_like(weights)
         step[:n] = weights[:n]
         step[n:] = gradient.values[n:]
-        self._optimizer.apply([gradient.values], 1.0 if self._takes_sum else 1.0 / num_samples, num_samples)
+        if self._takes_steps:
+            weights[:n] += gradient.values[:n]
+        else:
+            self._optimizer.apply([gradient.values], 1.0 if self._takes_sum else 1.0 / num_samples, num_samples)
         np.subtract(weights[:n], step[:n], out=step[:n])
         self._kept.append(_Step(batch, step))
         return True
