@@ -118,7 +118,9 @@ class EmbeddingTables:
         pieces: dict[str, list[Rows]] = {}
         for name, ids, rows, padding in self._uses:
             if rows.grad is not None and len(ids):
-                values = rows.grad.numpy()
+                # One entry for each id of the input, in its order: torch's dense gradient takes longer than these sums.
+                total = torch.zeros(rows.shape).index_add_(0, rows.grad._indices()[0], rows.grad._values())
+                values = total.numpy()
                 if padding is not None:
                     ids, values = np.delete(ids, padding), np.delete(values, padding, axis=0)
                 pieces.setdefault(name, []).append(Rows(ids, values))
@@ -139,7 +141,7 @@ class EmbeddingTables:
 
     def _embed(self, layer: torch.nn.Embedding, name: str, input: torch.Tensor) -> torch.Tensor:  # as torch names it
         rows, places, padding = self._rows(name, input, layer.padding_idx)
-        return functional.embedding(places, rows, padding, scale_grad_by_freq=layer.scale_grad_by_freq)
+        return functional.embedding(places, rows, padding, scale_grad_by_freq=layer.scale_grad_by_freq, sparse=True)
 
     def _embed_bags(
         self,
@@ -151,10 +153,16 @@ class EmbeddingTables:
     ) -> torch.Tensor:
         rows, places, padding = self._rows(name, input, layer.padding_idx)
         return functional.embedding_bag(
-            places, rows, None if offsets is None else offsets.long(), scale_grad_by_freq=layer.scale_grad_by_freq,
-            mode=layer.mode, per_sample_weights=per_sample_weights, include_last_offset=layer.include_last_offset,
+            places,
+            rows,
+            None if offsets is None else offsets.long(),
+            scale_grad_by_freq=layer.scale_grad_by_freq,
+            mode=layer.mode,
+            sparse=True,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=layer.include_last_offset,
             padding_idx=padding,
-        )  # fmt: skip
+        )
 
     def _rows(
         self, name: str, input: torch.Tensor, padding_idx: int | None

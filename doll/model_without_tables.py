@@ -57,6 +57,10 @@ class _CountedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         unknown: an operation that makes the model another one; "": none.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would load its compiler, for seconds, to keep it away from this class
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.unknown = ""
@@ -77,6 +81,8 @@ class _CountedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._draw(func, tensors[0], args[1:], named)
                 else:
                     self.unknown = name
+            if name.endswith("_") and tensors[0].is_meta:
+                return tensors[0]  # in place: nothing happens; torch would load its compiler first
         return func(*args, **named)
 
     def _draw(self, func: Any, tensor: torch.Tensor, args: Sequence[Any], named: Mapping[str, Any]) -> None:

@@ -52,7 +52,8 @@ def add_in_order(pieces: Sequence[Rows]) -> Rows:
         raise ValueError("expected at least one piece, got none")
     if len(pieces) == 1:
         return pieces[0]
-    ids = np.unique(np.concatenate([piece.ids for piece in pieces]))
+    ids = np.sort(np.concatenate([piece.ids for piece in pieces]))
+    ids = ids[np.diff(ids, prepend=-1) > 0]
     values = np.zeros((len(ids), pieces[0].values.shape[1]), np.float32)
     for piece in pieces:
         values[np.searchsorted(ids, piece.ids)] += piece.values  # no id stands twice in a piece
