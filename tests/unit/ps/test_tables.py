@@ -306,6 +306,17 @@ def test_holding_copies_only_what_changes() -> None:
     assert array.moved_bytes == 0
 
 
+def test_holding_again_begins_anew() -> None:
+    array = RowArray(np.zeros((10, 1), np.float32))
+    for value in range(1, 4):
+        held = array.hold()
+        array.write(np.array([3, 7]), np.full((2, 1), value, np.float32))
+        array.write(np.array([value + 3]), np.full((1, 1), -value, np.float32))
+        assert held[3, 0] == value - 1
+        del held
+    assert array.read(np.arange(10))[:, 0].tolist() == [0, 0, 0, 3, -1, -2, -3, 3, 0, 0]
+
+
 def test_rows_must_be_contiguous_float32() -> None:
     for values in (np.zeros((2, 2)), np.zeros(4, np.float32), np.zeros((4, 4), np.float32)[:, :2]):
         with pytest.raises(ValueError, match="expected contiguous float32"):

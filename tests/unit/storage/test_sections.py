@@ -208,6 +208,13 @@ def test_says_what_is_wrong_with_a_section(change: Callable[[bytearray], object]
         decode(body(push(), change))
 
 
+def test_padding_is_zero() -> None:
+    good = push()
+    behind_name = good.index(b"embed.weight") + len(b"embed.weight") - HEADER_BYTES
+    with pytest.raises(BlobError, match="expected zeros behind a section's name, got b'\\\\x00\\\\x01"):
+        decode(body(good, _at(behind_name, "<H", 256)))
+
+
 def test_names_and_forms_are_checked() -> None:
     one = joined(sections.encode_push({"bias": rows([4], 1)}, {"bias": TableShape(9, 1)}, job=JOB, version=VERSION))
     twice = body(one, lambda raw: raw.extend(raw[8:]) or _at(0, "<I", 2)(raw))
