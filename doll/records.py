@@ -359,6 +359,7 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     computing_s: float = 0.0  # they read weights, computed and stored gradients
     idle_s: float = 0.0  # between two pushes, the rest of the time: blocked, or without a batch
     gradient_bytes: int = 0  # as sent
+    gradient_values: int = 0  # numbers sent
     dense_gradient_bytes: int = 0  # of the same gradients, before coding
     weights_bytes: int = 0  # of the versions that workers have read
 

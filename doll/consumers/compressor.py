@@ -1,7 +1,7 @@
 """Port: the form in which a worker sends a gradient.
 
-Today all of it is sent, as dense float32. Policies that hold insignificant values back keep them as a residual behind
-the same call and send the rest in a sparse form, which the server's `ModelHost` then reads (docs/decisions/0020).
+A gradient is sent as it is, dense float32. A step has many zeros where its worker holds insignificant values back, or
+where a batch touches few of the parameters: then only the others are sent.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.storage.blobs import Buffer, encode_blob
+from doll.storage.contributions import encode_contribution
 
 
 class Compressor(Protocol):
@@ -37,3 +38,14 @@ class DenseCompressor:
 
     def compress(self, gradient: npt.NDArray[np.float32], *, version: int) -> Sequence[Buffer]:
         return encode_blob(gradient, job=self._job, kind="g", version=version)
+
+
+class SparseCompressor:
+    """`Compressor` that leaves out the parameters that are zero, where that is shorter."""
+
+    def __init__(self, job: str, num_parameters: int) -> None:
+        self._job = job
+        self._num_parameters = num_parameters
+
+    def compress(self, gradient: npt.NDArray[np.float32], *, version: int) -> Sequence[Buffer]:
+        return encode_contribution(gradient, self._num_parameters, job=self._job, version=version)

@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from doll.config import JobConfig
-from doll.consumers.compressor import DenseCompressor
+from doll.consumers.compressor import Compressor, DenseCompressor, SparseCompressor
 from doll.consumers.control_link import ControlLink
 from doll.consumers.dead_letters import DeadLetters
 from doll.consumers.decoder import ThreadDecoder
@@ -148,17 +148,19 @@ def _make_engine(
     computer = GradientComputer(task, model)
     local_model: CachedVersion | StepModel
     contribution: SetContribution
+    compressor: Compressor = DenseCompressor(config.job)
     if config.training.policy.sends_steps:
         local_model = contribution = StepModel(
             config.job, blobs, config.training, model, computer, takes_steps=task.defines_step
         )
+        compressor = SparseCompressor(config.job, model.num_parameters)
     else:
         local_model, contribution = CachedVersion(config.job, blobs, computer), computer.new_sum()
     handler = GrantHandler(
         config,
         local_model=local_model,
         guard=OwnSteps(config, task, model, worker) if task.defines_step else Guard(config, task, computer),
-        compressor=DenseCompressor(config.job),
+        compressor=compressor,
         blobs=blobs,
         dead_letters=dead_letters,
         contribution=contribution,

@@ -52,7 +52,7 @@ class Optimizer:
         """
         self._model = model
         self._own = self._flat = model.flat.detach()  # `_flat` is the weights: in memory of our own, or that was given
-        self._num_parameters = model.num_parameters
+        self.num_parameters = model.num_parameters
         self._sum = torch.zeros_like(self._own)
         self._sum_is_empty = True
         self._config = config
@@ -101,7 +101,7 @@ class Optimizer:
         if self._sum_is_empty:
             return  # nothing but refused records: the version counts, the weights stay
         self._sum_is_empty = True
-        total, n, floats = self._sum, self._num_parameters, self._model.num_floats
+        total, n, floats = self._sum, self.num_parameters, self._model.num_floats
         target = self._own if into is None else torch.from_numpy(into)
         factor = scale / _SUM_FACTOR
         if self._clip_norm is not None:
@@ -139,7 +139,7 @@ class Optimizer:
 
     def _step(self, gradient: torch.Tensor, factor: float, target: torch.Tensor) -> None:
         """One step on `factor` times `gradient`, float32, shape (num_parameters,), which may be changed."""
-        before = self._flat[: self._num_parameters]
+        before = self._flat[: self.num_parameters]
         match self._config:
             case SgdConfig():
                 self._sgd(self._config, gradient, factor, before, target)

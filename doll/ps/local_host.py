@@ -19,13 +19,13 @@ from doll.storage.blobs import (
     HEADER_BYTES,
     Blobs,
     Latest,
-    decode_blob,
     encode_blob,
     encode_latest,
     finish_blob,
     latest_key,
     weights_key,
 )
+from doll.storage.contributions import decode_contribution
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -67,16 +67,19 @@ class LocalModelHost:
         try:
             if blob is None:
                 raise BlobError("not in the blob store (any more)")
-            gradient = decode_blob(blob, job=self._job, kind="g", version=order.version, numel=self.num_values)
+            decoded = decode_contribution(
+                blob, self._updater.num_parameters, job=self._job, version=order.version, numel=self.num_values
+            )
         except BlobError as exc:
             log.warning("gradient_lost", key=order.key, reason=str(exc), action="its batch is computed again")
             return FetchOutcome(GradientLost(grant_id=order.grant_id, reason=str(exc)))
+        gradient = decoded.values
         max_change = self._updater.max_change(gradient)
         self._contributions.put(order.grant_id, gradient, in_order=order.in_order)
         if order.in_order and len(blob) >= _LARGE_BYTES:  # its memory can be used for the next one
             self._blobs.delete(order.key)
             self._deleted.add(order.key)
-        return FetchOutcome(GradientFetched(grant_id=order.grant_id, max_change=max_change), blob)
+        return FetchOutcome(GradientFetched(grant_id=order.grant_id, max_change=max_change), blob, decoded.num_sent)
 
     def prefetch(self, keys: Sequence[str]) -> None:
         count = min(len(keys), _PREFETCH_BYTES // (HEADER_BYTES + 4 * self.num_values))

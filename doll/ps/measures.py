@@ -48,7 +48,7 @@ class PolicyMeasures:
         self.blocked_s = 0.0
         self.computing_s = 0.0
         self.idle_s = 0.0
-        self._gradient_bytes = self._dense_gradient_bytes = self._versions_read = 0
+        self._gradient_bytes = self._gradient_values = self._dense_gradient_bytes = self._versions_read = 0
 
     def joined(self, worker: int) -> None:
         """The engine has welcomed a new process of this worker."""
@@ -59,9 +59,10 @@ class PolicyMeasures:
             applied = self._engine.worker(worker).applied
             self._meter.joined(worker, None if offset is None else applied + offset)
 
-    def fetched(self, size_bytes: int) -> None:
-        """The gradient of a set has come, in a blob of this size."""
+    def fetched(self, size_bytes: int, num_values: int = 0) -> None:
+        """The gradient of a set has come, in a blob of this size with so many numbers."""
         self._gradient_bytes += size_bytes
+        self._gradient_values += num_values
         self._dense_gradient_bytes += self._weights_bytes
 
     def published(self, version: int, workers: Sequence[int]) -> None:
@@ -113,6 +114,7 @@ class PolicyMeasures:
             computing_s=self.computing_s,
             idle_s=self.idle_s,
             gradient_bytes=self._gradient_bytes,
+            gradient_values=self._gradient_values,
             dense_gradient_bytes=self._dense_gradient_bytes,
             weights_bytes=self._versions_read * self._weights_bytes,
         )

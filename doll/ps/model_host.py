@@ -22,10 +22,12 @@ class FetchOutcome(NamedTuple):
     Attributes:
         event: for the engine.
         blob: the gradient as the worker stored it, for the event log; None where it was lost.
+        num_sent: numbers in the blob.
     """
 
     event: GradientFetched | GradientLost
     blob: Buffer | None = None
+    num_sent: int = 0
 
 
 class ModelHost(HoldsTensors, Protocol):

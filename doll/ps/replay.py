@@ -14,8 +14,9 @@ from doll.ps.event_log import read_log
 from doll.ps.start import make_engine
 from doll.ps.updater import ContributionBuffer, Updater
 from doll.ps.updaters import make_updater
-from doll.storage.blobs import blob_info, decode_blob
+from doll.storage.blobs import blob_info
 from doll.storage.checkpoints import Checkpoint
+from doll.storage.contributions import decode_contribution
 from doll.task import load_task
 
 
@@ -49,8 +50,10 @@ def replay(
         if isinstance(entry.event, ev.GradientFetched):
             version = blob_info(entry.gradient).version
             size = updater.weights.size
-            gradient = decode_blob(entry.gradient, job=config.job, kind="g", version=version, numel=size)
-            contributions.put(entry.event.grant_id, gradient)
+            decoded = decode_contribution(
+                entry.gradient, updater.num_parameters, job=config.job, version=version, numel=size
+            )
+            contributions.put(entry.event.grant_id, decoded.values)
         for action in engine.handle(entry.event, entry.now):
             match action:
                 case ev.ApplyUpdate():

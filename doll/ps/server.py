@@ -197,8 +197,8 @@ class ParameterServer:
                 if isinstance(action, ev.FetchGradient):
                     outcome = self._timed(self._host.fetch, action)
                     if outcome.blob is not None:
-                        self._measures.fetched(len(outcome.blob))
-                    pending.append(outcome)
+                        self._measures.fetched(len(outcome.blob), outcome.num_sent)
+                    pending.append((outcome.event, outcome.blob))
                 else:
                     self._perform(action)
             self._report_update()

@@ -36,6 +36,11 @@ class Updater(HoldsTensors, Protocol):
         """float32, shape (numel,), laid out as `doll.model` says; a view of the live tensor."""
         ...
 
+    @property
+    def num_parameters(self) -> int:
+        """How many of the weights are parameters: the first ones."""
+        ...
+
     def add(self, contribution: Contribution) -> None:
         """Add `contribution` to those of the next `apply`, behind the ones added before. It is not used afterwards."""
 

@@ -36,6 +36,10 @@ class StepAdder:
         array: npt.NDArray[np.float32] = self._flat.numpy()
         return array
 
+    @property
+    def num_parameters(self) -> int:
+        return self._model.num_parameters
+
     def add(self, step: Contribution) -> None:
         tensor, floats = tensor_of(step), self._model.num_floats
         if self._sum_is_empty:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 import torch
-from doll.consumers.compressor import Compressor, DenseCompressor
+from doll.consumers.compressor import Compressor, DenseCompressor, SparseCompressor
 from doll.consumers.decoder import Decoder, ThreadDecoder
 from doll.consumers.decoding import Decoded, Records
 from doll.consumers.gradient import GradientComputer
@@ -270,7 +270,10 @@ def test_weights_that_are_not_whole_are_never_used(replica: Replica, damage: str
 
 # --- Compressor -----------------------------------------------------------------------------------------------------
 
-COMPRESSORS: dict[str, Callable[[], Compressor]] = {"dense": lambda: DenseCompressor("unit")}
+COMPRESSORS: dict[str, Callable[[], Compressor]] = {
+    "dense": lambda: DenseCompressor("unit"),
+    "sparse": lambda: SparseCompressor("unit", 90),
+}
 
 
 @pytest.fixture(params=COMPRESSORS)
