@@ -147,10 +147,14 @@ def batch_change(
     return sampler.change()
 
 
-def word_probabilities(counts: Counts, prior: Prior) -> Floats:
-    """p(word | topic), shape (V, K): the mean of its posterior, given the topics of all tokens."""
+def word_probabilities(counts: Counts, prior: Prior, num_words: int | None = None) -> Floats:
+    """p(word | topic), shape (V, K): the mean of its posterior, given the topics of all tokens.
+
+    Args:
+        num_words: V, where `counts.word_topic` has the rows of some words only; of these is the result.
+    """
     probabilities: Floats = (counts.word_topic.astype(np.float64) + prior.beta) / (
-        counts.topic.astype(np.float64) + len(counts.word_topic) * prior.beta
+        counts.topic.astype(np.float64) + (num_words or len(counts.word_topic)) * prior.beta
     )
     return probabilities
 

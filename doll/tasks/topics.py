@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from doll.errors import TaskError
 from doll.tasks import lda
-from doll.tasks.text import TextTask
+from doll.tasks.text import PADDING, TextTask
 
 if TYPE_CHECKING:
     import torch
@@ -98,9 +98,13 @@ class Topics(TextTask):
 
         if torch.is_grad_enabled():
             raise TaskError("topics have no gradient: choose a policy whose contribution is a step")
-        counts = lda.Counts(*(model.get_parameter(name).detach().numpy() for name in ("word_topic", "topic")))
-        probabilities = lda.word_probabilities(counts, self.prior)
-        likelihoods, numbers = lda.completion(probabilities, x.numpy(), self.prior.alpha)
+        ids = x.numpy()
+        words, places = np.unique(np.maximum(ids, 0), return_inverse=True)
+        documents = np.where(ids >= 0, places.reshape(ids.shape), PADDING)  # in `words`: other rows are not needed
+        word_topic, topic = (model.get_parameter(name).detach().numpy() for name in ("word_topic", "topic"))
+        counts = lda.Counts(word_topic[words], topic)
+        probabilities = lda.word_probabilities(counts, self.prior, self.vocabulary.size)
+        likelihoods, numbers = lda.completion(probabilities, documents, self.prior.alpha)
         return torch.from_numpy(np.stack([likelihoods, numbers.astype(np.float64)], axis=1))
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from commands import doll
 from doll.run import examples
 from paths import ROOT
 
-NAMES = ["clicks", "digits", "emnist", "factors", "intrusion", "ratings", "spot", "stdin", "words"]
+NAMES = ["clicks", "digits", "emnist", "factors", "intrusion", "ratings", "spot", "stdin", "topics", "words"]
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def test_every_example_is_listed_with_what_runs_it() -> None:
     assert [example["name"] for example in listed] == NAMES
     assert [example["command"] for example in listed] == [
         "doll up clicks", "doll up digits", "doll up emnist", "doll up factors", "doll up intrusion", "doll up ratings",
-        "doll spot spot", "doll up stdin", "doll up words",
+        "doll spot spot", "doll up stdin", "doll up topics", "doll up words",
     ]  # fmt: skip
     text = doll("example", "list").stdout
     assert all(f"{example['command']} " in text and example["description"] in text for example in listed)
@@ -84,7 +84,7 @@ def test_an_example_whose_data_does_not_ship_says_what_to_do(tmp_path: Path, mon
     monkeypatch.setattr(examples, "__file__", str(at.parent / "cli" / "examples.py"))
     listed = json.loads(doll("example", "list", "--json").stdout)
     lacking = {example["name"] for example in listed if example["lacks_data"]}
-    assert lacking == {"emnist", "intrusion", "ratings", "words"}
+    assert lacking == {"emnist", "intrusion", "ratings", "topics", "words"}
     result = doll("up", "intrusion")
     assert result.exit_code == 2
     assert "source.path: expected a file, but " in result.stderr

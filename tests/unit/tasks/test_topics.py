@@ -13,6 +13,7 @@ import torch
 from doll import config as job_config
 from doll.config import JobConfig
 from doll.consumers.gradient import GradientComputer
+from doll.consumers.own_steps import OwnSteps
 from doll.errors import TaskError
 from doll.evaluation.heldout import HeldOut
 from doll.model import FlatModel, build
@@ -79,6 +80,26 @@ def test_a_batch_that_is_computed_again_gives_the_same_step() -> None:
     assert _step(task, weights, x, 3).tobytes() == _step(task, weights, x, 3).tobytes()
     assert _step(task, weights, x, 3).tobytes() != _step(task, weights, x, 4).tobytes()
     assert (weights == kept).all()
+
+
+def test_a_worker_draws_the_same_topics_whenever_it_computes_a_batch() -> None:
+    config = job_config.parse(
+        "job: t\ntraining: {policy: {name: ssp}}\ntask: {class: 'doll.tasks.topics:Topics', "
+        "args: {topics: 4, vocabulary_size: 30, max_tokens: 12}}"
+    )
+    task = load_task(config)
+    model = build(config, task)
+    x = _documents(9)
+    steps = []
+    for worker, batch in ((0, 3), (0, 4), (0, 3), (1, 3)):
+        gradient, bad = OwnSteps(config, task, model, worker).compute(x, np.zeros(9), batch=batch)
+        assert bad == {}
+        assert gradient is not None
+        assert gradient.values.sum() == 2 * (x >= 0).sum()  # each token is in both tables
+        assert gradient.loss_sum == pytest.approx(9 * math.log(30))
+        steps.append(gradient.values.tobytes())
+    assert steps[0] == steps[2]
+    assert len(set(steps)) == 3
 
 
 def test_documents_without_tokens_change_nothing() -> None:
