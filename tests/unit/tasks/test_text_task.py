@@ -84,7 +84,10 @@ def test_a_vocabulary_is_written_by_falling_counts(tmp_path: Path) -> None:
 def test_processes_with_other_vocabularies_are_told_apart(tmp_path: Path, cls: type[TextTask]) -> None:
     def made(words: str) -> tuple[str, int]:
         (tmp_path / "v.txt").write_text(words)
-        text = f"job: t\ntask: {{class: '{cls.__module__}:{cls.__name__}', args: {{vocabulary_file: v.txt}}}}"
+        text = (
+            "job: t\ntraining: {policy: {name: ssp}}\n"
+            f"task: {{class: '{cls.__module__}:{cls.__name__}', args: {{vocabulary_file: v.txt}}}}"
+        )
         config = job_config.parse(text, base_folder=tmp_path)
         model = build(config, load_task(config))
         return fingerprint(config, model), model.flat.numel()
