@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Bench, LearningResult
+from benchmarks.harness import Bench, LearningResult, Observer
 from benchmarks.pipeline import BATCH, CHANNELS, GROUP_SIZES, MODELS, Runner
 from benchmarks.results import DOCS, keep, update_section
 from benchmarks.shares import gradient_share
@@ -153,23 +153,41 @@ def measure(runner: Runner, args: argparse.Namespace, say: Callable[[str], None]
     """Both tables; only the first where py-spy is not installed or not permitted."""
     rate = runner.bench.bare(MODELS[args.model], 3.0).samples_per_s
     updates = max(12, round(rate * (args.seconds + 3.0) / (args.group_size * BATCH)))
+
+    def learn(observer: Observer) -> LearningResult:
+        return runner.learn(args.model, args.group_size, updates, observer)
+
+    return tables_of(learn, _row(args), say, seconds=args.seconds, functions=not args.no_functions)
+
+
+def tables_of(
+    learn: Callable[[Observer], LearningResult], what: str, say: Callable[[str], None], *, seconds: float,
+    functions: bool = True,
+) -> list[Table]:  # fmt: skip
+    """CPU time of a run by thread, and of a second one by Python function.
+
+    Args:
+        learn: runs DOLL.
+        what: it runs.
+        seconds: of the second run that are sampled.
+    """
     sampler, cores = ThreadSampler(), os.cpu_count() or 1
-    learned = runner.learn(args.model, args.group_size, updates, sampler)
+    learned = learn(sampler)
     batches = sum(len(update.members) for update in learned.updates)
     share = gradient_share(learned.gradients, sampler.began_s, sampler.began_s + sampler.seconds)
     gradient_s = share * len(learned.gradients) * sampler.seconds
     rows = by_thread(sampler.uses, gradient_s, sampler.others_s, sampler.seconds, cores)
-    title = f"CPU time by process and thread, {_row(args)}, {_figures(learned)}"
+    title = f"CPU time by process and thread, {what}, {_figures(learned)}"
     tables = [thread_table(rows, title, sampler.seconds, cores, batches)]
     py_spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    if args.no_functions or py_spy is None:
+    if not functions or py_spy is None:
         say("no table of functions: " + ("--no-functions" if py_spy else "py-spy is not installed"))
         return tables
     with tempfile.TemporaryDirectory(prefix="doll-where-") as folder:
-        functions = FunctionSampler(py_spy, Path(folder), args.seconds, say)
-        runner.learn(args.model, args.group_size, updates, functions)
-    if functions.counts:
-        tables.append(function_table(functions.counts, f"Python functions by CPU samples ({_RATE_HZ} per second)"))
+        spy = FunctionSampler(py_spy, Path(folder), seconds, say)
+        learn(spy)
+    if spy.counts:
+        tables.append(function_table(spy.counts, f"Python functions by CPU samples ({_RATE_HZ} per second)"))
     return tables
 
 
