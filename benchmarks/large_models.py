@@ -103,14 +103,14 @@ class Replica:
 def work(pipe: Connection, worker: int, config: JobConfig, kind: str, place: str, numel: int) -> None:
     """Answer grants until the pipe is closed; then send what was measured."""
     from doll.consumers.compressor import DenseCompressor
-    from doll.consumers.local_model import GrantedVersion
+    from doll.consumers.local_model import CachedVersion
     from doll.process.memory import keep_freed_memory
 
     telemetry.configure("warning", process=f"worker-{worker}")
     keep_freed_memory()  # as a worker does
     blobs = open_store(kind, place)
     replica, compressor = Replica(numel), DenseCompressor(config.job)
-    local_model = GrantedVersion(config.job, blobs, replica)  # type: ignore[arg-type]
+    local_model = CachedVersion(config.job, blobs, replica)  # type: ignore[arg-type]
     gradient = np.full(numel, 1e-3, np.float32)
     fetch_s: list[float] = []
     store_s: list[float] = []

@@ -106,12 +106,12 @@ def worker_role(out: str, *args: Any) -> int:
     """`doll.run.roles:worker_role`, whose gradients and fetches of weights are logged in `out`, in this order."""
     name_threads()
     from doll.consumers.gradient import GradientComputer
-    from doll.consumers.local_model import GrantedVersion
+    from doll.consumers.local_model import CachedVersion
     from doll.run import roles
 
     gradients, fetches = GradientClock(), GradientClock()
     setattr(GradientComputer, "compute", gradients.timed(GradientComputer.compute))  # noqa: B010
-    setattr(GrantedVersion, "load", fetches.timed(GrantedVersion.load))  # noqa: B010
+    setattr(CachedVersion, "load", fetches.timed(CachedVersion.load))  # noqa: B010
     try:
         return roles.worker_role(*args)
     finally:
