@@ -114,3 +114,18 @@ def test_lines_of_criteo_are_learned_as_packed_records_are(make_pipeline: Any) -
     report = job.assert_audit_ok()
     assert (report.applied, report.dead) == (64, 0)
     assert job.updates[-1].loss < job.updates[0].loss
+
+
+@pytest.mark.parametrize("policy", ["{name: ssp, staleness: 2}", "{name: isp, significance: 0.7}"])
+def test_factors_are_learned_by_steps_of_the_workers_too(make_pipeline: Any, policy: str) -> None:
+    job = make_pipeline(
+        *FACTORS, "training.optimizer={name: sgd, lr: 2}", f"training.policy={policy}", "source.limit_samples=160000",
+        "stop.samples=140000",
+    )  # fmt: skip
+    job.start()
+    job.start_producer()
+    job.until_finished()
+    job.assert_audit_ok()
+    last = job.updates[-1].version
+    assert mean_loss(job, 0, 20) > 0.15
+    assert mean_loss(job, last - 100, last) < 0.03
