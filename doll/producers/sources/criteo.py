@@ -1,7 +1,7 @@
 """Clicks in Criteo's format: a line of 40 cells, and the packed record that the source and the generator send.
 
 A line has tabs between its cells: the label (1: clicked), 13 counts, 26 categories as 32-bit numbers in hex. Counts and
-categories may be empty. The packed record is `RECORD`, 157 bytes where a line of the published sample has 242, and it needs no parsing.
+categories may be empty. The packed record is `RECORD`: 157 bytes where a line has about 240, and it needs no parsing.
 """
 
 from __future__ import annotations
