@@ -142,7 +142,7 @@ def test_the_held_out_loss_is_that_of_document_completion() -> None:
 def _reuters() -> tuple[JobConfig, Topics]:
     path = REUTERS.resolve()
     config = job_config.parse(
-        "job: t\ndata: {workers: 1}\n"
+        "job: t\ndata: {workers: 1}\ntraining: {policy: {name: ssp}}\n"
         f"source: {{kind: text, path: '{path}', fields: [title, body], skip: 200}}\n"
         "task: {class: 'doll.tasks.topics:Topics', args: {topics: 20, vocabulary_size: 8192, stop_words: english, "
         f"sweeps: 3, fields: [title, body], holdout_path: '{path}', holdout_lines: 200}}}}"
