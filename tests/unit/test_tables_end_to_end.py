@@ -11,7 +11,7 @@ from doll.config import AdamConfig, OptimizerConfig, SgdConfig
 from doll.consumers.row_cache import FetchedRows, RowCache
 from doll.embedding_tables import EmbeddingTables
 from doll.model_without_tables import build_without_tables
-from doll.ps.tables.row_optimizer import row_optimizer
+from doll.optim.row_optimizer import row_optimizer
 from doll.ps.tables.store import TableStore
 from doll.rows import Floats, Ids, Rows
 from doll.storage import sections

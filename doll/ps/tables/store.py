@@ -17,8 +17,8 @@ import torch
 
 from doll.errors import CheckpointError
 from doll.optim.optimizer import DivergedError
+from doll.optim.row_optimizer import RowOptimizer
 from doll.ps.tables.row_array import RowArray
-from doll.ps.tables.row_optimizer import RowOptimizer
 from doll.ps.tables.touched_rows import TouchedRows
 from doll.rows import Floats, Ids, Rows, TableShape, add_in_order
 from doll.storage.sections import RowRequest

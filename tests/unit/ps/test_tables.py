@@ -12,8 +12,8 @@ from doll.config import AdamConfig, OptimizerConfig, SgdConfig
 from doll.errors import CheckpointError, ConfigError, IllegalEventError
 from doll.model import FlatModel
 from doll.optim.optimizer import DivergedError, Optimizer
+from doll.optim.row_optimizer import LazyAdam, RowAdagrad, RowOptimizer, RowSgd, row_optimizer
 from doll.ps.tables.row_array import RowArray
-from doll.ps.tables.row_optimizer import LazyAdam, RowAdagrad, RowOptimizer, RowSgd, row_optimizer
 from doll.ps.tables.store import Table, TableStore
 from doll.ps.tables.subscriptions import Subscriptions
 from doll.ps.tables.touched_rows import NEVER, TouchedRows
