@@ -164,15 +164,15 @@ class ScaleInTuner:
         if len(steps) < scale_in.MIN_POINTS:
             return Verdict(False, f"{len(steps)} losses since the last removal, {scale_in.MIN_POINTS} are needed")
         curve = scale_in.fit_slow(steps, losses)
-        step_s = scale_in.mean_step_s(history.step_seconds(state.removed_step, settings.ignored_steps))
-        if curve is None or step_s is None:
+        step_times = self._step_time_now(history)
+        if curve is None or not step_times:
             return Verdict(False, "no curve fits the losses since the last removal")
         a, exponent, c, floor = state.reference
         reference = Pace(ReferenceCurve((a, exponent, c, floor)), state.reference_step_s)
         step = reference_step = history.last_step
         if settings.elapsed_reference:
             reference_step = history.first_step + history.elapsed_s / reference.step_s
-        score = self._score(step, settings.horizon_s, reference, Pace(curve, step_s), reference_step)
+        score = self._score(step, settings.horizon_s, reference, Pace(curve, step_times[0][1]), reference_step)
         why = (
             f"the loss in {settings.horizon_s:g} s is predicted to be {score:+.1%} from that of all workers, with a "
             f"threshold of {settings.threshold:.1%}"

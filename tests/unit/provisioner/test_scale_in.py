@@ -306,6 +306,38 @@ def test_a_successor_keeps_what_was_released_and_goes_on() -> None:
     scene.until_released(2)
 
 
+def test_a_release_is_saved_before_the_machine_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The provisioner dies when it ends the machine: its successor does not buy another one for the slot."""
+    scene = Scene()
+
+    def dies(ids: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scene.fleet, "terminate", dies)
+        with pytest.raises(KeyboardInterrupt):
+            scene.until_released()
+    (entry,) = scene.journal("release")
+    scene.restart()
+    decision = scene.step()
+    assert decision.released == (entry["slot"],)
+    assert [action.action.slot for action in decision.actions if isinstance(action.action, Terminate)] == [
+        entry["slot"]
+    ]
+    assert len(scene.journal("release")) == 1
+
+
+def test_losses_of_updates_that_are_rolled_back_are_forgotten() -> None:
+    scene = Scene()
+    scene.until(lambda: scene.world.progress()[0] >= 40)
+    scene.world.tell(scene.controller)
+    assert scene.controller.observed.losses.last_step >= 40
+    scene.controller.feed(
+        TermStarted(term=2, resumed_version=20, origins=(), records_per_batch=1, time_s=scene.clock()), scene.clock()
+    )
+    assert 0 < scene.controller.observed.losses.last_step <= 20
+
+
 @hypothesis_settings(max_examples=8, deadline=None)
 @given(restarts=st.sets(st.integers(1, 89), max_size=5))
 def test_restarts_at_any_turn_change_no_decision(restarts: set[int]) -> None:

@@ -205,6 +205,18 @@ def test_the_gain_of_a_removal_follows_from_measured_step_times() -> None:
     assert gain < 1
 
 
+def test_the_first_steps_after_a_removal_do_not_count_for_speed() -> None:
+    """While a worker leaves, steps take longer."""
+    job = Job()
+    while not job.removed_at:
+        job.run(1)
+    job.step_s = 0.5
+    job.run(4)
+    job.step_s = 0.25
+    job.run(3)
+    assert job.tuner.gain_of_removal(job.history) == pytest.approx(7 / 6, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [
