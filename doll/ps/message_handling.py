@@ -184,7 +184,7 @@ class MessageHandling(EngineState):
 
     def _is_next_in_order(self, number: int) -> bool:
         """Whether no gradient is outstanding that is added before that of grant `number`."""
-        if not self.policy.exact_version:
+        if not self.policy.exact_version or self.policy.holds_back:  # rests may be applied before it at the end
             return False
         self._forget_answered()
         return self._computing_numbers[0] == number

@@ -125,6 +125,33 @@ def test_the_job_ends_with_a_model_that_is_whole() -> None:
     assert world.whole == [{0, 1}] * 3
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_job_that_ends_in_the_middle_of_a_round_leaves_the_round_out(lost: bool) -> None:
+    """Gradients of the round are at the server already, and nobody will apply them."""
+    world = World(ISP)
+    drive(world, 3, 0, 1, 2)
+    for worker, records in ((0, 6), (1, 6), (2, 4)):
+        world.high[worker] += records
+    drive(world, 30, 0, 1, 2)
+    assert world.engine is not None
+    assert [worker.held for worker in world.engine.workers()] == [1, 1, 0]
+    world.handle(ev.StopRequested(reason="enough"))
+    if lost:
+        world.kill_worker(1)
+        world.start_worker(1)
+    drive(world, 8, 0, 1, 2)
+    world.store_checkpoint()
+    if lost:
+        assert world.rolled_back == 1
+        world.settle()
+        world.check_ledger()
+        return
+    assert world.engine.finished == "enough"
+    assert world.stored is not None
+    assert world.stored.applied == (2, 2, 2)
+    assert world.whole == [{0, 1}] * 3
+
+
 def test_a_push_that_holds_back_under_another_policy_is_refused() -> None:
     world = World("bsp")
     drive(world, 3, 0, 1, 2)
