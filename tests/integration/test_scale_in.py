@@ -19,7 +19,7 @@ from waiting import WAIT_TIMEOUT_S
 pytestmark = pytest.mark.integration
 
 OVERRIDES = (
-    "training.policy={name: bsp}", "plan.deadline_s=100000", "plan.spot_usd_per_h=0.158",
+    "plan.deadline_s=100000", "plan.spot_usd_per_h=0.158",
     "plan.on_demand_usd_per_h=0.286", "plan.boot_s=5", "plan.alpha=0.999", "plan.cycle_s=36000",
     "provision.every_s=1", "arrivals.process=poisson",
     "arrivals.rate_per_s=20", "stop.updates=2000", "provision.scale_in.enabled=true", "provision.scale_in.every_s=2",
@@ -27,9 +27,9 @@ OVERRIDES = (
 )  # fmt: skip
 
 
-@pytest.fixture
-def job(make_pipeline: Callable[..., Any]) -> Any:
-    job = make_pipeline(*OVERRIDES)
+@pytest.fixture(params=["bsp", "isp"])
+def job(request: pytest.FixtureRequest, make_pipeline: Callable[..., Any]) -> Any:
+    job = make_pipeline(*OVERRIDES, f"training.policy={{name: {request.param}}}")
     job.start_ps()
     return job
 
@@ -84,6 +84,9 @@ def play(job: Any) -> None:
     job.until_status(lambda status: not status.workers[slot].is_live, "the worker to leave")
     leaves = [record for record in job.read("events") if isinstance(record, Leave)]
     assert [leave.worker for leave in leaves] == [slot], "it left, it was not killed"
+    filters = any(member.held_back for update in job.updates for member in update.members)
+    assert filters == (job.config.training.policy.name == "isp")
+    job.until(lambda: nothing_held_back(job, slot), "all that its filter held back")
     (ended,) = [machine for machine in machines(job) if machine["instance"]["slot"] == slot]
     assert ended["exit_code"] in (0, None)
 
@@ -99,6 +102,18 @@ def play(job: Any) -> None:
     feed(2100)
     job.until_finished()
     assert applied_of(job, slot) > applied
+
+
+def nothing_held_back(job: Any, slot: int) -> bool:
+    """What a worker's filter (isp) kept of the steps of its batches is in the model."""
+    settled = [until for update in job.updates for worker, until in update.settled if worker == slot]
+    held_back = [
+        member.batch
+        for update in job.updates
+        for member in update.members
+        if member.worker == slot and member.held_back
+    ]
+    return max(settled, default=0) > max(held_back, default=-1)
 
 
 def applied_of(job: Any, slot: int) -> int:
