@@ -241,7 +241,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.clicks", description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=614_400, help="clicks in the stream; default 614,400")
     parser.add_argument("--repetitions", type=int, default=3, help="runs of each learner, in turn; default 3")
-    parser.add_argument("--batches", default="256:0.01,1024:0.02,2048:0.03", help="DOLL's batch sizes and learning rates of Adam")
+    parser.add_argument(
+        "--batches", default="256:0.01,1024:0.02,2048:0.03", help="DOLL's batch sizes and rates of Adam"
+    )
     parser.add_argument("--wait-s", type=float, default=20.0, help="longest wait for an idle machine before each run")
     parser.add_argument("--only-doll", action="store_true", help="without River and Vowpal Wabbit")
     parser.add_argument("--profile", action="store_true", help="CPU time of DOLL by thread and function, and no more")
