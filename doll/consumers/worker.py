@@ -294,7 +294,11 @@ class WorkerCore:
         self._granted_until = max(self._granted_until, end)
         self._rest = None  # no batch is granted while a rest is awaited
         new: list[int] = []
-        if self._kept and grant.first <= self._kept[-1].batch and grant.grant_ids[0] > self._newest[grant.first]:
+        if (
+            self._kept
+            and grant.first <= self._kept[-1].batch
+            and grant.grant_ids[0] > self._newest.get(grant.first, -1)
+        ):
             self._kept = [item for item in self._kept if item.batch < grant.first]  # they are computed again
         pushes: dict[int, Push] = {}  # by their first grants
         for batch, number in enumerate(grant.grant_ids, grant.first):

@@ -193,6 +193,8 @@ class Engine(MessageHandling):
                     f"policy {self.policy.name} applies {len(applied)} batches of a set of {len(pushed.grants)} "
                     f"(grant {number}): their gradients are one sum"
                 )
+        for pushed, _ in sets.values():
+            self._settling.applied(self._owner(self._partitions[pushed.grants[0].partition]), pushed.push)
         if self.policy.exact_version:
             if self._grants:
                 raise IllegalEventError(

@@ -224,7 +224,7 @@ class MessageHandling(EngineState):
         if partition.computing_grants:
             self._running_since_s[partition.number] = now  # a worker computes its sets one after the other
         owner = self._owner(partition)
-        self._settling.note(owner)
+        self._settling.received(owner)
         self._note_change(owner)
 
     def _on_rest(self, worker: Worker, event: Push, now: float, actions: list[EngineAction]) -> None:
@@ -234,7 +234,7 @@ class MessageHandling(EngineState):
             self.counters["refused_content"] += 1
             self._drop(event, "content", actions)
             return
-        if event.term != self.term or event.settles <= partition.settled:
+        if event.term != self.term or self._settling.is_known(worker, event.settles):
             self.counters["refused_duplicate"] += 1
             return
         if not partition.applied <= event.settles <= partition.received:

@@ -75,6 +75,7 @@ class Partition:
         "origin",
         "settled",
         "waiting",
+        "whole",
     )
 
     def __init__(self, number: int, origin: int, applied: int) -> None:
@@ -84,7 +85,8 @@ class Partition:
         self.applied = applied
         self.durable = applied
         self.announced = applied
-        self.settled = applied  # of batches below it nothing is held back, once all that is here is applied
+        self.settled = applied  # of batches below it nothing is held back: all of their steps is at the server
+        self.whole = applied  # batches below it are in the model with their whole steps
         self.held_grants: deque[ActiveGrant] = deque()
         self.computing_grants: deque[ActiveGrant] = deque()
         self.waiting: deque[int] = deque()  # of each waiting batch: its place in the order of announcements

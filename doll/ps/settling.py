@@ -41,7 +41,8 @@ class Settling:
     def __init__(self) -> None:
         self.is_under_way = False
         self._is_last = False  # what is not applied yet never will be
-        self._unsettled: dict[int, Worker] = {}
+        self._unsettled: dict[int, Worker] = {}  # a part of a step is nowhere but with their processes
+        self._incomplete: dict[int, Worker] = {}  # of an applied batch a part of the step is not in the model
         self._rests: dict[int, _Rest] = {}
         self._asked_at_s: float | None = None
         # Above those of all grants: a rest is never added to an update of gradients.
@@ -50,19 +51,39 @@ class Settling:
     @property
     def is_settled(self) -> bool:
         """Whether the model has the whole steps of all applied batches."""
-        return not self._unsettled and not self._rests
-
-    def note(self, worker: Worker) -> None:
-        """Gradients of this worker have come, or its rest."""
-        partition = worker.partition
-        if partition.settled >= (partition.applied if self._is_last else partition.received):
-            self._unsettled.pop(worker.number, None)
-        else:
-            self._unsettled[worker.number] = worker
+        return not self._incomplete and not self._rests
 
     def holds_back(self, worker: Worker) -> bool:
         """Whether a part of this worker's steps is nowhere but with its process."""
         return worker.number in self._unsettled
+
+    def received(self, worker: Worker) -> None:
+        """Contributions of this worker have come."""
+        if self._is_last:
+            return
+        partition = worker.partition
+        if partition.settled >= partition.received:
+            self._unsettled.pop(worker.number, None)
+        else:
+            self._unsettled[worker.number] = worker
+
+    def applied(self, worker: Worker, push: Push) -> None:
+        """All batches of `push`, or the rest that it is, are in the model."""
+        partition = worker.partition
+        if not push.batches:
+            partition.whole = max(partition.whole, push.settles)
+        elif not push.holds_back:
+            partition.whole = partition.applied
+        if partition.whole >= partition.applied:
+            self._incomplete.pop(worker.number, None)
+        else:
+            self._incomplete[worker.number] = worker
+
+    def is_known(self, worker: Worker, until: int) -> bool:
+        """Whether what this worker had held back of batches below `until` is here already."""
+        partition = worker.partition
+        coming = any(rest.worker is worker and rest.push.settles >= until for rest in self._rests.values())
+        return coming or until <= (partition.whole if self._is_last else partition.settled)
 
     def add(self, worker: Worker, push: Push, now: float) -> int:
         """A rest is announced; without a key there is nothing to fetch. Returns its number."""
@@ -82,14 +103,18 @@ class Settling:
 
     def _arrived(self, rest: _Rest) -> None:
         rest.is_here = True
-        rest.worker.partition.settled = max(rest.worker.partition.settled, rest.push.settles)
-        self.note(rest.worker)
+        partition = rest.worker.partition
+        partition.settled = max(partition.settled, rest.push.settles)
+        if rest.push.settles >= (partition.applied if self._is_last else partition.received):
+            self._unsettled.pop(rest.worker.number, None)
 
     def take(self) -> list[tuple[AppliedSet, tuple[int, int]]]:
         """The rests, once all that were announced or asked for are here: each with (worker, until)."""
         if (self.is_under_way and self._unsettled) or not all(rest.is_here for rest in self._rests.values()):
             return []
         rests, self._rests = self._rests, {}
+        for rest in rests.values():
+            self.applied(rest.worker, rest.push)
         return [
             (AppliedSet(rest.push, rest.received_at_s, (), rest.number), (rest.worker.number, rest.push.settles))
             for rest in rests.values()
@@ -107,10 +132,10 @@ class Settling:
         ]
 
     def stop(self) -> None:
-        """Nothing more is applied, but for rests."""
+        """Nothing more is applied, but for rests: what a contribution brings that is not applied is missing too."""
         self._is_last = True
-        for worker in list(self._unsettled.values()):
-            self.note(worker)
+        coming = {rest.worker.number for rest in self._rests.values()}
+        self._unsettled = {number: worker for number, worker in self._incomplete.items() if number not in coming}
 
     def end(self) -> None:
         """Nothing is asked for any more."""
