@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ OVERRIDES = (
     "arrivals.rate_per_s=20", "stop.updates=2000", "provision.scale_in.enabled=true", "provision.scale_in.every_s=2",
     "provision.scale_in.horizon_s=2", "provision.scale_in.knee_slope=-0.01",
 )  # fmt: skip
+
+UPDATES_PER_S = 50  # until the release: the 2,000 updates of the job last 40 s
 
 
 @pytest.fixture(params=["bsp", "isp"])
@@ -65,6 +68,7 @@ def journal(job: Any) -> list[dict[str, Any]]:
 
 def play(job: Any) -> None:
     job.sent = 0
+    begun_s = time.monotonic()
 
     def feed(updates: int) -> None:
         job.send(job.samples(16 * updates))
@@ -74,8 +78,10 @@ def play(job: Any) -> None:
         return [entry for entry in journal(job) if entry["kind"] == kind]
 
     def released() -> bool:
-        if job.status is not None and all(worker.is_live for worker in job.status.workers):
-            feed(2)  # the stream goes on, as fast as it is learned
+        # The stream goes on, and never so fast that the job has ended before the release.
+        is_due = job.sent < 16 * UPDATES_PER_S * (time.monotonic() - begun_s)
+        if is_due and job.status is not None and all(worker.is_live for worker in job.status.workers):
+            feed(2)
         return bool(changed("release"))
 
     job.until(released, "a release")
