@@ -72,7 +72,7 @@ class DeletedRecords:
         except ServiceUnavailableError:
             return offset  # the client has logged that Kafka is unreachable
         if offset > high:
-            # The leader has no such offset. One that merely does not know yet that it is committed gives no error.
+            # The leader has no such offset. One that only does not know yet that it is committed gives no error.
             self._exit.request(ConfigError.exit_code, truncated_message(self._topic, worker, offset, high))
             return None
         if offset >= low or await self._has_newer_start(offset):

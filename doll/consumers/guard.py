@@ -1,7 +1,7 @@
 """The gradient of a batch without harmful samples: those that cannot be computed, and those that would break the model.
 
 A batch that is computed and looks as usual costs one norm. Only one that fails, or whose gradient is far longer than
-those before it, is inspected. Samples that fail by themselves are refused. Of a batch that is merely unusual, a sample
+those before it, is inspected. Samples that fail by themselves are refused. Of a batch that is only unusual, a sample
 is refused where its gradient is far longer than those of ordinary samples, with wrong targets too, *and* its step would
 break the model for ordinary samples: a hard or rare sample late in training passes (ADR 0011).
 

@@ -379,7 +379,8 @@ class WorkerRuntime:
         # The time that is left may become shorter meanwhile.
         while self._core.busy and departure.left_s() > _STREAM_STOP_S:
             await asyncio.sleep(_DRAIN_POLL_S)
-        if (rest := self._core.rest) is not None:
+        # Behind a gradient that is not done in time it would come too late.
+        if (rest := self._core.rest) is not None and not self._core.busy:
             await self._store_rest(rest)
         self._do(self._core.leave(departure.cause))
         self._channel.flush(min(1.0, max(0.0, departure.left_s())))

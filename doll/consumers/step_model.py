@@ -47,11 +47,10 @@ class StepModel:
             computer: of `model`.
             takes_steps: what `add` takes are the task's own steps, and no gradients: the optimizer is not used.
         """
-        self._takes_steps = takes_steps
         self._weights = CachedVersion(job, blobs, computer)  # below the own steps
         self._model = model
         self._computer = computer
-        self._optimizer = Optimizer(model, training.optimizer, training.clip_norm)
+        self._optimizer = None if takes_steps else Optimizer(model, training.optimizer, training.clip_norm)
         self._takes_sum = training.reduction == "sum"
         self._term = -1
         self._pushed: deque[_Step] = deque()  # the weights that were fetched last do not hold them
@@ -108,7 +107,7 @@ class StepModel:
         step = np.empty_like(weights)
         step[:n] = weights[:n]
         step[n:] = gradient.values[n:]
-        if self._takes_steps:
+        if self._optimizer is None:
             weights[:n] += gradient.values[:n]
         else:
             self._optimizer.apply([gradient.values], 1.0 if self._takes_sum else 1.0 / num_samples, num_samples)

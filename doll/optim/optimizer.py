@@ -123,13 +123,7 @@ class Optimizer:
         return {WEIGHTS: self.weights.copy() if self._flat is self._own else self.weights, **tensors}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        weights = tensors.get(WEIGHTS)
-        try:
-            if weights is None:
-                raise ValueError(f"expected weights of shape {tuple(self._own.shape)}, got nothing")
-            self._model.load_weights(weights)
-        except ValueError as exc:
-            raise CheckpointError(str(exc)) from exc
+        load_weights(self._model, tensors)
         self._flat = self._own
         self._state = {
             key.removeprefix(_STATE): torch.from_numpy(np.array(value))
@@ -184,6 +178,21 @@ class Optimizer:
                 weight_decay=config.weight_decay, eps=_ADAM_EPSILON, maximize=False,
             )  # fmt: skip
         state["step"] += 1
+
+
+def load_weights(model: FlatModel, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+    """Copy the weights of a checkpoint into the model.
+
+    Raises:
+        CheckpointError: there are none, or of another shape.
+    """
+    weights = tensors.get(WEIGHTS)
+    try:
+        if weights is None:
+            raise ValueError(f"expected weights of shape {tuple(model.flat.shape)}, got nothing")
+        model.load_weights(weights)
+    except ValueError as exc:
+        raise CheckpointError(str(exc)) from exc
 
 
 def is_finite(vector: torch.Tensor) -> bool:

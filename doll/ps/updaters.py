@@ -11,10 +11,9 @@ import numpy.typing as npt
 import torch
 
 from doll.config import TrainingConfig
-from doll.errors import CheckpointError
 from doll.model import FlatModel
 from doll.optim.contribution import Contribution
-from doll.optim.optimizer import WEIGHTS, Optimizer, diverged, is_finite, tensor_of
+from doll.optim.optimizer import WEIGHTS, Optimizer, diverged, is_finite, load_weights, tensor_of
 from doll.ps.updater import Updater
 
 
@@ -87,13 +86,7 @@ class StepAdder:
         return {WEIGHTS: self.weights.copy() if self._flat is self._own else self.weights}
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
-        weights = tensors.get(WEIGHTS)
-        try:
-            if weights is None:
-                raise ValueError(f"expected weights of shape {tuple(self._own.shape)}, got nothing")
-            self._model.load_weights(weights)
-        except ValueError as exc:
-            raise CheckpointError(str(exc)) from exc
+        load_weights(self._model, tensors)
         self._flat = self._own
 
 

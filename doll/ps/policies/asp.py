@@ -11,7 +11,22 @@ from doll.config.policy import PolicyConfig
 from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView
 
 
-class AspPolicyConfig(PolicyConfig):
+class AsynchronousConfig(PolicyConfig):
+    """What asp and vap have in common."""
+
+    def batches_per_update(self, num_workers: int) -> int:
+        return 1
+
+    def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
+        """λ_U = (sum of the arrival rates) / b.
+
+        >>> AspPolicyConfig().update_rate_per_s([100.0, 50.0], batch_size=10)
+        15.0
+        """
+        return sum(rates_per_s) / batch_size
+
+
+class AspPolicyConfig(AsynchronousConfig):
     """Asynchronous: every gradient is applied as it comes."""
 
     name: Literal["asp"] = "asp"
@@ -24,17 +39,6 @@ class AspPolicyConfig(PolicyConfig):
     @property
     def sends_steps(self) -> bool:
         return self.contribution == "step"
-
-    def batches_per_update(self, num_workers: int) -> int:
-        return 1
-
-    def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
-        """λ_U = (sum of the arrival rates) / b.
-
-        >>> AspPolicyConfig().update_rate_per_s([100.0, 50.0], batch_size=10)
-        15.0
-        """
-        return sum(rates_per_s) / batch_size
 
 
 class Asp(Policy):

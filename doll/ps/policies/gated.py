@@ -6,8 +6,31 @@ from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
+from doll.config.policy import PolicyConfig
 from doll.ps.policies.base import BatchId, Offer, Policy, PolicyView
 from doll.ps.policies.clocks import WaitingAtGate, WorkerClocks
+
+
+class GatedConfig(PolicyConfig):
+    """What the sections of these policies have in common."""
+
+    @property
+    @abstractmethod
+    def bound_text(self) -> str:
+        """What a worker waits for, in words: behind "with policy NAME"."""
+
+    @property
+    def sends_steps(self) -> bool:
+        return True
+
+    def shortfall_text(self, missing: int, *, live: int, workers: int, max_pending_batches: int) -> str:
+        if not live:
+            return super().shortfall_text(missing, live=live, workers=workers, max_pending_batches=max_pending_batches)
+        return (
+            f"no update can be made: with policy {self.name} {self.bound_text}, and {missing} of {live} give none "
+            "(no push within worker.grant_timeout_s, or a stream without records while the others wait); restart "
+            "these workers, check that their streams get records, or choose another policy"
+        )
 
 
 class GatedByClock(Policy):

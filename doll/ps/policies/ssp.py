@@ -7,14 +7,13 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt
 
-from doll.config.policy import PolicyConfig
 from doll.ps.policies.base import PolicySpec
-from doll.ps.policies.gated import GatedByClock
+from doll.ps.policies.gated import GatedByClock, GatedConfig
 
 MAX_STALENESS = 10_000
 
 
-class BoundedStalenessConfig(PolicyConfig):
+class BoundedStalenessConfig(GatedConfig):
     """What SSP and ESSP have in common."""
 
     staleness: NonNegativeInt = Field(
@@ -22,8 +21,8 @@ class BoundedStalenessConfig(PolicyConfig):
     )
 
     @property
-    def sends_steps(self) -> bool:
-        return True
+    def bound_text(self) -> str:
+        return f"no worker may be more than {self.staleness} batches ahead of the slowest"
 
     def batches_per_update(self, num_workers: int) -> int:
         return 1
@@ -31,16 +30,6 @@ class BoundedStalenessConfig(PolicyConfig):
     def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
         """The slowest stream sets the pace of all: a difference of s batches lasts for s batches only."""
         return len(rates_per_s) * min(rates_per_s, default=0.0) / batch_size
-
-    def shortfall_text(self, missing: int, *, live: int, workers: int, max_pending_batches: int) -> str:
-        if not live:
-            return super().shortfall_text(missing, live=live, workers=workers, max_pending_batches=max_pending_batches)
-        return (
-            f"no update can be made: with policy {self.name} no worker may be more than {self.staleness} batches "
-            f"ahead of the slowest, and {missing} of {live} give none (no gradient within worker.grant_timeout_s, or a "
-            "stream without records while the others wait); restart these workers, check that their streams get "
-            "records, or choose another policy"
-        )
 
 
 class SspPolicyConfig(BoundedStalenessConfig):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import ClassVar, Final, Literal
 
 from pydantic import Field, PositiveFloat
 
-from doll.config.policy import PolicyConfig
-from doll.ps.policies.base import BatchId, Policy, PolicySpec, PolicyView
+from doll.ps.policies.asp import Asp, AsynchronousConfig
+from doll.ps.policies.base import PolicySpec, PolicyView
 
 _MAX_MISSED: Final = 256  # a view that misses so many updates is never allowed: no grant looks at more of them
 
 
-class VapPolicyConfig(PolicyConfig):
+class VapPolicyConfig(AsynchronousConfig):
     """Asynchronous, with a bound on the values that a worker may miss: no number of its weights is more than
     value_bound / sqrt(t) away from the model's, t being the number of updates."""
 
@@ -31,19 +31,8 @@ class VapPolicyConfig(PolicyConfig):
     def sends_steps(self) -> bool:
         return True
 
-    def batches_per_update(self, num_workers: int) -> int:
-        return 1
 
-    def update_rate_per_s(self, rates_per_s: Sequence[float], batch_size: int) -> float:
-        """λ_U = (sum of the arrival rates) / b.
-
-        >>> VapPolicyConfig().update_rate_per_s([100.0, 50.0], batch_size=10)
-        15.0
-        """
-        return sum(rates_per_s) / batch_size
-
-
-class Vap(Policy):
+class Vap(Asp):
     """Every step is an update of its own, every version is sent to all, and a worker whose weights miss too much of the
     others' steps does not compute before it has newer ones.
 
@@ -53,14 +42,13 @@ class Vap(Policy):
     """
 
     name: ClassVar[str] = "vap"
-    exact_version: ClassVar[bool] = False
 
     def __init__(self, value_bound: float) -> None:
         """`value_bound`: v_0 > 0; may be infinite."""
         if not value_bound > 0:
             raise ValueError(f"expected a value bound v_0 > 0, got {value_bound}")
+        super().__init__()
         self.value_bound = value_bound
-        self._idle: set[int] = set()  # workers with a waiting batch that compute nothing
         self._live: set[int] = set()
         self._moved: dict[int, float] = {}  # of each worker, see WorkerCounters
         # (version, worker, how far its step has moved any one number at most) of the newest updates
@@ -71,23 +59,13 @@ class Vap(Policy):
         return self.value_bound / math.sqrt(version + 1)
 
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:
+        super().changed(view, workers)
         for number in workers:
             worker = view.worker(number)
             (self._live.add if worker.is_live else self._live.discard)(number)
-            (self._idle.add if worker.waiting and not worker.computing else self._idle.discard)(number)
             if (step := worker.moved - self._moved.get(number, 0.0)) > 0:
                 self._moved[number] = worker.moved
                 self._steps.append((view.version, number, step))
-
-    def start(self, view: PolicyView) -> Sequence[int]:
-        if not self._idle:
-            return ()
-        # A new set: one that was large keeps its size, and to look through it costs as much as before.
-        idle, self._idle = self._idle, set()
-        return sorted(idle)
-
-    def collect(self, view: PolicyView) -> Sequence[BatchId]:
-        return view.held_batches()[:1] if view.num_held else ()
 
     def min_version(self, view: PolicyView, worker: int) -> int:
         if math.isinf(self.value_bound):

@@ -7,15 +7,14 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from doll.config.policy import PolicyConfig
 from doll.ps.policies.base import BatchId, PolicySpec, PolicyView
-from doll.ps.policies.gated import GatedByClock
+from doll.ps.policies.gated import GatedByClock, GatedConfig
 
 MAX_WAVE_BATCHES = 1_000
 MAX_CLOCK_DISTANCE = 10_000
 
 
-class WspPolicyConfig(PolicyConfig):
+class WspPolicyConfig(GatedConfig):
     """Waves: each worker pushes the steps of N_m batches as one, and is at most D waves ahead of the slowest."""
 
     name: Literal["wsp"] = "wsp"
@@ -29,8 +28,8 @@ class WspPolicyConfig(PolicyConfig):
     )
 
     @property
-    def sends_steps(self) -> bool:
-        return True
+    def bound_text(self) -> str:
+        return "the workers wait for the slowest wave"
 
     @property
     def batches_per_push(self) -> int:
@@ -46,15 +45,6 @@ class WspPolicyConfig(PolicyConfig):
         2.0
         """
         return len(rates_per_s) * min(rates_per_s, default=0.0) / (batch_size * self.wave_batches)
-
-    def shortfall_text(self, missing: int, *, live: int, workers: int, max_pending_batches: int) -> str:
-        if not live:
-            return super().shortfall_text(missing, live=live, workers=workers, max_pending_batches=max_pending_batches)
-        return (
-            f"no update can be made: with policy wsp the workers wait for the slowest wave, and {missing} of {live} "
-            "give none (no push within worker.grant_timeout_s, or a stream without records while the others wait); "
-            "restart these workers, check that their streams get records, or choose another policy"
-        )
 
 
 class Wsp(GatedByClock):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+from clock_world import ClockWorld, drive
 from doll.ps import events as ev
 from doll.ps.engine import Engine
-from doll.ps.policies.base import Policy, PolicyView
+from doll.ps.policies.base import PolicyView
 from doll.ps.policies.clocks import WaitingAtGate, WorkerClocks
 from doll.ps.policies.essp import Essp, EsspPolicyConfig
 from doll.ps.policies.ssp import BoundedStalenessConfig, Ssp, SspPolicyConfig
@@ -18,72 +21,25 @@ from hypothesis import strategies as st
 CONFIGS = {"ssp": SspPolicyConfig, "essp": EsspPolicyConfig}
 
 
-class Counted(World):
-    """Checks every grant against clocks that are counted from the engine's counters alone."""
+class Counted(ClockWorld):
+    """Attributes:
+    reached: how often weights were as old as they may be.
+    """
 
-    def __init__(self, policy: BoundedStalenessConfig, make: type[Policy] | None = None) -> None:
+    def __init__(self, policy: BoundedStalenessConfig, make: type[Ssp] | None = None) -> None:
         self._staleness = policy.staleness
-        self._make = make
-        self._min = 0
-        self._offsets: dict[int, int] = {}
-        self._live: set[int] = set()
-        self._held_by: dict[tuple[int, int], list[int]] = {}  # (term, version) -> batches of each worker in it
-        self._kept: tuple[int, dict[int, int]] = (0, {})  # minimum and offsets of the stored checkpoint
-        self._of_orders: dict[int, tuple[int, dict[int, int]]] = {}
-        self.grants = self.waited = self.reached = 0
-        super().__init__(policy)
+        self.reached = 0
+        super().__init__(policy, None if make is None else partial(make, policy.staleness))
 
-    def make_policy(self) -> Policy:
-        self._min, self._offsets = self._kept[0], dict(self._kept[1])
-        self._live = set()
-        return super().make_policy() if self._make is None else self._make(self._staleness)  # type: ignore[call-arg]
-
-    def handle(self, event: ev.Event) -> None:
-        super().handle(event)
-        if (engine := self.engine) is not None:
-            self._count(engine)
-            self.waited += any(worker.waiting and not worker.computing for worker in engine.workers())
-
-    def _count(self, engine: Engine) -> None:
-        for worker in engine.workers():
-            applied, number = worker.applied, worker.number
-            if worker.is_live and number not in self._live:
-                behind = self._min - applied - self._offsets.get(number, 0)
-                self._offsets[number] = self._offsets.get(number, 0) + max(behind, 0)
-            (self._live.add if worker.is_live else self._live.discard)(number)
-        if self._live:
-            self._min = max(self._min, min(self._clock(engine, number) for number in self._live))
-
-    def _clock(self, engine: Engine, number: int) -> int:
-        return engine.worker(number).applied + self._offsets.get(number, 0)
-
-    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
-        self._count(engine)
-        self._held_by.setdefault((self.term, engine.version), [worker.applied for worker in engine.workers()])
-        if isinstance(action, ev.StoreCheckpoint):
-            self._of_orders[action.version] = (self._min, dict(self._offsets))
-        elif isinstance(action, ev.SendGrant):
-            self._check(engine, action)
-        return super()._perform(engine, action)
-
-    def _check(self, engine: Engine, grant: ev.SendGrant) -> None:
-        self.grants += 1
-        offset = self._offsets.get(grant.worker, 0)
-        clock = grant.first + offset
+    def check(self, engine: Engine, grant: ev.SendGrant, seen: list[int] | None) -> None:
+        clock = grant.first + self.offset(grant.worker)
         needed = clock - self._staleness
-        assert self._min >= needed, "too far ahead of the slowest"
-        seen = self._held_by.get((self.term, grant.min_version))
+        assert self.minimum >= needed, "too far ahead of the slowest"
         for worker in engine.workers():
             if worker.is_live and seen is not None:
-                has = seen[worker.number] + self._offsets.get(worker.number, 0)
+                has = seen[worker.number] + self.offset(worker.number)
                 assert has >= needed, "the weights miss a batch that they must hold"
                 self.reached += has - clock == -self._staleness
-
-    def store_checkpoint(self) -> None:
-        version = self.saving[0].version if self.saving and self.engine is not None else None
-        super().store_checkpoint()
-        if version is not None:
-            self._kept = self._of_orders[version]
 
 
 @pytest.mark.slow
@@ -153,14 +109,6 @@ def test_the_random_runs_wait_at_the_gate_and_see_the_oldest_weights_that_are_al
     for seed, world in enumerate(worlds):
         play(world, random_steps(seed, 2000))
     assert min(sum(getattr(world, name) for world in worlds) for name in ("grants", "waited", "reached")) > 20
-
-
-def drive(world: World, rounds: int, *workers: int) -> None:
-    """Let these workers' processes do all they can."""
-    for _ in range(rounds):
-        for process in [process for process in world.processes if process.worker in workers]:
-            for step in (world.send, world.receive, world.read, world.compute):
-                step(process)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])

@@ -22,10 +22,9 @@ from doll.consumers.worker import Batch, Compute, Offer, Send, WorkerCore
 from doll.model import build
 from doll.optim.optimizer import Optimizer
 from doll.ps import events as ev
-from doll.ps.engine import Engine
 from doll.ps.local_host import LocalModelHost
 from doll.ps.policies.asp import AspPolicyConfig
-from doll.ps.policies.base import Policy, PolicyView
+from doll.ps.policies.base import PolicyView
 from doll.ps.policies.ssp import Ssp, SspPolicyConfig
 from doll.ps.start import Start, make_engine
 from doll.ps.updaters import make_updater
@@ -33,7 +32,6 @@ from doll.records import Announce, Grant, Join, NewVersion, Push, Welcome
 from doll.task import load_task
 from doll.testing import MemoryBlobs
 from engine_runs import play, random_steps
-from engine_world import World
 from worker_fakes import FakeChannel
 
 JOB = """
@@ -219,27 +217,12 @@ class PullingSsp(Ssp):
         return view.version
 
 
-class Recorded(World):
-    def __init__(self, policy: Any, make: type[Policy] | None = None) -> None:
-        self.actions: list[ev.EngineAction] = []
-        self._make = make
-        super().__init__(policy)
-
-    def make_policy(self) -> Policy:
-        return super().make_policy() if self._make is None else self._make(10_000)  # type: ignore[call-arg]
-
-    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
-        if not isinstance(action, ev.StoreCheckpoint):
-            self.actions.append(action)
-        return super()._perform(engine, action)
-
-
 def test_ssp_without_a_bound_that_always_pulls_is_asp() -> None:
     count = 0
     for seed in range(15):
         ssp, asp = (
-            Recorded(SspPolicyConfig(staleness=10_000), PullingSsp),
-            Recorded(AspPolicyConfig(contribution="step")),
+            RecordedWorld(SspPolicyConfig(staleness=10_000), lambda: PullingSsp(10_000)),
+            RecordedWorld(AspPolicyConfig(contribution="step")),
         )
         for world in (ssp, asp):
             play(world, random_steps(seed, 1500))

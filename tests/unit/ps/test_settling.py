@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from clock_world import drive
 from doll.ps import events as ev
 from doll.ps.engine import Engine
 from doll.ps.policies.isp import IspPolicyConfig
@@ -69,19 +70,18 @@ def test_an_engine_that_loses_a_part_of_a_step_is_caught(mutant: type[Engine]) -
     assert any(caught(seed) for seed in range(20))
 
 
-def drive(world: World, rounds: int, *workers: int) -> None:
-    for _ in range(rounds):
-        for process in [process for process in world.processes if process.worker in workers]:
-            for step in (world.send, world.receive, world.read, world.compute):
-                step(process)
-
-
-def test_a_worker_that_leaves_sends_its_rest_first_and_nothing_is_rolled_back() -> None:
+def two_rounds() -> World:
+    """Each worker's first two batches are in the model, and a part of each one's steps is still with it."""
     world = World(ISP)
     drive(world, 3, 0, 1, 2)
     for worker in range(3):
         world.high[worker] += 4
     drive(world, 20, 0, 1, 2)
+    return world
+
+
+def test_a_worker_that_leaves_sends_its_rest_first_and_nothing_is_rolled_back() -> None:
+    world = two_rounds()
     assert world.engine is not None
     assert world.engine.worker(0).applied == 2
     assert not world.engine.is_settled
@@ -95,11 +95,7 @@ def test_a_worker_that_leaves_sends_its_rest_first_and_nothing_is_rolled_back() 
 
 
 def test_a_worker_that_is_killed_takes_the_model_back_to_the_checkpoint() -> None:
-    world = World(ISP)
-    drive(world, 3, 0, 1, 2)
-    for worker in range(3):
-        world.high[worker] += 4
-    drive(world, 20, 0, 1, 2)
+    world = two_rounds()
     term = world.term
     world.kill_worker(0)
     world.start_worker(0)
@@ -110,11 +106,7 @@ def test_a_worker_that_is_killed_takes_the_model_back_to_the_checkpoint() -> Non
 
 
 def test_the_job_ends_with_a_model_that_is_whole() -> None:
-    world = World(ISP)
-    drive(world, 3, 0, 1, 2)
-    for worker in range(3):
-        world.high[worker] += 4
-    drive(world, 20, 0, 1, 2)
+    world = two_rounds()
     world.handle(ev.StopRequested(reason="enough"))
     drive(world, 6, 0, 1, 2)
     world.store_checkpoint()

@@ -3,10 +3,13 @@ waves of one batch."""
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+from clock_world import ClockWorld, RecordedWorld, drive
 from doll.ps import events as ev
 from doll.ps.engine import Engine
-from doll.ps.policies.base import Policy, PolicyView
+from doll.ps.policies.base import PolicyView
 from doll.ps.policies.ssp import SspPolicyConfig
 from doll.ps.policies.wsp import Wsp, WspPolicyConfig
 from engine_runs import play, random_steps
@@ -15,66 +18,23 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 
-class Waves(World):
-    """Checks every grant against waves that are counted from the engine's counters alone.
-
-    Attributes:
-        missing: the most batches of another worker that a batch was computed without, among those before its own
-            place; only of grants without an offset.
+class Waves(ClockWorld):
+    """Attributes:
+    missing: the most batches of another worker that a batch was computed without, among those before its own place;
+        only of grants without an offset.
     """
 
     def __init__(self, policy: WspPolicyConfig, make: type[Wsp] | None = None) -> None:
         self._n, self._d = policy.wave_batches, policy.clock_distance
-        self._make = make
-        self._min = 0
-        self._offsets: dict[int, int] = {}
-        self._live: set[int] = set()
-        self._held_by: dict[tuple[int, int], list[int]] = {}  # (term, version) -> batches of each worker in it
-        self._kept: tuple[int, dict[int, int]] = (0, {})
-        self._of_orders: dict[int, tuple[int, dict[int, int]]] = {}
-        self.missing = self.grants = self.waited = 0
-        super().__init__(policy, max_pending=12)
+        self.missing = 0
+        make_policy = None if make is None else partial(make, self._n, self._d)
+        super().__init__(policy, make_policy, unit=self._n, max_pending=12)
 
-    def make_policy(self) -> Policy:
-        self._min, self._offsets = self._kept[0], dict(self._kept[1])
-        self._live = set()
-        return super().make_policy() if self._make is None else self._make(self._n, self._d)
-
-    def handle(self, event: ev.Event) -> None:
-        super().handle(event)
-        if (engine := self.engine) is not None:
-            self._count(engine)
-            self.waited += any(worker.waiting and not worker.computing for worker in engine.workers())
-
-    def _count(self, engine: Engine) -> None:
-        for worker in engine.workers():
-            waves, number = worker.applied // self._n, worker.number
-            if worker.is_live and number not in self._live:
-                behind = self._min - waves - self._offsets.get(number, 0)
-                self._offsets[number] = self._offsets.get(number, 0) + max(behind, 0)
-            (self._live.add if worker.is_live else self._live.discard)(number)
-        if self._live:
-            self._min = max(self._min, min(self._waves(engine, number) for number in self._live))
-
-    def _waves(self, engine: Engine, number: int) -> int:
-        return engine.worker(number).applied // self._n + self._offsets.get(number, 0)
-
-    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
-        self._count(engine)
-        self._held_by.setdefault((self.term, engine.version), [worker.applied for worker in engine.workers()])
-        if isinstance(action, ev.StoreCheckpoint):
-            self._of_orders[action.version] = (self._min, dict(self._offsets))
-        elif isinstance(action, ev.SendGrant):
-            self._check(engine, action)
-        return super()._perform(engine, action)
-
-    def _check(self, engine: Engine, grant: ev.SendGrant) -> None:
-        self.grants += 1
-        place = grant.first + 1 + self._offsets.get(grant.worker, 0) * self._n  # p = 1, 2, ...
+    def check(self, engine: Engine, grant: ev.SendGrant, seen: list[int] | None) -> None:
+        place = grant.first + 1 + self.offset(grant.worker) * self._n  # p = 1, 2, ...
         wave = place // self._n - 2
         needed = wave - self._d + 1 if wave >= self._d else 0
-        assert self._min >= needed, "too far ahead of the slowest"
-        seen = self._held_by.get((self.term, grant.min_version))
+        assert self.minimum >= needed, "too far ahead of the slowest"
         if seen is None:
             return
         s_local = self._n - 1
@@ -82,17 +42,11 @@ class Waves(World):
         for worker in engine.workers():
             if not worker.is_live:
                 continue
-            has = seen[worker.number] + self._offsets.get(worker.number, 0) * self._n
+            has = seen[worker.number] + self.offset(worker.number) * self._n
             assert has // self._n >= needed, "the weights miss a wave that they must hold"
-            if not any(self._offsets.values()) and place > (self._d + 1) * self._n + s_local:
+            if not any(self.offsets.values()) and place > (self._d + 1) * self._n + s_local:
                 assert has >= place - (s_global + 1), "the weights miss more than s_global batches"
                 self.missing = max(self.missing, place - 1 - has)
-
-    def store_checkpoint(self) -> None:
-        version = self.saving[0].version if self.saving and self.engine is not None else None
-        super().store_checkpoint()
-        if version is not None:
-            self._kept = self._of_orders[version]
 
 
 @pytest.mark.slow
@@ -106,13 +60,6 @@ def test_no_grant_is_further_ahead_or_misses_more_than_the_distance_allows(
     play(world, random_steps(seed, length))
     world.settle()
     world.check_ledger()
-
-
-def drive(world: World, rounds: int, *workers: int) -> None:
-    for _ in range(rounds):
-        for process in [process for process in world.processes if process.worker in workers]:
-            for step in (world.send, world.receive, world.read, world.compute):
-                step(process)
 
 
 @pytest.mark.parametrize(("n", "d"), [(1, 0), (2, 0), (4, 0), (3, 1), (2, 2)])
@@ -138,25 +85,12 @@ def test_waves_of_one_batch_are_ssp(staleness: int) -> None:
     for seed in range(20):
         seen: list[list[ev.EngineAction]] = []
         for policy in (WspPolicyConfig(wave_batches=1, clock_distance=staleness), SspPolicyConfig(staleness=staleness)):
-            world = Recorded(policy)
+            world = RecordedWorld(policy)
             play(world, random_steps(seed, 1500))
             seen.append(world.actions)
         assert seen[0] == seen[1]
         count += len(seen[0])
     assert count > 1000
-
-
-class Recorded(World):
-    """Keeps what the engine orders, but for checkpoints, which name the policy."""
-
-    def __init__(self, policy: WspPolicyConfig | SspPolicyConfig) -> None:
-        self.actions: list[ev.EngineAction] = []
-        super().__init__(policy)
-
-    def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
-        if not isinstance(action, ev.StoreCheckpoint):
-            self.actions.append(action)
-        return super()._perform(engine, action)
 
 
 def test_each_push_is_a_wave() -> None:
