@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from clock_world import RecordedWorld
 from doll.config import parse
 from doll.consumers.compressor import DenseCompressor, SparseCompressor
 from doll.consumers.dead_letters import DeadLetters
