@@ -196,7 +196,7 @@ def serve(
     from doll.ps.local_host import LocalModelHost
     from doll.ps.server import ParameterServer
     from doll.ps.start import Start, make_engine
-    from doll.ps.updaters import make_updater
+    from doll.ps.updaters import make_parts
     from doll.storage.file_checkpoints import FileCheckpointStore
     from doll.task import load_task
 
@@ -208,7 +208,7 @@ def serve(
     numel = model.flat.numel()
     copy_s = _copy_s(numel)
     _reset_peak()
-    host = _Timed(LocalModelHost(config, 1, make_updater(config.training, model), blobs))
+    host = _Timed(LocalModelHost(config, 1, make_parts(config.training, model).updater, blobs))
     store = FileCheckpointStore(Path(folder) / "checkpoints", config.job)
     start = Start(store.claim_term(), time.monotonic(), (0,) * WORKERS)
     server = ParameterServer(

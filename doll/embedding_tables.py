@@ -58,6 +58,7 @@ class EmbeddingTables:
 
     Attributes:
         shapes: of the tables, by the name of the parameter; of one that several layers share, the first name.
+        names: of each table, all its names in the module's `state_dict()`, by the one in `shapes`.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -71,6 +72,11 @@ class EmbeddingTables:
         """
         self._weights = _find(module)
         self.shapes = {name: TableShape(*weight.shape) for name, (weight, _) in self._weights.items()}
+        paths = {id(layer): path for path, layer in module.named_modules()}
+        self.names = {
+            name: tuple(f"{paths[id(layer)]}.weight".lstrip(".") for layer in layers)
+            for name, (_, layers) in self._weights.items()
+        }
         self._initial = {name: weight for name, (weight, _) in self._weights.items() if not weight.is_meta}
         self._look_up: LookUp | None = None
         self._uses: list[_Use] = []

@@ -19,7 +19,7 @@ _HINTS: Final = {
 
 def make_fingerprint(
     config: JobConfig, *, parameters: int, buffers: int, shapes: int, others: int | None = None,
-    frozen: int | None = None,
+    frozen: int | None = None, tables: int | None = None,
 ) -> str:  # fmt: skip
     """The fingerprint of a job and its model.
 
@@ -29,9 +29,11 @@ def make_fingerprint(
         shapes: checksum of the names and shapes of these tensors.
         others: checksum of the names, shapes and types of the other buffers; None if there are none.
         frozen: checksum of the values of frozen parameters; None if there are none.
+        tables: checksum of the names and shapes of the tables; None if there are none.
     """
     job, model = job_fields(config), {"parameters": parameters, "buffers": buffers, "shapes": f"{shapes:08x}"}
-    model |= {key: f"{value:08x}" for key, value in (("others", others), ("frozen", frozen)) if value is not None}
+    given = (("others", others), ("frozen", frozen), ("tables", tables))
+    model |= {key: f"{value:08x}" for key, value in given if value is not None}
     first = {key: job.pop(key) for key in ("job", "task")}
     return " ".join(f"{key}={value}" for key, value in {**first, **model, **job}.items())
 

@@ -7,7 +7,8 @@ times the number of samples, so that the parameter server can take the mean of b
 batch. Those are not numbers of float32: copy them, never compute with them.
 
 Frozen parameters are not in the vector: they never change, so each process has its own from `build_model`, and a
-checksum in the fingerprint tells whether all have the same (docs/architecture.md).
+checksum in the fingerprint tells whether all have the same (docs/architecture.md). Nor are tables, the embeddings with
+`sparse=True`: the server has them, and workers ask it for rows (docs/decisions/0033).
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ import torch
 from isal import isal_zlib
 
 from doll.config import JobConfig
+from doll.embedding_tables import EmbeddingTables
 from doll.errors import ConfigError
 from doll.fingerprint import make_fingerprint
+from doll.model_without_tables import build_without_tables
 from doll.task import Task
 
 MAX_MODEL_BYTES: Final = 499_000_000  # one blob, header included, is at most 500 MB (`doll.storage.blobs`)
@@ -39,19 +42,24 @@ class FlatModel:
         num_floats: of both together; from there on `flat` holds bytes.
         shapes: name and shape of each tensor of floats.
         other_buffers: name, shape and dtype of each buffer that is not of floats.
+        tables: the embeddings whose rows are at the server; None where the model has none.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: torch.nn.Module, tables: EmbeddingTables | None = None) -> None:
         """Move the module's trainable parameters and buffers into one flat tensor.
 
+        Args:
+            tables: what was taken out of the module before.
+
         Raises:
-            ConfigError: no trainable parameter, or one that is not float32.
+            ConfigError: no trainable parameter and no table, or a parameter that is not float32.
         """
         self.module = module
+        self.tables = tables
         parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         buffers = [(name, b) for name, b in module.named_buffers() if b.is_floating_point()]
         others = [(name, b) for name, b in module.named_buffers() if not b.is_floating_point()]
-        if not parameters:
+        if not parameters and tables is None:
             raise ConfigError(f"the task's model {type(module).__name__} has no trainable parameter")
         for name, tensor in [*parameters, *buffers]:
             if tensor.dtype != torch.float32:
@@ -82,6 +90,11 @@ class FlatModel:
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
+
+    @property
+    def num_table_values(self) -> int:
+        """Numbers in all rows of the tables."""
+        return 0 if self.tables is None else sum(rows * width for rows, width in self.tables.shapes.values())
 
     def load_weights(self, weights: npt.NDArray[np.float32]) -> None:
         """Copy `weights`, float32, shape (numel,), into the model.
@@ -124,8 +137,12 @@ def _round_up_to_even(number: int) -> int:
     return number + number % 2
 
 
-def build(config: JobConfig, task: Task) -> FlatModel:
+def build(config: JobConfig, task: Task, *, with_rows: bool = True) -> FlatModel:
     """The task's model, the same in every process of the job: the seed is set before it is built.
+
+    Args:
+        with_rows: have the first rows of its tables, as the server and `doll export` need them; else no memory is taken
+            for them, where that is possible.
 
     Raises:
         ConfigError: the task does not fit the policy, its `build_model` fails, or its model cannot be trained here or
@@ -138,11 +155,12 @@ def build(config: JobConfig, task: Task) -> FlatModel:
         )
     torch.manual_seed(config.seed)
     try:
-        module = task.build_model()
+        module = task.build_model() if with_rows else build_without_tables(task.build_model)
     except Exception as exc:  # the user's code may raise anything
         raise ConfigError(f"{config.task.cls}.build_model() failed: {type(exc).__name__}: {exc}") from exc
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"{config.task.cls}.build_model(): expected a torch.nn.Module, got {type(module).__name__}")
+    tables = _take_tables(config, task, module)
     size_bytes = sum(
         tensor.numel() * tensor.element_size()
         for tensor in (*module.parameters(), *module.buffers())
@@ -152,16 +170,35 @@ def build(config: JobConfig, task: Task) -> FlatModel:
         raise ConfigError(
             f"{config.task.cls}.build_model(): expected at most {MAX_MODEL_BYTES / 1e6:.0f} MB of trainable parameters "
             f"and buffers (Redis takes no more in one value), got {size_bytes / 1e6:.0f} MB: freeze a part of it "
-            "(requires_grad_(False)), or train a smaller one"
+            "(requires_grad_(False)), make embeddings tables (sparse=True), or train a smaller one"
         )
-    return FlatModel(module)
+    return FlatModel(module, tables)
+
+
+def _take_tables(config: JobConfig, task: Task, module: torch.nn.Module) -> EmbeddingTables | None:
+    tables = EmbeddingTables(module)
+    if not tables.shapes:
+        return None
+    names, policy = ", ".join(map(repr, tables.shapes)), config.training.policy
+    if not policy.supports_tables:
+        raise ConfigError(
+            f"training.policy {policy.name}: expected a model without tables, but {config.task.cls} has {names}: use "
+            "doll, bsp, asp, ssp, essp, vap or wsp, or build its embeddings with sparse=False"
+        )
+    if task.defines_step:
+        raise ConfigError(
+            f"{config.task.cls} defines step(): expected a model without tables, got {names}: build its embeddings "
+            "with sparse=False"
+        )
+    return tables
 
 
 def fingerprint(config: JobConfig, model: FlatModel) -> str:
     """What must agree between a checkpoint, the parameter server and its workers (see `doll.fingerprint`)."""
     shapes = zlib.crc32(repr(model.shapes).encode())
     others = zlib.crc32(repr(model.other_buffers).encode()) if model.other_buffers else None
+    tables = None if model.tables is None else zlib.crc32(repr(sorted(model.tables.shapes.items())).encode())
     return make_fingerprint(
         config, parameters=model.num_parameters, buffers=model.num_buffers, shapes=shapes, others=others,
-        frozen=model.frozen_checksum(),
+        frozen=model.frozen_checksum(), tables=tables,
     )  # fmt: skip

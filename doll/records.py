@@ -4,10 +4,11 @@ Each record is one msgspec struct, encoded as MessagePack behind two bytes: a ma
 Unknown magic, version or type raises `RecordError`; the reader counts and drops such a record, it never crashes on it.
 Sample records are the user's own bytes and are *not* described here (see `doll.packing` for the packed form).
 
-Topics: `events` carries Join, Announce, Push, Nack, Alive, Leave and Evaluated; partition n of `commands` carries
-Welcome, Grant, NewVersion, Settle, Durable, Hello, Fence and Stop for worker n; `updates` carries TermStarted, Update
-and Finished; `dead` carries DeadLetter; `metrics` carries Metric, ServerStatus and ProvisionDecision. A control link
-(`doll.control`) carries Grant, NewVersion, Push and Nack in place of them, and Attach, Attached, Ping and Detach.
+Topics: `events` carries Join, Announce, Push, Nack, GetRows, Alive, Leave and Evaluated; partition n of `commands`
+carries Welcome, Grant, NewVersion, RowsStored, Settle, Durable, Hello, Fence and Stop for worker n; `updates` carries
+TermStarted, Update and Finished; `dead` carries DeadLetter; `metrics` carries Metric, ServerStatus and
+ProvisionDecision. A control link (`doll.control`) carries Grant, NewVersion, RowsStored, Push, Nack and GetRows in
+place of them, and Attach, Attached, Ping and Detach.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 from doll.errors import RecordError, SchemaVersionError
 
 MAGIC: Final = 0xD0
-SCHEMA_VERSION: Final = 4
+SCHEMA_VERSION: Final = 5
 _PREFIX: Final = bytes([MAGIC, SCHEMA_VERSION])
 
 
@@ -96,6 +97,16 @@ class Nack(Record, frozen=True):
     reason: Literal["weights", "batch"]
 
 
+class GetRows(Record, frozen=True):
+    """GET: the worker needs rows of tables; which ones is in the blob store (`doll.storage.sections`)."""
+
+    worker: int
+    session: int
+    term: int
+    number: int  # of the request; counts up in each process
+    key: str  # blob key of the request
+
+
 class Alive(Record, frozen=True):
     """Sent every second from the worker's event loop: the process is live and its loop turns."""
 
@@ -167,6 +178,22 @@ class NewVersion(Record, frozen=True):
     version: int
     key: str
     included: int = 0  # as in a Grant
+    rows_key: str = (
+        ""  # blob key of the rows that have changed after `rows_since`, of those that the worker has asked for
+    )
+    rows_since: int = 0
+
+
+class RowsStored(Record, frozen=True):
+    """Answer to GetRows: the rows are in the blob store."""
+
+    term: int
+    worker: int
+    session: int
+    number: int  # of the request
+    version: int  # that the rows are of
+    key: str
+    included: int  # batches of this worker's stream that are in `version`
 
 
 class Settle(Record, frozen=True):
@@ -362,6 +389,8 @@ class Measures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     gradient_values: int = 0  # numbers sent
     dense_gradient_bytes: int = 0  # of the same gradients, before coding
     weights_bytes: int = 0  # of the versions that workers have read
+    row_bytes: int = 0  # of tables' rows that workers were sent, as sent
+    plain_row_bytes: int = 0  # the same before coding: 8 bytes for each key
 
 
 class ServerStatus(Record, frozen=True):
@@ -414,8 +443,8 @@ class ProvisionDecision(Record, frozen=True):
 
 
 AnyRecord = (
-    Join | Announce | Push | Nack | Alive | Leave | Evaluated
-    | Welcome | Grant | NewVersion | Settle | Durable | Hello | Fence | Stop
+    Join | Announce | Push | Nack | GetRows | Alive | Leave | Evaluated
+    | Welcome | Grant | NewVersion | RowsStored | Settle | Durable | Hello | Fence | Stop
     | Attach | Attached | Ping | Detach
     | TermStarted | Update | Finished
     | DeadLetter | Metric | ServerStatus | ProvisionDecision

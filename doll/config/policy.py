@@ -25,9 +25,11 @@ class PolicyConfig(Section, ABC):
     Attributes:
         serial_updates: the batches of an update are granted only when the update before has been made, so that
             Proposition 1 of the DOLL paper holds with K = `batches_per_update`.
+        supports_tables: its bounds hold for rows that workers ask for one by one as well.
     """
 
     serial_updates: ClassVar[bool] = False
+    supports_tables: ClassVar[bool] = True
     name: str
 
     @property

@@ -108,6 +108,11 @@ class WorkerConfig(Section):
         description="records that may wait to be decoded; default: 4096, or fewer if records hold several samples",
     )
 
+    row_cache_bytes: PositiveInt = Field(
+        default=64_000_000,
+        description="memory for rows of tables (embeddings with sparse=True) that a worker keeps, all tables together",
+    )
+
     @property
     def set_limit_s(self) -> float:
         """A worker that has computed a set of batches for so long begins no other batch of it, and sends its gradient.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from doll.embedding_tables import norm as norm_of_rows
 from doll.model import FlatModel
+from doll.rows import Rows, add_in_order
 from doll.task import Task
 
 _MAX_SUM: Final = 1e38  # well below the largest float32
@@ -25,8 +27,9 @@ class Gradient(NamedTuple):
             the next `compute`.
         loss_sum: sum of the sample losses at the given weights, before learning from them.
         metric_sums: sums of the task's metrics over the samples.
-        norm: of the part of the parameters; infinite where a number of it is not finite.
+        norm: of the part of the parameters and of `rows`; infinite where a number of it is not finite.
         buffer_change: norm of the change of the float buffers; infinite as above.
+        rows: of the tables that took part, by name; their memory stays as it is.
     """
 
     values: npt.NDArray[np.float32]
@@ -34,6 +37,12 @@ class Gradient(NamedTuple):
     metric_sums: dict[str, float]
     norm: float = 0.0
     buffer_change: float = 0.0
+    rows: Mapping[str, Rows] = {}
+
+    @property
+    def num_values(self) -> int:
+        """Numbers that the gradient has."""
+        return self.values.size + sum(rows.values.size for rows in self.rows.values())
 
     def problem(self) -> str:
         """What is not finite; "" where all is."""
@@ -79,6 +88,8 @@ class GradientComputer:
         buffers = self.weights[model.num_parameters :].copy()
         try:
             model.grad.zero_()
+            if model.tables is not None:
+                model.tables.reset()
             # One sample has no variance, and torch refuses it: a batch of which one usable sample is left would end
             # the worker. Its normalisation uses the statistics so far and does not change them.
             output, loss, target = self._forward(x, y, use_running_stats=use_running_stats or n == 1)
@@ -87,15 +98,19 @@ class GradientComputer:
                 metrics = self._task.metrics(output.detach(), target)
             model.restore_buffers()
             values, floats = model.grad.numpy(), slice(model.num_parameters, model.num_floats)
-            norm = _norm(model.grad[: model.num_parameters])
+            rows = {} if model.tables is None else model.tables.gradients()
+            norm = math.hypot(_norm(model.grad[: model.num_parameters]), norm_of_rows(rows))
             buffer_change = _norm(model.flat[floats].detach() - torch.from_numpy(buffers[: model.num_buffers]))
             np.multiply(self.weights[floats], np.float32(n), out=values[floats])
             values[model.num_floats :] = self.weights[model.num_floats :]
             loss_sum = float(loss.detach()) * n
-            return Gradient(values, loss_sum, {name: value * n for name, value in metrics.items()}, norm, buffer_change)
+            means = {name: value * n for name, value in metrics.items()}
+            return Gradient(values, loss_sum, means, norm, buffer_change, rows)
         finally:
             model.restore_buffers()
             self.weights[model.num_parameters :] = buffers
+            if model.tables is not None:
+                model.tables.reset()  # the rows are not kept until the next batch
 
     def loss(self, x: npt.NDArray[Any], y: npt.NDArray[Any]) -> float:
         """Mean loss over the samples, each apart from the others."""
@@ -113,9 +128,13 @@ class GradientComputer:
         parameters = slice(self._model.num_parameters)
         before = self.weights[parameters].copy()
         try:
-            with np.errstate(over="ignore", invalid="ignore"):
-                self.weights[parameters] += (rate * gradient.values[parameters].astype(np.float64)).astype(np.float32)
-            yield
+            with ExitStack() as stack:
+                if self._model.tables is not None:
+                    stack.enter_context(self._model.tables.stepped_by(gradient.rows, rate))
+                with np.errstate(over="ignore", invalid="ignore"):
+                    step = rate * gradient.values[parameters].astype(np.float64)
+                    self.weights[parameters] += step.astype(np.float32)
+                yield
         finally:
             self.weights[parameters] = before
 
@@ -176,6 +195,7 @@ class GradientSum:
         self._is_kept = False  # `_memory` holds those before `_last`
         self._last: npt.NDArray[np.float32] | None = None
         self._bound = 0.0  # no number of the sum is larger
+        self._rows: dict[str, list[Rows]] = {}
 
     @property
     def holds_back(self) -> bool:
@@ -187,6 +207,7 @@ class GradientSum:
     def clear(self) -> None:
         """Begin a set."""
         self._is_kept, self._last, self._bound = False, None, 0.0
+        self._rows = {}
 
     def add(self, gradient: Gradient, *, batch: int, num_samples: int) -> bool:
         """Take a gradient, whose memory must not change until `keep`; False where float32 may not hold the sum."""
@@ -196,6 +217,8 @@ class GradientSum:
             return False
         self.keep()
         self._last, self._bound = gradient.values, bound
+        for name, rows in gradient.rows.items():
+            self._rows.setdefault(name, []).append(rows)
         return True
 
     def keep(self) -> None:
@@ -221,6 +244,9 @@ class GradientSum:
             self.keep()
             return self._memory
         return self._last
+
+    def rows(self) -> Mapping[str, Rows]:
+        return {name: add_in_order(pieces) for name, pieces in self._rows.items()}
 
     @property
     def _is_empty(self) -> bool:

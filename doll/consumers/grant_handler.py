@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy.typing as npt
@@ -16,13 +17,19 @@ from doll.consumers.gradient_engine import GoesOn
 from doll.consumers.local_model import LocalModel
 from doll.consumers.set_contribution import SetContribution
 from doll.consumers.worker import Batch, ComputedBatch, GradientDone
+from doll.errors import BlobError
 from doll.process.fault_points import fault_point
 from doll.records import Grant
 from doll.storage.blobs import Blobs, gradient_key
+from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
     from doll.consumers.guard import GuardedGradient
+    from doll.consumers.table_rows import TableRows
     from doll.optim.contribution import Contribution
+
+
+log = get_logger(__name__)
 
 
 class BatchComputer(Protocol):
@@ -46,7 +53,12 @@ class GrantHandler:
         blobs: Blobs,
         dead_letters: DeadLetters,
         contribution: SetContribution,
+        rows: TableRows | None = None,
     ) -> None:
+        """
+        Args:
+            rows: of the model's tables; None: it has none.
+        """
         self._job = config.job
         self._ttl_s = config.blobs.ttl_s
         self._local_model = local_model
@@ -55,12 +67,14 @@ class GrantHandler:
         self._blobs = blobs
         self._dead_letters = dead_letters
         self._contribution = contribution
+        self._rows = rows
         self._limit_s = config.worker.set_limit_s
         self._batches_per_push = config.training.policy.batches_per_push
         self._last = (0, 0, 0)  # term, grant id and version of the batch that was computed last
 
     def handle(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> GradientDone | None:
-        """Compute the gradients of `batches`, one after the other, and store their sum; None: the weights are gone.
+        """Compute the gradients of `batches`, one after the other, and store their sum; None: the weights, or rows of
+        tables, cannot be had.
 
         No batch is begun once the set has taken as long as a set may take (`WorkerConfig.set_limit_s`), or where
         `goes_on` says no; the first one always is. Where a push takes several batches and these are not yet all,
@@ -94,7 +108,15 @@ class GrantHandler:
             else:
                 self._contribution.keep()
                 add_s += time.perf_counter() - begun_s
-            item = self._compute(batch, version)
+            try:
+                if self._rows is not None:
+                    self._rows.begin(grant, partial(goes_on, batch.number, grant_id))
+                item = self._compute(batch, version)
+            except BlobError as exc:
+                log.warning("rows_missing", batch=batch.number, reason=str(exc))
+                if not computed:
+                    return None
+                break
             if item is None:
                 break
             computed.append(item)
@@ -122,7 +144,8 @@ class GrantHandler:
         term, grant_id, version = self._last
         key = gradient_key(self._job, term, grant_id) + suffix
         begun_s = time.perf_counter()
-        self._blobs.put(key, self._compressor.compress(values, version=version), self._ttl_s)
+        parts = self._compressor.compress(values, version=version, rows=self._contribution.rows())
+        self._blobs.put(key, parts, self._ttl_s)
         fault_point("worker.after_blob")
         return replace(done, key=key, store_s=done.store_s + time.perf_counter() - begun_s)
 

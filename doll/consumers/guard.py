@@ -20,7 +20,7 @@ import numpy.typing as npt
 from doll.config import AdamConfig, JobConfig
 from doll.consumers.bisection import RunningMedian, beyond, failing, harmful, usual_norm
 from doll.consumers.gradient import Gradient, GradientComputer
-from doll.errors import TaskError
+from doll.errors import BlobError, ServiceUnavailableError, TaskError
 from doll.task import Task, stack
 from doll.telemetry import get_logger
 
@@ -112,7 +112,7 @@ class Guard:
         """The gradient, or what is wrong with it."""
         try:
             gradient = self._computer.compute(samples.x, samples.y, use_running_stats=use_running_stats)
-        except (MemoryError, OSError):
+        except (MemoryError, OSError, BlobError, ServiceUnavailableError):  # the last two: rows of tables do not come
             raise
         except Exception as exc:  # the user's forward, loss or metrics may raise anything
             if "allocate memory" in str(exc):
@@ -325,7 +325,7 @@ class Guard:
         share = 1.0 if training.reduction == "sum" else 1.0 / (self._config.data.batch_size * batches)
         if isinstance(optimizer, AdamConfig):
             # Adam divides by the size of the gradients so far; one number stands for all of them here.
-            rate = optimizer.lr * math.sqrt(gradient.values.size) / max(usual, _TINY)
+            rate = optimizer.lr * math.sqrt(gradient.num_values) / max(usual, _TINY)
         else:
             rate = optimizer.lr / (1.0 - optimizer.momentum)
         if training.clip_norm is not None:

@@ -26,10 +26,12 @@ from doll.consumers.guard import Guard
 from doll.consumers.kafka_channel import JobEndedError, WorkerChannel
 from doll.consumers.local_model import CachedVersion
 from doll.consumers.own_steps import OwnSteps
+from doll.consumers.row_client import RowClient
 from doll.consumers.runtime import WorkerRuntime
 from doll.consumers.set_contribution import SetContribution
 from doll.consumers.spot_notices import watch_spot_notices
 from doll.consumers.step_model import StepModel
+from doll.consumers.table_rows import TableRows
 from doll.consumers.worker import WorkerCore
 from doll.errors import ConfigError, FencedError
 from doll.fingerprint import difference
@@ -39,6 +41,7 @@ from doll.ledger.admission import AFTER_TERM_ENV
 from doll.model import FlatModel, build, fingerprint
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
+from doll.records import NewVersion
 from doll.service_checks import require_services
 from doll.services import Services
 from doll.storage.blobs import Blobs
@@ -89,7 +92,7 @@ def _run(
     require_services(config, services)
     topics.check(config, services)
     task = load_task(config)
-    model = build(config, task)
+    model = build(config, task, with_rows=False)
     own_fingerprint = fingerprint(config, model)
     channel = WorkerChannel(config, services, worker)
     _wait_for_boot(booted_s, departure)
@@ -125,14 +128,15 @@ def _run(
     )  # fmt: skip
     dead_letters = DeadLetters(config, task, channel, core.worker, term=lambda: core.term)
     decoder = ThreadDecoder(dead_letters.decode)
-    engine = _make_engine(config, task, model, blobs, dead_letters, worker)
+    row_client = None if model.tables is None else RowClient(config, blobs, model.tables.shapes)
+    engine = _make_engine(config, task, model, blobs, dead_letters, worker, row_client)
     link = None
     if config.control.kind != "kafka":
         link = ControlLink(services, config.control.kind)
         link.welcome(welcome)
     runtime = WorkerRuntime(
         config, core=core, channel=channel, decoder=decoder, engine=engine, commands_offset=commands_offset,
-        departure=departure, heartbeat=heartbeat, link=link,
+        departure=departure, heartbeat=heartbeat, link=link, row_client=row_client,
     )  # fmt: skip
     try:
         return FaustStream(config, services, runtime, run_folder / "faust" / f"worker-{worker}").run()
@@ -143,17 +147,24 @@ def _run(
 
 
 def _make_engine(
-    config: JobConfig, task: Task, model: FlatModel, blobs: Blobs, dead_letters: DeadLetters, worker: int
-) -> GradientEngine:
+    config: JobConfig, task: Task, model: FlatModel, blobs: Blobs, dead_letters: DeadLetters, worker: int,
+    row_client: RowClient | None,
+) -> GradientEngine:  # fmt: skip
+    rows = None
+    if model.tables is not None and row_client is not None:
+        rows = TableRows(config.job, blobs, row_client, model.tables.shapes, config.worker.row_cache_bytes)
+        model.tables.connect(rows.look_up)
     computer = GradientComputer(task, model)
     local_model: CachedVersion | StepModel
     contribution: SetContribution
     compressor: Compressor = DenseCompressor(config.job)
+    if config.training.policy.sends_steps or model.tables is not None:
+        tables = {} if model.tables is None else model.tables.shapes
+        compressor = SparseCompressor(config.job, model.num_parameters, tables)
     if config.training.policy.sends_steps:
         local_model = contribution = StepModel(
-            config.job, blobs, config.training, model, computer, takes_steps=task.defines_step
+            config.job, blobs, config.training, model, computer, takes_steps=task.defines_step, rows=rows
         )
-        compressor = SparseCompressor(config.job, model.num_parameters)
     else:
         local_model, contribution = CachedVersion(config.job, blobs, computer), computer.new_sum()
     handler = GrantHandler(
@@ -164,8 +175,15 @@ def _make_engine(
         blobs=blobs,
         dead_letters=dead_letters,
         contribution=contribution,
+        rows=rows,
     )
-    return ThreadGradientEngine(handler.handle, local_model.offer, handler.store_rest)
+
+    def offer(weights: NewVersion) -> None:
+        if rows is not None:
+            rows.offer(weights)
+        local_model.offer(weights)
+
+    return ThreadGradientEngine(handler.handle, offer, handler.store_rest)
 
 
 def process_name() -> str:

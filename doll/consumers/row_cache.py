@@ -17,7 +17,7 @@ import numpy.typing as npt
 from doll.consumers.op_log import OpLog
 from doll.errors import BlobError
 from doll.id_index import IdIndex
-from doll.rows import Floats, Ids, Rows, TableShape
+from doll.rows import Floats, Ids, Rows, TableShape, no_rows
 from doll.storage.sections import RowRequest
 
 _PLACE_BYTES: Final = 8 + 8 + 1 + 9 + 16  # version, place in the index and its cells, beside the values
@@ -69,6 +69,10 @@ class RowCache:
 
     def __len__(self) -> int:
         return self._num_used
+
+    def no_rows(self) -> Rows:
+        """None of this table's rows."""
+        return no_rows(self._shape.width)
 
     @property
     def num_bytes(self) -> int:

@@ -27,12 +27,13 @@ from doll.consumers.deleted_records import DeletedRecords, LogChannel
 from doll.consumers.departure import Departure
 from doll.consumers.exits import ProcessExit
 from doll.consumers.gradient_engine import GradientEngine
+from doll.consumers.row_client import RowClient
 from doll.consumers.stall_watch import StallWatch
 from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, Offer, Send, StoreRest, WorkerAction, WorkerCore
 from doll.errors import RecordError, ServiceUnavailableError, TaskError
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
-from doll.records import Announce, AnyRecord, Nack, Push, Welcome, decode
+from doll.records import Announce, AnyRecord, GetRows, Nack, Push, RowsStored, Welcome, decode
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -116,17 +117,20 @@ class WorkerRuntime:
         departure: Departure,
         heartbeat: Heartbeat,
         link: ControlLink | None = None,
+        row_client: RowClient | None = None,
     ) -> None:
         """
         Args:
             link: carries grants, pushes and heartbeats while it is open; None: Kafka does.
             commands_offset: of the first command after the Welcome.
+            row_client: asks for rows of tables; None: the model has none.
             departure: tells when this process must leave; one that began before counts as well.
         """
         self._config = config
         self._core = core
         self._channel = channel
         self._link = link
+        self._row_client = row_client
         self._decoder = decoder
         self._engine = engine
         self._next_command = commands_offset
@@ -203,6 +207,13 @@ class WorkerRuntime:
     async def read_commands(self) -> None:
         """Give every command to the core."""
         loop = asyncio.get_running_loop()
+        if self._row_client is not None:
+
+            def ask(request: GetRows) -> None:
+                with contextlib.suppress(RuntimeError):
+                    loop.call_soon_threadsafe(self._send, request)
+
+            self._row_client.connect(ask)
 
         def deliver(commands: Commands) -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -222,6 +233,10 @@ class WorkerRuntime:
                         continue
                 else:
                     record = item
+                if isinstance(record, RowsStored):
+                    if self._row_client is not None:
+                        self._row_client.deliver(record)
+                    continue
                 self._do(self._core.on_record(record, time.monotonic()))
                 if self._link is not None and isinstance(record, Welcome) and record.process == self._core.process:
                     self._link.welcome(record)
@@ -277,9 +292,7 @@ class WorkerRuntime:
         for action in actions:
             match action:
                 case Send(record):
-                    link = self._link
-                    if link is None or not (isinstance(record, Push | Nack) and link.send(record)):
-                        self._channel.send(record)
+                    self._send(record)
                     if isinstance(record, Announce):
                         fault_point("worker.after_announce", self._flush_channel)
                     elif isinstance(record, Push):
@@ -298,6 +311,11 @@ class WorkerRuntime:
                     if self._link is not None:
                         self._link.close(reason)
                     self.exit.request(code, reason)
+
+    def _send(self, record: AnyRecord) -> None:
+        link = self._link
+        if link is None or not (isinstance(record, Push | Nack | GetRows) and link.send(record)):
+            self._channel.send(record)
 
     def _flush_channel(self) -> None:
         self._channel.flush(10.0)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from doll.optim.contribution import Contribution
+from doll.rows import Rows
 
 if TYPE_CHECKING:
     from doll.consumers.gradient import Gradient
@@ -38,6 +40,10 @@ class SetContribution(Protocol):
 
     def values(self) -> Contribution | None:
         """What is pushed; None without any gradient. It may be this object's memory, until the next `add`."""
+        ...
+
+    def rows(self) -> Mapping[str, Rows]:
+        """What is pushed of tables, by name. Called once, behind `values`."""
         ...
 
     def rest(self, until: int) -> Contribution | None:

@@ -11,10 +11,24 @@ import struct
 from typing import Final
 
 from doll.errors import DollError, RecordError
-from doll.records import AnyRecord, Attach, Attached, Detach, Grant, Nack, NewVersion, Ping, Push, decode, encode
+from doll.records import (
+    AnyRecord,
+    Attach,
+    Attached,
+    Detach,
+    GetRows,
+    Grant,
+    Nack,
+    NewVersion,
+    Ping,
+    Push,
+    RowsStored,
+    decode,
+    encode,
+)
 
-TO_SERVER: Final = (Push, Nack, Attach, Ping, Detach)
-TO_WORKER: Final = (Grant, NewVersion, Attached, Ping, Detach)
+TO_SERVER: Final = (Push, Nack, GetRows, Attach, Ping, Detach)
+TO_WORKER: Final = (Grant, NewVersion, RowsStored, Attached, Ping, Detach)
 # A record of this size is far beyond what a worker sends: a length above it is not one.
 MAX_FRAME_BYTES: Final = 1 << 23
 PING_EVERY_S: Final = 1.0

@@ -70,7 +70,7 @@ class Evaluator:
         self._blobs = blobs
         self._checkpointed = checkpointed
         task = load_task(config)
-        self._model = build(config, task)
+        self._model = build(config, task, with_rows=False)
         self._held_out = HeldOut(task, config.evaluation.max_samples)
         self._redis_unavailable = False
         self._last: tuple[int, int] | None = None
@@ -111,6 +111,8 @@ class Evaluator:
         """Measure the newest published weights; None if they have been measured, or are not available now."""
         if not self.has_held_out:
             return None
+        if self._model.tables is not None:
+            return self._evaluate_checkpoint()
         try:
             pointer = self._blobs.get(latest_key(self._config.job))
             if pointer is None:
@@ -130,6 +132,17 @@ class Evaluator:
         self._log_redis_state(error="")
         return None if weights is None else self._measure(latest.term, latest.version, weights)
 
+    def _evaluate_checkpoint(self) -> Evaluation | None:
+        """Of a model with tables: rows are published with checkpoints only."""
+        try:
+            stored = self._checkpointed(self._model)
+        except CheckpointError as exc:
+            log.warning("checkpoint_refused", reason=str(exc))
+            return None
+        if stored is None or (stored.term, stored.version) == self._last or stored.term < self.history.term:
+            return None
+        return self._measure_stored(stored) if self.history.is_current(stored.term) else None
+
     def evaluate_final(self, term: int, version: int) -> Evaluation | None:
         """Measure the last version, from Redis, else from the checkpoint.
 
@@ -138,7 +151,11 @@ class Evaluator:
         if not self.has_held_out or self._last == (term, version):
             return None
         try:
-            weights = self._fetch(weights_key(self._config.job, term, version), version)
+            weights = (
+                None
+                if self._model.tables is not None
+                else self._fetch(weights_key(self._config.job, term, version), version)
+            )
         except (ServiceUnavailableError, BlobError) as exc:
             log.warning("final_weights_not_in_redis", reason=str(exc))
             weights = None
@@ -151,7 +168,7 @@ class Evaluator:
             if stored is None or stored.version != version:
                 log.warning("final_weights_not_found", version=version, checkpoint=stored and stored.version)
                 return None
-            weights = stored.weights
+            return self._measure_stored(stored._replace(term=term))
         return self._measure(term, version, weights)
 
     def _fetch(self, key: str, version: int) -> npt.NDArray[np.float32] | None:
@@ -161,8 +178,15 @@ class Evaluator:
         return decode_blob(data, job=self._config.job, kind="w", version=version, numel=self._model.flat.numel())
 
     def _measure(self, term: int, version: int, weights: npt.NDArray[np.float32]) -> Evaluation:
-        started_s = time.monotonic()
         self._model.load_weights(weights)
+        return self._evaluate(term, version)
+
+    def _measure_stored(self, stored: StoredWeights) -> Evaluation:
+        stored.load_into(self._model)
+        return self._evaluate(stored.term, stored.version)
+
+    def _evaluate(self, term: int, version: int) -> Evaluation:
+        started_s = time.monotonic()
         error = self._held_out.evaluate(self._model.module)
         self._last = (term, version)
         evaluation = Evaluation(term, version, error, time.monotonic() - started_s, time.time())

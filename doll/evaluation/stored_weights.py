@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,16 +13,29 @@ from doll.config import JobConfig
 from doll.errors import CheckpointError
 from doll.model import FlatModel, fingerprint
 from doll.optim.optimizer import WEIGHTS
+from doll.ps.tables.store import stored_rows
+from doll.rows import Floats
 from doll.storage.stores import checkpoint_location, open_store
 
 
 class StoredWeights(NamedTuple):
-    """Of a checkpoint: its version and weights, float32 of shape (numel,)."""
+    """Of a checkpoint: its version and weights, float32 of shape (numel,).
+
+    Attributes:
+        tables: all rows of each table, by name, float32, shape (num_rows, width).
+    """
 
     version: int
     weights: npt.NDArray[np.float32]
     term: int
     fingerprint: str
+    tables: Mapping[str, Floats]
+
+    def load_into(self, model: FlatModel) -> None:
+        """Have `model` compute with these weights and rows."""
+        model.load_weights(self.weights)
+        if model.tables is not None:
+            model.tables.connect(lambda name, ids: self.tables[name][ids])
 
 
 def newest_weights(config: JobConfig, run_folder: Path, model: FlatModel) -> StoredWeights | None:
@@ -39,4 +53,9 @@ def newest_weights(config: JobConfig, run_folder: Path, model: FlatModel) -> Sto
             f"{checkpoint_location(config, run_folder)}: expected {WEIGHTS!r} of shape ({model.flat.numel()},), got "
             f"{'nothing' if weights is None else weights.shape} in version {checkpoint.version}"
         )
-    return StoredWeights(checkpoint.version, weights, checkpoint.term, checkpoint.fingerprint)
+    tables = (
+        {}
+        if model.tables is None
+        else {name: stored_rows(checkpoint.tensors, name, shape) for name, shape in model.tables.shapes.items()}
+    )
+    return StoredWeights(checkpoint.version, weights, checkpoint.term, checkpoint.fingerprint, tables)

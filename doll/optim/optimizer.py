@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, assert_never
 
 import numpy as np
@@ -45,10 +45,15 @@ class Optimizer:
     (docs/theory.md, D2).
     """
 
-    def __init__(self, model: FlatModel, config: OptimizerConfig, clip_norm: float | None = None) -> None:
+    def __init__(
+        self, model: FlatModel, config: OptimizerConfig, clip_norm: float | None = None, *,
+        norm_of_tables: Callable[[], float] = lambda: 0.0,
+    ) -> None:  # fmt: skip
         """
         Args:
             clip_norm: the longest gradient that a step is made with, after `scale`; None: any.
+            norm_of_tables: length of what was added to the model's tables, before `scale`: it is clipped together with
+                the rest.
         """
         self._model = model
         self._own = self._flat = model.flat.detach()  # `_flat` is the weights: in memory of our own, or that was given
@@ -57,6 +62,8 @@ class Optimizer:
         self._sum_is_empty = True
         self._config = config
         self._clip_norm = clip_norm
+        self._norm_of_tables = norm_of_tables
+        self.clipped_by = 1.0
         self._state: dict[str, torch.Tensor] = {}  # named as torch's optimizer classes name it
 
     @property
@@ -106,7 +113,7 @@ class Optimizer:
         factor = scale / _SUM_FACTOR
         if self._clip_norm is not None:
             total[:n] *= factor
-            factor = _clip(total[:n], self._clip_norm)
+            factor = self.clipped_by = _clip(total[:n], self._clip_norm, scale * self._norm_of_tables())
         self._step(total[:n], factor, target[:n])
         total[n:floats] /= max(num_samples, 1) * _SUM_FACTOR
         target[n:] = total[n:]
@@ -207,9 +214,9 @@ def diverged(what: str) -> DivergedError:
     )
 
 
-def _clip(gradient: torch.Tensor, longest: float) -> float:
-    """The factor that makes `gradient` at most `longest` long."""
-    norm = math.sqrt(sum(_norm(gradient[part]) ** 2 for part in _slices(len(gradient))))
+def _clip(gradient: torch.Tensor, longest: float, beside: float) -> float:
+    """The factor that makes `gradient`, with a part that is `beside` long and not in it, at most `longest` long."""
+    norm = math.sqrt(sum(_norm(gradient[part]) ** 2 for part in _slices(len(gradient))) + beside**2)
     return longest / norm if norm > longest else 1.0
 
 

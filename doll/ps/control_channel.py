@@ -21,7 +21,7 @@ from doll.errors import ServiceUnavailableError
 from doll.ps.control_links import ControlLinks, LocalListener
 from doll.ps.kafka_channel import KafkaChannel
 from doll.ps.stream_listener import StreamListener
-from doll.records import AnyRecord, Grant, Nack, NewVersion, Push, ServerStatus, Welcome
+from doll.records import AnyRecord, GetRows, Grant, Nack, NewVersion, Push, RowsStored, ServerStatus, Welcome
 from doll.telemetry import get_logger
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Incoming(msgspec.Struct, frozen=True):
         values: from `events`. After the records: a worker sends its last push before its Leave.
     """
 
-    records: list[Push | Nack]
+    records: list[Push | Nack | GetRows]
     changed: list[int]
     values: list[bytes | None]
 
@@ -93,7 +93,7 @@ class ControlChannel:
             if isinstance(record, Welcome):
                 self._links.welcome(record)
                 record = msgspec.structs.replace(record, endpoints=self._links.endpoints)
-            elif isinstance(record, Grant | NewVersion) and self._links.send(worker, record):
+            elif isinstance(record, Grant | NewVersion | RowsStored) and self._links.send(worker, record):
                 return
         self._kafka.send_command(worker, record)
 

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from doll.control.link_state import TO_SERVER, LinkError, LinkState
 from doll.control.local_socket import LocalSocket, SocketLink
 from doll.control.redis_streams import ServerStreamLink
-from doll.records import AnyRecord, Attach, Attached, Grant, Nack, NewVersion, Push, Welcome
+from doll.records import AnyRecord, Attach, Attached, GetRows, Grant, Nack, NewVersion, Push, RowsStored, Welcome
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -76,7 +76,7 @@ class ControlLinks:
         self._of_worker: dict[int, _Peer] = {}
         self._sessions: dict[int, int] = {}  # worker -> session of its last Welcome
         self._checked_s = clock()
-        self._received: list[Push | Nack] = []
+        self._received: list[Push | Nack | GetRows] = []
         self._changed: dict[int, None] = {}
         self.selector = selectors.DefaultSelector()
         self.counters: Counter[str] = Counter()
@@ -106,7 +106,7 @@ class ControlLinks:
             self._checked_s = now
             self._check(now)
 
-    def take(self) -> tuple[list[int], list[Push | Nack]]:
+    def take(self) -> tuple[list[int], list[Push | Nack | GetRows]]:
         """Since the last call: workers whose link was opened or closed, and records, in order."""
         changed, self._changed = list(self._changed), {}
         received, self._received = self._received, []
@@ -119,13 +119,13 @@ class ControlLinks:
         if peer is not None and peer.session != record.session:
             self._end(peer, "replaced by a newer process", "replaced")
 
-    def send(self, worker: int, record: Grant | NewVersion) -> bool:
+    def send(self, worker: int, record: Grant | NewVersion | RowsStored) -> bool:
         """Send on the worker's link; False: it has to go through Kafka.
 
         A grant on a link that breaks at this moment is sent by the `GrantsLost` that follows, behind those before it.
         """
         peer = self._of_worker.get(worker)
-        if peer is None or (isinstance(record, Grant) and record.session != peer.session):
+        if peer is None or (not isinstance(record, NewVersion) and record.session != peer.session):
             return False
         try:
             peer.link.send(record, self._clock())
@@ -163,7 +163,7 @@ class ControlLinks:
                 return
             if isinstance(record, Attach):
                 self._attach(peer, record)
-            elif isinstance(record, Push | Nack) and record.worker == peer.worker:
+            elif isinstance(record, Push | Nack | GetRows) and record.worker == peer.worker:
                 self._received.append(record)
             else:
                 self._break(peer, LinkError(f"unexpected {type(record).__name__}", is_refusal=True))

@@ -14,7 +14,11 @@ from doll.errors import BlobError
 from doll.process.fault_points import fault_point
 from doll.ps.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
 from doll.ps.model_host import FetchOutcome
+from doll.ps.tables.row_server import RowServer, StoredRows
+from doll.ps.tables.store import TableStore
 from doll.ps.updater import ContributionBuffer, Updater
+from doll.ps.updaters import ModelParts
+from doll.records import GetRows
 from doll.storage.blobs import (
     HEADER_BYTES,
     Blobs,
@@ -42,14 +46,24 @@ class LocalModelHost:
     copy (docs/decisions/0029).
     """
 
-    def __init__(self, config: JobConfig, term: int, updater: Updater, blobs: Blobs) -> None:
+    def __init__(
+        self, config: JobConfig, term: int, updater: Updater, blobs: Blobs, tables: TableStore | None = None
+    ) -> None:
+        """
+        Args:
+            tables: of the model; None: it has none.
+        """
         self._job = config.job
         self._term = term
         self._ttl_s = config.blobs.ttl_s
         self._keep_versions = config.blobs.keep_versions
         self._updater = updater
+        self._parts = ModelParts(updater, tables)
         self._blobs = blobs
-        self._contributions = ContributionBuffer(updater)
+        self._tables = tables
+        self._table_shapes = {} if tables is None else tables.shapes
+        self._rows = None if tables is None else RowServer(config, term, tables, blobs)
+        self._contributions = ContributionBuffer(updater, tables)
         self._published: deque[int] = deque()
         # The blob that the weights are in, its header not written yet; None: they are elsewhere, or published.
         self._unpublished: memoryview | None = None
@@ -68,18 +82,23 @@ class LocalModelHost:
             if blob is None:
                 raise BlobError("not in the blob store (any more)")
             decoded = decode_contribution(
-                blob, self._updater.num_parameters, job=self._job, version=order.version, numel=self.num_values
-            )
+                blob, self._updater.num_parameters, job=self._job, version=order.version, numel=self.num_values,
+                tables=self._table_shapes,
+            )  # fmt: skip
         except BlobError as exc:
             log.warning("gradient_lost", key=order.key, reason=str(exc), action="its batch is computed again")
             return FetchOutcome(GradientLost(grant_id=order.grant_id, reason=str(exc)))
         gradient = decoded.values
         max_change = self._updater.max_change(gradient)
-        self._contributions.put(order.grant_id, gradient, in_order=order.in_order)
+        if self._tables is not None:
+            max_change = max(max_change, self._tables.max_change(decoded.rows))
+        self._contributions.put(order.grant_id, gradient, rows=decoded.rows, in_order=order.in_order)
         if order.in_order and len(blob) >= _LARGE_BYTES:  # its memory can be used for the next one
             self._blobs.delete(order.key)
             self._deleted.add(order.key)
-        return FetchOutcome(GradientFetched(grant_id=order.grant_id, max_change=max_change), blob, decoded.num_sent)
+        fetched = GradientFetched(grant_id=order.grant_id, max_change=max_change)
+        plain = sum(rows.ids.nbytes + rows.values.nbytes for rows in decoded.rows.values())
+        return FetchOutcome(fetched, blob, decoded.num_sent, plain)
 
     def prefetch(self, keys: Sequence[str]) -> None:
         count = min(len(keys), _PREFETCH_BYTES // (HEADER_BYTES + 4 * self.num_values))
@@ -88,7 +107,7 @@ class LocalModelHost:
 
     def apply(self, update: ApplyUpdate) -> int:
         memory = self._unpublished if self._may_rewrite else None
-        if memory is None:
+        if memory is None and self.num_values:
             memory = self._blobs.reserve(HEADER_BYTES + 4 * self.num_values)
         into = None if memory is None else np.frombuffer(memory, np.float32, offset=HEADER_BYTES)
         num_samples = self._contributions.apply(update, into)
@@ -135,13 +154,25 @@ class LocalModelHost:
         self._pointed_at = -1  # the pointer may be lost as well
         return self.publish(version)
 
+    def store_rows(self, request: GetRows, version: int, *, subscribes: bool) -> StoredRows:
+        if self._rows is None:
+            raise BlobError(f"worker {request.worker} asks for rows, but the model has no tables")
+        return self._rows.answer(request, version, subscribes=subscribes)
+
+    def changed_rows(self, worker: int, version: int) -> StoredRows | None:
+        return None if self._rows is None else self._rows.changes(worker, version)
+
+    def forget_rows(self, worker: int) -> None:
+        if self._rows is not None:
+            self._rows.forget(worker)
+
     def drop(self, key: str) -> None:
         self._blobs.delete(key)
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         self._may_rewrite = False  # weights in shared memory are handed out as they are
-        return self._updater.tensors()
+        return self._parts.tensors()
 
     def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
         self._unpublished = None
-        self._updater.load(tensors)
+        self._parts.load(tensors)

@@ -13,12 +13,12 @@ from doll.process.health import Heartbeat
 from doll.ps import events as ev
 from doll.ps.control_channel import ControlChannel
 from doll.ps.server import ParameterServer
-from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push, decode
+from doll.records import Alive, Announce, Evaluated, GetRows, Join, Leave, Nack, Push, decode
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
 
-_EVENT_RECORDS: Final = (Join, Announce, Push, Nack, Alive, Leave, Evaluated)
+_EVENT_RECORDS: Final = (Join, Announce, Push, Nack, GetRows, Alive, Leave, Evaluated)
 # Leases and checkpoints fall due within seconds: twenty ticks a second are enough and cost nothing.
 _POLL_S: Final = 0.05
 _FLUSH_S: Final = 2.0  # for the last records to be delivered: whoever sent SIGTERM will not wait long
@@ -64,14 +64,17 @@ def serve(
             _check_fencing(server, paused_s=now - looped_s, lease_s=lease_s)
             checked_s = now
         looped_s = now
-        events: list[ev.Event] = [
+        events: list[ev.Event | GetRows] = [
             *incoming.records,
             *(ev.GrantsLost(worker=worker) for worker in incoming.changed),
             *_decode(server, incoming.values),
         ]
         server.prefetch(events)
         for event in events:
-            server.feed(event)
+            if isinstance(event, GetRows):
+                server.send_rows(event)
+            else:
+                server.feed(event)
         if signals.end_job:
             server.feed(ev.StopRequested(reason="interrupted"))
         if signals.leave:
@@ -94,9 +97,9 @@ def deliver(channel: ControlChannel, signals: Signals, heartbeat: Heartbeat) -> 
         warned = True
 
 
-def _decode(server: ParameterServer, values: Sequence[bytes | None]) -> list[ev.Event]:
+def _decode(server: ParameterServer, values: Sequence[bytes | None]) -> list[ev.Event | GetRows]:
     """Records of `events`; what does not belong there is counted and refused."""
-    events: list[ev.Event] = []
+    events: list[ev.Event | GetRows] = []
     for value in values:
         try:
             record = decode(value)

@@ -25,7 +25,7 @@ from doll.ps.loop import Signals, deliver, serve
 from doll.ps.server import ParameterServer
 from doll.ps.standby import LeaderCheck, wait_for_lease
 from doll.ps.start import Start, make_engine
-from doll.ps.updaters import make_updater
+from doll.ps.updaters import make_parts
 from doll.service_checks import require_services
 from doll.services import Services
 from doll.storage.checkpoints import Checkpoint
@@ -102,7 +102,8 @@ def _run(
 
     blobs = open_blobs(config, services, give_up=give_up)
     start = _start(config, services, checkpoint, term, term if lineage.newest_term else 0)
-    host = LocalModelHost(config, term, make_updater(config.training, model), blobs)
+    updater, tables = make_parts(config.training, model)
+    host = LocalModelHost(config, term, updater, blobs, tables)
     engine = make_engine(config, start, host)
     log_path = run_folder / "events" / f"ps-{term:06d}.log"
     event_log = FileEventLog(log_path, start) if config.checkpoint.event_log else None

@@ -12,6 +12,7 @@ from typing import Final
 from doll.ps.events import AppliedSet, ApplyUpdate
 from doll.ps.state import EngineState
 from doll.records import Measures
+from doll.storage.sections import WireSize
 from doll.theory.staleness import ALL_UP_TO, HISTORY, StalenessMeter
 
 _FIRST_READ: Final = -1
@@ -49,6 +50,7 @@ class PolicyMeasures:
         self.computing_s = 0.0
         self.idle_s = 0.0
         self._gradient_bytes = self._gradient_values = self._dense_gradient_bytes = self._versions_read = 0
+        self._row_bytes = self._plain_row_bytes = 0
 
     def joined(self, worker: int) -> None:
         """The engine has welcomed a new process of this worker."""
@@ -59,11 +61,17 @@ class PolicyMeasures:
             applied = self._engine.worker(worker).applied
             self._meter.joined(worker, None if offset is None else applied + offset)
 
-    def fetched(self, size_bytes: int, num_values: int = 0) -> None:
-        """The gradient of a set has come, in a blob of this size with so many numbers."""
+    def fetched(self, size_bytes: int, num_values: int = 0, plain_row_bytes: int = 0) -> None:
+        """The gradient of a set has come, in a blob of this size with so many numbers; those of tables' rows would be
+        `plain_row_bytes` without coding."""
         self._gradient_bytes += size_bytes
         self._gradient_values += num_values
-        self._dense_gradient_bytes += self._weights_bytes
+        self._dense_gradient_bytes += self._weights_bytes + plain_row_bytes
+
+    def sent_rows(self, size: WireSize) -> None:
+        """A worker is sent rows of tables."""
+        self._row_bytes += size.coded_bytes
+        self._plain_row_bytes += size.plain_bytes
 
     def published(self, version: int, workers: Sequence[int]) -> None:
         """These workers are sent a version before a grant asks for it."""
@@ -117,4 +125,6 @@ class PolicyMeasures:
             gradient_values=self._gradient_values,
             dense_gradient_bytes=self._dense_gradient_bytes,
             weights_bytes=self._versions_read * self._weights_bytes,
+            row_bytes=self._row_bytes,
+            plain_row_bytes=self._plain_row_bytes,
         )

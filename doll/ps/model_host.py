@@ -12,7 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy.typing as npt
 
 from doll.ps.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
+from doll.ps.tables.row_server import StoredRows
 from doll.ps.updater import HoldsTensors
+from doll.records import GetRows
 from doll.storage.blobs import Buffer
 
 
@@ -23,11 +25,13 @@ class FetchOutcome(NamedTuple):
         event: for the engine.
         blob: the gradient as the worker stored it, for the event log; None where it was lost.
         num_sent: numbers in the blob.
+        plain_row_bytes: of its rows of tables, before coding: 8 bytes for each key.
     """
 
     event: GradientFetched | GradientLost
     blob: Buffer | None = None
     num_sent: int = 0
+    plain_row_bytes: int = 0
 
 
 class ModelHost(HoldsTensors, Protocol):
@@ -74,6 +78,26 @@ class ModelHost(HoldsTensors, Protocol):
         Called after each event of the engine, when its grants are sent; costs nothing where nothing is to be done.
         """
         ...
+
+    def store_rows(self, request: GetRows, version: int, *, subscribes: bool) -> StoredRows:
+        """Put the rows of tables that a worker asks for into the blob store, as they are now.
+
+        Args:
+            version: the newest.
+            subscribes: `changed_rows` is to have them from now on.
+
+        Raises:
+            BlobError: the request is not whole, or not for this model's tables.
+        """
+        ...
+
+    def changed_rows(self, worker: int, version: int) -> StoredRows | None:
+        """Put the rows that `worker` has asked for into the blob store, those that have changed since the last call;
+        None where it has asked for none."""
+        ...
+
+    def forget_rows(self, worker: int) -> None:
+        """A new process of `worker` has asked for no rows."""
 
     def drop(self, key: str) -> None:
         """Delete the blob of a gradient that will not be applied."""

@@ -13,7 +13,7 @@ from doll.ps.checkpointing import encode_snapshot
 from doll.ps.event_log import read_log
 from doll.ps.start import make_engine
 from doll.ps.updater import ContributionBuffer, Updater
-from doll.ps.updaters import make_updater
+from doll.ps.updaters import make_parts
 from doll.storage.blobs import blob_info
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.contributions import decode_contribution
@@ -41,9 +41,10 @@ def replay(
     start, entries = read_log(path)
     model = build(config, load_task(config))
     job_fingerprint = fingerprint(config, model)
-    updater = make_updater(config.training, model)
-    engine = make_engine(config, start, updater)
-    contributions = ContributionBuffer(updater)
+    parts = make_parts(config.training, model)
+    updater, tables = parts
+    engine = make_engine(config, start, parts)
+    contributions = ContributionBuffer(updater, tables)
     if on_update is not None:
         on_update(engine.version, updater)
     for entry in entries:
@@ -51,9 +52,10 @@ def replay(
             version = blob_info(entry.gradient).version
             size = updater.weights.size
             decoded = decode_contribution(
-                entry.gradient, updater.num_parameters, job=config.job, version=version, numel=size
-            )
-            contributions.put(entry.event.grant_id, decoded.values)
+                entry.gradient, updater.num_parameters, job=config.job, version=version, numel=size,
+                tables={} if tables is None else tables.shapes,
+            )  # fmt: skip
+            contributions.put(entry.event.grant_id, decoded.values, rows=decoded.rows)
         for action in engine.handle(entry.event, entry.now):
             match action:
                 case ev.ApplyUpdate():
@@ -63,5 +65,5 @@ def replay(
                 case ev.StoreCheckpoint():
                     yield Checkpoint(
                         job=config.job, fingerprint=job_fingerprint, term=start.term, version=action.version,
-                        state=encode_snapshot(action.snapshot), tensors=updater.tensors(),
+                        state=encode_snapshot(action.snapshot), tensors=parts.tensors(),
                     )  # fmt: skip

@@ -28,7 +28,7 @@ from typing import Protocol, TypeAlias, TypeVar, assert_never
 import msgspec
 
 from doll.config import JobConfig
-from doll.errors import FencedError, RolledBackError
+from doll.errors import BlobError, FencedError, RolledBackError
 from doll.process.fault_points import fault_point
 from doll.ps import events as ev
 from doll.ps.checkpointing import CheckpointWriter, encode_snapshot
@@ -43,11 +43,13 @@ from doll.records import (
     Evaluated,
     Fence,
     Finished,
+    GetRows,
     Grant,
     Hello,
     Nack,
     NewVersion,
     Push,
+    RowsStored,
     ServerStatus,
     Settle,
     Stop,
@@ -168,7 +170,7 @@ class ParameterServer:
         """Wait for a checkpoint that is being written, and end the thread that writes it."""
         self.checkpoints.close()
 
-    def prefetch(self, events: Sequence[ev.Event]) -> None:
+    def prefetch(self, events: Sequence[ev.Event | GetRows]) -> None:
         """A hint: these events are fed now. Their gradients are read in one round trip, where that is cheaper."""
         keys = [
             event.key for event in events if isinstance(event, Push) and event.key and event.term == self.engine.term
@@ -197,7 +199,7 @@ class ParameterServer:
                 if isinstance(action, ev.FetchGradient):
                     outcome = self._timed(self._host.fetch, action)
                     if outcome.blob is not None:
-                        self._measures.fetched(len(outcome.blob), outcome.num_sent)
+                        self._measures.fetched(len(outcome.blob), outcome.num_sent, outcome.plain_row_bytes)
                     pending.append((outcome.event, outcome.blob))
                 else:
                     self._perform(action)
@@ -205,6 +207,29 @@ class ParameterServer:
         started_s = self._clock()
         self._host.tidy()
         self._busy_s += self._clock() - started_s
+
+    def send_rows(self, request: GetRows) -> None:
+        """Answer a worker that asks for rows of tables, as they are now. What cannot be answered is counted, and left
+        to the worker, which asks again."""
+        engine = self.engine
+        is_current = request.term == engine.term and 0 <= request.worker < engine.settings.num_workers
+        if not is_current or engine.worker(request.worker).session != request.session:
+            engine.counters["refused_get_rows"] += 1
+            return
+        try:
+            stored = self._host.store_rows(request, engine.version, subscribes=engine.policy.sends_versions)
+        except BlobError as exc:
+            engine.counters["refused_get_rows"] += 1
+            log.warning("rows_refused", worker=request.worker, key=request.key, reason=str(exc))
+            return
+        self._measures.sent_rows(stored.size)
+        self._outbox.send_command(
+            request.worker,
+            RowsStored(
+                term=engine.term, worker=request.worker, session=request.session, number=request.number,
+                version=engine.version, key=stored.key, included=engine.worker(request.worker).applied,
+            ),
+        )  # fmt: skip
 
     def stop_if_superseded(self) -> None:
         """Ask the store for the newest term: a server with nothing to save would not learn that it has a successor.
@@ -303,10 +328,16 @@ class ParameterServer:
                 key = self._publish(action.version)
                 self._measures.published(action.version, action.workers)
                 for worker, included in zip(action.workers, action.included, strict=True):
+                    rows = self._host.changed_rows(worker, action.version)
+                    if rows is not None:
+                        self._measures.sent_rows(rows.size)
                     self._outbox.send_command(
                         worker,
-                        NewVersion(term=term, worker=worker, version=action.version, key=key, included=included),
-                    )
+                        NewVersion(
+                            term=term, worker=worker, version=action.version, key=key, included=included,
+                            rows_key="" if rows is None else rows.key, rows_since=0 if rows is None else rows.since,
+                        ),
+                    )  # fmt: skip
             case ev.SendSettle():
                 self._outbox.send_command(
                     action.worker,
@@ -371,6 +402,7 @@ class ParameterServer:
         if self._welcomed.get(action.worker) != action.session:  # a Join is repeated until it is answered
             self._welcomed[action.worker] = action.session
             self._measures.joined(action.worker)
+            self._host.forget_rows(action.worker)
             log.info(
                 "worker_joined", worker=action.worker, process=action.process, session=action.session,
                 next_batch=action.next_batch,

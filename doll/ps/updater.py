@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from doll.optim.contribution import Contribution
 from doll.ps.events import ApplyUpdate
+from doll.ps.tables.store import TableStore
+from doll.rows import Rows
+
+_NO_ROWS: Final[Mapping[str, Rows]] = {}
 
 
 class HoldsTensors(Protocol):
@@ -39,6 +43,11 @@ class Updater(HoldsTensors, Protocol):
     @property
     def num_parameters(self) -> int:
         """How many of the weights are parameters: the first ones."""
+        ...
+
+    @property
+    def clipped_by(self) -> float:
+        """The factor, at most 1, by which the last `apply` made its contributions smaller, tables' included."""
         ...
 
     def add(self, contribution: Contribution) -> None:
@@ -82,6 +91,11 @@ class Updater(HoldsTensors, Protocol):
         ...
 
 
+class _Waiting(NamedTuple):
+    values: Contribution
+    rows: Mapping[str, Rows]
+
+
 class ContributionBuffer:
     """Contributions that wait for their update, and the apply step: the one place that turns them into a version.
 
@@ -90,27 +104,35 @@ class ContributionBuffer:
     memory is free, another one waits (docs/decisions/0029).
     """
 
-    def __init__(self, updater: Updater) -> None:
+    def __init__(self, updater: Updater, tables: TableStore | None = None) -> None:
+        """
+        Args:
+            tables: of the model, changed together with the weights; None: it has none.
+        """
         self._updater = updater
-        self._waiting: dict[int, Contribution] = {}
+        self._tables = tables
+        self._waiting: dict[int, _Waiting] = {}
         self._added: list[int] = []  # sets whose contributions are in the updater's sum, in order
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._added)
 
-    def put(self, grant_id: int, contribution: Contribution, *, in_order: bool = False) -> None:
+    def put(
+        self, grant_id: int, contribution: Contribution, *, rows: Mapping[str, Rows] = _NO_ROWS, in_order: bool = False
+    ) -> None:
         """Keep the sum of the set whose first grant is `grant_id` until its update comes. It is not copied.
 
         Args:
+            rows: what the set adds to tables, by name.
             in_order: those of all lower-numbered sets of its update are here, and this one will be applied: it is
                 added now, and its memory is not used after the call.
         """
         if not in_order:
-            self._waiting[grant_id] = contribution
+            self._waiting[grant_id] = _Waiting(contribution, rows)
             return
         for earlier in sorted(number for number in self._waiting if number < grant_id):
             self._add(earlier, self._waiting.pop(earlier))
-        self._add(grant_id, contribution)
+        self._add(grant_id, _Waiting(contribution, rows))
 
     def drop(self, grant_id: int) -> None:
         """Forget the sum of this set: its update will never come."""
@@ -128,12 +150,12 @@ class ContributionBuffer:
             RuntimeError: one that was added already is not of the update, or not the next in its order.
         """
         added, self._added = deque(self._added), []
-        contributions: list[Contribution] = []
+        contributions: list[_Waiting] = []
         for item in update.sets:
             if added and item.grant_id == added[0] and not contributions:
                 added.popleft()
-            elif (contribution := self._waiting.pop(item.grant_id, None)) is not None:
-                contributions.append(contribution)
+            elif (waiting := self._waiting.pop(item.grant_id, None)) is not None:
+                contributions.append(waiting)
             elif item.push.key:
                 raise KeyError(f"update {update.version}: expected the gradient of grant {item.grant_id}, got none")
         if added:
@@ -142,9 +164,17 @@ class ContributionBuffer:
                 f"got that of grant {added[0]}"
             )
         num_samples = sum(item.num_samples for item in update.sets)
-        self._updater.apply(contributions, update.scale, num_samples, into)
+        if self._tables is not None:
+            for waiting in contributions:
+                self._tables.add(waiting.rows)
+        # Before the tables: where gradients are clipped, it says how much, for both.
+        self._updater.apply([waiting.values for waiting in contributions], update.scale, num_samples, into)
+        if self._tables is not None:
+            self._tables.apply(update.scale * self._updater.clipped_by, update.version)
         return num_samples
 
-    def _add(self, grant_id: int, contribution: Contribution) -> None:
-        self._updater.add(contribution)
+    def _add(self, grant_id: int, waiting: _Waiting) -> None:
+        self._updater.add(waiting.values)
+        if self._tables is not None:
+            self._tables.add(waiting.rows)
         self._added.append(grant_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,8 @@ from doll.config import TrainingConfig
 from doll.model import FlatModel
 from doll.optim.contribution import Contribution
 from doll.optim.optimizer import WEIGHTS, Optimizer, diverged, is_finite, load_weights, tensor_of
+from doll.optim.row_optimizer import row_optimizer
+from doll.ps.tables.store import TableStore
 from doll.ps.updater import Updater
 
 
@@ -23,6 +25,8 @@ class StepAdder:
     Float buffers come as values times samples, as with gradients, and become the mean; other buffers become those of
     the last contribution.
     """
+
+    clipped_by: Final = 1.0
 
     def __init__(self, model: FlatModel) -> None:
         self._model = model
@@ -90,8 +94,40 @@ class StepAdder:
         self._flat = self._own
 
 
-def make_updater(config: TrainingConfig, model: FlatModel) -> Updater:
-    """The updater that `training` asks for; it owns the weights of `model` from now on."""
+class ModelParts(NamedTuple):
+    """The model at the server.
+
+    Attributes:
+        updater: of the flat vector.
+        tables: None where the model has none.
+    """
+
+    updater: Updater
+    tables: TableStore | None = None
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """Of both, for a checkpoint."""
+        tensors = self.updater.tensors()
+        return tensors if self.tables is None else tensors | self.tables.tensors()
+
+    def load(self, tensors: Mapping[str, npt.NDArray[Any]]) -> None:
+        """Continue from a checkpoint's tensors; `doll.ps.updater.HoldsTensors`."""
+        self.updater.load(tensors)
+        if self.tables is not None:
+            self.tables.load(tensors)
+
+
+def make_parts(config: TrainingConfig, model: FlatModel) -> ModelParts:
+    """What `training` asks for; it owns the weights and the tables' rows of `model` from now on.
+
+    Raises:
+        ConfigError: an optimizer that cannot be used for tables.
+    """
+    tables = None
+    if model.tables is not None:
+        optimizer = None if config.policy.sends_steps else row_optimizer(config.optimizer)
+        tables = TableStore(model.tables.take_initial(), optimizer)
     if config.policy.sends_steps:
-        return StepAdder(model)
-    return Optimizer(model, config.optimizer, config.clip_norm)
+        return ModelParts(StepAdder(model), tables)
+    norm = (lambda: 0.0) if tables is None else tables.norm
+    return ModelParts(Optimizer(model, config.optimizer, config.clip_norm, norm_of_tables=norm), tables)

@@ -33,6 +33,7 @@ def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[
         ConfigError: the task cannot be loaded.
         OSError: the folder cannot be written.
     """
+    import torch
     from safetensors.torch import save_file
 
     from doll.evaluation.stored_weights import newest_weights
@@ -40,22 +41,26 @@ def export_model(config: JobConfig, run_folder: Path, out_folder: Path) -> dict[
     from doll.storage.stores import checkpoint_location
     from doll.task import load_task
 
-    model = build(config, load_task(config))
+    model = build(config, load_task(config), with_rows=False)
     stored = newest_weights(config, run_folder, model)
     if stored is None:
         raise CheckpointError(
             f"no checkpoint in {checkpoint_location(config, run_folder)}: nothing has been learned yet, or "
             "checkpoint.folder or --run-folder is wrong"
         )
-    model.load_weights(stored.weights)
+    stored.load_into(model)
     # Copies: safetensors refuses tensors that share memory, and all parameters are views of one vector.
     tensors = {name: tensor.detach().clone().contiguous() for name, tensor in model.module.state_dict().items()}
+    if model.tables is not None:
+        for table, names in model.tables.names.items():
+            rows = torch.from_numpy(stored.tables[table])
+            tensors |= {name: rows if name == names[0] else rows.clone() for name in names}
     content = {
         "job": config.job,
         "version": stored.version,
         "term": stored.term,
         "task": {"class": config.task.cls, "args": config.task.args},
-        "parameters": model.num_parameters,
+        "parameters": model.num_parameters + model.num_table_values,
         "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
         "fingerprint": stored.fingerprint,
         "file": "model.safetensors",

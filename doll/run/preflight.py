@@ -52,15 +52,19 @@ def check_task(config: JobConfig) -> None:
 
 
 def count_parameters(config: JobConfig) -> int:
-    """Import the task, build its model, and count the trainable parameters. Imports torch.
+    """Import the task, build its model, and count the trainable parameters, those of tables included. Imports torch.
 
     Raises:
-        ConfigError: the task cannot be loaded.
+        ConfigError: the task cannot be loaded, or its model does not fit the policy or the optimizer.
     """
     from doll.model import build
+    from doll.optim.row_optimizer import row_optimizer
     from doll.task import load_task
 
-    return build(config, load_task(config)).num_parameters
+    model = build(config, load_task(config), with_rows=False)
+    if model.tables is not None:
+        row_optimizer(config.training.optimizer)
+    return model.num_parameters + model.num_table_values
 
 
 def _find(module: str, config: JobConfig) -> Path | None:

@@ -77,6 +77,21 @@ def gradient_key(job: str, term: int, grant_id: int) -> str:
     return f"doll:{job}:g:{term}:{grant_id}"
 
 
+def row_request_key(job: str, term: int, worker: int, session: int, number: int) -> str:
+    """Key of a worker's request `number` for rows of tables."""
+    return f"doll:{job}:q:{term}:{worker}:{session}:{number}"
+
+
+def rows_key(job: str, term: int, worker: int, session: int, number: int) -> str:
+    """Key of the answer to a worker's request `number`."""
+    return f"doll:{job}:r:{term}:{worker}:{session}:{number}"
+
+
+def changed_rows_key(job: str, term: int, worker: int, version: int) -> str:
+    """Key of the rows that a worker is sent with a version that no grant has asked for."""
+    return f"doll:{job}:c:{term}:{worker}:{version}"
+
+
 def latest_key(job: str) -> str:
     """Key of the pointer to the newest weights (see `Latest`)."""
     return f"doll:{job}:w:latest"

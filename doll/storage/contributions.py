@@ -1,22 +1,26 @@
-"""Contributions as blobs: dense, or the values that are not zero where these are few. Pure."""
+"""Contributions as blobs: dense, or the values that are not zero where these are few, and rows of tables. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from doll.rows import Rows
+from doll.rows import Rows, TableShape
 from doll.storage.blobs import Buffer, blob_info, decode_blob, encode_blob
 from doll.storage.sections import decode_push, encode_push
 
 Vector = npt.NDArray[np.float32]
+Tables = Mapping[str, TableShape]
 
-_PARAMETERS: Final = "parameters"
+_PARAMETERS: Final = "parameters"  # no table has this name: theirs are paths of parameters, which end in `weight`
 _TAIL: Final = "tail"  # what is behind the parameters: buffers, which are always whole
 # A value of the sparse form takes 5 bytes and more, and both sides more time than 4 bytes of the dense one.
 _MAX_SHARE: Final = 0.6
+_NO_TABLES: Final[Tables] = {}
+_NO_ROWS: Final[Mapping[str, Rows]] = {}
 
 
 class Decoded(NamedTuple):
@@ -24,55 +28,72 @@ class Decoded(NamedTuple):
 
     Attributes:
         values: float32, shape (numel,).
-        num_sent: how many of them were sent.
+        num_sent: how many numbers were sent.
+        rows: of tables, by name.
     """
 
     values: Vector
     num_sent: int
+    rows: Mapping[str, Rows] = _NO_ROWS
 
 
-def encode_contribution(values: Vector, num_parameters: int, *, job: str, version: int) -> list[Buffer]:
+def encode_contribution(
+    values: Vector, num_parameters: int, *, job: str, version: int, rows: Mapping[str, Rows] = _NO_ROWS,
+    tables: Tables = _NO_TABLES,
+) -> list[Buffer]:  # fmt: skip
     """The blob of a contribution, the shorter one of its two forms.
 
     Args:
         values: float32, shape (numel,), laid out as `doll.model` says. The parts are views of it where they can be.
         num_parameters: the first so many may be left out where they are zero.
         version: of the weights that it was computed at.
+        rows: of tables, by name.
+        tables: shapes of all tables of the model.
     """
     parameters = values[:num_parameters]
     ids = np.flatnonzero(parameters)
-    if len(ids) > _MAX_SHARE * num_parameters:
+    is_dense = len(ids) > _MAX_SHARE * num_parameters
+    if is_dense and not rows:
         return encode_blob(values, job=job, kind="g", version=version)
-    pieces: dict[str, Vector | Rows] = {_PARAMETERS: Rows(ids, parameters[ids].reshape(-1, 1))}
+    pieces: dict[str, Vector | Rows] = {}
+    if num_parameters:
+        pieces[_PARAMETERS] = parameters if is_dense else Rows(ids, parameters[ids].reshape(-1, 1))
     if len(values) > num_parameters:
         pieces[_TAIL] = values[num_parameters:]
-    return encode_push(pieces, _shapes(len(values), num_parameters), job=job, version=version).parts
+    shapes = _shapes(len(values), num_parameters, tables)
+    return encode_push({**pieces, **rows}, shapes, job=job, version=version).parts
 
 
-def decode_contribution(data: Buffer, num_parameters: int, *, job: str, version: int, numel: int) -> Decoded:
-    """What `encode_contribution` was given; a view of `data` where that is dense.
+def decode_contribution(
+    data: Buffer, num_parameters: int, *, job: str, version: int, numel: int, tables: Tables = _NO_TABLES
+) -> Decoded:
+    """What `encode_contribution` was given; views of `data` where they can be.
 
     Raises:
-        BlobError: torn, changed on the way, of another job, version or size, or with keys that are unsorted, repeated
-            or out of range; the message says which.
-        NotFiniteError: a value of the sparse form is NaN or infinite.
+        BlobError: torn, changed on the way, of another job, version or size, of a table that is not in `tables`, or
+            with keys that are unsorted, repeated or out of range; the message says which.
+        NotFiniteError: a value of the sparse form or of a row is NaN or infinite.
     """
     if blob_info(data).kind != "p":
         return Decoded(decode_blob(data, job=job, kind="g", version=version, numel=numel), numel)
-    pieces = decode_push(data, _shapes(numel, num_parameters), job=job, version=version)
+    pieces = decode_push(data, _shapes(numel, num_parameters, tables), job=job, version=version)
     values = np.zeros(numel, np.float32)
     num_sent = 0
+    rows: dict[str, Rows] = {}
     for name, piece in pieces.items():
+        num_sent += piece.values.size if isinstance(piece, Rows) else len(piece)
+        if name in tables:
+            assert isinstance(piece, Rows), "a dense section is of a vector"
+            rows[name] = piece
+            continue
         into = values[:num_parameters] if name == _PARAMETERS else values[num_parameters:]
         if isinstance(piece, Rows):
             into[piece.ids] = piece.values[:, 0]
-            num_sent += len(piece.ids)
         else:
             into[:] = piece
-            num_sent += len(piece)
-    return Decoded(values, num_sent)
+    return Decoded(values, num_sent, rows)
 
 
-def _shapes(numel: int, num_parameters: int) -> dict[str, int]:
-    shapes = {_PARAMETERS: num_parameters}
+def _shapes(numel: int, num_parameters: int, tables: Tables) -> dict[str, int | TableShape]:
+    shapes: dict[str, int | TableShape] = {**tables, _PARAMETERS: num_parameters}
     return shapes if numel == num_parameters else shapes | {_TAIL: numel - num_parameters}

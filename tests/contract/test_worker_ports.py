@@ -272,7 +272,7 @@ def test_weights_that_are_not_whole_are_never_used(replica: Replica, damage: str
 
 COMPRESSORS: dict[str, Callable[[], Compressor]] = {
     "dense": lambda: DenseCompressor("unit"),
-    "sparse": lambda: SparseCompressor("unit", 90),
+    "sparse": lambda: SparseCompressor("unit", 90, {}),
 }
 
 
@@ -285,13 +285,13 @@ def test_compressing_does_not_change_the_gradient(compressor: Compressor) -> Non
     gradient = np.random.default_rng(0).normal(size=100).astype(np.float32)
     before = gradient.tobytes()
     for version in (1, 2):
-        assert compressor.compress(gradient, version=version)
+        assert compressor.compress(gradient, version=version, rows={})
     assert gradient.tobytes() == before
 
 
 def test_the_dense_form_is_the_gradient_to_the_bit_and_names_its_version() -> None:
     gradient = np.random.default_rng(0).normal(size=100).astype(np.float32)
-    parts = DenseCompressor("unit").compress(gradient, version=9)
+    parts = DenseCompressor("unit").compress(gradient, version=9, rows={})
     assert np.shares_memory(np.frombuffer(parts[-1], np.float32), gradient), "the hot path copies nothing"
     stored = decode_blob(b"".join(parts), job="unit", kind="g", version=9, numel=100)
     assert stored.tobytes() == gradient.tobytes()

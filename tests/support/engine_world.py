@@ -82,6 +82,7 @@ class Ordered:
     def __init__(self) -> None:
         self.weights = np.zeros(0, np.float32)
         self.num_parameters = 0
+        self.clipped_by = 1.0
         self._added: list[float] = []
 
     def add(self, contribution: Contribution) -> None:

@@ -21,7 +21,7 @@ from doll.optim.optimizer import Optimizer
 from doll.ps.local_host import LocalModelHost
 from doll.ps.server import ParameterServer
 from doll.ps.start import Start, make_engine
-from doll.ps.updaters import make_updater
+from doll.ps.updaters import make_parts
 from doll.records import AnyRecord, Join, ServerStatus, Welcome
 from doll.task import Task
 from doll.tasks.synthetic import Gaussian
@@ -60,7 +60,7 @@ class Job:
         self.blobs, self.store, self.sent = MemoryBlobs(), MemoryCheckpointStore("unit"), list[AnyRecord]()
         model = build(self.config, task)
         self.num_parameters, self.num_floats = model.num_parameters, model.num_floats
-        self.updater = make_updater(self.config.training, model)
+        self.updater = make_parts(self.config.training, model).updater
         host = LocalModelHost(self.config, self.store.claim_term(), self.updater, self.blobs)
         engine = make_engine(self.config, Start(1, 0.0, (0,) * WORKERS), host)
         self.server = ParameterServer(

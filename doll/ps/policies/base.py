@@ -132,6 +132,7 @@ class Policy(ABC):
     name: ClassVar[str]
     exact_version: ClassVar[bool]  # gradients applied together were all computed at the version they are applied to
     holds_back: ClassVar[bool] = False  # a push may leave a part of its batches' steps at the worker
+    sends_versions: ClassVar[bool] = False  # `recipients` may name workers
     batches_per_push: int = 1  # as in its section
 
     def changed(self, view: PolicyView, workers: Collection[int]) -> None:  # noqa: B027

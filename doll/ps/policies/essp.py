@@ -19,6 +19,7 @@ class Essp(Ssp):
     """SSP that publishes when the minimum clock moves: staleness is usually one clock, whatever s is."""
 
     name: ClassVar[str] = "essp"
+    sends_versions: ClassVar[bool] = True
 
     def __init__(self, staleness: int) -> None:
         super().__init__(staleness)

@@ -16,6 +16,8 @@ class IspPolicyConfig(LockstepConfig):
     """Bulk synchronous, with a significance filter: a worker sends a change of a number once it is larger than
     significance / sqrt(t) of that number, and keeps the rest of its steps until it is."""
 
+    supports_tables: ClassVar[bool] = False  # the filter compares a change with the whole vector of weights
+
     name: Literal["isp"] = "isp"
     significance: float = Field(
         default=0.7,

@@ -42,6 +42,7 @@ class Vap(Asp):
     """
 
     name: ClassVar[str] = "vap"
+    sends_versions: ClassVar[bool] = True
 
     def __init__(self, value_bound: float) -> None:
         """`value_bound`: v_0 > 0; may be infinite."""

@@ -24,6 +24,7 @@ from doll.rows import Floats, Ids, Rows, TableShape, add_in_order
 from doll.storage.sections import RowRequest
 
 _PREFIX: Final = "table."
+_VALUES: Final = "values"
 # As in `doll.optim.optimizer`: many finite numbers whose mean is finite never add up to an infinite one.
 _SUM_FACTOR: Final = 2.0**-16
 
@@ -126,7 +127,7 @@ class Table:
         """
         state = {f"state.{name}": array.hold() for name, array in self._state.items()}
         numbers = np.array([self._version, self._num_steps], np.int64)
-        tensors: dict[str, npt.NDArray[Any]] = {"values": self._values.hold(), "touched": self._touched.ids}
+        tensors: dict[str, npt.NDArray[Any]] = {_VALUES: self._values.hold(), "touched": self._touched.ids}
         tensors |= {"numbers": numbers, **state}
         return {f"{_PREFIX}{self.name}.{name}": array for name, array in tensors.items()}
 
@@ -136,31 +137,20 @@ class Table:
         Raises:
             CheckpointError: it does not fit.
         """
-        touched = self._tensor(tensors, "touched", None)
+        touched = _tensor(tensors, self.name, "touched", None)
         if len(touched) and not (
             touched.dtype == np.int64 and touched.min() >= 0 and touched.max() < self.shape.num_rows
         ):
             raise CheckpointError(f"table {self.name!r}: expected touched rows of 0 to {self.shape.num_rows - 1}")
-        self._version, self._num_steps = map(int, self._tensor(tensors, "numbers", (2,)))
-        state = {name: self._tensor(tensors, f"state.{name}", (len(touched), self.shape.width)) for name in self._state}
-        self._values.replace(self._tensor(tensors, "values", self.shape))
+        self._version, self._num_steps = map(int, _tensor(tensors, self.name, "numbers", (2,)))
+        shape = (len(touched), self.shape.width)
+        state = {name: _tensor(tensors, self.name, f"state.{name}", shape) for name in self._state}
+        self._values.replace(stored_rows(tensors, self.name, self.shape))
         self._touched.load(touched, self._version)
         self._state = self._new_state()
         for name, rows in state.items():
             self._state[name].replace(rows)
         self._pending = []
-
-    def _tensor(
-        self, tensors: Mapping[str, npt.NDArray[Any]], part: str, shape: tuple[int, ...] | None
-    ) -> npt.NDArray[Any]:
-        key = f"{_PREFIX}{self.name}.{part}"
-        array = tensors.get(key)
-        if array is None or (shape is not None and array.shape != tuple(shape)):
-            got = "nothing" if array is None else f"shape {array.shape}"
-            raise CheckpointError(
-                f"{key}: expected {'a tensor' if shape is None else f'shape {tuple(shape)}'}, got {got}"
-            )
-        return array
 
     def _new_state(self) -> dict[str, RowArray]:
         names = () if self._optimizer is None else self._optimizer.state_names
@@ -179,6 +169,26 @@ class Table:
             )
 
 
+def stored_rows(tensors: Mapping[str, npt.NDArray[Any]], name: str, shape: TableShape) -> Floats:
+    """All rows of table `name` in a checkpoint, float32, shape (num_rows, width).
+
+    Raises:
+        CheckpointError: there are none, or of another shape.
+    """
+    return _tensor(tensors, name, _VALUES, shape)
+
+
+def _tensor(
+    tensors: Mapping[str, npt.NDArray[Any]], name: str, part: str, shape: tuple[int, ...] | None
+) -> npt.NDArray[Any]:
+    key = f"{_PREFIX}{name}.{part}"
+    array = tensors.get(key)
+    if array is None or (shape is not None and array.shape != tuple(shape)):
+        got = "nothing" if array is None else f"shape {array.shape}"
+        raise CheckpointError(f"{key}: expected {'a tensor' if shape is None else f'shape {tuple(shape)}'}, got {got}")
+    return array
+
+
 class TableStore:
     """All tables of a model; an update changes them together. Not thread-safe."""
 
@@ -189,6 +199,7 @@ class TableStore:
                 store's from now on.
             optimizer: None: contributions are steps, which are added.
         """
+        self._takes_gradients = optimizer is not None
         self.tables = {name: Table(name, values, optimizer) for name, values in initial.items()}
 
     @property
@@ -200,6 +211,12 @@ class TableStore:
         """Add what one set has pushed to the next update, behind those before it."""
         for name, rows in contribution.items():
             self.tables[name].add(rows)
+
+    def max_change(self, contribution: Mapping[str, Rows]) -> float:
+        """How far it moves any one number at most; 0 where it is a gradient."""
+        if self._takes_gradients:
+            return 0.0
+        return max((float(np.abs(rows.values).max(initial=0.0)) for rows in contribution.values()), default=0.0)
 
     def norm(self) -> float:
         """Length of the sum of what was added, over all tables."""

@@ -1,0 +1,80 @@
+"""Answers to workers that ask for rows of tables, and the rows that they are sent without asking (ESSP).
+
+The rows go through the blob store, as weights do: a record on the control channel names the blob.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from doll.config import JobConfig
+from doll.errors import BlobError
+from doll.ps.tables.store import TableStore
+from doll.ps.tables.subscriptions import Subscriptions
+from doll.records import GetRows
+from doll.storage.blobs import Blobs, changed_rows_key, rows_key
+from doll.storage.sections import Encoded, WireSize, decode_row_request, encode_rows
+
+
+class StoredRows(NamedTuple):
+    """Rows in the blob store.
+
+    Attributes:
+        since: only those that have changed after this version; without meaning in an answer.
+    """
+
+    key: str
+    size: WireSize
+    since: int = 0
+
+
+class RowServer:
+    """The rows of one term's tables. Not thread-safe."""
+
+    def __init__(self, config: JobConfig, term: int, tables: TableStore, blobs: Blobs) -> None:
+        self._job = config.job
+        self._ttl_s = config.blobs.ttl_s
+        self._term = term
+        self._tables = tables
+        self._blobs = blobs
+        self._subscriptions = Subscriptions(tables)
+
+    def answer(self, request: GetRows, version: int, *, subscribes: bool) -> StoredRows:
+        """Store the rows that `request` asks for, as they are in `version`, the newest.
+
+        Args:
+            subscribes: the worker is to be sent these rows again when they have changed (`changes`).
+
+        Raises:
+            BlobError: the request is not in the blob store, is not one of this job's tables, or asks for a version that
+                does not exist.
+        """
+        blob = self._blobs.get(request.key)
+        if blob is None:
+            raise BlobError("the request is not in the blob store (any more)")
+        requests, min_version = decode_row_request(blob, self._tables.shapes, job=self._job)
+        if min_version > version:
+            raise BlobError(f"expected rows of version {version} or earlier to be asked for, got {min_version}")
+        encoded = encode_rows(self._tables.answer(requests), self._tables.shapes, job=self._job, version=version)
+        self._blobs.delete(request.key)
+        if subscribes:
+            for name, wanted in requests.items():
+                self._subscriptions.subscribe(request.worker, name, wanted.ids, version)
+        return self._store(rows_key(self._job, self._term, request.worker, request.session, request.number), encoded)
+
+    def changes(self, worker: int, version: int) -> StoredRows | None:
+        """Store what `worker` is to be sent now that `version` is the newest; None where it has asked for no row."""
+        changes = self._subscriptions.due(worker, version)
+        if changes is None:
+            return None
+        encoded = encode_rows(changes.rows, self._tables.shapes, job=self._job, version=version)
+        stored = self._store(changed_rows_key(self._job, self._term, worker, version), encoded)
+        return stored._replace(since=changes.since)
+
+    def forget(self, worker: int) -> None:
+        """A new process of `worker` has no rows yet."""
+        self._subscriptions.forget(worker)
+
+    def _store(self, key: str, encoded: Encoded) -> StoredRows:
+        self._blobs.put(key, encoded.parts, self._ttl_s)
+        return StoredRows(key, encoded.size)

@@ -1,0 +1,37 @@
+"""A task whose model has an embedding, as a table or as a dense parameter, and a dense layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from doll.task import Sample, Task
+
+
+class Bags(Task):
+    """Each sample is a bag of ids; its class is whether their sum is even."""
+
+    input_shape = (5,)
+    num_classes = 2
+
+    def __init__(self, ids: int = 40, width: int = 3, sparse: bool = True, dense: bool = True) -> None:
+        self.ids = ids
+        self.width = width
+        self.sparse = sparse
+        self.dense = dense
+
+    def build_model(self) -> torch.nn.Module:
+        bag = torch.nn.EmbeddingBag(self.ids, self.width if self.dense else 2, mode="sum", sparse=self.sparse)
+        return torch.nn.Sequential(bag, torch.nn.Linear(self.width, 2)) if self.dense else torch.nn.Sequential(bag)
+
+    def decode(self, record: bytes) -> Sample:
+        ids = np.frombuffer(record, "<i8")
+        return Sample(ids, int(ids.sum()) % 2)
+
+    def make(self, rng: np.random.Generator, at: int) -> bytes:
+        """One record."""
+        return rng.integers(0, self.ids, size=5).astype("<i8").tobytes()
+
+    def forward(self, model: torch.nn.Module, x: torch.Tensor) -> Any:
+        return model(x)

@@ -1,0 +1,195 @@
+"""Jobs of one thread: the real server and workers without transport, over policies, tasks and schedules."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from doll.config import parse
+from doll.consumers.compressor import DenseCompressor, SparseCompressor
+from doll.consumers.dead_letters import DeadLetters
+from doll.consumers.decoding import Records
+from doll.consumers.gradient import GradientComputer
+from doll.consumers.grant_handler import GrantHandler
+from doll.consumers.guard import Guard
+from doll.consumers.local_model import CachedVersion
+from doll.consumers.row_client import RowClient
+from doll.consumers.step_model import StepModel
+from doll.consumers.table_rows import TableRows
+from doll.consumers.worker import Batch, Compute, Offer, Send, WorkerCore
+from doll.errors import BlobError
+from doll.model import build
+from doll.ps import events as ev
+from doll.ps.local_host import LocalModelHost
+from doll.ps.start import Start, make_engine
+from doll.ps.updaters import make_parts
+from doll.records import Announce, GetRows, Grant, Join, NewVersion, Push, RowsStored, Welcome
+from doll.task import load_task
+from doll.testing import MemoryBlobs
+from worker_fakes import FakeChannel
+
+JOB = """
+job: unit
+task: %s
+data: {workers: %d, batch_size: 8}
+training: {policy: %s, %s}
+worker: {max_pending_batches: 64}
+checkpoint: {every_updates: 100000, every_s: 1000000}
+blobs: {keep_versions: 100}
+"""
+GAUSSIAN = '{class: "doll.tasks.synthetic:Gaussian", args: {features: 6}}'
+SGD = "optimizer: {name: sgd, lr: 0.05, momentum: 0.5}"
+WORKERS, BATCHES = 3, 12
+
+
+class Worker:
+    """One worker's protocol and computation, without I/O."""
+
+    def __init__(self, job: Job, number: int) -> None:
+        config = job.config
+        self.task = load_task(config)
+        model = build(config, self.task, with_rows=False)
+        computer = GradientComputer(self.task, model)
+        self.rows: TableRows | None = None
+        if model.tables is not None:
+            self.client = RowClient(config, job.blobs, model.tables.shapes)
+            self.client.connect(lambda request: job.send_rows(self.client, request))
+            self.rows = TableRows(
+                config.job, job.blobs, self.client, model.tables.shapes, config.worker.row_cache_bytes
+            )
+            model.tables.connect(self.rows.look_up)
+        self.letters = DeadLetters(config, self.task, FakeChannel(), number, term=lambda: 1)
+        local: Any
+        contribution: Any
+        compressor: Any = DenseCompressor(config.job)
+        if config.training.policy.sends_steps:
+            local = contribution = StepModel(config.job, job.blobs, config.training, model, computer, rows=self.rows)
+        else:
+            local, contribution = CachedVersion(config.job, job.blobs, computer), computer.new_sum()
+        if config.training.policy.sends_steps or model.tables is not None:
+            tables = {} if model.tables is None else model.tables.shapes
+            compressor = SparseCompressor(config.job, model.num_parameters, tables)
+        self.local = local
+        self.handler = GrantHandler(
+            config, local_model=local, guard=Guard(config, self.task, computer), compressor=compressor, blobs=job.blobs,
+            dead_letters=self.letters, contribution=contribution, rows=self.rows,
+        )  # fmt: skip
+        self.number = number
+        self.core: WorkerCore | None = None
+        self.orders: deque[Compute] = deque()
+
+    def batch(self, number: int) -> Batch:
+        """Its content depends on the worker and the number only."""
+        rng = np.random.default_rng([self.number, number])
+        make = getattr(self.task, "make", lambda rng, at: np.array([*rng.normal(size=6), at % 2], "<f4").tobytes())
+        decoded = self.letters.decode(Records(range(8 * number, 8 * number + 8), [make(rng, at) for at in range(8)]))
+        return Batch(number, decoded, decoded.num_samples, 0.0)
+
+
+class Job:
+    """A server and its workers in one thread; which worker computes next is drawn from a seed."""
+
+    def __init__(
+        self, policy: str, seed: int, *, task: str = GAUSSIAN, training: str = SGD, workers: int = WORKERS
+    ) -> None:
+        self.config = parse(JOB % (task, workers, policy, training))
+        self.blobs = MemoryBlobs()
+        self.row_bytes = 0
+        self.order: list[tuple[int, int]] = []  # batches in the order of their updates: (worker, number)
+        model = build(self.config, load_task(self.config))
+        parts = make_parts(self.config.training, model)
+        self.host = LocalModelHost(self.config, 1, parts.updater, self.blobs, parts.tables)
+        self.engine = make_engine(self.config, Start(1, 0.0, (0,) * workers), self.host)
+        self.workers = [Worker(self, number) for number in range(workers)]
+        for worker in self.workers:
+            self.feed(Join(worker=worker.number, process=f"p{worker.number}"))
+        for number in range(BATCHES):
+            for worker in self.workers:
+                assert worker.core is not None
+                self.do(worker, worker.core.batch_ready(worker.batch(number)))
+        rng = random.Random(seed)
+        while busy := [worker for worker in self.workers if worker.orders]:
+            self.compute(rng.choice(busy))
+
+    @property
+    def weights(self) -> npt.NDArray[np.float32]:
+        weights: npt.NDArray[np.float32] = self.host.tensors()["weights"]
+        return weights
+
+    def feed(self, event: ev.Event) -> None:
+        events = deque([event])
+        while events:
+            for action in self.engine.handle(events.popleft(), 0.0):
+                match action:
+                    case ev.SendWelcome(worker, process, session, origin, next_batch):
+                        welcome = Welcome(
+                            term=1, worker=worker, process=process, session=session, origin=origin,
+                            next_batch=next_batch, fingerprint="",
+                        )  # fmt: skip
+                        self.workers[worker].core = WorkerCore(welcome, max_pending=64, now=0.0)
+                    case ev.SendGrant(worker, session, first, grant_ids, version, min_version, included):
+                        grant = Grant(
+                            term=1, worker=worker, session=session, first=first, grant_ids=grant_ids, version=version,
+                            min_version=min_version, key=self.host.publish(version), included=included,
+                        )  # fmt: skip
+                        self.receive(worker, grant)
+                    case ev.PublishWeights(version, workers, included):
+                        for worker, count in zip(workers, included, strict=True):
+                            rows = self.host.changed_rows(worker, version)
+                            self.receive(
+                                worker,
+                                NewVersion(
+                                    term=1, worker=worker, version=version, key=self.host.publish(version),
+                                    included=count, rows_key="" if rows is None else rows.key,
+                                    rows_since=0 if rows is None else rows.since,
+                                ),
+                            )  # fmt: skip
+                    case ev.FetchGradient():
+                        events.append(self.host.fetch(action).event)
+                    case ev.ApplyUpdate():
+                        self.host.apply(action)
+                        self.host.tidy()
+                        self.order += (
+                            (item.push.worker, batch.batch) for item in action.sets for batch in item.push.batches
+                        )
+
+    def send_rows(self, client: RowClient, request: GetRows) -> None:
+        try:
+            stored = self.host.store_rows(request, self.engine.version, subscribes=self.engine.policy.sends_versions)
+        except BlobError:
+            return
+        self.row_bytes += stored.size.coded_bytes
+        client.deliver(
+            RowsStored(
+                term=1, worker=request.worker, session=request.session, number=request.number,
+                version=self.engine.version, key=stored.key, included=self.engine.worker(request.worker).applied,
+            )
+        )  # fmt: skip
+
+    def receive(self, number: int, record: Grant | NewVersion) -> None:
+        worker = self.workers[number]
+        assert worker.core is not None
+        self.do(worker, worker.core.on_record(record, 0.0))
+
+    def do(self, worker: Worker, actions: Any) -> None:
+        for action in actions:
+            match action:
+                case Send(record) if isinstance(record, Push | Announce):
+                    self.feed(record)
+                case Compute():
+                    worker.orders.append(action)
+                case Offer(weights):
+                    worker.local.offer(weights)
+                    if worker.rows is not None:
+                        worker.rows.offer(weights)
+
+    def compute(self, worker: Worker) -> None:
+        order = worker.orders.popleft()
+        done = worker.handler.handle(order.grant, order.batches, lambda batch, grant_id: True)
+        assert done is not None
+        assert worker.core is not None
+        assert len(done.batches) == len(order.batches)
+        self.do(worker, worker.core.gradient_done(order.grant, order.batches, done, 0.0))

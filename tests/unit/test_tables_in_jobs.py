@@ -1,0 +1,196 @@
+"""Models with tables under every policy, with the real server and workers in one thread: as with a dense embedding."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from doll.consumers.op_log import OpLog
+from doll.consumers.row_cache import RowCache
+from doll.consumers.table_rows import TableRows
+from doll.errors import ConfigError
+from doll.ps.local_host import LocalModelHost
+from doll.records import Grant
+from doll.rows import Floats, Ids, Rows
+from paths import SUPPORT
+from threadless_jobs import BATCHES, WORKERS, Job
+
+TASK = SUPPORT / "bag_task.py"
+NAME = "0.weight"
+POLICIES = {
+    "doll": "{name: doll, group_size: 2}",
+    "doll, one": "{name: doll, group_size: 1}",
+    "bsp": "{name: bsp}",
+    "bsp, steps": "{name: bsp, contribution: step}",
+    "asp": "{name: asp}",
+    "asp, steps": "{name: asp, contribution: step}",
+    "ssp": "{name: ssp, staleness: 2}",
+    "essp": "{name: essp, staleness: 2}",
+    "vap": "{name: vap, value_bound: 0.5}",
+    "wsp": "{name: wsp, wave_batches: 2, clock_distance: 1}",
+}
+TRAININGS = {
+    "sgd": "optimizer: {name: sgd, lr: 0.05}",
+    "sgd, clipped": "optimizer: {name: sgd, lr: 0.05}, clip_norm: 0.05",
+}
+
+
+def job(policy: str, seed: int, training: str = TRAININGS["sgd"], workers: int = WORKERS, **args: Any) -> Job:
+    task = json.dumps({"class": f"{TASK}:Bags", "args": args})
+    return Job(policy, seed, task=task, training=training, workers=workers)
+
+
+def rows(job: Job) -> Floats:
+    return job.host.tensors()[f"table.{NAME}.values"]
+
+
+def parts(job: Job, width: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+    """The embedding's values and the rest of the weights, of a job without tables."""
+    return job.weights[: 40 * width].reshape(40, width), job.weights[40 * width :]
+
+
+def num_workers(policy: str) -> int:
+    """So many that rows are no newer than the weights: where these may be old, a worker is alone."""
+    return WORKERS if policy.startswith(("{name: doll", "{name: bsp")) else 1
+
+
+@pytest.mark.parametrize("training", TRAININGS.values(), ids=TRAININGS)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_table_learns_what_a_dense_embedding_learns(policy: str, training: str, seed: int) -> None:
+    workers = num_workers(policy)
+    with_table, without = (job(policy, seed, training, workers, sparse=sparse) for sparse in (True, False))
+    assert [worker.applied for worker in with_table.engine.workers()] == [BATCHES] * workers
+    assert with_table.order == without.order
+    embedding, rest = parts(without, 3)
+    np.testing.assert_allclose(rows(with_table), embedding, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(with_table.weights, rest, rtol=2e-5, atol=2e-6)
+    first = job(policy, seed, "optimizer: {name: sgd, lr: 1.0e-12}", workers, sparse=True)
+    assert np.abs(rows(with_table) - rows(first)).max() > 5e-4
+
+
+@pytest.mark.parametrize("policy", ["doll", "doll, one"])
+def test_gradients_of_a_table_give_the_same_bits(policy: str) -> None:
+    workers = num_workers(POLICIES[policy])
+    with_table, without = (job(POLICIES[policy], 1, workers=workers, sparse=sparse) for sparse in (True, False))
+    embedding, rest = parts(without, 3)
+    assert rows(with_table).tobytes() == embedding.tobytes()
+    assert with_table.weights.tobytes() == rest.tobytes()
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_a_model_may_have_nothing_but_tables(policy: str) -> None:
+    workers = num_workers(policy)
+    with_table, without = (job(policy, 2, workers=workers, sparse=sparse, dense=False) for sparse in (True, False))
+    assert with_table.weights.shape == (0,)
+    np.testing.assert_allclose(rows(with_table), parts(without, 2)[0], rtol=2e-5, atol=2e-6)
+
+
+class Watched:
+    """A job whose workers' rows are compared with those of all versions that they may have, with their own steps."""
+
+    def __init__(self, policy: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        first = job("{name: doll}", seed, "optimizer: {name: sgd, lr: 1.0e-30}", sparse=True)
+        self.versions = [rows(first).copy()]
+        self.applied = [[0] * WORKERS]  # by version, of each worker
+        self.steps: list[dict[int, dict[int, Rows]]] = [{} for _ in range(WORKERS)]  # worker -> batch -> its step
+        self.looked_up = self.old = 0
+        self.problems: list[str] = []
+        apply, begin, look_up, close = LocalModelHost.apply, TableRows.begin, TableRows.look_up, TableRows.close
+        grants: dict[int, Grant] = {}
+
+        def watched_apply(host: LocalModelHost, update: Any) -> int:
+            done = apply(host, update)
+            assert len(self.versions) == update.version
+            self.applied.append(list(self.applied[-1]))
+            for item in update.sets:
+                self.applied[-1][item.push.worker] += len(item.push.batches)
+            self.versions.append(host.tensors()[f"table.{NAME}.values"].copy())
+            return done
+
+        def watched_begin(table_rows: TableRows, grant: Grant, is_wanted: Any) -> None:
+            grants[id(table_rows)] = grant
+            begin(table_rows, grant, is_wanted)
+
+        def watched_look_up(table_rows: TableRows, name: str, ids: Ids) -> Floats:
+            got, grant = look_up(table_rows, name, ids), grants[id(table_rows)]
+            for at, row in zip(ids, got, strict=True):
+                self._check(grant, int(at), row)
+            return got
+
+        def watched_close(table_rows: TableRows, batch: int) -> dict[str, Rows]:
+            closed = close(table_rows, batch)
+            self.steps[grants[id(table_rows)].worker][batch] = closed[NAME]
+            return closed
+
+        monkeypatch.setattr(LocalModelHost, "apply", watched_apply)
+        monkeypatch.setattr(TableRows, "begin", watched_begin)
+        monkeypatch.setattr(TableRows, "look_up", watched_look_up)
+        monkeypatch.setattr(TableRows, "close", watched_close)
+        self.job = job(policy, seed, sparse=True)
+
+    def _check(self, grant: Grant, at: int, row: Floats) -> None:
+        """It is row `at` of a version that the grant allows, plus the own steps that this version does not have."""
+        self.looked_up += 1
+        for version in range(len(self.versions) - 1, grant.min_version - 1, -1):
+            expected = self.versions[version][at].copy()
+            included = self.applied[version][grant.worker]
+            for batch, steps in sorted(self.steps[grant.worker].items()):
+                if batch >= included and at in steps.ids:
+                    expected += steps.values[np.searchsorted(steps.ids, at)]
+            if np.allclose(row, expected, rtol=1e-5, atol=1e-6):
+                self.old += version < len(self.versions) - 1
+                return
+        self.problems.append(f"worker {grant.worker}: row {at} is of no version from {grant.min_version} on")
+
+
+@pytest.mark.parametrize("policy", ["asp", "asp, steps", "ssp", "essp", "vap", "wsp"])
+@pytest.mark.parametrize("seed", range(4))
+def test_workers_see_allowed_versions_and_their_own_steps(
+    policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(POLICIES[policy], seed, monkeypatch)
+    assert not watched.problems
+    assert watched.looked_up > 500
+    if policy in ("ssp", "essp", "wsp"):  # vap sends each version to all
+        assert watched.old > 50, "else old rows are not tested"
+
+
+def test_rows_without_own_steps_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OpLog, "add_to", lambda self, ids, rows, included: None)
+    assert Watched(POLICIES["wsp"], 0, monkeypatch).problems
+
+
+def test_rows_that_are_too_old_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    get = RowCache.get
+    monkeypatch.setattr(RowCache, "get", lambda self, ids, min_version, fetch: get(self, ids, 0, fetch))
+    assert Watched(POLICIES["ssp"], 0, monkeypatch).problems
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("optimizer", ["{name: adam, lr: 0.01}", "{name: sgd, lr: 0.1}"])
+def test_the_same_order_makes_the_same_tables(policy: str, optimizer: str) -> None:
+    one, other = (job(policy, 3, f"optimizer: {optimizer}", sparse=True) for _ in range(2))
+    assert rows(one).tobytes() == rows(other).tobytes()
+    assert {name: array.tobytes() for name, array in one.host.tensors().items()} == {
+        name: array.tobytes() for name, array in other.host.tensors().items()
+    }
+
+
+@pytest.mark.parametrize("policy", ["ssp", "essp"])
+def test_rows_that_are_allowed_to_be_old_are_not_asked_for(policy: str) -> None:
+    exact = job(POLICIES["asp"], 4, ids=4000, sparse=True)
+    stale = job(f"{{name: {policy}, staleness: 10}}", 4, ids=4000, sparse=True)
+    assert 0 < stale.row_bytes < exact.row_bytes
+
+
+def test_tables_are_refused_where_they_do_not_fit() -> None:
+    with pytest.raises(ConfigError, match=r"training.policy isp: expected a model without tables.*'0.weight'"):
+        job("{name: isp}", 0, sparse=True)
+    for optimizer, field in (("momentum: 0.5", "momentum"), ("weight_decay: 0.1", "weight_decay")):
+        for policy in ("{name: doll}", "{name: ssp, staleness: 2}"):
+            with pytest.raises(ConfigError, match=rf"training.optimizer.{field}: expected 0 for a model with tables"):
+                job(policy, 0, f"optimizer: {{name: sgd, lr: 0.1, {optimizer}}}", sparse=True)
