@@ -74,7 +74,7 @@ class GrantHandler:
 
     def handle(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> GradientDone | None:
         """Compute the gradients of `batches`, one after the other, and store their sum; None: the weights, or rows of
-        tables, cannot be had.
+        tables, are not available.
 
         No batch is begun once the set has taken as long as a set may take (`WorkerConfig.set_limit_s`), or where
         `goes_on` says no; the first one always is. Where a push takes several batches and these are not yet all,

@@ -19,7 +19,7 @@ from doll.storage.checkpoints import Checkpoint, decode_checkpoint
 
 if TYPE_CHECKING:
     from doll.config import JobConfig
-    from doll.ps.updater import Updater
+    from doll.ps.updaters import ModelParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +61,8 @@ class _Replayed:
         """
         from doll.ps.replay import replay
 
-        def note(version: int, updater: Updater) -> None:
-            self.tensors[term, version] = _digest(updater.tensors())
+        def note(version: int, parts: ModelParts) -> None:
+            self.tensors[term, version] = _digest(parts.tensors())
 
         for checkpoint in replay(config, path, on_update=note):
             self.states[term, checkpoint.version] = checkpoint.state

@@ -30,7 +30,7 @@ from doll.task import load_task
 
 log = telemetry.get_logger(__name__)
 
-CheckpointedWeights = Callable[[FlatModel], StoredWeights | None]
+CheckpointedWeights = Callable[[FlatModel, tuple[int, int] | None], StoredWeights | None]
 
 
 class Evaluation(NamedTuple):
@@ -48,7 +48,8 @@ class Evaluator:
 
     Args:
         blobs: where weights are published; a round in which they raise `ServiceUnavailableError` is skipped.
-        checkpointed: reads the weights of the newest checkpoint, for a last version whose blob is gone.
+        checkpointed: reads the weights of the newest checkpoint, for a last version whose blob is gone and for models
+            with tables; None where it is the one whose term and version are given.
         run_folder: gets `updates.csv` and `evaluations.csv`.
         after_term: terms up to this one belong to earlier runs, see `History`.
 
@@ -135,7 +136,7 @@ class Evaluator:
     def _evaluate_checkpoint(self) -> Evaluation | None:
         """Of a model with tables: rows are published with checkpoints only."""
         try:
-            stored = self._checkpointed(self._model)
+            stored = self._checkpointed(self._model, self._last)
         except CheckpointError as exc:
             log.warning("checkpoint_refused", reason=str(exc))
             return None
@@ -161,7 +162,7 @@ class Evaluator:
             weights = None
         if weights is None:
             try:
-                stored = self._checkpointed(self._model)
+                stored = self._checkpointed(self._model, None)
             except CheckpointError as exc:
                 log.warning("checkpoint_refused", reason=str(exc))
                 stored = None

@@ -70,8 +70,9 @@ def _run(
     publisher = Publisher(config, services, acks="all")
     try:
         evaluator = Evaluator(
-            config, blobs, lambda model: newest_weights(config, run_folder, model), run_folder, after_term=after_term
-        )
+            config, blobs, lambda model, beside: newest_weights(config, run_folder, model, beside=beside), run_folder,
+            after_term=after_term,
+        )  # fmt: skip
         with Tail(config, services, (config.topic("updates"),)) as tail:
             _follow(config, evaluator, tail, publisher, stop, heartbeat)
     finally:

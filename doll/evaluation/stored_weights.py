@@ -38,13 +38,18 @@ class StoredWeights(NamedTuple):
             model.tables.connect(lambda name, ids: self.tables[name][ids])
 
 
-def newest_weights(config: JobConfig, run_folder: Path, model: FlatModel) -> StoredWeights | None:
-    """The newest checkpoint's weights; None if there is no checkpoint yet.
+def newest_weights(
+    config: JobConfig, run_folder: Path, model: FlatModel, *, beside: tuple[int, int] | None = None
+) -> StoredWeights | None:
+    """The newest checkpoint's weights; None if there is no checkpoint yet, or its (term, version) is `beside`.
 
     Raises:
         CheckpointError: it belongs to another job or model, or all checkpoints are damaged.
     """
-    checkpoint = open_store(config, run_folder).load_newest(fingerprint(config, model))
+    store = open_store(config, run_folder)
+    if beside is not None and beside in store.versions()[-1:]:
+        return None
+    checkpoint = store.load_newest(fingerprint(config, model))
     if checkpoint is None:
         return None
     weights = checkpoint.tensors.get(WEIGHTS)

@@ -94,6 +94,8 @@ def _policy_samples(measures: Measures) -> Iterator[Sample]:
         ("gradient_bytes", summary.gradient_bytes),
         ("dense_gradient_bytes", summary.dense_gradient_bytes),
         ("weights_bytes", summary.weights_bytes),
+        ("row_bytes", summary.row_bytes),
+        ("plain_row_bytes", summary.plain_row_bytes),
     ):
         yield Sample(f"doll_ps_{name}_total", (), float(value))
 

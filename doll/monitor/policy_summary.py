@@ -28,6 +28,7 @@ class PolicySummary:
         gradient_bytes: gradients as sent.
         dense_gradient_bytes: the same gradients before coding.
         weights_bytes: versions read by workers.
+        row_bytes, plain_row_bytes: rows of tables sent to workers, as sent and before coding.
     """
 
     reads: int
@@ -41,6 +42,8 @@ class PolicySummary:
     gradient_bytes: int
     dense_gradient_bytes: int
     weights_bytes: int
+    row_bytes: int = 0
+    plain_row_bytes: int = 0
 
     @classmethod
     def of(cls, measures: Iterable[Measures]) -> Self | None:
@@ -59,6 +62,8 @@ class PolicySummary:
             gradient_bytes=sum(part.gradient_bytes for part in parts),
             dense_gradient_bytes=sum(part.dense_gradient_bytes for part in parts),
             weights_bytes=sum(part.weights_bytes for part in parts),
+            row_bytes=sum(part.row_bytes for part in parts),
+            plain_row_bytes=sum(part.plain_row_bytes for part in parts),
         )  # fmt: skip
 
     @classmethod
@@ -77,6 +82,7 @@ class PolicySummary:
             idle_s=float(content["idle_s"]),
             gradient_bytes=int(size["gradients"]), dense_gradient_bytes=int(size["gradients_dense"]),
             weights_bytes=int(size["weights"]),
+            row_bytes=int(size.get("rows", 0)), plain_row_bytes=int(size.get("rows_plain", 0)),
         )  # fmt: skip
 
     @property
@@ -103,6 +109,8 @@ class PolicySummary:
                 "gradients": self.gradient_bytes,
                 "gradients_dense": self.dense_gradient_bytes,
                 "weights": self.weights_bytes,
+                "rows": self.row_bytes,
+                "rows_plain": self.plain_row_bytes,
             },
         }
 
@@ -128,7 +136,10 @@ class PolicySummary:
 
     @property
     def weights_text(self) -> str:
-        return byte_size(self.weights_bytes)
+        """Weights that workers have read, and rows of tables that they were sent."""
+        if not self.row_bytes:
+            return byte_size(self.weights_bytes)
+        return f"{byte_size(self.weights_bytes)} and rows {byte_size(self.row_bytes)}"
 
     def text(self) -> str:
         """In one line."""

@@ -12,8 +12,8 @@ from doll.ps import events as ev
 from doll.ps.checkpointing import encode_snapshot
 from doll.ps.event_log import read_log
 from doll.ps.start import make_engine
-from doll.ps.updater import ContributionBuffer, Updater
-from doll.ps.updaters import make_parts
+from doll.ps.updater import ContributionBuffer
+from doll.ps.updaters import ModelParts, make_parts
 from doll.storage.blobs import blob_info
 from doll.storage.checkpoints import Checkpoint
 from doll.storage.contributions import decode_contribution
@@ -21,7 +21,7 @@ from doll.task import load_task
 
 
 def replay(
-    config: JobConfig, path: Path, *, on_update: Callable[[int, Updater], Any] | None = None
+    config: JobConfig, path: Path, *, on_update: Callable[[int, ModelParts], Any] | None = None
 ) -> Iterator[Checkpoint]:
     """Each checkpoint that the server of the event log at `path` ordered, in order, bit for bit.
 
@@ -30,8 +30,8 @@ def replay(
 
     Args:
         config: the job file that the server ran with.
-        on_update: called for the first version and each later one, with its number and the updater that holds it; the
-            updater goes on, so copy what is kept.
+        on_update: called for the first version and each later one, with its number and the model that is it; the model
+            goes on, so copy what is kept.
 
     Raises:
         RecordError: not an event log of this build.
@@ -46,7 +46,7 @@ def replay(
     engine = make_engine(config, start, parts)
     contributions = ContributionBuffer(updater, tables)
     if on_update is not None:
-        on_update(engine.version, updater)
+        on_update(engine.version, parts)
     for entry in entries:
         if isinstance(entry.event, ev.GradientFetched):
             version = blob_info(entry.gradient).version
@@ -61,7 +61,7 @@ def replay(
                 case ev.ApplyUpdate():
                     contributions.apply(action)
                     if on_update is not None:
-                        on_update(action.version, updater)
+                        on_update(action.version, parts)
                 case ev.StoreCheckpoint():
                     yield Checkpoint(
                         job=config.job, fingerprint=job_fingerprint, term=start.term, version=action.version,

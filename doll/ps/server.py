@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias, TypeVar, assert_never
 
@@ -137,6 +137,7 @@ class ParameterServer:
         self._status_at_s = 0.0
         self._leader_since_s = time.time()
         self._stall = StallDetector(config.training.policy, clock())
+        self._refused: Counter[str] = Counter()  # the engine's own are of its events alone, for a replay
         self._welcomed: dict[int, int] = {}  # worker -> session of its last Welcome
 
     def open(self) -> None:
@@ -214,12 +215,12 @@ class ParameterServer:
         engine = self.engine
         is_current = request.term == engine.term and 0 <= request.worker < engine.settings.num_workers
         if not is_current or engine.worker(request.worker).session != request.session:
-            engine.counters["refused_get_rows"] += 1
+            self._refused["refused_get_rows"] += 1
             return
         try:
             stored = self._host.store_rows(request, engine.version, subscribes=engine.policy.sends_versions)
         except BlobError as exc:
-            engine.counters["refused_get_rows"] += 1
+            self._refused["refused_get_rows"] += 1
             log.warning("rows_refused", worker=request.worker, key=request.key, reason=str(exc))
             return
         self._measures.sent_rows(stored.size)
@@ -298,6 +299,7 @@ class ParameterServer:
             measures=self._measures.report(),
         )
         kinds, counters = self._channel_report()
+        counters = {**counters, **self._refused}
         if not kinds and not counters:
             return status
         workers = tuple(

@@ -210,7 +210,7 @@ def test_every_worker_gets_every_new_version_to_the_bit(make_pipeline: Any, tmp_
     *_, last = replay(
         job.config,
         log,
-        on_update=lambda version, updater: crc_of.update({version: zlib.crc32(updater.weights.tobytes())}),
+        on_update=lambda version, parts: crc_of.update({version: zlib.crc32(parts.updater.weights.tobytes())}),
     )
     checkpoint = job.checkpoint()
     assert last.version == checkpoint.version == 30

@@ -96,7 +96,7 @@ class Watched:
         first = job("{name: doll}", seed, "optimizer: {name: sgd, lr: 1.0e-30}", sparse=True)
         self.versions = [rows(first).copy()]
         self.applied = [[0] * WORKERS]  # by version, of each worker
-        self.steps: list[dict[int, dict[int, Rows]]] = [{} for _ in range(WORKERS)]  # worker -> batch -> its step
+        self.steps: list[dict[int, Rows]] = [{} for _ in range(WORKERS)]  # worker: batch -> its step
         self.looked_up = self.old = 0
         self.problems: list[str] = []
         apply, begin, look_up, close = LocalModelHost.apply, TableRows.begin, TableRows.look_up, TableRows.close

@@ -13,7 +13,7 @@ from doll.ps import events as ev
 from doll.ps.event_log import FileEventLog, read_log
 from doll.ps.replay import replay
 from doll.ps.start import Start
-from doll.ps.updater import Updater
+from doll.ps.updaters import ModelParts
 from doll.storage.checkpoints import Checkpoint
 from doll.testing import MemoryCheckpointStore
 from logged_runs import LoggedRun
@@ -50,8 +50,8 @@ def test_the_replay_of_a_run_and_of_its_successor_is_equal(
         run.close()
         replayed: dict[int, bytes] = {}
 
-        def note(version: int, updater: Updater, into: dict[int, bytes] = replayed) -> None:
-            into[version] = updater.weights.tobytes()
+        def note(version: int, parts: ModelParts, into: dict[int, bytes] = replayed) -> None:
+            into[version] = parts.updater.weights.tobytes()
 
         ordered = {item.version: item for item in replay(run.config, run.path, on_update=note)}
         # With asp one event may make several updates; only the last of them was seen here.
