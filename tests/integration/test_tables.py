@@ -1,0 +1,132 @@
+"""Models with tables on real processes: rows are asked for, pushed, checkpointed and exported, whoever dies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from doll.config import JobConfig, parse
+from doll.model import build
+from doll.records import GetRows
+from doll.rows import TableShape
+from doll.run.export import export_model
+from doll.storage.blobs import row_request_key
+from doll.storage.sections import RowRequest, encode_row_request
+from doll.storage.stores import open_blobs
+from doll.task import load_task
+
+pytestmark = pytest.mark.integration
+
+COLUMNS = 1_000_000
+NAME = "table.weight"
+CLICKS = (
+    "task.class=doll.tasks.clicks:Clicks", f"task.args={{columns: {COLUMNS}, sparse: true}}", "data.batch_size=64",
+    "data.samples_per_record=16", "source={kind: synthetic_clicks, categories: 1000, density: 0.5}",
+    "arrivals={process: deterministic, rate_per_s: 1500}", "training.optimizer={name: adam, lr: 0.02}",
+)  # fmt: skip
+POLICIES = {
+    "doll": "{name: doll, group_size: 2}",
+    "essp": "{name: essp, staleness: 3}",
+    "wsp": "{name: wsp, wave_batches: 2, clock_distance: 1}",
+}
+
+
+@pytest.mark.parametrize(("policy", "control"), [("doll", "kafka"), ("essp", "auto"), ("wsp", "auto")])
+def test_tables_outlive_server_and_workers(make_pipeline: Any, policy: str, control: str) -> None:
+    job = make_pipeline(
+        *CLICKS,
+        f"training.policy={policy}",
+        f"control.kind={control}",
+        "stop.updates=260",
+        "source.limit_samples=45000",
+    )
+    job.start()
+    job.start_producer()
+    job.until_version(40)
+    job.kill("worker-0")
+    job.until_version(80)
+    job.kill("ps")
+    job.until_version(140)
+    job.kill("worker-1")
+    job.kill("ps")
+    job.until_finished()
+    job.assert_audit_ok()
+    tensors = job.checkpoint().tensors
+    touched = tensors[f"table.{NAME}.touched"]
+    assert 500 < len(touched) < COLUMNS / 10, "rows that no click has used are not touched"
+    losses = [update.loss for update in job.updates]
+    assert np.mean(losses[-50:]) < np.mean(losses[:20])
+    assert job.status.measures is not None
+    assert 0 < job.status.measures.row_bytes < 4 * COLUMNS * job.version / 10
+
+
+def test_the_exported_model_has_the_rows_of_its_tables(make_pipeline: Any) -> None:
+    from safetensors.torch import load_file
+
+    job = make_pipeline(*CLICKS, "stop.updates=20", "source.limit_samples=6000")
+    job.start()
+    job.start_producer()
+    job.until_finished()
+    content = export_model(job.config, job.run, job.folder / "model")
+    assert content["parameters"] == COLUMNS + 14
+    model = load_task(job.config).build_model()
+    before = model.state_dict()[NAME].clone()
+    model.load_state_dict(load_file(job.folder / "model" / "model.safetensors"))
+    stored = job.checkpoint().tensors
+    assert model.state_dict()[NAME].numpy().tobytes() == stored[f"table.{NAME}.values"].tobytes()
+    changed = np.flatnonzero((model.state_dict()[NAME] != before).any(dim=1).numpy())
+    assert set(changed) <= set(stored[f"table.{NAME}.touched"].tolist())
+    assert len(changed) > 100
+
+
+def shapes(config: JobConfig) -> dict[str, TableShape]:
+    tables = build(config, load_task(config), with_rows=False).tables
+    assert tables is not None
+    return tables.shapes
+
+
+def test_requests_that_are_forged_torn_or_late_are_refused_and_counted(make_pipeline: Any) -> None:
+    job = make_pipeline(*CLICKS, "stop.updates=150", "source.limit_samples=25000")
+    job.start()
+    job.start_producer()
+    job.until_version(5)
+    job.until_status(lambda status: all(worker.is_live for worker in status.workers), "live workers")
+    term, session = job.status.term, job.status.workers[0].session
+    blobs = open_blobs(job.config, job.services, give_up=lambda: True)
+    wanted = {NAME: RowRequest(np.array([3, 5]), np.empty(0, np.int64))}
+    request = b"".join(encode_row_request(wanted, shapes(job.config), job=job.config.job, version=0).parts)
+    other = {NAME: TableShape(10 * COLUMNS, 1)}
+    beyond = {NAME: RowRequest(np.array([9 * COLUMNS]), np.empty(0, np.int64))}
+    forged = {
+        "another session": (request, {"session": session + 7}),
+        "another term": (request, {"term": term + 1}),
+        "no such worker": (request, {"worker": 99}),
+        "a negative worker": (request, {"worker": -1}),
+        "nothing there": (b"", {}),
+        "torn": (request[:-3], {}),
+        "a bit changed": (request[:-1] + bytes([request[-1] ^ 1]), {}),
+        "of another job": (b"".join(encode_row_request(wanted, shapes(job.config), job="x", version=0).parts), {}),
+        "of the future": (b"".join(
+            encode_row_request(wanted, shapes(job.config), job=job.config.job, version=10**6).parts
+        ), {}),
+        "beyond the table": (b"".join(encode_row_request(beyond, other, job=job.config.job, version=0).parts), {}),
+    }  # fmt: skip
+    for number, (blob, changes) in enumerate(forged.values(), 10**9):
+        key = row_request_key(job.config.job, term, 0, session, number)
+        if blob:
+            blobs.put(key, [blob], 60.0)
+        record = {"worker": 0, "session": session, "term": term, "number": number, "key": key, **changes}
+        job.control("events", GetRows(**record))
+    job.until_status(lambda status: status.counters.get("refused_get_rows", 0) == len(forged), "all are refused")
+    job.until_finished()
+    job.assert_audit_ok()
+
+
+def test_a_policy_that_holds_changes_back_is_refused_with_the_reason() -> None:
+    config = parse(
+        "job: j\ntask: {class: 'doll.tasks.clicks:Clicks', args: {columns: 100, sparse: true}}\n"
+        "data: {workers: 2, batch_size: 4}\ntraining: {policy: {name: isp}}"
+    )
+    with pytest.raises(Exception, match=r"training.policy isp: expected a model without tables"):
+        build(config, load_task(config))
