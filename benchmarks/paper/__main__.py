@@ -29,10 +29,11 @@ from benchmarks.results import DOCS, update_section
 # In the order of the document.
 SCRIPTS = (
     "rates", "theorem1", "convergence", "planning", "replacement", "fig3", "fig3b", "fig4", "fig5", "table2",
-    "mlless_fig4", "mlless_fig8", "mlless_tables",
+    "mlless_fig4", "mlless_fig8", "mlless_tables", "essp_fig1", "essp_fig2", "vap_bound", "wsp_waiting",
 )  # fmt: skip
 # The longest first, so that two cores end together.
 _LONGEST_FIRST = (
+    "essp_fig2",
     "fig5",
     "fig3",
     "fig3b",
@@ -46,8 +47,12 @@ _LONGEST_FIRST = (
     "rates",
     "convergence",
     "mlless_tables",
+    "essp_fig1",
+    "wsp_waiting",
+    "vap_bound",
 )
-_PICTURES = ("fig3", "fig3b", "fig4", "table2", "mlless_fig4", "mlless_fig8")
+_PICTURES = ("fig3", "fig3b", "fig4", "table2", "mlless_fig4", "mlless_fig8", "essp_fig1", "essp_fig2", "vap_bound",
+             "wsp_waiting")  # fmt: skip
 MARK, COMMAND = "paper", "make paper"
 
 

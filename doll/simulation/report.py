@@ -23,7 +23,8 @@ from doll.monitor.rates import (
 )
 from doll.process.files import json_safe
 from doll.simulation.settings import SimulationSettings
-from doll.simulation.system import System, Trajectory
+from doll.simulation.system import System
+from doll.simulation.trajectory import Trajectory
 
 COLUMNS = ("update", "time_s", "waiting_batches", "workers_up", "group_s", "usd")
 # Enough for every pixel of a wide screen; the CSV keeps all rows.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from typing import Protocol
 
@@ -25,6 +25,7 @@ from doll.ps.events import (
     CheckpointStored,
     EngineAction,
     Event,
+    FetchGradient,
     Finish,
     PublishWeights,
     SendGrant,
@@ -32,18 +33,19 @@ from doll.ps.events import (
     StoreCheckpoint,
 )
 from doll.ps.measures import PolicyMeasures
-from doll.ps.policies import make_policy
+from doll.ps.policies import Policy, make_policy
 from doll.ps.state import EngineSettings
 from doll.records import Announce, Join, Leave, Push, PushedBatch
 from doll.simulation.randomness import Draw, compute_time, samples_time
 from doll.simulation.settings import SimulationSettings
+from doll.simulation.trajectory import Trajectory
 
 # Larger than any simulated queue: workers of the simulation are not held back, so that an unstable queue shows.
 _UNBOUNDED = 1 << 40
 _FOREVER_S = 1e18
 _TERM = 1
 
-_BATCH, _COMPUTED, _SPAN, _BOOTED, _PLAN = range(5)
+_BATCH, _COMPUTED, _SPAN, _BOOTED, _PLAN, MESSAGE = range(6)
 
 
 class Provisioner(Protocol):
@@ -72,17 +74,6 @@ class Gradients(Protocol):
         ...
 
 
-@dataclass
-class Trajectory:
-    """Time series of a run: one entry per update."""
-
-    time_s: list[float] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)  # batches queued at the update
-    up: list[int] = field(default_factory=list)  # workers up at the update
-    group_s: list[float] = field(default_factory=list)  # from the group's first grant to its update
-    usd: list[float] = field(default_factory=list)  # spent until the update
-
-
 class System:
     """N workers, their machines and one engine.
 
@@ -106,6 +97,7 @@ class System:
         boot_s: float = 0.0,
         learner: Gradients | None = None,
         measure: bool = False,
+        policy: Policy | None = None,
     ) -> None:
         """
         Args:
@@ -115,6 +107,7 @@ class System:
             boot_s: from a machine's start to a working worker; it is billed.
             learner: learns from the batches that make the updates.
             measure: follow staleness and blocked time.
+            policy: in place of the one that the settings name.
         """
         n = settings.num_workers
         self.settings = settings
@@ -168,13 +161,14 @@ class System:
         self._up_s = [0.0] * n  # of each slot, until `_up_since` where it is up
         self._up_since = [0.0] * n
         self._queue: list[tuple[float, int, int, int]] = []  # (time, kind, worker, number)
-        policy = make_policy(settings.policy)
         engine_settings = EngineSettings(
             num_workers=n, records_per_batch=settings.batch_size, max_pending_batches=_UNBOUNDED, lease_s=_FOREVER_S,
             grant_timeout_s=_FOREVER_S, checkpoint_every_updates=settings.checkpoint_every_updates,
             checkpoint_every_s=_FOREVER_S, stop=StopConfig(updates=settings.updates),
         )  # fmt: skip
-        self.engine = Engine(engine_settings, policy, term=_TERM, now=0.0, origins=[0] * n)
+        self.engine = Engine(
+            engine_settings, policy or make_policy(settings.policy), term=_TERM, now=0.0, origins=[0] * n
+        )
         self.measures = PolicyMeasures(self.engine) if measure else None
         self._spans = [preemption.spans(slot) if preemption is not None else None for slot in range(n)]
         self._start()
@@ -223,8 +217,10 @@ class System:
                 self._on_span(worker)
             elif kind == _BOOTED:
                 self._update_worker(worker)
-            else:
+            elif kind == _PLAN:
                 self._on_plan()
+            else:
+                self._on_message(worker, number)
             count += 1
             if progress is not None and not count & 0xFFF:
                 progress(engine.version, time)
@@ -275,8 +271,9 @@ class System:
             elif kind is ApplyUpdate:
                 self._on_update(action)  # type: ignore[arg-type]
             elif kind is PublishWeights:
-                for worker in action.workers:  # type: ignore[union-attr]
-                    self._offered[worker] = action.version  # type: ignore[union-attr]
+                self._on_publish(action)  # type: ignore[arg-type]
+            elif kind is FetchGradient:
+                self._on_fetch(action)  # type: ignore[arg-type]
             elif kind is StoreCheckpoint:
                 self._handle(CheckpointStored(version=action.version))  # type: ignore[union-attr]
             elif kind is Finish:
@@ -310,6 +307,16 @@ class System:
         if len(granted) == 1 and self.up[worker]:
             self._begin(worker)
 
+    def _on_publish(self, weights: PublishWeights) -> None:
+        for worker in weights.workers:
+            self._offered[worker] = weights.version
+
+    def _on_fetch(self, fetch: FetchGradient) -> None:
+        raise NotImplementedError("pushes of this class name no blob")
+
+    def _on_message(self, worker: int, number: int) -> None:
+        raise NotImplementedError("nothing travels in this class")
+
     def _begin(self, worker: int) -> None:
         """The next batch of the set under way, or the first of a set."""
         if not self._done[worker]:
@@ -318,7 +325,11 @@ class System:
         grant = self._granted[worker][0]
         if self._cached[worker] < max(grant.min_version, self._offered[worker]):
             self._cached[worker] = max(grant.version, self._offered[worker])
-        heappush(self._queue, (self.now + self._compute(), _COMPUTED, worker, self._compute_event[worker]))
+        seconds = self._seconds_of(worker, grant.first)
+        heappush(self._queue, (self.now + seconds, _COMPUTED, worker, self._compute_event[worker]))
+
+    def _seconds_of(self, worker: int, batch: int) -> float:
+        return self._compute()
 
     def _on_computed(self, worker: int) -> None:
         granted, done = self._granted[worker], self._done[worker]
@@ -345,16 +356,12 @@ class System:
         if granted:
             self._begin(worker)
         if is_over:
-            self._handle(
-                Push(
-                    worker=worker,
-                    session=grant.session,
-                    term=_TERM,
-                    version=done[-1].version,
-                    key="",
-                    batches=tuple(done),
-                )
-            )
+            self._send(grant.session, worker, tuple(done))
+
+    def _send(self, session: int, worker: int, done: tuple[PushedBatch, ...], key: str = "") -> None:
+        """These batches are done."""
+        version = done[-1].version
+        self._handle(Push(worker=worker, session=session, term=_TERM, version=version, key=key, batches=done))
 
     def _on_update(self, update: ApplyUpdate) -> None:
         if self._learner is not None:

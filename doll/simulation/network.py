@@ -1,0 +1,274 @@
+"""A simulated job whose workers read weights and send steps over a network: each message takes its time.
+
+The setting of the ESSP paper. Workers have all their batches from the beginning, and one clock of a worker is one
+batch. A worker computes a batch on the weights that it has, where the engine allows them, and asks nobody; else
+
+- `asks`: it asks the server, which answers with the weights that it has when it grants the batch (SSP);
+- `waits`: it waits for weights that the server sends (ESSP);
+- `has`: it gets them in no time (VAP: the grant is checked, not the network).
+
+Messages of one worker arrive in the order in which they were sent. Grants take no time: what a worker may do follows
+from the weights that it has, and the paper's client finds that out by itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from enum import Enum
+from heapq import heappush
+from typing import Literal, Protocol
+
+import numpy as np
+
+from doll.config.policy import PolicyConfig
+from doll.ps.events import ApplyUpdate, FetchGradient, GradientFetched, PublishWeights, SendGrant, StopRequested
+from doll.ps.policies import Policy, make_policy
+from doll.ps.policies.essp import Essp
+from doll.ps.policies.ssp import BoundedStalenessConfig, Ssp
+from doll.records import PushedBatch
+from doll.simulation.randomness import Draw, blocks
+from doll.simulation.settings import SimulationSettings
+from doll.simulation.system import MESSAGE, System
+from doll.theory.staleness import Histogram, StalenessMeter
+
+Read = Literal["asks", "waits", "has"]
+# (worker, batch) -> seconds that its gradient takes
+ComputeTime = Callable[[int, int], float]
+
+_PUSH, _REQUEST, _WEIGHTS = _KINDS = range(3)  # a message's number is its version times three, plus its kind
+
+
+class _Asked(Enum):
+    """Where a worker's request for weights is."""
+
+    NO = 0
+    ON_ITS_WAY = 1
+    AT_SERVER = 2
+    ANSWERED = 3
+
+
+class Steps(Protocol):
+    """What the steps of the batches are. Versions are published in order."""
+
+    def publish(self, version: int) -> None:
+        """The weights of now, of this version, are sent to workers."""
+
+    def compute(self, worker: int, batch: int, version: int) -> float:
+        """`worker` begins to compute `batch` on these weights and its own steps that they do not hold.
+
+        Returns:
+            By how much the step moves any one number at most.
+        """
+
+    def apply(self, update: ApplyUpdate) -> None:
+        """Add the steps of these batches."""
+
+
+class SspAhead(Ssp):
+    """A worker may have s + 1 grants: what it may compute follows from the clocks alone, and it does not wait for its
+    last push to arrive. In the live system it does (one grant under way), as a round trip is short there."""
+
+    def max_under_way(self) -> int:
+        return self.staleness + 1
+
+
+class EsspAhead(Essp):
+    """As `SspAhead`."""
+
+    def max_under_way(self) -> int:
+        return self.staleness + 1
+
+
+def policy_of(config: PolicyConfig) -> Policy:
+    """The policy of the simulation: the live one, with as many grants under way as the clocks allow."""
+    if isinstance(config, BoundedStalenessConfig):
+        return (EsspAhead if config.name == "essp" else SspAhead)(config.staleness)
+    return make_policy(config)
+
+
+def clock_times(rng: np.random.Generator, shape: float = 20.0, doubled: float = 0.05) -> ComputeTime:
+    """Seconds of a clock: Gamma(shape, 1 / shape), and twice that for a share of the clocks, whichever the worker.
+
+    With the defaults 1.05 s on average.
+    """
+    draw = blocks(lambda size: rng.standard_gamma(shape, size) / shape * (1.0 + (rng.random(size) < doubled)))
+    return lambda worker, batch: draw()
+
+
+class NetworkedSystem(System):
+    """P workers, one server, and a network.
+
+    Attributes:
+        blocked_s: of each worker, the seconds in which it waited for weights or for others, until its batch `clocks`.
+        computing_s: of each worker, until then.
+        histogram: staleness of every read behind the first `warm_up` batches of a worker.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        *,
+        workers: int,
+        clocks: int,
+        compute: ComputeTime,
+        latency_s: float,
+        read: Read,
+        seed: int,
+        steps: Steps | None = None,
+        policy: Policy | None = None,
+        warm_up: int = 0,
+    ) -> None:
+        """
+        Args:
+            clocks: the run ends when so many batches of every worker are in the model.
+            latency_s: mean seconds of a message, exponential.
+            policy: in place of the one that `config` names.
+        """
+        settings = SimulationSettings(
+            rates_per_s=[1e-9] * workers, batch_size=1, policy=config, arrival_scv=0.0, random_phase=False,
+            updates=1 << 40, checkpoint_every_updates=1 << 40, seed=seed,
+        )  # fmt: skip
+        self._clocks = clocks
+        self._seconds = compute
+        self._read_by: Read = read
+        self._steps = steps
+        rng = np.random.default_rng((seed, 2))
+        self._latency: Draw = blocks(lambda size: rng.standard_exponential(size) * latency_s)
+        self._wants_since_s: list[float | None] = [0.0] * workers
+        self._asked = [_Asked.NO] * workers
+        self._on_their_way: list[deque[tuple[int, tuple[PushedBatch, ...]]]] = [deque() for _ in range(workers)]
+        self._last_arrival_s = [[0.0, 0.0] for _ in range(workers)]  # to the server, and from it
+        self._max_changes: dict[str, float] = {}
+        self._is_behind = set(range(workers))  # workers with fewer batches in the model
+        self._meter = StalenessMeter([0] * workers, warm_up=warm_up, all_up_to=workers)
+        self.histogram: Histogram = self._meter.histogram
+        self.blocked_s = [0.0] * workers
+        self.computing_s = [0.0] * workers
+        if steps is not None:
+            steps.publish(0)
+        super().__init__(settings, policy=policy or policy_of(config))
+        self._cached = [0] * workers
+        # Twice what is needed: nobody runs out of batches before the slowest is through.
+        for worker in range(workers):
+            self.complete[worker] = 2 * clocks + 1_000
+        for worker in range(workers):
+            self._announce(worker)
+
+    @property
+    def blocked_share(self) -> float:
+        """Of the workers' time."""
+        blocked = sum(self.blocked_s)
+        return blocked / (blocked + sum(self.computing_s))
+
+    # --- the worker ---------------------------------------------------------------------------------------------------
+
+    def _on_grant(self, grant: SendGrant) -> None:
+        worker = grant.worker
+        self._granted[worker].append(grant)
+        if self._asked[worker] is _Asked.AT_SERVER:
+            self._answer(worker, grant.version)
+        self._try(worker)
+
+    def _begin(self, worker: int) -> None:
+        """The next batch is wanted; its grant is there."""
+        self._want(worker)
+
+    def _on_computed(self, worker: int) -> None:
+        super()._on_computed(worker)
+        if not self._granted[worker]:
+            self._want(worker)
+
+    def _want(self, worker: int) -> None:
+        self._wants_since_s[worker] = self.now
+        self._try(worker)
+
+    def _try(self, worker: int) -> None:
+        """Compute the batch that is wanted, if there is one and the weights are new enough."""
+        since_s = self._wants_since_s[worker]
+        if since_s is None:
+            return
+        grant = self._granted[worker][0] if self._granted[worker] else None
+        if grant is not None and self._read_by == "has" and self._cached[worker] < grant.min_version:
+            self._publish(grant.version)
+            self._cached[worker] = grant.version
+        if grant is None or self._cached[worker] < grant.min_version:
+            if self._read_by == "asks" and self._asked[worker] is _Asked.NO:
+                self._asked[worker] = _Asked.ON_ITS_WAY
+                self._message(worker, _REQUEST, 0)
+            return
+        self._wants_since_s[worker] = None
+        if grant.first < self._clocks:
+            self.blocked_s[worker] += self.now - since_s
+        version = self._cached[worker]
+        self._meter.read(worker, version, grant.first)
+        if self._steps is not None:
+            key = f"{worker}.{grant.first}"
+            self._max_changes[key] = self._steps.compute(worker, grant.first, version)
+        super()._begin(worker)
+
+    def _seconds_of(self, worker: int, batch: int) -> float:
+        seconds = self._seconds(worker, batch)
+        if batch < self._clocks:
+            self.computing_s[worker] += seconds
+        return seconds
+
+    # --- the network --------------------------------------------------------------------------------------------------
+
+    def _message(self, worker: int, kind: int, version: int) -> None:
+        """A message from or to a worker."""
+        last, way = self._last_arrival_s[worker], int(kind == _WEIGHTS)
+        last[way] = max(last[way], self.now + self._latency())
+        heappush(self._queue, (last[way], MESSAGE, worker, len(_KINDS) * version + kind))
+
+    def _send(self, session: int, worker: int, done: tuple[PushedBatch, ...], key: str = "") -> None:
+        self._on_their_way[worker].append((session, done))
+        self._message(worker, _PUSH, 0)
+
+    def _on_publish(self, weights: PublishWeights) -> None:
+        self._publish(weights.version)
+        for worker in weights.workers:
+            self._message(worker, _WEIGHTS, weights.version)
+
+    def _answer(self, worker: int, version: int) -> None:
+        self._asked[worker] = _Asked.ANSWERED
+        self._publish(version)
+        self._message(worker, _WEIGHTS, version)
+
+    def _on_message(self, worker: int, number: int) -> None:
+        version, kind = divmod(number, len(_KINDS))
+        if kind == _PUSH:
+            session, done = self._on_their_way[worker].popleft()
+            key = "" if self._steps is None else f"{worker}.{done[0].batch}"
+            super()._send(session, worker, done, key)
+            if not self._is_behind and self.engine.stopping is None:
+                self._handle(StopRequested(reason="clocks"))
+        elif kind == _REQUEST:
+            if self._granted[worker]:
+                self._answer(worker, self.engine.version)
+            else:
+                self._asked[worker] = _Asked.AT_SERVER
+        else:
+            if self._asked[worker] is _Asked.ANSWERED:
+                self._asked[worker] = _Asked.NO
+            self._cached[worker] = max(self._cached[worker], version)
+            self._try(worker)
+
+    # --- the server ---------------------------------------------------------------------------------------------------
+
+    def _publish(self, version: int) -> None:
+        if self._steps is not None:
+            self._steps.publish(version)
+
+    def _on_fetch(self, fetch: FetchGradient) -> None:
+        self._handle(GradientFetched(grant_id=fetch.grant_id, max_change=self._max_changes.pop(fetch.key)))
+
+    def _on_update(self, update: ApplyUpdate) -> None:
+        super()._on_update(update)
+        if self._steps is not None:
+            self._steps.apply(update)
+        for item in update.sets:
+            worker, batches = item.push.worker, item.push.batches[-1].batch + 1
+            self._meter.applied(worker, update.version, batches)
+            if batches >= self._clocks:
+                self._is_behind.discard(worker)
