@@ -128,7 +128,7 @@ def words(path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         given = arguments(path, folder)
         names = [line.split()[0] for line in Path(given["vocabulary_file"]).read_text().splitlines()]
-        task = SkipGram(**given)
+        task = SkipGram(**{**given, "sparse": False})  # one process, torch's own Adam
     stream, held_out = corpus(task, path)
     model = task.build_model()
     optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 0.01)

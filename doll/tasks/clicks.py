@@ -22,6 +22,7 @@ from doll.task import Sample, Task
 if TYPE_CHECKING:
     import torch
 
+_MOST_DENSE_COLUMNS: Final = 1_000_000
 _MOST_COLUMNS: Final = 2**31 - 1
 _SALTS: Final = np.arange(1, criteo.CATEGORIES + 1, dtype=np.uint64) << np.uint64(32)
 
@@ -34,7 +35,7 @@ class Clicks(Task):
 
     Args:
         columns: of the table that the categories are hashed into. A category that is not there has a column too.
-        sparse: whether the gradient of the table holds only the rows that a batch has.
+        sparse: keep the columns as a table at the server, and send only those that a batch has; None: above 1,000,000.
         holdout_path: file of Criteo's lines that are held out; None: no held-out set.
         holdout_samples: how many of its first lines.
     """
@@ -45,14 +46,14 @@ class Clicks(Task):
     def __init__(
         self,
         columns: int = 100_000,
-        sparse: bool = False,
+        sparse: bool | None = None,
         holdout_path: str | None = None,
         holdout_samples: int = 2000,
     ) -> None:
         if not 0 < columns <= _MOST_COLUMNS:
             raise ValueError(f"columns: expected 1 to {_MOST_COLUMNS}, got {columns}")
         self.columns = columns
-        self.sparse = sparse
+        self.sparse = columns > _MOST_DENSE_COLUMNS if sparse is None else sparse
         self.holdout_path = holdout_path
         self.holdout_samples = holdout_samples
 

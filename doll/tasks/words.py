@@ -54,7 +54,7 @@ class SkipGram(TextTask):
         subsample: a word that is a share f > subsample of all tokens is kept with probability
             min(1, s/f + sqrt(s/f)) for each token, before windows are cut; 0: all are kept.
         seed: of what is drawn.
-        sparse: as in `torch.nn.Embedding`.
+        sparse: keep the vectors as tables at the server (as `torch.nn.Embedding` says it); False: in the flat vector.
         text: as in `TextTask`.
     """
 
@@ -66,7 +66,7 @@ class SkipGram(TextTask):
         negatives: int = 5,
         subsample: float = 1e-3,
         seed: int = 0,
-        sparse: bool = False,
+        sparse: bool = True,
         **text: Any,
     ) -> None:
         if min(dimensions, window, negatives) < 1 or not subsample >= 0 or seed < 0:

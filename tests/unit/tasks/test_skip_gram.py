@@ -22,7 +22,9 @@ from paths import SHARED_DATA
 
 
 def _task(**arguments: Any) -> SkipGram:
-    return SkipGram(**({"dimensions": 4, "vocabulary_size": 30, "max_tokens": 12, "subsample": 0.0} | arguments))
+    return SkipGram(
+        **({"dimensions": 4, "vocabulary_size": 30, "max_tokens": 12, "subsample": 0.0, "sparse": False} | arguments)
+    )
 
 
 def _texts(count: int, seed: int = 0, words: int = 30) -> npt.NDArray[np.int32]:
@@ -244,7 +246,7 @@ def test_no_batch_of_real_text_is_refused_by_the_guard() -> None:
         "training: {optimizer: {name: adam, lr: 0.01}}\n"
         f"source: {{kind: text, path: '{path.resolve()}', fields: [title, body]}}"
     )
-    task = SkipGram(vocabulary_size=4096)
+    task = SkipGram(vocabulary_size=4096, sparse=False)
     torch.manual_seed(0)
     model = FlatModel(task.build_model())
     parameter = torch.nn.Parameter(model.flat)
