@@ -128,7 +128,7 @@ bench-clicks: setup ## sparse logistic regression against River and Vowpal Wabbi
 bench-fleets: setup ## measure one server with 8, 64 and 256 stub workers (6 minutes)
 	@$(BIN)/python -m benchmarks.fleets $(BENCH)
 
-paper: setup ## reproduce the DOLL paper's figures and tables, write docs/results.md (PAPER=--quick: a minute, no docs)
+paper: setup ## reproduce the papers' figures and tables, write docs/results.md (PAPER=--quick: a minute, no docs)
 	@$(BIN)/python -m benchmarks.paper $(PAPER)
 
 build: setup ## build the wheel and the source archive into dist/
