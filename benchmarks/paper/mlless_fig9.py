@@ -180,7 +180,7 @@ def run(quick: bool) -> Result:
         f"{WORKERS} workers that read each other's updates, and {PYTORCH_MACHINES} machines at "
         f"{PYTORCH_USD_PER_H} USD/h cost a third of {WORKERS} functions: by bytes and prices alone, machines are "
         "slower than isp but cheaper, and have the lowest loss for each budget. The paper's PyTorch takes more than 14 "
-        "times as long as MLLess; neither transfer nor price explains that, and what it costs follows from it.",
+        "times as long as MLLess; nothing in this model gives that, and its cost follows from it.",
         "Fig. 5, 6 and 11 (threads in a function, types of machines, a GPU) are measurements of hardware of 2021 and "
         "are not reproduced: only their cost arithmetic is, in Tables 3 to 7.",
     ]
