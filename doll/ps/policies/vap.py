@@ -33,8 +33,13 @@ class VapPolicyConfig(AsynchronousConfig):
 
 
 class Vap(Asp):
-    """Every step is an update of its own, every version is sent to all, and a worker whose weights miss too much of the
-    others' steps does not compute before it has newer ones.
+    """Every step is an update of its own, every worker computes on the newest weights that it can get, and one whose
+    weights miss too much of the others' steps does not compute before it has newer ones.
+
+    The paper sends every version to every worker: N messages for an update. A worker reads weights when it begins a
+    batch, and then the newest that it knows of, which is its grant's if any has been offered since the last one. So
+    each worker is offered the first version behind its join and each of its grants, and no other before its next grant:
+    it computes on the same weights, with one message for each batch (docs/decisions/0034).
 
     What is missed is bounded by the sum, over the updates that it misses, of their largest absolute values: it is never
     less than the largest absolute value of the sum, so the paper's condition (1) holds. The sum is over all other
@@ -51,6 +56,8 @@ class Vap(Asp):
         super().__init__()
         self.value_bound = value_bound
         self._live: set[int] = set()
+        self._to_offer: set[int] = set()  # live workers that were offered nothing since they joined or were granted
+        self._computing: set[int] = set()
         self._moved: dict[int, float] = {}  # of each worker, see WorkerCounters
         # (version, worker, how far its step has moved any one number at most) of the newest updates
         self._steps: deque[tuple[int, int, float]] = deque(maxlen=_MAX_MISSED)
@@ -63,7 +70,12 @@ class Vap(Asp):
         super().changed(view, workers)
         for number in workers:
             worker = view.worker(number)
+            if not worker.is_live:
+                self._to_offer.discard(number)
+            elif (worker.computing and number not in self._computing) or number not in self._live:
+                self._to_offer.add(number)
             (self._live.add if worker.is_live else self._live.discard)(number)
+            (self._computing.add if worker.computing else self._computing.discard)(number)
             if (step := worker.moved - self._moved.get(number, 0.0)) > 0:
                 self._moved[number] = worker.moved
                 self._steps.append((view.version, number, step))
@@ -80,7 +92,10 @@ class Vap(Asp):
         return self._steps[0][0] if is_full else 0
 
     def recipients(self, view: PolicyView) -> Collection[int]:
-        return sorted(self._live)
+        if not self._to_offer:
+            return ()
+        offered, self._to_offer = self._to_offer, set()  # a new set: as in `Asp.start`
+        return sorted(offered)
 
 
 SPEC = PolicySpec("vap", VapPolicyConfig, lambda config: Vap(config.value_bound))

@@ -16,8 +16,7 @@ from engine_world import POLICIES
 SMALL, LARGE = 8, 400
 
 
-# `vap` sends every version to every worker: that is its definition, and costs what the messages cost.
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "vap"])
+@pytest.mark.parametrize("name", POLICIES)
 def test_the_cost_of_an_event_does_not_grow_with_the_number_of_workers(name: str) -> None:
     # Of `bsp` whole rounds: its update touches every worker, once for as many gradients.
     small, large = (reads_per_event(POLICIES[name], n, 2 * LARGE) for n in (SMALL, LARGE))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from zlib import crc32
 
 import numpy as np
@@ -127,45 +127,116 @@ def test_a_policy_that_allows_too_much_is_caught(mutant: type[Vap]) -> None:
     assert any(caught(seed) for seed in range(30))
 
 
-def test_without_a_bound_it_is_asp_that_publishes_every_version() -> None:
-    published = 0
-    for seed in range(10):
+def test_without_a_bound_it_is_asp() -> None:
+    """But for the offers, which say that there are newer weights: see below."""
+    grants = 0
+    for seed in range(15):
         seen: list[list[ev.EngineAction]] = []
-        for make in (None, PublishingAsp):
-            world = RecordedVectors(math.inf, make)
+        for make in (None, AnyVersionAsp):
+            world = Recorded(math.inf, make)
             play(world, random_steps(seed, 1500))
-            seen.append(world.actions)
-            published += sum(isinstance(action, ev.PublishWeights) for action in world.actions)
+            seen.append([action for action in world.actions if not isinstance(action, ev.PublishWeights)])
         assert seen[0] == seen[1]
-    assert published > 100
+        grants += sum(isinstance(action, ev.SendGrant) for action in seen[0])
+    assert grants > 200
 
 
-class PublishingAsp(Asp):
+class AnyVersionAsp(Asp):
     def __init__(self, v0: float) -> None:
         super().__init__()
-        self._live: set[int] = set()
-
-    def changed(self, view: PolicyView, workers: list[int]) -> None:  # type: ignore[override]
-        super().changed(view, workers)
-        for number in workers:
-            (self._live.add if view.worker(number).is_live else self._live.discard)(number)
 
     def min_version(self, view: PolicyView, worker: int) -> int:
         return 0
 
-    def recipients(self, view: PolicyView) -> list[int]:
-        return sorted(self._live)
 
+class Recorded(Vectors):
+    """Offers are recorded and not sent: a world's steps then do not depend on them."""
 
-class RecordedVectors(Vectors):
-    def __init__(self, v0: float, make: type[Policy] | None) -> None:
+    def __init__(self, v0: float, make: type[Policy] | None = None) -> None:
         self.actions: list[ev.EngineAction] = []
+        self.term_of: list[int] = []  # of the server of each
         super().__init__(v0, make)
 
     def _perform(self, engine: Engine, action: ev.EngineAction) -> list[ev.EngineAction]:
         if not isinstance(action, ev.StoreCheckpoint):
             self.actions.append(action)
-        return super()._perform(engine, action)
+            self.term_of.append(self.term)
+        return [] if isinstance(action, ev.PublishWeights) else super()._perform(engine, action)
+
+
+def views(world: Recorded) -> tuple[list[tuple[int, int]], int]:
+    """What workers that get every message at once compute on.
+
+    Returns:
+        Of each grant its worker and the version that this worker has (the rule of `doll.consumers.local_model`); and
+        how many offers were made.
+    """
+    cached, offered, processes = [-1] * 3, [-1] * 3, [""] * 3
+    views: list[tuple[int, int]] = []
+    seen: set[int] = set()
+    offers = term = 0
+    for of_term, action in zip(world.term_of, world.actions, strict=True):
+        if of_term != term:  # another server
+            term, cached, offered, seen = of_term, [-1] * 3, [-1] * 3, set()
+        if isinstance(action, ev.SendWelcome) and action.process != processes[action.worker]:
+            worker = action.worker
+            processes[worker], cached[worker], offered[worker] = action.process, -1, -1
+        elif isinstance(action, ev.PublishWeights):
+            offers += len(action.workers)
+            for worker in action.workers:
+                offered[worker] = action.version
+        elif isinstance(action, ev.SendGrant) and action.grant_ids[0] not in seen:
+            seen.add(action.grant_ids[0])
+            worker = action.worker
+            if cached[worker] < max(action.min_version, offered[worker]):
+                cached[worker] = max(action.version, offered[worker])
+            views.append((worker, cached[worker]))
+    return views, offers
+
+
+class OfferedAll(Vap):
+    """The paper's: every version is sent to every worker."""
+
+    def recipients(self, view: PolicyView) -> list[int]:
+        return sorted(self._live)
+
+
+@pytest.mark.parametrize("v0", [math.inf, 5.0])
+def test_every_worker_computes_on_the_weights_that_it_would_have_if_it_were_sent_every_version(v0: float) -> None:
+    batches = offers = offers_of_all = 0
+    for seed in range(10):
+        worlds = [Recorded(v0, make) for make in (Vap, OfferedAll)]
+        for world in worlds:
+            play(world, random_steps(seed, 1500))
+        (seen, some), (expected, every) = map(views, worlds)
+        assert seen == expected
+        batches, offers, offers_of_all = batches + len(seen), offers + some, offers_of_all + every
+    assert 100 < offers < batches < offers_of_all
+
+
+class NoOffers(Vap):
+    def recipients(self, view: PolicyView) -> list[int]:
+        return []
+
+
+class OfferedOnce(Vap):
+    """Offers a worker nothing behind its second grant."""
+
+    def changed(self, view: PolicyView, workers: Collection[int]) -> None:
+        computing = set(self._computing)
+        super().changed(view, workers)
+        self._computing |= computing
+
+
+@pytest.mark.parametrize("mutant", [NoOffers, OfferedOnce])
+def test_a_policy_that_leaves_workers_with_old_weights_is_caught(mutant: type[Vap]) -> None:
+    def caught(seed: int) -> bool:
+        worlds = [Recorded(math.inf, make) for make in (mutant, OfferedAll)]
+        for world in worlds:
+            play(world, random_steps(seed, 1500))
+        return views(worlds[0])[0] != views(worlds[1])[0]
+
+    assert any(caught(seed) for seed in range(5))
 
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
