@@ -1,4 +1,4 @@
-"""A policy in somebody else's wheel: found by entry point, validated, played by the engine's suite, simulated."""
+"""Policies in somebody else's wheel: found by entry point, validated, played by the engine's suite, simulated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from doll.records import NewVersion
 from doll.simulation.report import summarise
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
-from engine_runs import check_random_run
+from engine_runs import check_random_run, play, random_steps
 from engine_world import World
 from paths import SUPPORT
 
@@ -45,7 +45,7 @@ def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPat
     monkeypatch.undo()
     POLICIES.refresh()
     for name in set(sys.modules) - before:
-        if name.startswith(("bounded_lead", "broken_policy")):
+        if name.startswith(("bounded_lead", "few_at_once", "broken_policy")):
             del sys.modules[name]
 
 
@@ -56,6 +56,10 @@ def installed(site_packages: Path, fresh_registry: pytest.MonkeyPatch) -> None:
 
 def section(**values: object) -> PolicyConfig:
     return parse(JOB % ({"name": "bounded_lead"} | values)).training.policy
+
+
+def of_steps(limit: int) -> PolicyConfig:
+    return section(name="few_at_once", limit=limit, contribution="step")
 
 
 @pytest.mark.usefixtures("installed")
@@ -110,9 +114,43 @@ def test_nobody_gets_further_ahead_than_the_lead_and_grants_name_the_version_tha
             assert min(counted) >= batch - lead, (worker, batch, base)
 
 
+@pytest.mark.slow  # long random runs
 @pytest.mark.usefixtures("installed")
-def test_its_cost_per_event_does_not_grow_with_the_number_of_workers() -> None:
-    small, large = (reads_per_event(section(lead=1), workers, 800) for workers in (8, 400))
+@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_runs_of_the_one_whose_workers_send_steps(limit: int, seed: int) -> None:
+    check_random_run(of_steps(limit), seed, 3000)
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_workers_send_is_its_section_s_to_say() -> None:
+    assert of_steps(limit=2).sends_steps
+    assert not section(name="few_at_once", contribution="gradient").sends_steps
+    with pytest.raises(
+        ConfigError, match="training.policy.contribution: input should be 'gradient' or 'step', got 'sum'"
+    ):
+        section(name="few_at_once", contribution="sum")
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("limit", [1, 2])
+def test_no_more_batches_than_the_limit_are_under_way(limit: int) -> None:
+    most = granted = 0
+    for seed in range(10):
+        world = World(of_steps(limit))
+        for step in random_steps(seed, 1500):
+            play(world, [step])
+            if world.engine is not None:
+                most = max(most, world.engine.num_computing + world.engine.num_held)
+        granted += len(world.updates)
+    assert most == limit
+    assert granted > 20
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("values", [{"lead": 1}, {"name": "few_at_once", "limit": 3}])
+def test_the_cost_per_event_does_not_grow_with_the_number_of_workers(values: dict[str, object]) -> None:
+    small, large = (reads_per_event(section(**values), workers, 800) for workers in (8, 400))
     assert 0 < large < 1.1 * small
 
 
