@@ -17,8 +17,6 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import DOCS, update_section
-from benchmarks.tables import Table
 from doll.config.policy import POLICIES, PolicyConfig, policy_section
 from doll.ps.engine import Engine
 from doll.ps.events import (
@@ -35,6 +33,9 @@ from doll.ps.events import (
 from doll.ps.policies import make_policy
 from doll.ps.state import EngineSettings
 from doll.records import Alive, Announce, Join, Push, PushedBatch
+
+from benchmarks.results import DOCS, update_section
+from benchmarks.tables import Table
 
 SIZES = (10, 100, 1_000, 10_000)
 MAX_GROWTH = 2.0

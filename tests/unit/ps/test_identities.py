@@ -1,9 +1,9 @@
-"""Policies that must be the same for certain parameters: to the bit, with the real worker and server code."""
+"""Policies that must be the same for certain parameters: to the bit, with the real worker and server code.
+
+That `vap` without a bound is `asp` that publishes is in test_value_bound.py.
+"""
 
 from __future__ import annotations
-
-import math
-from collections.abc import Collection
 
 import numpy as np
 import pytest
@@ -11,11 +11,9 @@ from clock_world import RecordedWorld
 from doll.consumers.gradient import GradientComputer
 from doll.model import build
 from doll.optim.optimizer import Optimizer
-from doll.ps import events as ev
-from doll.ps.policies.asp import Asp, AspPolicyConfig
+from doll.ps.policies.asp import AspPolicyConfig
 from doll.ps.policies.base import PolicyView
 from doll.ps.policies.ssp import Ssp, SspPolicyConfig
-from doll.ps.policies.vap import VapPolicyConfig
 from doll.task import load_task
 from engine_runs import play, random_steps
 from threadless_jobs import BATCHES, WORKERS, Job
@@ -88,38 +86,3 @@ def test_ssp_without_a_bound_that_always_pulls_is_asp() -> None:
         assert ssp.actions == asp.actions
         count += len(ssp.actions)
     assert count > 1000
-
-
-class PublishingAsp(Asp):
-    """Sends each version to all live workers, and lets them compute on any."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._live: set[int] = set()
-
-    def changed(self, view: PolicyView, workers: Collection[int]) -> None:
-        super().changed(view, workers)
-        for number in workers:
-            (self._live.add if view.worker(number).is_live else self._live.discard)(number)
-
-    def min_version(self, view: PolicyView, worker: int) -> int:
-        return 0
-
-    def recipients(self, view: PolicyView) -> Collection[int]:
-        return sorted(self._live)
-
-
-def test_vap_without_a_bound_is_asp_that_publishes() -> None:
-    count = published = 0
-    for seed in range(15):
-        vap, asp = (
-            RecordedWorld(VapPolicyConfig(value_bound=math.inf)),
-            RecordedWorld(AspPolicyConfig(contribution="step"), PublishingAsp),
-        )
-        for world in (vap, asp):
-            play(world, random_steps(seed, 1500))
-        assert vap.actions == asp.actions
-        count += len(vap.actions)
-        published += sum(isinstance(action, ev.PublishWeights) for action in vap.actions)
-    assert count > 1000
-    assert published > 50

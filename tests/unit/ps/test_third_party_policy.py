@@ -127,7 +127,7 @@ def test_what_workers_send_is_its_section_s_to_say() -> None:
     assert of_steps(limit=2).sends_steps
     assert not section(name="few_at_once", contribution="gradient").sends_steps
     with pytest.raises(
-        ConfigError, match="training.policy.contribution: input should be 'gradient' or 'step', got 'sum'"
+        ConfigError, match=r"training\.policy\.contribution: input should be 'gradient' or 'step', got 'sum'"
     ):
         section(name="few_at_once", contribution="sum")
 

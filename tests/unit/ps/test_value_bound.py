@@ -127,26 +127,39 @@ def test_a_policy_that_allows_too_much_is_caught(mutant: type[Vap]) -> None:
     assert any(caught(seed) for seed in range(30))
 
 
-def test_without_a_bound_it_is_asp() -> None:
-    """But for the offers, which say that there are newer weights: see below."""
+def test_without_a_bound_it_is_asp_that_publishes() -> None:
     grants = 0
     for seed in range(15):
-        seen: list[list[ev.EngineAction]] = []
-        for make in (None, AnyVersionAsp):
-            world = Recorded(math.inf, make)
+        worlds = [Recorded(math.inf, make) for make in (Vap, PublishingAsp)]
+        for world in worlds:
             play(world, random_steps(seed, 1500))
-            seen.append([action for action in world.actions if not isinstance(action, ev.PublishWeights)])
-        assert seen[0] == seen[1]
-        grants += sum(isinstance(action, ev.SendGrant) for action in seen[0])
+        ours, theirs = (
+            [action for action in world.actions if not isinstance(action, ev.PublishWeights)] for world in worlds
+        )
+        assert ours == theirs
+        (seen, _), (expected, _) = map(views, worlds)
+        assert seen == expected
+        grants += len(seen)
     assert grants > 200
 
 
-class AnyVersionAsp(Asp):
+class PublishingAsp(Asp):
+    """Sends each version to all live workers, and lets them compute on any."""
+
     def __init__(self, v0: float) -> None:
         super().__init__()
+        self._live: set[int] = set()
+
+    def changed(self, view: PolicyView, workers: Collection[int]) -> None:
+        super().changed(view, workers)
+        for number in workers:
+            (self._live.add if view.worker(number).is_live else self._live.discard)(number)
 
     def min_version(self, view: PolicyView, worker: int) -> int:
         return 0
+
+    def recipients(self, view: PolicyView) -> Collection[int]:
+        return sorted(self._live)
 
 
 class Recorded(Vectors):
