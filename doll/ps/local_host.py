@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from doll.config import JobConfig
-from doll.errors import BlobError
+from doll.errors import BlobError, NotFiniteError
+from doll.optim.optimizer import diverged
 from doll.process.fault_points import fault_point
 from doll.ps.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
 from doll.ps.model_host import FetchOutcome
@@ -85,6 +86,10 @@ class LocalModelHost:
                 blob, self._updater.num_parameters, job=self._job, version=order.version, numel=self.num_values,
                 tables=self._table_shapes,
             )  # fmt: skip
+        except NotFiniteError as exc:
+            # Computed again it would be the same: as where a dense gradient is not finite.
+            log.error("gradient_not_finite", key=order.key, reason=str(exc))
+            raise diverged("the gradient is") from exc
         except BlobError as exc:
             log.warning("gradient_lost", key=order.key, reason=str(exc), action="its batch is computed again")
             return FetchOutcome(GradientLost(grant_id=order.grant_id, reason=str(exc)))

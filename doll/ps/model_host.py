@@ -46,7 +46,11 @@ class ModelHost(HoldsTensors, Protocol):
         ...
 
     def fetch(self, order: FetchGradient) -> FetchOutcome:
-        """Get this gradient and keep it until its update. A torn, foreign or missing one is reported as lost."""
+        """Get this gradient and keep it until its update. A torn, foreign or missing one is reported as lost.
+
+        Raises:
+            DivergedError: a number is not finite, and was found so already. The host must not be used any more.
+        """
         ...
 
     def prefetch(self, keys: Sequence[str]) -> None:

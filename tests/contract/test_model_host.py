@@ -16,7 +16,8 @@ from doll.optim.optimizer import DivergedError, Optimizer
 from doll.ps.events import ApplyUpdate, FetchGradient, GradientFetched, GradientLost
 from doll.ps.local_host import LocalModelHost
 from doll.ps.model_host import ModelHost
-from doll.storage.blobs import Blobs, decode_blob, decode_latest, encode_blob, latest_key
+from doll.storage.blobs import Blobs, blob_info, decode_blob, decode_latest, encode_blob, latest_key
+from doll.storage.contributions import encode_contribution
 from doll.storage.shm_blobs import ShmBlobs
 from doll.testing import MemoryBlobs
 from pushes import applied_set, push_of
@@ -227,3 +228,29 @@ def test_a_model_that_diverges_is_an_error(rig: Rig) -> None:
     rig.host.fetch(rig.store(1, float("nan")))
     with pytest.raises(DivergedError):
         rig.host.apply(update(1, 1))
+
+
+def test_so_is_a_sparse_gradient_that_is_not_finite(rig: Rig) -> None:
+    """Computed again it would be the same, without end."""
+    values = np.zeros(rig.host.num_values, np.float32)
+    values[3] = np.nan
+    order = store_sparse(rig, values)
+    with pytest.raises(DivergedError, match="the gradient is not finite"):
+        rig.host.fetch(order)
+
+
+def test_a_sparse_gradient_of_another_model_is_lost_and_not_added_in_part(rig: Rig) -> None:
+    before = rig.published(rig.host.publish(0), 0).tobytes()
+    values = np.zeros(1000, np.float32)
+    values[[2, 900]] = 1.0
+    outcome = rig.host.fetch(store_sparse(rig, values))
+    assert isinstance(outcome.event, GradientLost)
+    assert "parameters" in outcome.event.reason
+    assert rig.host.tensors()["weights"].tobytes() == before
+
+
+def store_sparse(rig: Rig, values: np.ndarray) -> FetchGradient:
+    parts = encode_contribution(values, len(values), job="unit", version=0)
+    assert blob_info(b"".join(parts)).kind == "p", "the sparse form"
+    rig.blobs.put("g1", parts, 60.0)
+    return FetchGradient(1, "g1", 0, in_order=False)
