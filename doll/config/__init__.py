@@ -34,6 +34,7 @@ from doll.config.source import SyntheticClicksSource as SyntheticClicksSource
 from doll.config.source import SyntheticRatingsSource as SyntheticRatingsSource
 from doll.config.source import SyntheticSource as SyntheticSource
 from doll.config.source import TextSource as TextSource
+from doll.config.training import AdagradConfig as AdagradConfig
 from doll.config.training import AdamConfig as AdamConfig
 from doll.config.training import OptimizerConfig as OptimizerConfig
 from doll.config.training import SgdConfig as SgdConfig

@@ -47,9 +47,23 @@ class AdamConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
 
 
-optimizers = Variants("name", SgdConfig, AdamConfig, default="sgd")
+class AdagradConfig(Section):
+    """Adagrad (Duchi, Hazan, Singer, 2011) on the mean gradient of a group: each weight has a rate of its own."""
 
-OptimizerConfig = Annotated[SgdConfig | AdamConfig, optimizers]
+    name: Literal["adagrad"] = "adagrad"
+    lr: PositiveFloat = 0.1
+    initial_accumulator: float = Field(
+        default=0.0,
+        ge=0,
+        description="what a weight's sum of squared gradients begins with; without it, the first step of each weight "
+        "is lr, however short its gradient is",
+    )
+    weight_decay: float = Field(default=0.0, ge=0)
+
+
+optimizers = Variants("name", SgdConfig, AdamConfig, AdagradConfig, default="sgd")
+
+OptimizerConfig = Annotated[SgdConfig | AdamConfig | AdagradConfig, optimizers]
 
 
 class GuardConfig(Section):

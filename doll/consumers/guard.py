@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from doll.config import AdamConfig, JobConfig
+from doll.config import AdagradConfig, AdamConfig, JobConfig
 from doll.consumers.bisection import RunningMedian, beyond, failing, harmful, usual_norm
 from doll.consumers.gradient import Gradient, GradientComputer
 from doll.errors import BlobError, ServiceUnavailableError, TaskError
@@ -323,8 +323,9 @@ class Guard:
         optimizer = training.optimizer
         batches = 1 if training.policy.sends_steps else self._config.group_size  # that one step is made of
         share = 1.0 if training.reduction == "sum" else 1.0 / (self._config.data.batch_size * batches)
-        if isinstance(optimizer, AdamConfig):
-            # Adam divides by the size of the gradients so far; one number stands for all of them here.
+        if isinstance(optimizer, AdamConfig | AdagradConfig):
+            # Both divide by the size of the gradients so far; one number stands for all of them here. Adagrad's steps
+            # become shorter; what a long gradient adds to its sums stays, and is judged by the first steps' length.
             rate = optimizer.lr * math.sqrt(gradient.num_values) / max(usual, _TINY)
         else:
             rate = optimizer.lr / (1.0 - optimizer.momentum)

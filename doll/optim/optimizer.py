@@ -2,10 +2,10 @@
 
 It is the parameter server's updater where workers send gradients, and each worker's own where they send steps.
 
-The arithmetic is that of torch's SGD and Adam, to the bit (a test compares them), in as few passes over memory as it
-allows. Adam is torch's function `adam`, called on slices that stay in the processor's cache; torch's optimizer classes
-are not used: constructing one of them imports torch's compiler, which took 5 s of CPU on two slow cores at each start
-of a parameter server, restarts included.
+The arithmetic is that of torch's SGD, Adam and Adagrad, to the bit (a test compares them), in as few passes over memory
+as it allows. Adam and Adagrad are torch's functions `adam` and `adagrad`, called on slices that stay in the processor's
+cache; torch's optimizer classes are not used: constructing one of them imports torch's compiler, which took 5 s of CPU
+on two slow cores at each start of a parameter server, restarts included.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any, assert_never
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.optim.adagrad import adagrad
 from torch.optim.adam import adam
 
-from doll.config import AdamConfig, OptimizerConfig, SgdConfig
+from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
 from doll.errors import CheckpointError, TaskError
 from doll.model import FlatModel
 from doll.optim.contribution import Contribution
@@ -28,6 +29,8 @@ from doll.optim.contribution import Contribution
 WEIGHTS = "weights"
 _STATE = "optimizer."
 _ADAM_EPSILON = 1e-8
+_ADAGRAD_EPSILON = 1e-10
+_SQUARES = ("exp_avg_sq", "sum")  # of the optimizer's state: an infinite one makes each later step 0
 # The sum is kept times this: so many finite numbers never add up to an infinite one, while their mean is finite. It is
 # a power of two: the sum has the same bits as without it, but for numbers below 1e-33.
 _SUM_FACTOR = 2.0**-16
@@ -122,7 +125,7 @@ class Optimizer:
         if not is_finite(target[:floats]):
             where = "after the step the weights are" if is_finite(total[:floats]) else "the gradient is"
             raise diverged(where)
-        if "exp_avg_sq" in self._state and not is_finite(self._state["exp_avg_sq"]):
+        if not all(is_finite(self._state[key]) for key in _SQUARES if key in self._state):
             raise diverged("after the step the optimizer's state is")
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
@@ -146,6 +149,8 @@ class Optimizer:
                 self._sgd(self._config, gradient, factor, before, target)
             case AdamConfig():
                 self._adam(self._config, gradient, factor, before, target)
+            case AdagradConfig():
+                self._adagrad(self._config, gradient, factor, before, target)
             case _:
                 assert_never(self._config)
 
@@ -183,6 +188,23 @@ class Optimizer:
                 [target[part]], [gradient[part].mul_(factor)], [state["exp_avg"][part]], [state["exp_avg_sq"][part]],
                 [], [step], foreach=False, amsgrad=False, beta1=config.beta1, beta2=config.beta2, lr=config.lr,
                 weight_decay=config.weight_decay, eps=_ADAM_EPSILON, maximize=False,
+            )  # fmt: skip
+        state["step"] += 1
+
+    def _adagrad(
+        self, config: AdagradConfig, gradient: torch.Tensor, factor: float, before: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        state = self._state
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["sum"] = torch.full_like(gradient, config.initial_accumulator)
+        for part in _slices(len(gradient)):
+            if target.data_ptr() != before.data_ptr():
+                target[part] = before[part]
+            adagrad(
+                [target[part]], [gradient[part].mul_(factor)], [state["sum"][part]], [state["step"].clone()],
+                foreach=False, lr=config.lr, weight_decay=config.weight_decay, lr_decay=0.0, eps=_ADAGRAD_EPSILON,
+                maximize=False,
             )  # fmt: skip
         state["step"] += 1
 

@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol, assert_never
 
 import torch
 
-from doll.config import AdamConfig, OptimizerConfig, SgdConfig
+from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
 from doll.errors import ConfigError
 
 _ADAM_EPSILON = 1e-8
@@ -54,15 +54,23 @@ class RowSgd:
 
 @dataclass(frozen=True, slots=True)
 class RowAdagrad:
-    """Adagrad (Duchi, Hazan, Singer, JMLR 12, 2011), diagonal."""
+    """Adagrad (Duchi, Hazan, Singer, JMLR 12, 2011), diagonal.
+
+    Attributes:
+        initial_accumulator: what each sum of squares begins with.
+    """
 
     lr: float
+    initial_accumulator: float = 0.0
     state_names: ClassVar[tuple[str, ...]] = ("sum",)
 
     def step(
         self, rows: torch.Tensor, gradient: torch.Tensor, state: Mapping[str, torch.Tensor], number: int
     ) -> torch.Tensor:
-        total = state["sum"].add_(gradient.pow(2))
+        total = state["sum"]
+        if self.initial_accumulator:
+            total.masked_fill_(total == 0, self.initial_accumulator)  # a sum that has begun is at least that
+        total.add_(gradient.pow(2))
         return torch.add(rows, gradient / total.sqrt().add_(_ADAGRAD_EPSILON), alpha=-self.lr)
 
 
@@ -108,5 +116,7 @@ def row_optimizer(config: OptimizerConfig) -> RowOptimizer:
             return RowSgd(config.lr)
         case AdamConfig():
             return LazyAdam(config.lr, config.beta1, config.beta2)
+        case AdagradConfig():
+            return RowAdagrad(config.lr, config.initial_accumulator)
         case _:
             assert_never(config)

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from doll.config import AdamConfig, SgdConfig
+from doll.config import AdagradConfig, AdamConfig, SgdConfig
 from doll.errors import CheckpointError
 from doll.model import FlatModel
 from doll.optim.contribution import Contribution
@@ -23,6 +23,7 @@ ADAPTERS: dict[str, Callable[[FlatModel], Updater]] = {
     "sgd": lambda model: Optimizer(model, SgdConfig(lr=0.1)),
     "momentum, clipped": lambda model: Optimizer(model, SgdConfig(lr=0.1, momentum=0.9), clip_norm=1.0),
     "adam": lambda model: Optimizer(model, AdamConfig(name="adam", lr=0.01)),
+    "adagrad": lambda model: Optimizer(model, AdagradConfig(lr=0.1, initial_accumulator=0.1)),
     "added steps": StepAdder,
 }
 

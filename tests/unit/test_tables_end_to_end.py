@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from doll.config import AdamConfig, OptimizerConfig, SgdConfig
+from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
 from doll.consumers.row_cache import FetchedRows, RowCache
 from doll.embedding_tables import EmbeddingTables
 from doll.model_without_tables import build_without_tables
@@ -67,6 +67,10 @@ class Worker:
     [
         (SgdConfig(lr=0.5), lambda parameters: torch.optim.SGD(parameters, lr=0.5)),
         (AdamConfig(lr=0.05), lambda parameters: torch.optim.SparseAdam(parameters, lr=0.05)),
+        (
+            AdagradConfig(lr=0.1, initial_accumulator=0.01),
+            lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.01),
+        ),
     ],
 )
 @pytest.mark.parametrize("max_bytes", [0, 5_000, 1_000_000])

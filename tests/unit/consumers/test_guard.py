@@ -123,7 +123,7 @@ class World:
         self.version += 1
 
 
-ADAM = "training.optimizer={name: adam, lr: 0.01}"
+ADAPTIVE = ("training.optimizer={name: adam, lr: 0.01}", "training.optimizer={name: adagrad, lr: 0.1}")
 
 
 def run(task: Task, *overrides: str, spoil: Callable[[int, np.ndarray, np.ndarray], Any] | None = None) -> World:
@@ -174,9 +174,10 @@ def test_exactly_the_bad_sample_goes_and_the_model_is_that_of_an_undisturbed_run
     assert world.losses[-1] == pytest.approx(calm.losses[-1], rel=0.1)
 
 
-def test_adam_is_guarded_from_a_gradient_that_would_stop_it_for_good() -> None:
-    calm = calm_run(Plane, ADAM)
-    world = run(Plane(), ADAM, spoil=spoiling(LATE, (1e15, -1e15), 0))
+@pytest.mark.parametrize("optimizer", ADAPTIVE)
+def test_an_adaptive_optimizer_is_guarded_from_a_gradient_that_would_stop_it_for_good(optimizer: str) -> None:
+    calm = calm_run(Plane, optimizer)
+    world = run(Plane(), optimizer, spoil=spoiling(LATE, (1e15, -1e15), 0))
     assert {at: list(bad) for at, bad in world.bad.items()} == {LATE: [7]}
     assert world.losses[-1] == pytest.approx(calm.losses[-1], rel=0.02)
 
@@ -205,7 +206,10 @@ def test_steady_poison_does_not_become_usual() -> None:
     assert world.losses[-1] == pytest.approx(calm.losses[-1], rel=0.15)
 
 
-@pytest.mark.parametrize(("optimizer", "size"), [("{name: sgd, lr: 0.1}", 1e3), ("{name: adam, lr: 0.01}", 1e4)])
+@pytest.mark.parametrize(
+    ("optimizer", "size"),
+    [("{name: sgd, lr: 0.1}", 1e3), ("{name: adam, lr: 0.01}", 1e4), ("{name: adagrad, lr: 0.1}", 1e4)],
+)
 def test_poison_that_the_model_gets_right_at_first_does_not_pass_later(optimizer: str, size: float) -> None:
     """The first sample of a batch is among those that judge the others afterwards. While the model gets a bad one
     right, it has no gradient and is learned; once it does not, its loss would fall with the step that ruins the model.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from doll.config import AdamConfig, OptimizerConfig, SgdConfig
+from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
 from doll.errors import CheckpointError
 from doll.model import FlatModel
 from doll.optim.optimizer import DivergedError, Optimizer
@@ -29,6 +29,11 @@ CONFIGS: dict[str, tuple[OptimizerConfig, Callable[[Any], torch.optim.Optimizer]
         AdamConfig(name="adam", lr=0.01, beta1=0.8, beta2=0.99, weight_decay=0.1),
         lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.8, 0.99), weight_decay=0.1),
     ),
+    "adagrad": (
+        AdagradConfig(lr=0.03, initial_accumulator=0.2, weight_decay=0.1),
+        lambda p: torch.optim.Adagrad(p, lr=0.03, initial_accumulator_value=0.2, weight_decay=0.1),
+    ),
+    "adagrad, from 0": (AdagradConfig(lr=0.03), lambda p: torch.optim.Adagrad(p, lr=0.03)),
 }
 
 
@@ -108,12 +113,13 @@ def test_a_gradient_longer_than_the_limit_is_scaled_down_and_no_other() -> None:
         assert np.linalg.norm(ours.weights - before) == pytest.approx(0.5 * 2.0, rel=1e-4)
 
 
-def test_adam_that_would_stand_still_for_good_is_no_optimizer() -> None:
+@pytest.mark.parametrize("name", ["adam", "adagrad"])
+def test_an_optimizer_that_would_stand_still_for_good_is_none(name: str) -> None:
     """The square of a long gradient is infinite, and each later step is a number divided by it."""
     large = np.full(26, 1e25, np.float32)
     with pytest.raises(DivergedError, match=r"after the step the optimizer's state is not finite.*clip_norm"):
-        Optimizer(flat_model(), CONFIGS["adam"][0]).apply([large], 1.0, 1)
-    Optimizer(flat_model(), CONFIGS["adam"][0], clip_norm=10.0).apply([large], 1.0, 1)
+        Optimizer(flat_model(), CONFIGS[name][0]).apply([large], 1.0, 1)
+    Optimizer(flat_model(), CONFIGS[name][0], clip_norm=10.0).apply([large], 1.0, 1)
 
 
 def test_divergence_ends_the_job_and_is_not_tried_again() -> None:
@@ -213,10 +219,10 @@ def test_a_server_does_not_import_torchs_compiler() -> None:
     """It costs seconds at each start, also at a restart after a crash, when everybody waits."""
     code = """
 import sys, numpy as np, torch
-from doll.config import AdamConfig, SgdConfig
+from doll.config import AdagradConfig, AdamConfig, SgdConfig
 from doll.model import FlatModel
 from doll.optim.optimizer import Optimizer
-for config in (SgdConfig(momentum=0.9), AdamConfig(name="adam")):
+for config in (SgdConfig(momentum=0.9), AdamConfig(name="adam"), AdagradConfig()):
     Optimizer(FlatModel(torch.nn.Linear(2, 1)), config).apply([np.ones(3, np.float32)], 1.0, 1)
 assert "torch._dynamo" not in sys.modules
 """

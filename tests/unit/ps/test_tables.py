@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from doll.config import AdamConfig, OptimizerConfig, SgdConfig
+from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
 from doll.errors import CheckpointError, ConfigError, IllegalEventError
 from doll.model import FlatModel
 from doll.optim.optimizer import DivergedError, Optimizer
@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 NUM_ROWS, WIDTH = 40, 3
-OPTIMIZERS: tuple[RowOptimizer, ...] = (RowSgd(0.3), RowAdagrad(0.1), LazyAdam(0.01, 0.8, 0.9))
+OPTIMIZERS: tuple[RowOptimizer, ...] = (RowSgd(0.3), RowAdagrad(0.1), RowAdagrad(0.1, 0.5), LazyAdam(0.01, 0.8, 0.9))
 
 
 def initial(seed: int = 0) -> Floats:
@@ -48,7 +48,8 @@ def torch_optimizer(optimizer: RowOptimizer, parameter: torch.nn.Parameter) -> t
         case RowSgd():
             return torch.optim.SGD([parameter], lr=optimizer.lr)
         case RowAdagrad():
-            return torch.optim.Adagrad([parameter], lr=optimizer.lr)
+            initial = optimizer.initial_accumulator
+            return torch.optim.Adagrad([parameter], lr=optimizer.lr, initial_accumulator_value=initial)
         case LazyAdam():
             return torch.optim.SparseAdam([parameter], lr=optimizer.lr, betas=(optimizer.beta1, optimizer.beta2))
     raise AssertionError(optimizer)
@@ -161,6 +162,7 @@ def test_what_diverges_is_said(optimizer: RowOptimizer | None) -> None:
         (SgdConfig(momentum=0.9), "training.optimizer.momentum"),
         (SgdConfig(weight_decay=0.1), "training.optimizer.weight_decay"),
         (AdamConfig(weight_decay=0.1), "training.optimizer.weight_decay"),
+        (AdagradConfig(weight_decay=0.1), "training.optimizer.weight_decay"),
     ],
 )
 def test_an_optimizer_that_moves_untouched_rows_is_refused(config: OptimizerConfig, key: str) -> None:
@@ -171,6 +173,7 @@ def test_an_optimizer_that_moves_untouched_rows_is_refused(config: OptimizerConf
 def test_the_optimizers_of_the_job_file() -> None:
     assert row_optimizer(SgdConfig(lr=0.5)) == RowSgd(0.5)
     assert row_optimizer(AdamConfig(lr=0.5, beta1=0.1, beta2=0.2)) == LazyAdam(0.5, 0.1, 0.2)
+    assert row_optimizer(AdagradConfig(lr=0.5, initial_accumulator=2.0)) == RowAdagrad(0.5, 2.0)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
