@@ -18,6 +18,7 @@ kept as things change (docs/decisions/0019).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from doll.errors import IllegalEventError
 from doll.ps.events import (
@@ -42,6 +43,9 @@ from doll.ps.partitions import ActiveGrant, Partition, PushedSet
 from doll.ps.policies.base import BatchId
 from doll.ps.stop_rule import progress_reached, target_reached, time_reached
 from doll.records import Alive, Announce, Evaluated, Join, Leave, Nack, Push
+
+# Longer than `doll.ps.stuck.STALL_REPORT_S`: workers that wait for a stream without records are reported first.
+DRY_ROUND_S: Final = 15.0
 
 
 class Engine(MessageHandling):
@@ -111,7 +115,7 @@ class Engine(MessageHandling):
                 if recipients := tuple(self.policy.recipients(self)):
                     included = tuple(self._workers[number].applied for number in recipients)
                     actions.append(PublishWeights(self.version, recipients, included))
-            if group := self.policy.collect(self):
+            if group := self.policy.collect(self) or self._end_of_dry_round(now):
                 self._send_all_grants(granted, actions)
                 self._apply(group, now, actions)
                 continue
@@ -133,6 +137,14 @@ class Engine(MessageHandling):
         if self._settling.is_under_way and self._settling.is_settled:
             self._settling.end()
             self._advance(now, actions)  # the checkpoint is ordered: the next round can start
+
+    def _end_of_dry_round(self, now: float) -> Sequence[BatchId]:
+        """A round that a checkpoint waits for ends with those that came, where the others have had nothing for a while.
+
+        Otherwise a stream that stops would keep what is in the model from becoming durable (docs/decisions/0035).
+        """
+        is_waited_for = self._settling.is_under_way and not self.num_computing and self._held
+        return self.held_batches() if is_waited_for and now - self._last_held_at_s >= DRY_ROUND_S else ()
 
     def _report_changes(self) -> None:
         if self._changed:

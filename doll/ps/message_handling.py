@@ -219,6 +219,7 @@ class MessageHandling(EngineState):
     def _hold(self, pushed: PushedSet, now: float) -> None:
         partition = self._partitions[pushed.grants[0].partition]
         partition.hold(pushed)
+        self._last_held_at_s = now
         for grant in pushed.grants:
             self._held[grant.number] = BatchId(grant.partition, grant.batch)
         if partition.computing_grants:

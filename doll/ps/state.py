@@ -115,6 +115,7 @@ class EngineState:
         self._queue_positions = count()
         self._num_waiting = 0
         self._settling = Settling()
+        self._last_held_at_s = now  # when the newest gradient came that was held
         self._changed: dict[int, None] = dict.fromkeys(range(n))  # workers whose counters the policy does not know yet
         self._offered_version = snapshot.version  # the newest of which the policy has named the recipients
         self._elapsed_before_s = snapshot.elapsed_s

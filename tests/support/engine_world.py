@@ -607,9 +607,8 @@ class World:
             if not p.dead
         )
         kept = sum(len(process.kept) for process in self.processes if not process.dead)
-        waits = self.policy.filter_threshold > 0 and self.engine.num_held > 0  # for a round that cannot end
         is_durable = self.engine.durable_version == self.engine.version
-        return quiet and self.engine.num_computing in (0, kept) and (waits or is_durable)
+        return quiet and self.engine.num_computing in (0, kept) and is_durable
 
     def lineage(self) -> list[Applied]:
         """The updates that are in the model: those that no later server started before."""

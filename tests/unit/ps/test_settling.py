@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from clock_world import drive
+from doll.errors import IllegalEventError
 from doll.ps import events as ev
 from doll.ps.engine import Engine
+from doll.ps.policies.base import BatchId
 from doll.ps.policies.isp import IspPolicyConfig
 from doll.records import Push
 from engine_runs import check_random_run, play, random_steps
@@ -115,6 +119,78 @@ def test_the_job_ends_with_a_model_that_is_whole() -> None:
     assert world.stored is not None
     assert world.stored.applied == (2, 2, 2)
     assert world.whole == [{0, 1}] * 3
+
+
+def dry_round() -> World:
+    """Worker 2's stream has stopped, and the others wait for it with a batch each in the round."""
+    world = World(ISP)
+    drive(world, 3, 0, 1, 2)
+    for worker, records in ((0, 6), (1, 6), (2, 4)):
+        world.high[worker] += records
+    drive(world, 30, 0, 1, 2)
+    assert world.engine is not None
+    assert [worker.held for worker in world.engine.workers()] == [1, 1, 0]
+    return world
+
+
+def pass_time(world: World, seconds: int) -> None:
+    for _ in range(seconds):
+        world.tick(1.0)
+        drive(world, 2, 0, 1, 2)
+        world.store_checkpoint()
+
+
+def test_a_job_whose_streams_have_stopped_becomes_durable() -> None:
+    world = dry_round()
+    pass_time(world, 12)
+    assert world.engine is not None
+    assert world.engine.snapshot(world.now).applied == (2, 2, 2), "another batch may come: the round is open"
+    pass_time(world, 10)
+    assert world.stored is not None
+    assert world.stored.applied == (3, 3, 2)
+    assert world.whole == [{0, 1, 2}, {0, 1, 2}, {0, 1}]
+    assert world.engine.durable_version == world.engine.version
+    world.kill_worker(0)
+    world.start_worker(0)
+    world.settle()
+    assert world.rolled_back == 0, "nothing was held back any more"
+    world.check_ledger()
+
+
+class Patient(Engine):
+    """Never ends a round before all have come."""
+
+    def _end_of_dry_round(self, now: float) -> Sequence[BatchId]:
+        return ()
+
+
+class Impatient(Engine):
+    """Ends a round in which batches are computed."""
+
+    def _end_of_dry_round(self, now: float) -> Sequence[BatchId]:
+        return self.held_batches() if self._settling.is_under_way else ()
+
+
+@pytest.mark.parametrize(
+    ("mutant", "error", "message"),
+    [(Patient, AssertionError, "does not come to rest"), (Impatient, IllegalEventError, "batches of version")],
+)
+def test_an_engine_that_ends_rounds_at_the_wrong_time_is_caught(
+    mutant: type[Engine], error: type[Exception], message: str
+) -> None:
+    class Mutated(World):
+        engine_class = mutant
+
+    def caught(seed: int) -> bool:
+        world = Mutated(ISP)
+        try:
+            play(world, random_steps(seed, 2500))
+            world.settle()
+        except error as exc:
+            return message in str(exc)
+        return False
+
+    assert any(caught(seed) for seed in range(20))
 
 
 @pytest.mark.parametrize("lost", [False, True])
