@@ -161,6 +161,23 @@ def test_a_stream_of_nothing_but_garbage_stops_nobody(points: Any) -> None:
     assert len(job.read("dead")) == 80
 
 
+def test_what_came_before_the_streams_stopped_becomes_durable_though_workers_hold_parts_of_it_back(points: Any) -> None:
+    """The last batch of partition 0 waits in a round for one of partition 1 that never comes."""
+    job = points("training.policy={name: isp, significance: 5}", "stop.updates=1000")
+    job.start()
+    job.send([point(i) for i in range(5 * 8)], partition=0)
+    job.send([point(i) for i in range(4 * 8)], partition=1)
+    job.until_status(lambda status: status.samples_total == 9 * 8, "every batch is in the model")
+    job.until_status(lambda status: status.durable_version == status.version, "the model is durable")
+    term, session = job.status.term, job.status.workers[0].session
+    job.kill("worker-0")
+    job.until_status(lambda status: status.workers[0].session > session, "another process of the worker")
+    assert job.status.term == term, "nothing had to be computed again"
+    assert any(update.settled for update in job.updates)
+    report = job.assert_audit_ok()
+    assert report.applied == 9 * 8
+
+
 def test_garbage_on_the_control_topics_is_counted_and_refused(points: Any) -> None:
     job = points("stop.updates=60")
     job.start()
