@@ -72,9 +72,10 @@ class EmbeddingTables:
         """
         self._weights = _find(module)
         self.shapes = {name: TableShape(*weight.shape) for name, (weight, _) in self._weights.items()}
-        paths = {id(layer): path for path, layer in module.named_modules()}
+        # One layer may have several paths, of which each is a name.
+        paths = [(path, id(layer)) for path, layer in module.named_modules(remove_duplicate=False)]
         self.names = {
-            name: tuple(f"{paths[id(layer)]}.weight".lstrip(".") for layer in layers)
+            name: tuple(f"{path}.weight".lstrip(".") for path, at in paths if at in set(map(id, layers)))
             for name, (_, layers) in self._weights.items()
         }
         self._initial = {name: weight for name, (weight, _) in self._weights.items() if not weight.is_meta}
@@ -147,7 +148,7 @@ class EmbeddingTables:
 
     def _embed(self, layer: torch.nn.Embedding, name: str, input: torch.Tensor) -> torch.Tensor:  # as torch names it
         rows, places, padding = self._rows(name, input, layer.padding_idx)
-        return functional.embedding(places, rows, padding, scale_grad_by_freq=layer.scale_grad_by_freq, sparse=True)
+        return functional.embedding(places, rows, padding, sparse=True)
 
     def _embed_bags(
         self,
@@ -162,7 +163,6 @@ class EmbeddingTables:
             places,
             rows,
             None if offsets is None else offsets.long(),
-            scale_grad_by_freq=layer.scale_grad_by_freq,
             mode=layer.mode,
             sparse=True,
             per_sample_weights=per_sample_weights,
@@ -242,6 +242,8 @@ def _problem(layer: Layer, weight: torch.nn.Parameter | None) -> str:
             f"expected max_norm=None, got {layer.max_norm}: it changes rows in the forward pass, which the server "
             "would not see; put a penalty on their length into the task's loss"
         )
+    if layer.scale_grad_by_freq:
+        return "expected scale_grad_by_freq=False, for which torch has no sparse gradient"
     if isinstance(layer, torch.nn.EmbeddingBag) and layer.mode == "max":
         return "expected mode 'sum' or 'mean', got 'max', for which torch has no sparse gradient"
     if type(layer).forward not in (torch.nn.Embedding.forward, torch.nn.EmbeddingBag.forward):

@@ -31,8 +31,9 @@ _INIT: Final = "__init__"
 def build_without_tables(build: Callable[[], torch.nn.Module]) -> torch.nn.Module:
     """What `build()` returns, its tables on the device meta where that is possible.
 
-    It is not where `build` looks at a table's values or device, computes with them, or draws random numbers for them in
-    a way that is not known: then it is called again, and the tables have memory until they are dropped.
+    It is not where `build` looks at a table's values or device, computes with them, freezes one, or draws random
+    numbers for them in a way that is not known: then it is called again, and the tables have memory until they are
+    dropped.
     """
     state = torch.get_rng_state()
     draws = _CountedDraws()
@@ -42,12 +43,25 @@ def build_without_tables(build: Callable[[], torch.nn.Module]) -> torch.nn.Modul
     except Exception as exc:  # the user's code may raise anything: what it raises with memory counts
         reason = f"{type(exc).__name__}: {exc}"
     else:
-        if not draws.unknown:
+        if not (problem := f"{draws.unknown} on a table" if draws.unknown else _needs_memory(module)):
             return module
-        reason = f"{draws.unknown} on a table"
+        reason = problem
     log.info("tables_built_in_full", reason=reason)
     torch.set_rng_state(state)
     return build()
+
+
+def _needs_memory(module: torch.nn.Module) -> str:
+    """What of `module` has no memory and is not a table; "": nothing."""
+    if not isinstance(module, torch.nn.Module):
+        return ""  # the caller says so
+    for path, part in module.named_modules():
+        is_table = isinstance(part, torch.nn.Embedding | torch.nn.EmbeddingBag) and part.sparse
+        for name, value in {**part._parameters, **part._buffers, **vars(part)}.items():
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, torch.Tensor) and leaf.is_meta and not (is_table and leaf.requires_grad):
+                    return f"{path}.{name} is a frozen table, or made of one".lstrip(".")
+    return ""
 
 
 class _CountedDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -151,6 +151,15 @@ def test_uses_and_names_of_one_table_are_added() -> None:
     assert tables.gradients() == {}
 
 
+def test_a_layer_that_has_two_paths_has_two_names() -> None:
+    layer = nn.Embedding(NUM_ROWS, WIDTH, sparse=True)
+    module = nn.ModuleDict({"query": layer, "key": layer, "other": nn.Embedding(NUM_ROWS, WIDTH, sparse=True)})
+    expected = {name for name in module.state_dict() if not name.startswith("other")}
+    tables = EmbeddingTables(module)
+    assert set(tables.names["query.weight"]) == expected == {"query.weight", "key.weight"}
+    assert tables.names["query.weight"][0] == "query.weight"
+
+
 def test_tables_are_not_in_the_flat_vector_and_no_gradient_is_as_large() -> None:
     _, module, tables, _ = made(TwoTowers)
     model = FlatModel(module)
@@ -259,6 +268,7 @@ def normalized() -> nn.Module:
         (tied, "table 'embed.weight': .* it is 'out.weight' too"),
         (half_sparse, "it is 'two.weight' too"),
         (normalized, "computed from other parameters"),
+        (lambda: nn.Embedding(NUM_ROWS, WIDTH, sparse=True, scale_grad_by_freq=True), "scale_grad_by_freq=False"),
     ],
 )
 def test_layers_that_cannot_be_tables_are_refused(build: Callable[[], nn.Module], says: str) -> None:
@@ -330,6 +340,34 @@ def test_a_table_that_must_have_memory_has_it(init: Callable[[Tensor], object]) 
     assert isinstance(module, Wide)
     assert module.bag.weight.equal(full.bag.weight)
     assert module.last.weight.equal(full.last.weight)
+
+
+class Frozen(nn.Module):
+    """An embedding that does not learn, or what is computed from one that does, beside a table."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.table = nn.Embedding(NUM_ROWS, WIDTH, sparse=True)
+        self.other = nn.Embedding(NUM_ROWS, WIDTH, sparse=True)
+        if kind == "frozen":
+            self.other.weight.requires_grad_(False)
+        elif kind == "buffer":
+            self.register_buffer("center", self.other.weight.detach().mean(0))
+        else:
+            self.centers = [self.other.weight.detach().mean(0)]
+
+    def numbers(self) -> list[Tensor]:
+        return [self.other.weight, *self.buffers(), *getattr(self, "centers", [])]
+
+
+@pytest.mark.parametrize("kind", ["frozen", "buffer", "attribute"])
+def test_what_is_no_table_has_memory(kind: str) -> None:
+    torch.manual_seed(3)
+    full = Frozen(kind)
+    torch.manual_seed(3)
+    module = build_without_tables(lambda: Frozen(kind))
+    assert isinstance(module, Frozen)
+    assert all(got.equal(expected) for got, expected in zip(module.numbers(), full.numbers(), strict=True))
 
 
 def test_rows_that_were_given_are_kept() -> None:
