@@ -23,7 +23,7 @@ _GIVE_UP_S: Final = 20.0  # below the default time after which a grant is replac
 
 
 class RowClient:
-    """One worker process's requests, one at a time. `deliver` is for any thread, the rest for one."""
+    """One worker process's requests, one at a time. `deliver` and `look_again` are for any thread, the rest for one."""
 
     def __init__(self, config: JobConfig, blobs: Blobs, tables: dict[str, TableShape]) -> None:
         """
@@ -35,7 +35,8 @@ class RowClient:
         self._blobs = blobs
         self._tables = tables
         self._send: Callable[[GetRows], object] | None = None
-        self._answers: queue.SimpleQueue[RowsStored] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[RowsStored | None] = queue.SimpleQueue()  # None: look whether to wait on
+        self._is_waiting = False
         self._number = 0
         self._grant: Grant | None = None
         self._is_wanted: Callable[[], bool] = lambda: True
@@ -47,6 +48,11 @@ class RowClient:
     def deliver(self, answer: RowsStored) -> None:
         """An answer has come."""
         self._answers.put(answer)
+
+    def look_again(self) -> None:
+        """Grants may have become void: who waits for rows of such a one is to give up now."""
+        if self._is_waiting:
+            self._answers.put(None)
 
     def begin(self, grant: Grant, is_wanted: Callable[[], bool]) -> None:
         """Ask for rows as `grant` allows them from now on, while `is_wanted`."""
@@ -72,7 +78,11 @@ class RowClient:
             self._send(
                 GetRows(worker=grant.worker, session=grant.session, term=grant.term, number=self._number, key=key)
             )
-            answer = self._wait(grant)
+            self._is_waiting = True
+            try:
+                answer = self._wait(grant)
+            finally:
+                self._is_waiting = False
             if answer is not None and (rows := self._read(name, answer)) is not None:
                 return rows
             waited_s = time.monotonic() - begun_s
@@ -87,6 +97,10 @@ class RowClient:
                 answer = self._answers.get(timeout=left_s)
             except queue.Empty:
                 return None
+            if answer is None:
+                if not self._is_wanted():
+                    return None
+                continue
             if (answer.term, answer.session, answer.number) == (grant.term, grant.session, self._number):
                 return answer
             self._blobs.delete(answer.key)  # to a request that was made again

@@ -33,7 +33,7 @@ from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, Offer, Send
 from doll.errors import RecordError, ServiceUnavailableError, TaskError
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
-from doll.records import Announce, AnyRecord, GetRows, Nack, Push, RowsStored, Welcome, decode
+from doll.records import Announce, AnyRecord, GetRows, Grant, Hello, Nack, Push, RowsStored, Welcome, decode
 from doll.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -238,6 +238,8 @@ class WorkerRuntime:
                         self._row_client.deliver(record)
                     continue
                 self._do(self._core.on_record(record, time.monotonic()))
+                if self._row_client is not None and isinstance(record, Hello | Welcome | Grant):
+                    self._row_client.look_again()
                 if self._link is not None and isinstance(record, Welcome) and record.process == self._core.process:
                     self._link.welcome(record)
 
