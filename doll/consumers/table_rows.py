@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -71,7 +72,8 @@ class TableRows:
 
         def fetch(request: RowRequest) -> FetchedRows:
             answer = self._client.fetch(name, request)
-            self._merge_offered()  # sent before the answer
+            # Those before the answer. Later ones would say that own steps are in the rows, which this answer lacks.
+            self._merge_offered(answer.version)
             return answer
 
         return self._caches[name].get(ids, self._min_version, fetch)
@@ -95,8 +97,9 @@ class TableRows:
 
     # --- eager rows ---------------------------------------------------------------------------------------------------
 
-    def _merge_offered(self) -> None:
-        while self._offered:
+    def _merge_offered(self, until: float = math.inf) -> None:
+        """Take what the server has sent, up to version `until`."""
+        while self._offered and not (self._offered[0].term == self._term and self._offered[0].version > until):
             weights = self._offered.popleft()
             if weights.term != self._term:
                 continue
