@@ -38,6 +38,8 @@ log = get_logger(__name__)
 _PREFETCH_BYTES: Final = 16 << 20  # that are held for the gradients of one poll before they are added
 
 _LARGE_BYTES: Final = 1 << 20
+# A sparse gradient with NaN is refused, and its batch computed again. A model that has diverged gives another one.
+_MAX_NOT_FINITE: Final = 3
 
 
 class LocalModelHost:
@@ -71,6 +73,7 @@ class LocalModelHost:
         self._may_rewrite = False
         self._deleted: set[str] = set()
         self._applied: list[str] = []  # keys of gradients whose blobs can be deleted
+        self._num_not_finite = 0  # sparse gradients since the last one that was finite
         self._pointed_at = -1  # version that `Latest` names
 
     @property
@@ -86,13 +89,14 @@ class LocalModelHost:
                 blob, self._updater.num_parameters, job=self._job, version=order.version, numel=self.num_values,
                 tables=self._table_shapes,
             )  # fmt: skip
-        except NotFiniteError as exc:
-            # Computed again it would be the same: as where a dense gradient is not finite.
-            log.error("gradient_not_finite", key=order.key, reason=str(exc))
-            raise diverged("the gradient is") from exc
         except BlobError as exc:
+            if isinstance(exc, NotFiniteError):
+                self._num_not_finite += 1
+                if self._num_not_finite == _MAX_NOT_FINITE:
+                    raise diverged(f"{_MAX_NOT_FINITE} times in a row, a gradient is") from exc
             log.warning("gradient_lost", key=order.key, reason=str(exc), action="its batch is computed again")
             return FetchOutcome(GradientLost(grant_id=order.grant_id, reason=str(exc)))
+        self._num_not_finite = 0
         gradient = decoded.values
         max_change = self._updater.max_change(gradient)
         if self._tables is not None:

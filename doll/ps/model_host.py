@@ -49,7 +49,7 @@ class ModelHost(HoldsTensors, Protocol):
         """Get this gradient and keep it until its update. A torn, foreign or missing one is reported as lost.
 
         Raises:
-            DivergedError: a number is not finite, and was found so already. The host must not be used any more.
+            DivergedError: too many in a row were not finite. The host must not be used any more.
         """
         ...
 

@@ -231,12 +231,20 @@ def test_a_model_that_diverges_is_an_error(rig: Rig) -> None:
 
 
 def test_so_is_a_sparse_gradient_that_is_not_finite(rig: Rig) -> None:
-    """Computed again it would be the same, without end."""
-    values = np.zeros(rig.host.num_values, np.float32)
-    values[3] = np.nan
-    order = store_sparse(rig, values)
-    with pytest.raises(DivergedError, match="the gradient is not finite"):
-        rig.host.fetch(order)
+    """Its batch is computed again; where that gives the same again and again, the model has diverged."""
+    good = np.zeros(rig.host.num_values, np.float32)
+    bad = good.copy()
+    bad[3] = np.nan
+    for _ in range(2):
+        for _ in range(2):
+            outcome = rig.host.fetch(store_sparse(rig, bad))
+            assert isinstance(outcome.event, GradientLost)
+            assert "NaN or infinity in 1 rows" in outcome.event.reason
+        assert isinstance(rig.host.fetch(store_sparse(rig, good)).event, GradientFetched)
+    for _ in range(2):
+        rig.host.fetch(store_sparse(rig, bad))
+    with pytest.raises(DivergedError, match="3 times in a row, a gradient is not finite"):
+        rig.host.fetch(store_sparse(rig, bad))
 
 
 def test_a_sparse_gradient_of_another_model_is_lost_and_not_added_in_part(rig: Rig) -> None:
