@@ -26,6 +26,7 @@ from doll.monitor.csv_file import CsvFile, read_rows
 from doll.monitor.history import History
 from doll.records import AnyRecord
 from doll.storage.blobs import Blobs, decode_blob, decode_latest, latest_key, weights_key
+from doll.storage.stores import checkpoint_location
 from doll.task import load_task
 
 log = telemetry.get_logger(__name__)
@@ -73,7 +74,8 @@ class Evaluator:
         task = load_task(config)
         self._model = build(config, task, with_rows=False)
         self._held_out = HeldOut(task, config.evaluation.max_samples)
-        self._redis_unavailable = False
+        self._run_folder = run_folder
+        self._redis_unavailable = self._reported_no_checkpoint = False
         self._last: tuple[int, int] | None = None
         self.history = History(after_term=after_term)
         run_folder.mkdir(parents=True, exist_ok=True)
@@ -140,6 +142,8 @@ class Evaluator:
         except CheckpointError as exc:
             log.warning("checkpoint_refused", reason=str(exc))
             return None
+        if stored is None and self._last is None and self.history.version > 0:
+            self._log_no_checkpoint()
         if stored is None or (stored.term, stored.version) == self._last or stored.term < self.history.term:
             return None
         return self._measure_stored(stored) if self.history.is_current(stored.term) else None
@@ -196,6 +200,16 @@ class Evaluator:
         )
         self._evaluations_file.sync()
         return evaluation
+
+    def _log_no_checkpoint(self) -> None:
+        """A server has one before its first update: it is elsewhere."""
+        if not self._reported_no_checkpoint:
+            self._reported_no_checkpoint = True
+            log.warning(
+                "no_checkpoint", folder=checkpoint_location(self._config, self._run_folder),
+                hint="a model with tables is evaluated at its checkpoints: set checkpoint.folder to a folder that this "
+                "machine shares with the parameter server, or to s3://bucket/prefix",
+            )  # fmt: skip
 
     def _log_redis_state(self, error: str) -> None:
         if bool(error) == self._redis_unavailable:
