@@ -178,7 +178,10 @@ class EmbeddingTables:
             raise RuntimeError(f"table {name!r}: expected connect() before a forward pass")
         if input.is_nested or input.dtype not in (torch.int32, torch.int64):
             kind = "a nested tensor" if input.is_nested else str(input.dtype)
-            raise TypeError(f"table {name!r}: expected ids as a tensor of int64 or int32, got {kind}")
+            raise TypeError(
+                f"table {name!r}: expected ids as a tensor of int64 or int32, got {kind}: Task.forward makes floats of "
+                "x by default; define it, and give the layer x.long()"
+            )
         unique, places = torch.unique(input, return_inverse=True)
         ids = unique.numpy().astype(np.int64, copy=False)
         shape = self.shapes[name]
