@@ -39,13 +39,30 @@ GOAL_RATIO: Final = 3.0  # DOLL's samples/s over River's
 _SEED: Final = 0
 _TINY: Final = 1e-7  # River's probabilities may round to 0 or 1
 _VW: Final = "--loss_function logistic -b 18 --quiet"
-# The learning rates that were best on a stream of another seed, out of steps of 2 to 2.5.
+VOWPAL_WABBIT: Final = {"vw: default": "", "vw: -l 1": "-l 1"}
+# All learning rates were the best on a stream of another seed, out of steps of 2 to 2.5 (of DOLL's AdaGrad, up to 2).
 RIVER: Final = {
     "river: SGD 0.01 (default)": ("SGD", 0.01),
     "river: SGD 0.02": ("SGD", 0.02),
     "river: AdaGrad 0.1": ("AdaGrad", 0.1),
 }
-VOWPAL_WABBIT: Final = {"vw: default": "", "vw: -l 1": "-l 1"}
+
+
+def _adagrad(lr: float, momentum: float) -> dict[str, Any]:
+    """On the sum of a batch's gradients: so the accumulator's first value is in clicks, whatever the batch's size."""
+    adagrad = {"name": "adagrad", "lr": lr, "momentum": momentum, "initial_accumulator": 3.0}
+    return {"reduction": "sum", "optimizer": adagrad}
+
+
+# Batch size, `training`, and arguments of the task.
+DOLL: Final[dict[str, tuple[int, dict[str, Any], dict[str, Any]]]] = {
+    "doll: Adam 0.03, b = 2048": (2048, {"optimizer": {"name": "adam", "lr": 0.03}}, {}),
+    "doll: AdaGrad, b = 512": (512, _adagrad(0.04, 0.8), {}),
+    "doll: AdaGrad, b = 768": (768, _adagrad(0.04, 0.8), {}),
+    "doll: AdaGrad, b = 1024": (1024, _adagrad(0.04, 0.8), {}),
+    "doll: AdaGrad, b = 2048": (2048, _adagrad(0.04, 0.8), {}),
+    "doll: AdaGrad, b = 512, tables": (512, _adagrad(0.2, 0.0), {"sparse": True}),
+}
 
 
 class Result(NamedTuple):
@@ -164,14 +181,14 @@ def vw_lines(numbers: npt.NDArray[np.float64], columns: npt.NDArray[np.int32], y
     return lines
 
 
-def job_of(samples: int, batch: int, rate: float) -> JobConfig:
+def job_of(samples: int, batch: int, training: dict[str, Any], args: dict[str, Any]) -> JobConfig:
     """DOLL's job: one worker, a step after each batch; everything else as a user gets it."""
     return job(
         f"bench-clicks-{samples}",
         task="doll.tasks.clicks:Clicks",
-        args={"columns": COLUMNS},
+        args={"columns": COLUMNS, **args},
         data={"workers": 1, "batch_size": batch, "samples_per_record": PACKED},
-        training={"policy": {"name": "doll", "group_size": 1}, "optimizer": {"name": "adam", "lr": rate}},
+        training={"policy": {"name": "doll", "group_size": 1}, **training},
         stop={"samples": samples // batch * batch},
     )
 
@@ -241,9 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.clicks", description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=614_400, help="clicks in the stream; default 614,400")
     parser.add_argument("--repetitions", type=int, default=3, help="runs of each learner, in turn; default 3")
-    parser.add_argument(
-        "--batches", default="256:0.01,1024:0.02,2048:0.03", help="DOLL's batch sizes and rates of Adam"
-    )
+    parser.add_argument("--rows", default="", help="only those rows of DOLL whose names contain this text")
     parser.add_argument("--wait-s", type=float, default=20.0, help="longest wait for an idle machine before each run")
     parser.add_argument("--only-doll", action="store_true", help="without River and Vowpal Wabbit")
     parser.add_argument("--profile", action="store_true", help="CPU time of DOLL by thread and function, and no more")
@@ -268,10 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
 
     with Bench(say) as bench:
-        configs = {}
-        for text in args.batches.split(","):
-            batch, rate = text.split(":")
-            configs[f"doll: b = {batch}"] = job_of(samples, int(batch), float(rate))
+        configs = {name: job_of(samples, *row) for name, row in DOLL.items() if args.rows in name}
         fill(bench, next(iter(configs.values())), samples)
         if args.profile:
             for name, config in configs.items():

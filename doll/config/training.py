@@ -58,6 +58,13 @@ class AdagradConfig(Section):
         description="what a weight's sum of squared gradients begins with; without it, the first step of each weight "
         "is lr, however short its gradient is",
     )
+    momentum: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="of the steps, after each weight's rate: with it large batches need a smaller lr, and do not "
+        "overshoot at first",
+    )
     weight_decay: float = Field(default=0.0, ge=0)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from doll.config import AdagradConfig, AdamConfig, JobConfig
+from doll.config import AdagradConfig, AdamConfig, JobConfig, SgdConfig
 from doll.consumers.bisection import RunningMedian, beyond, failing, harmful, usual_norm
 from doll.consumers.gradient import Gradient, GradientComputer
 from doll.errors import BlobError, ServiceUnavailableError, TaskError
@@ -328,7 +328,9 @@ class Guard:
             # become shorter; what a long gradient adds to its sums stays, and is judged by the first steps' length.
             rate = optimizer.lr * math.sqrt(gradient.num_values) / max(usual, _TINY)
         else:
-            rate = optimizer.lr / (1.0 - optimizer.momentum)
+            rate = optimizer.lr
+        if isinstance(optimizer, SgdConfig | AdagradConfig):
+            rate /= 1.0 - optimizer.momentum
         if training.clip_norm is not None:
             share = min(share, training.clip_norm / max(gradient.norm, _TINY))
         with self._computer.stepped_by(gradient, -rate * share):

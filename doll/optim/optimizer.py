@@ -3,9 +3,10 @@
 It is the parameter server's updater where workers send gradients, and each worker's own where they send steps.
 
 The arithmetic is that of torch's SGD, Adam and Adagrad, to the bit (a test compares them), in as few passes over memory
-as it allows. Adam and Adagrad are torch's functions `adam` and `adagrad`, called on slices that stay in the processor's
-cache; torch's optimizer classes are not used: constructing one of them imports torch's compiler, which took 5 s of CPU
-on two slow cores at each start of a parameter server, restarts included.
+as it allows; Adagrad may have momentum, which torch's has not. Adam and Adagrad are torch's functions `adam` and
+`adagrad`, called on slices that stay in the processor's cache; torch's optimizer classes are not used: constructing one
+of them imports torch's compiler, which took 5 s of CPU on two slow cores at each start of a parameter server, restarts
+included.
 """
 
 from __future__ import annotations
@@ -198,15 +199,32 @@ class Optimizer:
         if not state:
             state["step"] = torch.tensor(0.0)
             state["sum"] = torch.full_like(gradient, config.initial_accumulator)
+            if config.momentum:
+                state["momentum_buffer"] = torch.zeros_like(gradient)
         for part in _slices(len(gradient)):
             if target.data_ptr() != before.data_ptr():
                 target[part] = before[part]
+            if config.momentum:
+                self._adagrad_with_momentum(config, gradient[part].mul_(factor), target[part], part)
+                continue
             adagrad(
                 [target[part]], [gradient[part].mul_(factor)], [state["sum"][part]], [state["step"].clone()],
                 foreach=False, lr=config.lr, weight_decay=config.weight_decay, lr_decay=0.0, eps=_ADAGRAD_EPSILON,
                 maximize=False,
             )  # fmt: skip
         state["step"] += 1
+
+    def _adagrad_with_momentum(
+        self, config: AdagradConfig, gradient: torch.Tensor, weights: torch.Tensor, part: slice
+    ) -> None:
+        """torch has none. The momentum is of the steps, whose lengths are alike: a gradient's own would keep the long
+        ones of the first batches."""
+        if config.weight_decay:
+            gradient.add_(weights, alpha=config.weight_decay)
+        total = self._state["sum"][part].addcmul_(gradient, gradient)
+        step = gradient.div_(total.sqrt().add_(_ADAGRAD_EPSILON))
+        buffer = self._state["momentum_buffer"][part].mul_(config.momentum).add_(step)
+        weights.add_(buffer, alpha=-config.lr)
 
 
 def load_weights(model: FlatModel, tensors: Mapping[str, npt.NDArray[Any]]) -> None:

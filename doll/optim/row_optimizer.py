@@ -106,13 +106,13 @@ def row_optimizer(config: OptimizerConfig) -> RowOptimizer:
             f"training.optimizer.weight_decay: expected 0 for a model with tables (sparse embeddings), got "
             f"{config.weight_decay}: {moved}; put a penalty on the rows in use into the task's loss"
         )
+    if isinstance(config, SgdConfig | AdagradConfig) and config.momentum:
+        raise ConfigError(
+            f"training.optimizer.momentum: expected 0 for a model with tables (sparse embeddings), got "
+            f"{config.momentum}: {moved}; use adam, which is lazy for tables"
+        )
     match config:
         case SgdConfig():
-            if config.momentum:
-                raise ConfigError(
-                    f"training.optimizer.momentum: expected 0 for a model with tables (sparse embeddings), got "
-                    f"{config.momentum}: {moved}; use adam, which is lazy for tables"
-                )
             return RowSgd(config.lr)
         case AdamConfig():
             return LazyAdam(config.lr, config.beta1, config.beta2)

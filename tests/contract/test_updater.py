@@ -24,6 +24,7 @@ ADAPTERS: dict[str, Callable[[FlatModel], Updater]] = {
     "momentum, clipped": lambda model: Optimizer(model, SgdConfig(lr=0.1, momentum=0.9), clip_norm=1.0),
     "adam": lambda model: Optimizer(model, AdamConfig(name="adam", lr=0.01)),
     "adagrad": lambda model: Optimizer(model, AdagradConfig(lr=0.1, initial_accumulator=0.1)),
+    "adagrad with momentum": lambda model: Optimizer(model, AdagradConfig(lr=0.1, momentum=0.7)),
     "added steps": StepAdder,
 }
 

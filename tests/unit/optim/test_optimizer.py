@@ -75,6 +75,34 @@ def test_it_equals_torch_on_the_mean_gradient(name: str, size: str, samples: int
     assert kept == state
 
 
+@pytest.mark.parametrize("momentum_of", ["steps", "gradients"])
+@pytest.mark.parametrize("size", ["small", "large"])
+def test_momentum_of_adagrad_is_of_its_steps(size: str, momentum_of: str) -> None:
+    """And not of its gradients; through two checkpoints, whose weights are in memory that was given."""
+    config = AdagradConfig(lr=0.03, initial_accumulator=0.2, momentum=0.7, weight_decay=0.1)
+
+    def model() -> FlatModel:
+        return flat_model() if size == "small" else FlatModel(torch.nn.Linear(301, 2003))
+
+    ours = Optimizer(model(), config)
+    weights = ours.weights.astype(np.float64)
+    squares, buffer = np.full(weights.size, 0.2), np.zeros(weights.size)
+    for step in range(6):
+        if step % 2:
+            tensors, ours = ours.tensors(), Optimizer(model(), config)
+            ours.load(tensors)
+        (gradient,) = sums(1, weights.size, step)
+        ours.apply([gradient], 1 / 24, 24, np.empty_like(ours.weights) if step % 2 else None)
+        mean = gradient.astype(np.float64) / 24 + 0.1 * weights
+        if momentum_of == "gradients":
+            mean = buffer = 0.7 * buffer + mean
+        squares += mean**2
+        if momentum_of == "steps":
+            buffer = 0.7 * buffer + mean / np.sqrt(squares)
+        weights -= 0.03 * (buffer if momentum_of == "steps" else mean / np.sqrt(squares))
+    assert np.allclose(ours.weights, weights, rtol=1e-4, atol=1e-6) == (momentum_of == "steps")
+
+
 def test_a_step_that_overflows_the_weights_is_no_model() -> None:
     ours = Optimizer(flat_model(), SgdConfig(lr=1e10))
     large = np.full(ours.weights.size, 1e30, np.float32)

@@ -160,6 +160,7 @@ def test_what_diverges_is_said(optimizer: RowOptimizer | None) -> None:
     ("config", "key"),
     [
         (SgdConfig(momentum=0.9), "training.optimizer.momentum"),
+        (AdagradConfig(momentum=0.9), "training.optimizer.momentum"),
         (SgdConfig(weight_decay=0.1), "training.optimizer.weight_decay"),
         (AdamConfig(weight_decay=0.1), "training.optimizer.weight_decay"),
         (AdagradConfig(weight_decay=0.1), "training.optimizer.weight_decay"),
