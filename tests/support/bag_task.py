@@ -15,11 +15,12 @@ class Bags(Task):
     input_shape = (5,)
     num_classes = 2
 
-    def __init__(self, ids: int = 40, width: int = 3, sparse: bool = True, dense: bool = True) -> None:
+    def __init__(self, ids: int = 40, width: int = 3, sparse: bool = True, dense: bool = True, bad: int = -1) -> None:
         self.ids = ids
         self.width = width
         self.sparse = sparse
         self.dense = dense
+        self.bad = bad  # of each batch this sample has an id beyond the table
 
     def build_model(self) -> torch.nn.Module:
         bag = torch.nn.EmbeddingBag(self.ids, self.width if self.dense else 2, mode="sum", sparse=self.sparse)
@@ -31,7 +32,10 @@ class Bags(Task):
 
     def make(self, rng: np.random.Generator, at: int) -> bytes:
         """One record."""
-        return rng.integers(0, self.ids, size=5).astype("<i8").tobytes()
+        ids = rng.integers(0, self.ids, size=5).astype("<i8")
+        if at == self.bad:
+            ids[2] = self.ids
+        return ids.tobytes()
 
     def forward(self, model: torch.nn.Module, x: torch.Tensor) -> Any:
         return model(x)

@@ -61,7 +61,8 @@ class Worker:
                 config.job, job.blobs, self.client, model.tables.shapes, config.worker.row_cache_bytes
             )
             model.tables.connect(self.rows.look_up)
-        self.letters = DeadLetters(config, self.task, FakeChannel(), number, term=lambda: 1)
+        self.channel = FakeChannel()
+        self.letters = DeadLetters(config, self.task, self.channel, number, term=lambda: 1)
         local: Any
         contribution: Any
         compressor: Any = DenseCompressor(config.job)

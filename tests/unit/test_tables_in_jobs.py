@@ -89,6 +89,17 @@ def test_a_model_may_have_nothing_but_tables(policy: str) -> None:
     np.testing.assert_allclose(rows(with_table), parts(without, 2)[0], rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("policy", ["doll", "asp, steps", "essp"])
+def test_a_record_with_an_id_beyond_the_table_is_a_dead_letter(policy: str) -> None:
+    done = job(POLICIES[policy], 1, sparse=True, bad=3)
+    assert [worker.applied for worker in done.engine.workers()] == [BATCHES] * WORKERS
+    for worker in done.workers:
+        letters = worker.channel.letters
+        assert len(letters) == BATCHES
+        assert all("expected ids of 0 to 39, got" in letter.reason for letter in letters)
+    assert np.isfinite(rows(done)).all()
+
+
 class Watched:
     """A job whose workers' rows are compared with those of all versions that they may have, with their own steps."""
 
