@@ -36,7 +36,7 @@ POLICIES = {
 def test_tables_outlive_server_and_workers(make_pipeline: Any, policy: str, control: str) -> None:
     job = make_pipeline(
         *CLICKS,
-        f"training.policy={policy}",
+        f"training.policy={POLICIES[policy]}",
         f"control.kind={control}",
         "stop.updates=260",
         "source.limit_samples=45000",
