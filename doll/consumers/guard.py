@@ -322,13 +322,15 @@ class Guard:
         training = self._config.training
         optimizer = training.optimizer
         batches = 1 if training.policy.sends_steps else self._config.group_size  # that one step is made of
-        share = 1.0 if training.reduction == "sum" else 1.0 / (self._config.data.batch_size * batches)
+        share = 1.0 / (self._config.data.batch_size * batches)
         if isinstance(optimizer, AdamConfig | AdagradConfig):
-            # Both divide by the size of the gradients so far; one number stands for all of them here. Adagrad's steps
+            # Both divide by the size of the gradients so far; one number stands for all of them here: of means,
+            # so that the sample's share is one of the mean, whatever the gradients are reduced to. Adagrad's steps
             # become shorter; what a long gradient adds to its sums stays, and is judged by the first steps' length.
             rate = optimizer.lr * math.sqrt(gradient.num_values) / max(usual, _TINY)
         else:
             rate = optimizer.lr
+            share = 1.0 if training.reduction == "sum" else share
         if isinstance(optimizer, SgdConfig | AdagradConfig):
             rate /= 1.0 - optimizer.momentum
         if training.clip_norm is not None:

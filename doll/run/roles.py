@@ -12,7 +12,7 @@ from typing import ParamSpec
 
 from doll import telemetry
 from doll.config import JobConfig, load
-from doll.errors import DollError
+from doll.errors import ConfigError, DollError
 from doll.ledger.admission import AFTER_TERM_ENV
 from doll.producers.main import run_producer
 from doll.services import BLOBS_ENV, CONTROL_ENV, Services
@@ -28,7 +28,8 @@ def _role(entry: Callable[P, int]) -> Callable[P, int]:
         try:
             return entry(*args, **kwargs)
         except DollError as error:
-            traceback.print_exc()
+            if not isinstance(error, ConfigError) or error.__cause__ is not None:  # else the message says it all
+                traceback.print_exc()
             sys.stderr.write(f"doll: {error}\n")
             return error.exit_code
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from doll.config import parse
 from doll.consumers.gradient import GradientComputer
-from doll.consumers.guard import Guard, GuardedGradient
+from doll.consumers.guard import Guard, GuardedGradient, Samples
 from doll.errors import TaskError
 from doll.model import FlatModel
 from doll.optim.optimizer import Optimizer
@@ -180,6 +180,19 @@ def test_an_adaptive_optimizer_is_guarded_from_a_gradient_that_would_stop_it_for
     world = run(Plane(), optimizer, spoil=spoiling(LATE, (1e15, -1e15), 0))
     assert {at: list(bad) for at, bad in world.bad.items()} == {LATE: [7]}
     assert world.losses[-1] == pytest.approx(calm.losses[-1], rel=0.02)
+
+
+@pytest.mark.parametrize("optimizer", ADAPTIVE)
+def test_an_adaptive_optimizer_is_judged_alike_for_sums_and_for_means(optimizer: str) -> None:
+    """It divides a sum by the size of sums: the step has the same length."""
+    after: list[float] = []
+    for reduction in ("mean", "sum"):
+        world = World(Plane(), optimizer, f"training.reduction={reduction}")
+        world.computer.load(world.optimizer.weights)
+        ordinary = Samples(*points(0))
+        gradient = world.computer.compute(*points(1, n=1))
+        after.append(world.guard._loss_after(gradient, 0.5, ordinary))
+    assert after[0] == after[1] != world.computer.loss(*ordinary)
 
 
 def test_the_reason_says_how_long_and_how_bad() -> None:
