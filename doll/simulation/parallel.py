@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterable, Sequence
 
 from doll.local.processes import die_with_parent
@@ -39,6 +40,7 @@ def backtest_on(
 
 def _begin(parent_pid: int, sets: Sequence[TraceSet], settings: BacktestSettings, policies: Policies) -> None:
     global _work
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler would only note that the pool ends us
     die_with_parent(parent_pid)
     _work = (sets, settings, policies)
 

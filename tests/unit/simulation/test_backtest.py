@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -255,6 +256,17 @@ def test_two_processes_give_the_same_rows_and_say_how_far_they_are() -> None:
     rows = backtest_on(2, sets, settings, backtest_policies, heard.append)
     assert rows == backtest(sets, settings, backtest_policies)
     assert heard == ["flicker x 1.1", "flicker x 1.3", "another x 1.1", "another x 1.3"]
+
+
+def test_processes_end_where_the_caller_only_notes_sigterm() -> None:
+    settings = BacktestSettings(rates_per_s=(125.0,) * 4, job_hours=6.0, deadline_ratios=(1.1, 1.3), windows=1)
+    noted: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: noted.append(number))
+    try:
+        assert backtest_on(2, [flicker(3)], settings, lambda: [baselines.AllOnDemand()])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not noted
 
 
 @pytest.mark.skipif(not SHARED_DATA.is_dir(), reason="the shared data sets are not beside this checkout")
