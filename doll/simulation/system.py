@@ -312,10 +312,10 @@ class System:
             self._offered[worker] = weights.version
 
     def _on_fetch(self, fetch: FetchGradient) -> None:
-        raise NotImplementedError("pushes of this class name no blob")
+        raise AssertionError("pushes of this class name no blob: there is nothing to fetch")
 
     def _on_message(self, worker: int, number: int) -> None:
-        raise NotImplementedError("nothing travels in this class")
+        raise AssertionError("records of this class take no time: none is on its way")
 
     def _begin(self, worker: int) -> None:
         """The next batch of the set under way, or the first of a set."""

@@ -57,21 +57,22 @@ class Careless(Engine):
         self._settling._unsettled.pop(worker.number, None)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("mutant", [Hasty, Careless])
-def test_an_engine_that_loses_a_part_of_a_step_is_caught(mutant: type[Engine]) -> None:
+def is_caught(mutant: type[Engine], seed: int, error: type[Exception], message: str) -> bool:
     class Mutated(World):
         engine_class = mutant
 
-    def caught(seed: int) -> bool:
-        world = Mutated(ISP)
-        try:
-            play(world, random_steps(seed, 2500))
-            world.settle()
-        except AssertionError as error:
-            return "is whole" in str(error)
-        return False
+    world = Mutated(ISP)
+    try:
+        play(world, random_steps(seed, 2500))
+        world.settle()
+    except error as exc:
+        return message in str(exc)
+    return False
 
-    assert any(caught(seed) for seed in range(20))
+
+@pytest.mark.parametrize("mutant", [Hasty, Careless])
+def test_an_engine_that_loses_a_part_of_a_step_is_caught(mutant: type[Engine]) -> None:
+    assert any(is_caught(mutant, seed, AssertionError, "is whole") for seed in range(20))
 
 
 def two_rounds() -> World:
@@ -178,19 +179,7 @@ class Impatient(Engine):
 def test_an_engine_that_ends_rounds_at_the_wrong_time_is_caught(
     mutant: type[Engine], error: type[Exception], message: str
 ) -> None:
-    class Mutated(World):
-        engine_class = mutant
-
-    def caught(seed: int) -> bool:
-        world = Mutated(ISP)
-        try:
-            play(world, random_steps(seed, 2500))
-            world.settle()
-        except error as exc:
-            return message in str(exc)
-        return False
-
-    assert any(caught(seed) for seed in range(20))
+    assert any(is_caught(mutant, seed, error, message) for seed in range(20))
 
 
 @pytest.mark.parametrize("lost", [False, True])

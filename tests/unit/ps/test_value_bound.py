@@ -9,6 +9,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 import pytest
+from benchmarks.paper.vap_bound import PerWorkerVap
 from doll.ps import events as ev
 from doll.ps.engine import Engine
 from doll.ps.policies.asp import Asp
@@ -85,18 +86,6 @@ def test_the_random_runs_come_near_the_bound() -> None:
     assert min(world.closest for world in worlds) < 0.5
 
 
-class PerWorker(Vap):
-    """Bounds what is missed of each worker apart: a view may be P - 1 times as far off."""
-
-    def min_version(self, view: PolicyView, worker: int) -> int:
-        missed: dict[int, float] = {}
-        for version, other, step in reversed(self._steps):
-            missed[other] = missed.get(other, 0.0) + step
-            if other != worker and missed[other] > self.bound(view.version):
-                return version
-        return 0
-
-
 class Constant(Vap):
     """A bound that does not fall."""
 
@@ -114,7 +103,7 @@ def same_direction(key: str) -> Vector:
     return np.full(4, 0.1)
 
 
-@pytest.mark.parametrize("mutant", [PerWorker, Constant, OneOlder])
+@pytest.mark.parametrize("mutant", [PerWorkerVap, Constant, OneOlder])
 def test_a_policy_that_allows_too_much_is_caught(mutant: type[Vap]) -> None:
     def caught(seed: int) -> bool:
         world = Vectors(1.0, mutant, same_direction)
