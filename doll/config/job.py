@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from doll.config.data import DataConfig
 from doll.config.fleets import FleetConfig, ProcessesFleetConfig
+from doll.config.pipeline import PipelineConfig
 from doll.config.provision import PlanConfig, ProvisionConfig
 from doll.config.roles import BlobConfig, CheckpointConfig, EvaluationConfig, HealthConfig, PsConfig, WorkerConfig
 from doll.config.section import Section
@@ -82,7 +83,29 @@ class JobConfig(Section):
                 f"training.policy: the {needed} batches of a push never come together: a worker holds {room} "
                 "(worker.max_pending_batches); raise max_pending_batches"
             )
+        if self.worker.pipeline is not None:
+            self._check_pipeline(self.worker.pipeline)
+        elif getattr(self.training.policy, "pipelined", False):
+            raise ValueError("training.policy.pipelined: expected worker.pipeline, which sets it")
         return self
+
+    def _check_pipeline(self, pipeline: PipelineConfig) -> None:
+        policy = self.training.policy
+        if "pipelined" not in type(policy).model_fields:
+            raise ValueError(f"worker.pipeline: expected training.policy.name: wsp, got {policy.name}")
+        if len(pipeline.devices) > 1 and len(pipeline.devices) != self.data.workers:
+            raise ValueError(
+                f"worker.pipeline.devices: expected one list of devices, or {self.data.workers} (data.workers), got "
+                f"{len(pipeline.devices)}"
+            )
+        if (needed := 2 * policy.batches_per_push) > (room := self.worker.max_pending_batches):
+            raise ValueError(
+                f"worker.pipeline: a worker begins a wave before the one before it is applied: expected "
+                f"worker.max_pending_batches of {needed} at least, got {room}"
+            )
+        # Server and workers read it from the policy's section alone.
+        training = self.training.model_copy(update={"policy": policy.model_copy(update={"pipelined": True})})
+        object.__setattr__(self, "training", training)
 
     def path(self, value: Path) -> Path:
         """`value`, resolved relative to the folder of the job file."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, StringConstraints, field_validator
 
+from doll.config.pipeline import PipelineConfig
 from doll.config.section import Section
 
 CHECKPOINT_URLS: Final = {
@@ -111,6 +112,9 @@ class WorkerConfig(Section):
     row_cache_bytes: PositiveInt = Field(
         default=64_000_000,
         description="memory for rows of tables (embeddings with sparse=True) that a worker keeps, all tables together",
+    )
+    pipeline: PipelineConfig | None = Field(
+        default=None, description="workers that are pipelines of stages; default: each computes whole gradients"
     )
 
     @property

@@ -26,6 +26,11 @@ class WspPolicyConfig(GatedConfig):
         le=MAX_CLOCK_DISTANCE,
         description="D: how many waves a worker may be ahead of the slowest one when it begins another",
     )
+    pipelined: bool = Field(
+        default=False,
+        description="workers are pipelines of stages, and begin a wave while the last batches of the one before are "
+        "computed; set by worker.pipeline",
+    )
 
     @property
     def bound_text(self) -> str:
@@ -56,8 +61,14 @@ class Wsp(GatedByClock):
 
     name: ClassVar[str] = "wsp"
 
-    def __init__(self, wave_batches: int, clock_distance: int) -> None:
-        """`wave_batches`: N_m >= 1. `clock_distance`: D >= 0."""
+    def __init__(self, wave_batches: int, clock_distance: int, *, pipelined: bool = False) -> None:
+        """
+        Args:
+            wave_batches: N_m >= 1.
+            clock_distance: D >= 0.
+            pipelined: a worker computes N_m batches at once, begins one whenever another is done, and so is in the
+                next wave before it has pushed the one before.
+        """
         if not 1 <= wave_batches <= MAX_WAVE_BATCHES or not 0 <= clock_distance <= MAX_CLOCK_DISTANCE:
             raise ValueError(
                 f"expected waves of 1 to {MAX_WAVE_BATCHES} batches and a clock distance of 0 to {MAX_CLOCK_DISTANCE}, "
@@ -66,9 +77,10 @@ class Wsp(GatedByClock):
         super().__init__(history=clock_distance + 2)
         self.batches_per_push = wave_batches
         self.clock_distance = clock_distance
+        self._max_under_way = wave_batches if not pipelined or wave_batches == 1 else 2 * wave_batches
 
     def max_under_way(self) -> int:
-        return self.batches_per_push
+        return self._max_under_way
 
     def clock(self, applied: int) -> int:
         return applied // self.batches_per_push
@@ -85,7 +97,7 @@ class Wsp(GatedByClock):
 
 
 def _make(config: WspPolicyConfig) -> Wsp:
-    return Wsp(config.wave_batches, config.clock_distance)
+    return Wsp(config.wave_batches, config.clock_distance, pipelined=config.pipelined)
 
 
 SPEC = PolicySpec("wsp", WspPolicyConfig, _make)

@@ -1,0 +1,82 @@
+"""Workers that are pipelines: a model in stages, each on a device of its own (the HetPipe paper, section 4)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt, StringConstraints, model_validator
+
+from doll.config.section import Section
+
+MAX_STAGES = 64
+MAX_SLOWDOWN = 1_000.0
+
+
+class StageDeviceConfig(Section):
+    """What one stage runs on: `cpu`, `cuda:0`, or a mapping with `device`."""
+
+    device: Annotated[str, StringConstraints(pattern=r"^(cpu|cuda:\d{1,3})$")] = "cpu"
+    speed: PositiveFloat = Field(default=1.0, description="times that of the device that was profiled")
+    memory_bytes: PositiveFloat | None = Field(default=None, description="what a stage may take; default: any")
+    slowdown: float = Field(
+        default=1.0,
+        ge=1,
+        le=MAX_SLOWDOWN,
+        description="each task of this stage takes so many times as long: on one machine it stands for a weaker device",
+    )
+
+
+def _device(value: Any) -> Any:
+    return {"device": value} if isinstance(value, str) else value
+
+
+def _one_list_or_one_for_each_worker(value: Any) -> Any:
+    if isinstance(value, list) and not any(isinstance(item, list) for item in value):
+        return [value]
+    return value
+
+
+StageDevice = Annotated[StageDeviceConfig, BeforeValidator(_device)]
+
+
+class PipelineConfig(Section):
+    """Each worker is a pipeline of stages, a virtual worker: a process for each stage, with a part of the layers."""
+
+    stages: PositiveInt = Field(le=MAX_STAGES, description="k: number of stages of each worker")
+    devices: Annotated[list[list[StageDevice]], BeforeValidator(_one_list_or_one_for_each_worker)] = Field(
+        default_factory=list,
+        description="what the stages run on, first stage first; a list of such lists gives each worker its own; "
+        "default: all on the CPU",
+    )
+    profile: Path | None = Field(
+        default=None,
+        description="file of `doll profile`, from which the layers of each stage are chosen; default: the stages get "
+        "about as many parameters each",
+    )
+    layers: list[list[str]] | None = Field(
+        default=None, description="names of the layers of each stage, instead of a choice; `doll profile` lists them"
+    )
+    stage_timeout_s: PositiveFloat = Field(
+        default=8.0, description="a stage that is silent for this long is considered gone, and its worker with it"
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        for devices in self.devices:
+            if len(devices) != self.stages:
+                raise ValueError(f"devices: expected {self.stages} devices, one for each stage, got {len(devices)}")
+        if self.layers is not None:
+            if len(self.layers) != self.stages:
+                raise ValueError(f"layers: expected {self.stages} lists, one for each stage, got {len(self.layers)}")
+            if empty := [number for number, names in enumerate(self.layers, 1) if not names]:
+                raise ValueError(f"layers: expected a layer at least in each stage, got none in stage {empty[0]}")
+            if self.profile is not None:
+                raise ValueError("expected profile or layers, got both")
+        return self
+
+    def devices_of(self, worker: int) -> list[StageDeviceConfig]:
+        """The devices of one worker's stages, first stage first."""
+        if not self.devices:
+            return [StageDeviceConfig()] * self.stages
+        return self.devices[worker if len(self.devices) > 1 else 0]
