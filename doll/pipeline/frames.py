@@ -1,0 +1,155 @@
+"""The form of a message between stages: a header and arrays. Pure.
+
+A frame is a prefix, a table with type and shape of each array, the header, and the bytes of the arrays in C order, one
+after the other; numbers are little-endian. What comes from outside is checked before memory is taken for it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.errors import DollError
+
+Array = npt.NDArray[Any]
+
+MAX_ARRAYS: Final = 16
+MAX_DIMENSIONS: Final = 8
+MAX_HEADER_BYTES: Final = 1 << 16
+# A code on the wire is a place in this tuple: add at the end only.
+DTYPES: Final = tuple(np.dtype(name) for name in ("<f4", "<f8", "<f2", "<i8", "<i4", "|u1"))
+
+_MAGIC: Final = b"dpl1"
+_PREFIX: Final = struct.Struct("<4sHHIQ")  # magic, arrays, place, bytes of the header, bytes of the arrays
+_ARRAY: Final = struct.Struct(f"<HH4x{MAX_DIMENSIONS}Q")  # code of the type, dimensions, shape; 0 for those it lacks
+PREFIX_BYTES: Final = _PREFIX.size
+_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
+_NAMES: Final = ", ".join(dtype.name for dtype in DTYPES)
+
+
+class LinkFrameError(DollError):
+    """What came, or is to be sent, is not a message between stages, or one beyond the limits."""
+
+
+class Prefix(NamedTuple):
+    """The first `PREFIX_BYTES` of a frame.
+
+    Attributes:
+        place: where the bytes of the arrays are; 0: in the frame. Other values have a meaning for some links only.
+    """
+
+    arrays: int
+    place: int
+    header_bytes: int
+    payload_bytes: int
+
+    @property
+    def rest_bytes(self) -> int:
+        """Of the table and the header, which follow the prefix."""
+        return self.arrays * _ARRAY.size + self.header_bytes
+
+
+class ArraySpec(NamedTuple):
+    """Type and shape of an array of a frame."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def as_sent(array: Array) -> Array:
+    """`array` in C order and little-endian: itself, or a copy.
+
+    Raises:
+        LinkFrameError: its type is none of `DTYPES`.
+    """
+    dtype = array.dtype.newbyteorder("<")
+    if dtype not in _CODES:
+        raise LinkFrameError(f"expected an array of {_NAMES}, got {array.dtype}: convert it before it is sent")
+    return np.asarray(array, dtype=dtype, order="C")  # not ascontiguousarray, which makes a 0-d array 1-d
+
+
+def bytes_of(array: Array) -> memoryview:
+    """The memory of an array in C order, writable if the array is."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def encode(header: bytes, arrays: Sequence[Array], max_message_bytes: int, place: int = 0) -> bytes:
+    """Prefix, table and header of a frame.
+
+    Args:
+        arrays: as `as_sent` returns them.
+        max_message_bytes: limit of the bytes of all arrays together.
+
+    Raises:
+        LinkFrameError: a limit is exceeded.
+    """
+    prefix = Prefix(len(arrays), place, len(header), sum(array.nbytes for array in arrays))
+    _check(prefix, max_message_bytes)
+    table = bytearray()
+    for array in arrays:
+        if array.ndim > MAX_DIMENSIONS:
+            raise LinkFrameError(f"expected an array of at most {MAX_DIMENSIONS} dimensions, got {array.ndim}")
+        shape = array.shape + (0,) * (MAX_DIMENSIONS - array.ndim)
+        table += _ARRAY.pack(_CODES[array.dtype], array.ndim, *shape)
+    return _PREFIX.pack(_MAGIC, *prefix) + table + header
+
+
+def decode_prefix(data: bytes | bytearray, max_message_bytes: int) -> Prefix:
+    """
+    Raises:
+        LinkFrameError: `data` is no prefix of a frame, or announces more than the limits allow.
+    """
+    magic, *fields = _PREFIX.unpack(data)
+    if magic != _MAGIC:
+        raise LinkFrameError(
+            f"expected a frame that begins with {_MAGIC!r}, got {magic!r}: the other end is no stage of this release"
+        )
+    prefix = Prefix(*fields)
+    _check(prefix, max_message_bytes)
+    return prefix
+
+
+def decode_rest(prefix: Prefix, data: bytes | bytearray) -> tuple[bytes, list[ArraySpec]]:
+    """Header and arrays from the `prefix.rest_bytes` after the prefix.
+
+    Raises:
+        LinkFrameError: an array of unknown type or impossible shape, or arrays of another size than announced.
+    """
+    table_bytes = prefix.arrays * _ARRAY.size
+    specs = [_spec(*fields) for fields in _ARRAY.iter_unpack(memoryview(data)[:table_bytes])]
+    # A dimension of 0 must not hide another one that no array can have.
+    for spec in specs:
+        if math.prod(max(size, 1) for size in spec.shape) * spec.dtype.itemsize >= 1 << 63:
+            raise LinkFrameError(f"expected the shape of an array, got {spec.shape}")
+    total_bytes = sum(spec.size_bytes for spec in specs)
+    if total_bytes != prefix.payload_bytes:
+        shapes = ", ".join(f"{spec.dtype.name}{list(spec.shape)}" for spec in specs)
+        raise LinkFrameError(f"expected arrays of {prefix.payload_bytes} bytes, got {total_bytes} bytes in {shapes}")
+    return bytes(memoryview(data)[table_bytes:]), specs
+
+
+def _check(prefix: Prefix, max_message_bytes: int) -> None:
+    for what, value, limit in (
+        ("arrays", prefix.arrays, MAX_ARRAYS),
+        ("bytes of header", prefix.header_bytes, MAX_HEADER_BYTES),
+        ("bytes of arrays", prefix.payload_bytes, max_message_bytes),
+    ):
+        if value > limit:
+            raise LinkFrameError(f"expected a message with at most {limit} {what}, got {value}")
+
+
+def _spec(code: int, dimensions: int, *shape: int) -> ArraySpec:
+    if code >= len(DTYPES):
+        raise LinkFrameError(f"expected the code of a type below {len(DTYPES)} ({_NAMES}), got {code}")
+    if dimensions > MAX_DIMENSIONS or any(shape[dimensions:]):
+        raise LinkFrameError(f"expected a shape of at most {MAX_DIMENSIONS} dimensions, got {dimensions} in {shape}")
+    return ArraySpec(DTYPES[code], shape[:dimensions])
