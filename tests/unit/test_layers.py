@@ -70,6 +70,8 @@ PURE = (
     "doll.monitor.progress",
     "doll.monitor.rates",
     "doll.packing",
+    "doll.pipeline.schedule",
+    "doll.pipeline.timeline",
     "doll.pipeline.frames",
     "doll.producers.arrivals",
     "doll.producers.augment",

@@ -1,0 +1,158 @@
+"""What the stages of a virtual worker did, simulated or measured: order, throughput, minibatches in flight. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import fmean
+from typing import Literal, NamedTuple
+
+Kind = Literal["F", "B", "FB"]
+Steps = list[tuple[float, float]]
+"""(seconds, value from then on)."""
+
+
+class Span(NamedTuple):
+    """One task of a stage: forward (F), backward (B), or both (FB, the last stage). Minibatches count from 1."""
+
+    stage: int
+    kind: Kind
+    minibatch: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What the stages of one virtual worker did, simulated or measured.
+
+    Attributes:
+        num_stages: k.
+        in_flight: N_m.
+        spans: of all tasks; those of one stage in order of their start.
+    """
+
+    num_stages: int
+    in_flight: int
+    spans: tuple[Span, ...]
+    _by_stage: tuple[tuple[Span, ...], ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_stage: list[list[Span]] = [[] for _ in range(self.num_stages)]
+        for span in self.spans:
+            by_stage[span.stage].append(span)
+        object.__setattr__(self, "_by_stage", tuple(tuple(spans) for spans in by_stage))
+
+    def of_stage(self, stage: int) -> tuple[Span, ...]:
+        """The tasks of one stage, in order."""
+        return self._by_stage[stage]
+
+    def order(self, stage: int) -> str:
+        """The tasks of one stage, as in `F1 F2 B1`."""
+        return " ".join(f"{span.kind}{span.minibatch}" for span in self.of_stage(stage))
+
+    @property
+    def end_s(self) -> float:
+        """When the last task ends; 0 if there is none."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    @property
+    def completions_s(self) -> list[float]:
+        """When each minibatch was complete, in the order of completion."""
+        return [span.end_s for span in self.of_stage(0) if span.kind != "F"]
+
+    @property
+    def steady_s(self) -> tuple[float, float]:
+        """From when to when the pipeline was full, with half of that time left out for it to settle.
+
+        It fills until the first N_m minibatches are complete. It drains from the start of the last minibatch on, which
+        is when the one N_m places before it is complete.
+
+        Raises:
+            ValueError: fewer than 3 N_m + 2 minibatches.
+        """
+        first, last = self._steady()
+        completions_s = self.completions_s
+        return completions_s[first], completions_s[last]
+
+    def throughput(self) -> float:
+        """Minibatches per second in steady state: the slope of completions over time, by least squares.
+
+        Minibatches may be complete in groups; a count between two moments would depend on where a group is cut.
+
+        Raises:
+            ValueError: fewer than 3 N_m + 2 minibatches.
+        """
+        first, last = self._steady()
+        times = self.completions_s[first : last + 1]
+        middle, mean_s = (len(times) - 1) / 2, fmean(times)
+        spread = sum((number - middle) ** 2 for number in range(len(times)))
+        return spread / sum((number - middle) * (at_s - mean_s) for number, at_s in enumerate(times))
+
+    def _steady(self) -> tuple[int, int]:
+        count = len(self.completions_s)
+        last = count - 1 - self.in_flight
+        if last < 2 * self.in_flight + 1:
+            raise ValueError(
+                f"expected {3 * self.in_flight + 2} minibatches at least, of which the first and the last "
+                f"{self.in_flight} do not count, got {count}"
+            )
+        return max(self.in_flight, last // 2), last
+
+    def in_flight_steps(self, stage: int) -> Steps:
+        """Minibatches of which this stage keeps activations: from the start of their forward task to the end of their
+        backward task. One step for each change."""
+        changes = [(span.start_s, 1) for span in self.of_stage(stage) if span.kind != "B"]
+        changes += [(span.end_s, -1) for span in self.of_stage(stage) if span.kind != "F"]
+        return _sums(changes)
+
+    def max_in_flight(self, stage: int) -> int:
+        """m_q: the most minibatches of which this stage keeps activations at once."""
+        return int(max((count for _, count in self.in_flight_steps(stage)), default=0))
+
+    def memory_steps(
+        self,
+        stage: int,
+        *,
+        parameter_bytes: float,
+        activation_bytes: float,
+        optimizer_multiplier: float,
+        stash_last: int | None = None,
+    ) -> Steps:
+        """Bytes of this stage over time: W (1 + opt), and W + A for each minibatch in flight.
+
+        Args:
+            parameter_bytes: W of this stage.
+            activation_bytes: A of this stage, of one minibatch.
+            optimizer_multiplier: opt, arrays of W's size besides W.
+            stash_last: versions of W that the last stage keeps all the time; default: one for each minibatch in flight.
+        """
+        fixed = parameter_bytes * (1.0 + optimizer_multiplier)
+        each = activation_bytes + parameter_bytes
+        if stash_last is not None and stage == self.num_stages - 1:
+            fixed, each = fixed + stash_last * parameter_bytes, activation_bytes
+        return [(0.0, fixed)] + [(at_s, fixed + count * each) for at_s, count in self.in_flight_steps(stage)]
+
+    def utilization(self, stage: int) -> float:
+        """Share of the steady state in which this stage computes."""
+        begin_s, end_s = self.steady_s
+        busy_s = sum(max(0.0, min(span.end_s, end_s) - max(span.start_s, begin_s)) for span in self.of_stage(stage))
+        return busy_s / (end_s - begin_s)
+
+    def idle_s(self, stage: int) -> float:
+        """Seconds between the first and the last task of this stage in which it does nothing."""
+        return sum(after.start_s - before.end_s for before, after in pairwise(self.of_stage(stage)))
+
+
+def _sums(changes: Iterable[tuple[float, int]]) -> Steps:
+    """The running sum of changes, what ends at a moment before what begins then."""
+    steps: Steps = []
+    total = 0
+    for at_s, change in sorted(changes):
+        total += change
+        if steps and steps[-1][0] == at_s:
+            steps[-1] = (at_s, total)
+        else:
+            steps.append((at_s, total))
+    return steps
