@@ -27,6 +27,7 @@ DTYPES: Final = tuple(np.dtype(name) for name in ("<f4", "<f8", "<f2", "<i8", "<
 _MAGIC: Final = b"dpl1"
 _PREFIX: Final = struct.Struct("<4sHHIQ")  # magic, arrays, place, bytes of the header, bytes of the arrays
 _ARRAY: Final = struct.Struct(f"<HH4x{MAX_DIMENSIONS}Q")  # code of the type, dimensions, shape; 0 for those it lacks
+_PLACE: Final = 6  # where it is in the prefix
 PREFIX_BYTES: Final = _PREFIX.size
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 _NAMES: Final = ", ".join(dtype.name for dtype in DTYPES)
@@ -82,7 +83,7 @@ def bytes_of(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def encode(header: bytes, arrays: Sequence[Array], max_message_bytes: int, place: int = 0) -> bytes:
+def encode(header: bytes, arrays: Sequence[Array], max_message_bytes: int) -> bytes:
     """Prefix, table and header of a frame.
 
     Args:
@@ -92,7 +93,7 @@ def encode(header: bytes, arrays: Sequence[Array], max_message_bytes: int, place
     Raises:
         LinkFrameError: a limit is exceeded.
     """
-    prefix = Prefix(len(arrays), place, len(header), sum(array.nbytes for array in arrays))
+    prefix = Prefix(len(arrays), 0, len(header), sum(array.nbytes for array in arrays))
     _check(prefix, max_message_bytes)
     table = bytearray()
     for array in arrays:
@@ -101,6 +102,11 @@ def encode(header: bytes, arrays: Sequence[Array], max_message_bytes: int, place
         shape = array.shape + (0,) * (MAX_DIMENSIONS - array.ndim)
         table += _ARRAY.pack(_CODES[array.dtype], array.ndim, *shape)
     return _PREFIX.pack(_MAGIC, *prefix) + table + header
+
+
+def at_place(head: bytes, place: int) -> bytes:
+    """`head`, which `encode` has returned, with another place."""
+    return head[:_PLACE] + place.to_bytes(2, "little") + head[_PLACE + 2 :]
 
 
 def decode_prefix(data: bytes | bytearray, max_message_bytes: int) -> Prefix:

@@ -1,4 +1,4 @@
-"""Links between neighbours of a pipeline: the port, and stream sockets.
+"""Links between neighbours of a pipeline: the port, and stream sockets, with or without shared memory (ADR 0040).
 
 Neighbours send each other activations forward and gradients backward at the same time. Each end has one thread that
 receives at all times, so that a sender waits for a copy, never for the other end's computation. Without that thread
@@ -18,6 +18,7 @@ import numpy as np
 from doll.errors import DollError
 from doll.pipeline import frames
 from doll.pipeline.frames import Array, LinkFrameError
+from doll.pipeline.segments import MIN_BYTES, Segments, segments_pair
 
 DEFAULT_MAX_MESSAGE_BYTES: Final = 1 << 30
 # Beyond net.core.wmem_max the kernel takes less.
@@ -47,7 +48,7 @@ class Link(Protocol):
         """
 
     def receive(self) -> tuple[bytes, list[Array]]:
-        """The next message: its header and arrays, which are the caller's. Waits for it.
+        """The next message: its header and arrays, which are the caller's, to change and to keep. Waits for it.
 
         Raises:
             LinkClosedError: there will be none. Messages that came before were returned.
@@ -74,15 +75,23 @@ class SocketLink:
     Args:
         connection: the link's from now on.
         max_message_bytes: limit of the arrays of a message, in both directions.
+        segments: for large messages; one that is kept by the receiver keeps its segment, and when none is free or a
+            message is larger than a segment, it goes through the socket. None: all go through the socket.
     """
 
-    def __init__(self, connection: socket.socket, max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        segments: Segments | None = None,
+    ) -> None:
         connection.settimeout(None)
         for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
             connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
+        self._segments = segments
         self._max_message_bytes = max_message_bytes
         self._is_closed = False
         self._is_cut = False  # what is still to be read does not begin with a message
@@ -95,7 +104,9 @@ class SocketLink:
         head = frames.encode(header, sent, self._max_message_bytes)
         with self._sending:
             try:
-                self._write([memoryview(head), *(frames.bytes_of(array) for array in sent if array.size)])
+                if self._segments is not None and (place := self._segments.store(sent)):
+                    head, sent = frames.at_place(head, place), []
+                self._write([memoryview(head), *(frames.bytes_of(array) for array in sent)])
             except OSError as exc:
                 raise self._closed(exc.strerror or str(exc)) from exc
             except BaseException:  # the message is cut: nothing may follow it
@@ -125,12 +136,17 @@ class SocketLink:
         self._end()
         # They end now. Without waiting for them, a file that is opened next could get the number that they use.
         with self._sending, self._receiving:
-            self._socket.close()
+            self._forget()
 
     def forget(self) -> None:
         # Another thread may have held a lock when this process was forked.
         self._is_closed = True
+        self._forget()
+
+    def _forget(self) -> None:
         self._socket.close()
+        if self._segments is not None:
+            self._segments.forget()
 
     def _write(self, parts: list[memoryview]) -> None:
         while parts:
@@ -144,11 +160,13 @@ class SocketLink:
         data = bytearray(frames.PREFIX_BYTES)
         self._fill(memoryview(data), 0)
         prefix = frames.decode_prefix(data, self._max_message_bytes)
-        if prefix.place:
+        if prefix.place and self._segments is None:
             raise LinkFrameError(f"expected the arrays in the frame (place 0), got place {prefix.place}")
         data = bytearray(prefix.rest_bytes)
         self._fill(memoryview(data), frames.PREFIX_BYTES)
         header, specs = frames.decode_rest(prefix, data)
+        if prefix.place and self._segments is not None:
+            return header, self._segments.load(prefix.place, specs)
         arrays: list[Array] = []
         read_bytes = frames.PREFIX_BYTES + prefix.rest_bytes
         for spec in specs:
@@ -185,3 +203,24 @@ def socket_pair(max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES) -> tuple[Soc
     """Both ends of a link between processes of this machine; create it before the fork (see `Link.forget`)."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     return SocketLink(one, max_message_bytes), SocketLink(other, max_message_bytes)
+
+
+def shared_pair(
+    segments: int,
+    segment_bytes: int,
+    max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+    min_bytes: int = MIN_BYTES,
+) -> tuple[SocketLink, SocketLink]:
+    """As `socket_pair`, with large messages in shared memory.
+
+    Args:
+        segments: in each direction. A stage keeps what it has received until the backward pass: one for each minibatch
+            in flight, and one or two on their way.
+        segment_bytes, min_bytes: as of `segments_pair`.
+
+    Raises:
+        DollError: the system has no address space for them.
+    """
+    shared = segments_pair(segments, segment_bytes, min_bytes)
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    return SocketLink(one, max_message_bytes, shared[0]), SocketLink(other, max_message_bytes, shared[1])

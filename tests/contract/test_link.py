@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 from doll.pipeline import frames
 from doll.pipeline.frames import MAX_ARRAYS, MAX_HEADER_BYTES, Array, LinkFrameError
-from doll.pipeline.link import Link, LinkClosedError, SocketLink, socket_pair
+from doll.pipeline.link import Link, LinkClosedError, SocketLink, shared_pair, socket_pair
 from waiting import WAIT_TIMEOUT_S
 
 BIG = 12_500_000  # numbers of 4 bytes: far more than the buffers of any socket
+HUGE = np.zeros(2 * BIG, np.float32)  # more than the largest segment
 
 
 def tcp_pair(max_message_bytes: int = 1 << 30) -> tuple[Link, Link]:
@@ -29,7 +30,22 @@ def tcp_pair(max_message_bytes: int = 1 << 30) -> tuple[Link, Link]:
     return SocketLink(one, max_message_bytes), SocketLink(other, max_message_bytes)
 
 
-PAIRS: dict[str, Callable[..., tuple[Link, Link]]] = {"unix": socket_pair, "tcp": tcp_pair}
+def small_shared_pair(max_message_bytes: int = 1 << 30) -> tuple[Link, Link]:
+    """Everything that fits goes into segments, which are few and too small for the big messages."""
+    return shared_pair(3, 1 << 20, max_message_bytes, min_bytes=0)
+
+
+def large_shared_pair(max_message_bytes: int = 1 << 30) -> tuple[Link, Link]:
+    """One big message fits, and those after it do not."""
+    return shared_pair(1, 5 * BIG, max_message_bytes)
+
+
+PAIRS: dict[str, Callable[..., tuple[Link, Link]]] = {
+    "unix": socket_pair,
+    "tcp": tcp_pair,
+    "small segments": small_shared_pair,
+    "large segments": large_shared_pair,
+}
 Pair = tuple[Link, Link]
 
 
@@ -215,7 +231,7 @@ def test_a_sender_learns_that_the_other_end_is_closed(pair: Pair) -> None:
 
 def test_close_wakes_threads_that_wait(pair: Pair, pool: ThreadPoolExecutor) -> None:
     receiver = pool.submit(pair[0].receive)
-    sender = pool.submit(pair[0].send, b"", [np.zeros(BIG, np.float32)])
+    sender = pool.submit(pair[0].send, b"", [HUGE])
     select.select([pair[1].fileno()], [], [])  # the sender has begun
     pair[0].close()
     for waiting in (sender, receiver):
@@ -260,13 +276,32 @@ def test_nothing_follows_a_message_that_was_cut_by_a_signal(pair: Pair, pool: Th
 
         pool.submit(when_begun)
         with pytest.raises(_InterruptedError):
-            pair[0].send(b"", [np.zeros(BIG, np.float32)])
+            pair[0].send(b"", [HUGE])
     finally:
         signal.signal(signal.SIGUSR1, before)
     with pytest.raises(LinkClosedError):
         pair[0].send(b"next")
     with pytest.raises(LinkClosedError, match="in the middle of a message"):
         pair[1].receive()
+
+
+def test_a_signal_that_raises_nothing_cuts_nothing(pool: ThreadPoolExecutor, pair: Pair) -> None:
+    handled = threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda signum, frame: handled.set())
+    sent = np.arange(2 * BIG, dtype=np.float32)
+    try:
+
+        def receive() -> tuple[bytes, list[Array]]:
+            select.select([pair[1].fileno()], [], [])
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            assert handled.wait(WAIT_TIMEOUT_S), "the sender was not interrupted"
+            return pair[1].receive()
+
+        receiver = pool.submit(receive)
+        pair[0].send(b"", [sent])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert_same(receiver.result(WAIT_TIMEOUT_S)[1], [sent])
 
 
 # --- processes that die
@@ -292,7 +327,7 @@ def test_a_process_killed_in_the_middle_of_a_message(pair: Pair) -> None:
     def child() -> None:
         pair[0].forget()
         pair[1].send(b"whole", [ROWS])
-        pair[1].send(b"cut", [np.zeros(BIG, np.float32)])
+        pair[1].send(b"cut", [HUGE])
 
     pid = fork(child)
     pair[1].forget()
@@ -315,7 +350,7 @@ def test_a_process_killed_while_it_should_receive(pair: Pair, pool: ThreadPoolEx
     pid = fork(child)
     pair[1].forget()
     assert pair[0].receive() == (b"ready", [])
-    sender = pool.submit(pair[0].send, b"", [np.zeros(BIG, np.float32)])
+    sender = pool.submit(pair[0].send, b"", [HUGE])
     kill(pid)
     with pytest.raises(LinkClosedError, match="which is gone"):
         sender.result(WAIT_TIMEOUT_S)
