@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from doll.pipeline.schedule import Pipeline, StageTimes, choose_in_flight, saturation, simulate
 from doll.pipeline.timeline import Kind, Span, Timeline
+from wave_mutants import LastInFirstOut
 
 UNIT = [StageTimes(1.0, 1.0)] * 4
 STAGE_0 = "F1 F2 F3 F4 B1 F5 B2 F6 B3 F7 B4 F8 B5 F9 B6 F10 B7 F11 B8 F12"
@@ -20,21 +20,6 @@ FIGURE_1 = (
     "F1 F2 F3 F4 B1 B2 B3 F5 B4 F6 B5 F7 B6 F8 B7 F9 B8 F10 B9 F11 B10",
     "FB1 FB2 FB3 FB4 FB5 FB6 FB7 FB8 FB9 FB10",
 )
-
-
-class LastInFirstOut(Pipeline):
-    """A stage does what arrived last."""
-
-    def _next(self, stage: int) -> tuple[Kind, int] | None:
-        waiting: list[tuple[tuple[float, int], Kind, deque[tuple[float, int]]]] = []
-        if self._forward[stage]:
-            waiting.append((self._forward[stage][-1], "FB" if stage == self._last else "F", self._forward[stage]))
-        if self._backward[stage]:
-            waiting.append((self._backward[stage][-1], "B", self._backward[stage]))
-        if not waiting:
-            return None
-        _, kind, queue = max(waiting, key=lambda item: item[0])
-        return kind, queue.pop()[1]
 
 
 class ForwardFirst(Pipeline):

@@ -17,6 +17,7 @@ from engine_runs import play, random_steps
 from engine_world import World
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from wave_mutants import OneWaveLooser, Ungated
 
 
 class Waves(ClockWorld):
@@ -140,16 +141,6 @@ def test_a_worker_that_waits_at_the_gate_with_half_a_wave_is_not_taken_for_lost(
         world.high[worker] += 4
     drive(world, 30, 0, 1, 2)
     assert world.engine.worker(0).applied >= 4
-
-
-class OneWaveLooser(Wsp):
-    def needed(self, batch: int, offset: int) -> int:
-        return super().needed(batch, offset) - 1
-
-
-class Ungated(Wsp):
-    def needed(self, batch: int, offset: int) -> int:
-        return 0
 
 
 class OfThePast(Wsp):
