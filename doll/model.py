@@ -45,11 +45,16 @@ class FlatModel:
         tables: the embeddings whose rows are at the server; None where the model has none.
     """
 
-    def __init__(self, module: torch.nn.Module, tables: EmbeddingTables | None = None) -> None:
+    def __init__(
+        self, module: torch.nn.Module, tables: EmbeddingTables | None = None, *, device: str = "cpu",
+        may_be_empty: bool = False,
+    ) -> None:  # fmt: skip
         """Move the module's trainable parameters and buffers into one flat tensor.
 
         Args:
             tables: what was taken out of the module before.
+            device: of the flat tensors; the module's frozen parameters must be there.
+            may_be_empty: it is a part of a model, and need not have a trainable parameter.
 
         Raises:
             ConfigError: no trainable parameter and no table, or a parameter that is not float32.
@@ -59,7 +64,7 @@ class FlatModel:
         parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         buffers = [(name, b) for name, b in module.named_buffers() if b.is_floating_point()]
         others = [(name, b) for name, b in module.named_buffers() if not b.is_floating_point()]
-        if not parameters and tables is None:
+        if not parameters and tables is None and not may_be_empty:
             raise ConfigError(f"the task's model {type(module).__name__} has no trainable parameter")
         for name, tensor in [*parameters, *buffers]:
             if tensor.dtype != torch.float32:
@@ -72,7 +77,7 @@ class FlatModel:
         ends = [_round_up_to_even(self.num_floats)]
         for _, tensor in others:
             ends.append(ends[-1] + _round_up_to_even(-(-tensor.numel() * tensor.element_size() // 4)))
-        self.flat = torch.zeros(ends[-1] if others else self.num_floats, dtype=torch.float32)
+        self.flat = torch.zeros(ends[-1] if others else self.num_floats, dtype=torch.float32, device=device)
         self.grad = torch.zeros_like(self.flat)
         at = 0
         for _, tensor in [*parameters, *buffers]:

@@ -32,7 +32,7 @@ def _device(value: Any) -> Any:
 
 
 def _one_list_or_one_for_each_worker(value: Any) -> Any:
-    if isinstance(value, list) and not any(isinstance(item, list) for item in value):
+    if isinstance(value, list) and value and not any(isinstance(item, list) for item in value):
         return [value]
     return value
 

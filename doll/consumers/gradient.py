@@ -13,6 +13,7 @@ import torch
 
 from doll.embedding_tables import norm as norm_of_rows
 from doll.model import FlatModel
+from doll.optim.length import length
 from doll.rows import Rows, add_in_order
 from doll.task import Task
 
@@ -99,8 +100,8 @@ class GradientComputer:
             model.restore_buffers()
             values, floats = model.grad.numpy(), slice(model.num_parameters, model.num_floats)
             rows = {} if model.tables is None else model.tables.gradients()
-            norm = math.hypot(_norm(model.grad[: model.num_parameters]), norm_of_rows(rows))
-            buffer_change = _norm(model.flat[floats].detach() - torch.from_numpy(buffers[: model.num_buffers]))
+            norm = math.hypot(length(model.grad[: model.num_parameters]), norm_of_rows(rows))
+            buffer_change = length(model.flat[floats].detach() - torch.from_numpy(buffers[: model.num_buffers]))
             np.multiply(self.weights[floats], np.float32(n), out=values[floats])
             values[model.num_floats :] = self.weights[model.num_floats :]
             loss_sum = float(loss.detach()) * n
@@ -251,13 +252,3 @@ class GradientSum:
     @property
     def _is_empty(self) -> bool:
         return not self._is_kept and self._last is None
-
-
-def _norm(vector: torch.Tensor) -> float:
-    """Length of a float32 vector of any size; infinite where a number of it is not finite."""
-    square = float(torch.dot(vector, vector))
-    if 1e-30 < square < math.inf:
-        return math.sqrt(square)
-    # Squares that float32 cannot hold, or what is not finite.
-    exact = float(torch.linalg.vector_norm(vector, dtype=torch.float64))
-    return exact if math.isfinite(exact) else math.inf

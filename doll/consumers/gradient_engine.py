@@ -1,7 +1,7 @@
 """Port: where a worker's gradients are computed, away from its event loop.
 
-Today that is one thread of the worker's process. A process of its own, a GPU, or a pipeline of stages (several grants
-under way at once) are further adapters.
+That is one thread of the worker's process, or a pipeline of stages (`doll.consumers.pipeline_engine`), which takes
+several grants at once.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ class GradientEngine(Protocol):
     """Computes what it is given, in that order. Called from one thread; the futures are set by another.
 
     Attributes:
-        depth: how many grants may be under way at once. An engine that takes several computes each to its end, but for
-            batches at which `goes_on` ends it.
+        depth: how many grants may be under way at once. An engine that takes several is given one batch at a time.
     """
 
     @property
@@ -48,6 +47,10 @@ class GradientEngine(Protocol):
         """Store what was computed and is not pushed: kept for a later push, or held back of the steps of batches below
         `until`. Fails as `submit`."""
         ...
+
+    def stop(self) -> None:
+        """Begin nothing more: the worker leaves. Batches that were submitted and not begun are answered with a
+        `GradientDone` of no batches."""
 
     def close(self) -> None:
         """Wait for what is under way, and drop the rest."""
@@ -81,6 +84,9 @@ class ThreadGradientEngine:
 
     def store_rest(self, until: int) -> Future[GradientDone]:
         return self._executor.submit(self._store_rest, until)
+
+    def stop(self) -> None:
+        pass  # `goes_on` ends a set
 
     def close(self) -> None:
         self._executor.shutdown(wait=True, cancel_futures=True)

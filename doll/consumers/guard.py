@@ -98,11 +98,11 @@ class Guard:
             rejected: dict[int, str] = {}
             if problem:
                 rejected = self._failing(here, problem)
-            elif gradient is not None and self._is_unusual(gradient, len(here.x)):
+            elif gradient is not None and self.is_unusual(gradient, len(here.x)):
                 gradient = gradient._replace(values=gradient.values.copy())  # probes overwrite the original
                 rejected = self._spikes(here) if self._may_do_harm(gradient) else {}
             if not rejected and gradient is not None:
-                self._learned(gradient, here)
+                self.learned(gradient, here)
                 return GuardedGradient(gradient, bad)
             bad |= {left[at]: reason for at, reason in rejected.items()}
             left = [index for index in left if index not in bad]
@@ -121,8 +121,8 @@ class Guard:
         problem = gradient.problem()
         return (None, problem) if problem else (gradient, "")
 
-    def _is_unusual(self, gradient: Gradient, count: int) -> bool:
-        """Whether a batch that can be computed is not like those before it."""
+    def is_unusual(self, gradient: Gradient, count: int) -> bool:
+        """Whether a batch of `count` samples that can be computed is not like those before it."""
         threshold = self._factor * _INSPECT_FROM_SHARE
         return bool(self._factor) and (
             self._buffer_changes.unusual(gradient.buffer_change, threshold)
@@ -142,7 +142,8 @@ class Guard:
         before, wrong = self._computer.loss(*ordinary.samples), self._computer.loss(*ordinary.mistaken)
         return harmful(before, wrong, self._loss_after(gradient, self._norms.usual, ordinary.samples))
 
-    def _learned(self, gradient: Gradient, samples: Samples) -> None:
+    def learned(self, gradient: Gradient, samples: Samples) -> None:
+        """This gradient is used: what is usual is judged by it."""
         self._norms.add(gradient.norm / len(samples.x))
         self._buffer_changes.add(gradient.buffer_change)
         self._last = samples

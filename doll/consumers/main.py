@@ -8,7 +8,7 @@ import signal
 import time
 import uuid
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -26,12 +26,15 @@ from doll.consumers.guard import Guard
 from doll.consumers.kafka_channel import JobEndedError, WorkerChannel
 from doll.consumers.local_model import CachedVersion
 from doll.consumers.own_steps import OwnSteps
+from doll.consumers.pipeline_engine import PipelineGradientEngine
 from doll.consumers.row_client import RowClient
 from doll.consumers.runtime import WorkerRuntime
 from doll.consumers.set_contribution import SetContribution
 from doll.consumers.spot_notices import watch_spot_notices
+from doll.consumers.stage_processes import StageProcesses, start_stages
 from doll.consumers.step_model import StepModel
 from doll.consumers.table_rows import TableRows
+from doll.consumers.task_log import TaskLog
 from doll.consumers.worker import WorkerCore
 from doll.errors import ConfigError, FencedError
 from doll.fingerprint import difference
@@ -39,6 +42,7 @@ from doll.kafka import topics
 from doll.kafka.samples_topic import bounds_reaching, refuse_replaced_topic
 from doll.ledger.admission import AFTER_TERM_ENV
 from doll.model import FlatModel, build, fingerprint
+from doll.pipeline.cut import cut
 from doll.process.health import Heartbeat, heartbeat_of
 from doll.process.memory import keep_freed_memory
 from doll.records import NewVersion
@@ -73,26 +77,54 @@ def run_worker(
         DollError: services do not answer, the task does not load, or the parameter server runs another job file.
     """
     departure = departure or Departure()
-    with heartbeat_of(f"worker-{worker}", config) as heartbeat, watch_spot_notices(config, departure):
-        return _run(config, services, worker, run_folder, departure, heartbeat)
-
-
-def _run(
-    config: JobConfig, services: Services, worker: int, run_folder: Path, departure: Departure, heartbeat: Heartbeat
-) -> int:
-    booted_s = time.monotonic() + _env_number(BOOT_ENV)
     keep_freed_memory()
     torch.set_num_threads(config.worker.torch_threads)
     if not 0 <= worker < config.data.workers:
         raise ConfigError(
             f"--worker: expected 0 to {config.data.workers - 1} (data.workers is {config.data.workers}), got {worker}"
         )
+    if config.worker.pipeline is not None:
+        return _run_virtual_worker(config, services, worker, run_folder, departure)
+    with heartbeat_of(f"worker-{worker}", config) as heartbeat, watch_spot_notices(config, departure):
+        return _run(config, services, worker, run_folder, departure, heartbeat)
+
+
+def _run_virtual_worker(
+    config: JobConfig, services: Services, worker: int, run_folder: Path, departure: Departure
+) -> int:
+    """The stages are forked first, while this process has one thread and no connection."""
+    task = load_task(config)
+    model = build(config, task, with_rows=False)
+    parts = cut(config, task, model.module, worker)
+    stages = start_stages(
+        config, task, model, parts, worker, in_flight=config.training.policy.batches_per_push
+    )  # fmt: skip
+    try:
+        with heartbeat_of(f"worker-{worker}", config) as heartbeat, watch_spot_notices(config, departure):
+            return _run(config, services, worker, run_folder, departure, heartbeat, Prepared(task, model, stages))
+    finally:
+        stages.close()
+
+
+class Prepared(NamedTuple):
+    """What was made before the worker's threads."""
+
+    task: Task
+    model: FlatModel
+    stages: StageProcesses
+
+
+def _run(
+    config: JobConfig, services: Services, worker: int, run_folder: Path, departure: Departure, heartbeat: Heartbeat,
+    prepared: Prepared | None = None,
+) -> int:  # fmt: skip
+    booted_s = time.monotonic() + _env_number(BOOT_ENV)
     # Until Faust takes the signals over.
     signal.signal(signal.SIGTERM, lambda *_: departure.leave_within(config.worker.drain_s, "sigterm"))
     require_services(config, services)
     topics.check(config, services)
-    task = load_task(config)
-    model = build(config, task, with_rows=False)
+    task = load_task(config) if prepared is None else prepared.task
+    model = build(config, task, with_rows=False) if prepared is None else prepared.model
     own_fingerprint = fingerprint(config, model)
     channel = WorkerChannel(config, services, worker)
     _wait_for_boot(booted_s, departure)
@@ -129,14 +161,25 @@ def _run(
     dead_letters = DeadLetters(config, task, channel, core.worker, term=lambda: core.term)
     decoder = ThreadDecoder(dead_letters.decode)
     row_client = None if model.tables is None else RowClient(config, blobs, model.tables.shapes)
-    engine = _make_engine(config, task, model, blobs, dead_letters, worker, row_client)
+    engine: GradientEngine
+    engine_ended = None
+    if prepared is None:
+        engine = _make_engine(config, task, model, blobs, dead_letters, worker, row_client)
+    else:
+        computer = GradientComputer(task, model)
+        engine = PipelineGradientEngine(
+            config, prepared.stages, guard=Guard(config, task, computer), computer=computer,
+            compressor=SparseCompressor(config.job, model.num_parameters, {}), blobs=blobs, dead_letters=dead_letters,
+            departure=departure, task_log=TaskLog(run_folder / "pipeline" / f"worker-{worker}.jsonl"),
+        )  # fmt: skip
+        engine_ended = engine.ended
     link = None
     if config.control.kind != "kafka":
         link = ControlLink(services, config.control.kind)
         link.welcome(welcome)
     runtime = WorkerRuntime(
         config, core=core, channel=channel, decoder=decoder, engine=engine, commands_offset=commands_offset,
-        departure=departure, heartbeat=heartbeat, link=link, row_client=row_client,
+        departure=departure, heartbeat=heartbeat, link=link, row_client=row_client, engine_ended=engine_ended,
     )  # fmt: skip
     try:
         return FaustStream(config, services, runtime, run_folder / "faust" / f"worker-{worker}").run()

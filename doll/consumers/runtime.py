@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Final, Protocol, TypeAlias
 
@@ -30,7 +31,7 @@ from doll.consumers.gradient_engine import GradientEngine
 from doll.consumers.row_client import RowClient
 from doll.consumers.stall_watch import StallWatch
 from doll.consumers.worker import Acknowledge, Batch, Compute, Exit, Offer, Send, StoreRest, WorkerAction, WorkerCore
-from doll.errors import RecordError, ServiceUnavailableError, TaskError
+from doll.errors import DollError, RecordError, ServiceUnavailableError, TaskError
 from doll.process.fault_points import fault_point
 from doll.process.health import Heartbeat
 from doll.records import Announce, AnyRecord, GetRows, Grant, Hello, Nack, Push, RowsStored, Welcome, decode
@@ -118,9 +119,11 @@ class WorkerRuntime:
         heartbeat: Heartbeat,
         link: ControlLink | None = None,
         row_client: RowClient | None = None,
+        engine_ended: Future[None] | None = None,
     ) -> None:
         """
         Args:
+            engine_ended: fails when `engine` cannot go on, also while it has nothing to do; None: it always can.
             link: carries grants, pushes and heartbeats while it is open; None: Kafka does.
             commands_offset: of the first command after the Welcome.
             row_client: asks for rows of tables; None: the model has none.
@@ -131,6 +134,7 @@ class WorkerRuntime:
         self._channel = channel
         self._link = link
         self._row_client = row_client
+        self._engine_ended = engine_ended
         self._decoder = decoder
         self._engine = engine
         self._next_command = commands_offset
@@ -160,6 +164,8 @@ class WorkerRuntime:
         """Coroutines that run beside the stream, until the end."""
         answer = [self.compute] * self._engine.depth
         tasks = [self.read_commands, self.prepare, self.announce, *answer, self.tick, self.watch]
+        if self._engine_ended is not None:
+            tasks.append(self.watch_engine)
         return tasks if self._link is None else [*tasks, self.keep_link]
 
     # --- Algorithm 1 ------------------------------------------------------------------------------------------------
@@ -278,11 +284,27 @@ class WorkerRuntime:
                 if done is None:
                     self._do(core.weights_missing(grant))
                     break
+                if not done.batches:
+                    core.not_begun(grant)
+                    break
                 self._do(core.gradient_done(grant, batches, done, begun_at_s))
                 # A set that ended early: the others are another set.
                 count = len(done.batches)
                 batches = batches[count:]
                 grant = structs.replace(grant, first=grant.first + count, grant_ids=grant.grant_ids[count:])
+
+    async def watch_engine(self) -> None:
+        """End when the engine has ended."""
+        assert self._engine_ended is not None
+        try:
+            await asyncio.wrap_future(self._engine_ended)
+        except TaskError as exc:
+            self.exit.request(exc.exit_code, str(exc))
+        except DollError as exc:
+            self.exit.request(1, str(exc))
+        except Exception as exc:  # a bug, or this machine's memory or disk
+            log.error("engine_failed", error=f"{type(exc).__name__}: {exc}", exc_info=True)
+            self.exit.request(1, str(exc))
 
     def _goes_on(self, term: int, batch: int, grant_id: int) -> bool:
         ends = self._core.draining or self.exit.is_requested
@@ -300,7 +322,8 @@ class WorkerRuntime:
                     elif isinstance(record, Push):
                         fault_point("worker.after_push", self._flush_channel)
                 case Compute():
-                    self._orders.put_nowait(action)
+                    for order in _one_by_one(action) if self._engine.depth > 1 else [action]:
+                        self._orders.put_nowait(order)
                 case StoreRest():
                     self._orders.put_nowait(action)
                 case Offer(weights):
@@ -394,6 +417,7 @@ class WorkerRuntime:
         """Announce nothing more, finish the gradient under way or return its batch, and send Leave."""
         departure = self.departure
         self._core.drain()
+        self._engine.stop()
         self._heartbeat.set_waiting_for("its end (draining)")
         log.info("draining", cause=departure.cause, owes_gradient=self._core.busy)
         # The time that is left may become shorter meanwhile.
@@ -417,6 +441,15 @@ class WorkerRuntime:
 
     def _stop(self) -> None:
         self.stream.shut_down()
+
+
+def _one_by_one(order: Compute) -> list[Compute]:
+    """The batches of a set, each by itself."""
+    grant = order.grant
+    return [
+        Compute(structs.replace(grant, first=grant.first + at, grant_ids=(number,)), (batch,))
+        for at, (number, batch) in enumerate(zip(grant.grant_ids, order.batches, strict=True))
+    ]
 
 
 def _batch(raw: RawBatch[Any], decoded: Decoded) -> Batch:

@@ -405,10 +405,14 @@ class WorkerCore:
         """The weights of this grant are not in the blob store: never compute on others."""
         if not self.is_current(grant):
             return []
+        self.not_begun(grant)
+        return [self._nack(grant, "weights")]
+
+    def not_begun(self, grant: Grant) -> None:
+        """This grant's batches are not computed: the worker does not owe them."""
         for batch, number in enumerate(grant.grant_ids, grant.first):
             if self.is_wanted(grant.term, batch, number):
                 del self._owed[batch]
-        return [self._nack(grant, "weights")]
 
     def resend(self) -> list[WorkerAction]:
         """What was sent may be lost: send again the pushes that no later version and no checkpoint has confirmed."""

@@ -75,7 +75,7 @@ class Optimizer:
         array: npt.NDArray[np.float32] = self._flat.numpy()
         return array
 
-    def add(self, gradient: Contribution) -> None:
+    def add(self, gradient: Contribution | torch.Tensor) -> None:
         tensor, floats = tensor_of(gradient), self._model.num_floats
         if self._sum_is_empty:
             torch.mul(tensor[:floats], _SUM_FACTOR, out=self._sum[:floats])
@@ -90,7 +90,7 @@ class Optimizer:
 
     def apply(
         self,
-        gradients: Sequence[Contribution],
+        gradients: Sequence[Contribution | torch.Tensor],
         scale: float,
         num_samples: int,
         into: npt.NDArray[np.float32] | None = None,
@@ -275,7 +275,9 @@ def _is_power_of_two(number: float) -> bool:
     return math.frexp(number)[0] == 0.5
 
 
-def tensor_of(gradient: npt.NDArray[np.float32]) -> torch.Tensor:
+def tensor_of(gradient: npt.NDArray[np.float32] | torch.Tensor) -> torch.Tensor:
+    if isinstance(gradient, torch.Tensor):
+        return gradient
     # A blob's view is read-only, which torch warns about; it is only read here.
     if gradient.flags.writeable:
         return torch.from_numpy(gradient)

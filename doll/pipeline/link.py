@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 from collections.abc import Sequence
 from typing import Final, Protocol
@@ -98,6 +99,11 @@ class SocketLink:
         # Reentrant: a signal handler may call `close` in the thread that sends.
         self._sending = threading.RLock()
         self._receiving = threading.RLock()
+
+    def limit_sending(self, seconds: float) -> None:
+        """From now on `send` ends the link when the other end takes nothing for so long; at first it waits."""
+        timeval = struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))  # of the kernel: the socket still blocks
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
     def send(self, header: bytes, arrays: Sequence[Array] = ()) -> None:
         sent = [frames.as_sent(np.asarray(array)) for array in arrays]

@@ -135,6 +135,9 @@ class FakeDecoder:
             future.set_exception(exc)
         return future
 
+    def stop(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -162,6 +165,9 @@ class FakeEngine:
         future: Future[GradientDone] = Future()
         self.rests.append((until, future))
         return future
+
+    def stop(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

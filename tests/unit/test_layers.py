@@ -73,6 +73,8 @@ PURE = (
     "doll.pipeline.schedule",
     "doll.pipeline.timeline",
     "doll.pipeline.frames",
+    "doll.pipeline.messages",
+    "doll.pipeline.virtual_worker",
     "doll.producers.arrivals",
     "doll.producers.augment",
     "doll.producers.pacing",

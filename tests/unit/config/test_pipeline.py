@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from doll.config import JobConfig, parse
+from doll.config import JobConfig, dump, parse
 from doll.errors import ConfigError
 
 JOB = """
@@ -65,3 +65,8 @@ def test_pipelined_is_not_set_by_hand() -> None:
     text = JOB.replace("wave_batches: 4", "wave_batches: 4, pipelined: true").replace("worker: {", "# {")
     with pytest.raises(ConfigError, match=r"expected worker\.pipeline"):
         parse(text)
+
+
+def test_what_is_written_to_the_run_folder_is_read_again() -> None:
+    for config in (job(), job("worker.pipeline.devices=[cpu, {device: cuda:1, slowdown: 2}]")):
+        assert parse(dump(config)) == config

@@ -167,4 +167,4 @@ def test_numbers_out_of_range_are_refused(values: dict[str, int]) -> None:
         WspPolicyConfig(**values)
     numbers: dict[str, Any] = {"wave_batches": 4, "clock_distance": 0} | values
     with pytest.raises(ValueError, match="expected waves of 1 to"):
-        Wsp(**numbers)
+        Wsp(numbers["wave_batches"], numbers["clock_distance"])

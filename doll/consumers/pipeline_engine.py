@@ -1,0 +1,496 @@
+"""`GradientEngine` of a virtual worker: batches go through a pipeline of stages, several at once.
+
+One thread does what `doll.pipeline.virtual_worker` says: it reads weights into the memory that the stages share, sends
+samples to the first stage, judges the gradients that come back, and stores the sum of each wave's steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.config import JobConfig
+from doll.consumers.compressor import Compressor
+from doll.consumers.dead_letters import UsableSamples
+from doll.consumers.departure import Departure
+from doll.consumers.gradient import Gradient, GradientComputer
+from doll.consumers.gradient_engine import GoesOn
+from doll.consumers.guard import Guard, Samples
+from doll.consumers.stage_processes import StageLostError, StageProcesses
+from doll.consumers.task_log import TaskLog
+from doll.consumers.worker import Batch, ComputedBatch, GradientDone
+from doll.errors import BlobError, TaskError
+from doll.pipeline.link import LinkClosedError
+from doll.pipeline.messages import (
+    Adopted,
+    AnyMessage,
+    Backward,
+    Failed,
+    Forward,
+    Leaving,
+    Pulled,
+    Settle,
+    Stored,
+    decode,
+    encode,
+)
+from doll.pipeline.messages import Pull as PullMessage
+from doll.pipeline.virtual_worker import (
+    Action,
+    Done,
+    Missing,
+    Pull,
+    SendDown,
+    Start,
+    Submitted,
+    VirtualWorkerCore,
+    Void,
+    Weights,
+)
+from doll.process.fault_points import fault_point
+from doll.records import Grant, NewVersion
+from doll.storage.blobs import Blobs, decode_blob, gradient_key
+from doll.telemetry import get_logger
+
+log = get_logger(__name__)
+
+TICK_S: Final = 0.5
+# A thread that did not run for so long has not heard of the stages for another reason than theirs.
+_PAUSED_S: Final = 2.0
+_LINK_TYPES: Final = ("float16", "float32", "float64", "int32", "int64", "uint8")
+_NO_VALUES: Final = np.zeros(0, np.float32)
+
+
+class SampleRefusal(Protocol):
+    """The part of `DeadLetters` that is needed here."""
+
+    def refuse_samples(self, batch: Batch, bad: dict[int, str]) -> UsableSamples: ...
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One batch from its submission to its answer."""
+
+    grant: Grant
+    batch: Batch
+    goes_on: GoesOn
+    future: Future[GradientDone | None]
+    samples: Samples
+    computed: ComputedBatch | None = None
+    bad: dict[int, str] | None = None  # None: not inspected
+    started_s: float = 0.0
+
+
+class PipelineGradientEngine:
+    """`GradientEngine` of stages."""
+
+    def __init__(
+        self, config: JobConfig, stages: StageProcesses, *, guard: Guard, computer: GradientComputer,
+        compressor: Compressor, blobs: Blobs, dead_letters: SampleRefusal, departure: Departure, task_log: TaskLog,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            guard: of `computer`, which has the undivided model: a batch that is not as usual is inspected with it.
+            departure: is told when a stage's machine goes away.
+        """
+        pipeline, self._wave = config.worker.pipeline, config.training.policy.batches_per_push
+        assert pipeline is not None
+        self.depth = 2 * self._wave
+        self.ended: Future[None] = Future()
+        """Fails when the stages cannot go on, also while nothing is submitted."""
+        self._job = config.job
+        self._ttl_s = config.blobs.ttl_s
+        self._takes_sum = config.training.reduction == "sum"
+        self._clip_norm = math.inf if config.training.clip_norm is None else config.training.clip_norm
+        self._stage_timeout_s = pipeline.stage_timeout_s
+        self._stages = stages
+        self._guard = guard
+        self._computer = computer
+        self._compressor = compressor
+        self._blobs = blobs
+        self._dead_letters = dead_letters
+        self._departure = departure
+        self._task_log = task_log
+        self._clock = clock
+        self._core = VirtualWorkerCore(self._wave, self._wave)
+        self._flights: dict[int, deque[_Flight]] = {}  # by batch; more than one where it is computed again
+        self._in_stages: deque[_Flight] = deque()  # sent, and not back
+        self._returned: deque[Backward] = deque()  # that wait for an inspection
+        self._suspect: tuple[_Flight, Backward] | None = None
+        self._is_inspecting = False
+        self._pulling: Weights | None = None
+        self._answers: dict[tuple[str, int | None], set[int]] = {}  # stages that have answered, until all have
+        self._keys: dict[int, str] = {}  # of waves, by the batch below which they end
+        self._names: dict[int, str] = {}  # keys of waves that are not stored yet
+        self._rest: Future[GradientDone] | None = None
+        self._last = (0, 0, 0)  # term, grant id and version of the batch that was complete last
+        self._completed_s = clock()
+        self._heard_s = [clock()] * len(stages.pids)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._lock = threading.Lock()
+        self._error: BaseException | None = None
+        self._is_closing = False
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="pipeline", daemon=True)
+        self._thread.start()
+
+    # --- GradientEngine, called from the worker's event loop ----------------------------------------------------------
+
+    def submit(self, grant: Grant, batches: Sequence[Batch], goes_on: GoesOn) -> Future[GradientDone | None]:
+        (batch,) = batches
+        future: Future[GradientDone | None] = Future()
+        samples = (
+            Samples(_for_link(batch.data.x), _for_link(batch.data.y))
+            if batch.num_samples
+            else Samples(_NO_VALUES, _NO_VALUES)
+        )
+        flight = _Flight(grant, batch, goes_on, future, samples)
+
+        def submit() -> None:
+            submitted = Submitted(
+                batch.number, grant.term, grant.min_version, batch.num_samples, flight
+            )  # fmt: skip
+            self._flights.setdefault(batch.number, deque()).append(flight)
+            weights = Weights(grant.term, grant.version, grant.key, grant.included)
+            self._do(self._core.submit(submitted, weights))
+
+        self._call(submit, future)
+        return future
+
+    def offer(self, weights: NewVersion) -> None:
+        offered = Weights(weights.term, weights.version, weights.key, weights.included)
+        self._call(lambda: self._do(self._core.offer(offered)))
+
+    def store_rest(self, until: int) -> Future[GradientDone]:
+        future: Future[GradientDone] = Future()
+
+        def close_wave() -> None:
+            wave, actions = self._core.close_wave()
+            if wave is None:
+                future.set_result(GradientDone("", self._last[2], ()))
+                return
+            self._rest = future
+            self._names[wave] = gradient_key(self._job, self._last[0], self._last[1]) + ":rest"
+            self._do(actions)
+
+        self._call(close_wave, future)
+        return future
+
+    def stop(self) -> None:
+        self._call(lambda: self._do(self._core.stop()))
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closing = True
+        self._wake_up()
+        self._thread.join(2.0)
+        self._stages.close()
+        self._task_log.close()
+
+    def _call(self, call: Callable[[], None], future: Future[Any] | None = None) -> None:
+        with self._lock:
+            error = self._error
+            if error is None:
+                self._calls.append(call)
+        if error is None:
+            self._wake_up()
+        elif future is not None:
+            future.set_exception(error)
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+
+    # --- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as exc:
+            with self._lock:
+                self._error = exc
+                self._calls.clear()
+            for flight in [flight for flights in self._flights.values() for flight in flights]:
+                if not flight.future.done():
+                    flight.future.set_exception(exc)
+            if self._rest is not None and not self._rest.done():
+                self._rest.set_exception(exc)
+            if not self._is_closing:
+                self.ended.set_exception(exc)
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._wake, selectors.EVENT_READ, None)
+            for number, link in enumerate((*self._stages.controls, self._stages.chain)):
+                selector.register(link, selectors.EVENT_READ, number)
+            now = self._clock()
+            while not self._is_closing:
+                ready = selector.select(TICK_S)
+                before, now = now, self._clock()
+                if now - before > _PAUSED_S:
+                    self._heard_s = [now] * len(self._heard_s)
+                for key, _ in ready:
+                    if key.data is None:
+                        with contextlib.suppress(BlockingIOError):
+                            os.eventfd_read(self._wake)
+                    else:
+                        self._receive(key.data)
+                while self._calls:
+                    with self._lock:
+                        call = self._calls.popleft()
+                    call()
+                self._inspect_if_due()
+                self._check_stages(self._clock())
+
+    def _receive(self, number: int) -> None:
+        is_chain = number == len(self._stages.controls)
+        link = self._stages.chain if is_chain else self._stages.controls[number]
+        try:
+            header, _ = link.receive()
+        except LinkClosedError as exc:
+            raise self._lost(0 if is_chain else number) from exc
+        message = decode(header)
+        if is_chain:
+            if not isinstance(message, Backward):
+                raise ValueError(f"expected Backward from the first stage, got {type(message).__name__}")
+            self._returned.append(message)
+            self._judge_returned()
+        else:
+            self._heard_s[number] = self._clock()
+            self._hear(message)
+
+    def _lost(self, number: int) -> StageLostError:
+        at, how = self._stages.first_end(number)
+        return StageLostError(f"stage {at + 1} (pid {self._stages.pids[at]}) {how}: its worker ends with it")
+
+    def _check_stages(self, now: float) -> None:
+        for number, heard_s in enumerate(self._heard_s):
+            if now - heard_s > self._stage_timeout_s:
+                raise StageLostError(
+                    f"stage {number + 1} (pid {self._stages.pids[number]}) has been silent for {now - heard_s:.0f} s "
+                    "(worker.pipeline.stage_timeout_s): its worker ends with it"
+                )
+
+    def _hear(self, message: AnyMessage) -> None:
+        match message:
+            case Pulled(stage=stage, version=version):
+                if self._all_have(stage, "pulled", version) and self._pulling is not None:
+                    self._do(self._core.pulled(self._pulling, is_there=True))
+            case Adopted(stage=stage, version=version):
+                if self._all_have(stage, "adopted", version):
+                    self._do(self._core.adopted(version))
+            case Stored(stage=stage, until=until):
+                if self._all_have(stage, "stored", until):
+                    self._stored(until)
+            case Leaving(stage=stage, within_s=within_s, cause=cause):
+                log.info("stage_leaves", stage=stage + 1, cause=cause, within_s=within_s)
+                self._departure.leave_within(within_s, cause)
+            case Failed(stage=stage, error=error, is_task=is_task):
+                raise (TaskError if is_task else StageLostError)(f"stage {stage + 1}: {error}")
+            case _:
+                pass
+
+    def _all_have(self, stage: int, what: str, which: int | None) -> bool:
+        """This stage has answered; whether all have."""
+        have = self._answers.setdefault((what, which), set())
+        have.add(stage)
+        if len(have) < len(self._stages.pids):
+            return False
+        del self._answers[what, which]
+        return True
+
+    # --- actions ------------------------------------------------------------------------------------------------------
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Pull(weights):
+                    self._pull(weights)
+                case Start(message, submitted):
+                    flight = submitted.token
+                    flight.started_s = self._clock()
+                    self._send(message, flight)
+                case SendDown(message):
+                    self._send_down(message, [])
+                case Done(submitted, version, wave):
+                    self._answer(submitted.token, version, wave)
+                case Void(submitted):
+                    self._resolve(submitted.token, GradientDone("", 0, ()))
+                case Missing(submitted):
+                    self._resolve(submitted.token, None)
+
+    def _send(self, message: Forward, flight: _Flight) -> None:
+        self._in_stages.append(flight)
+        self._send_down(message, [flight.samples.x, flight.samples.y])
+
+    def _send_down(self, message: Forward | Settle, arrays: Sequence[npt.NDArray[Any]]) -> None:
+        try:
+            self._stages.chain.send(encode(message), arrays)
+        except LinkClosedError as exc:
+            raise self._lost(0) from exc
+
+    def _pull(self, weights: Weights) -> None:
+        blob = self._blobs.get(weights.key)
+        values = None
+        if blob is not None:
+            numel = self._computer.weights.size
+            try:
+                values = decode_blob(blob, job=self._job, kind="w", version=weights.version, numel=numel)
+            except BlobError as exc:
+                log.warning("weights_refused", key=weights.key, reason=str(exc))
+        if values is None:
+            self._do(self._core.pulled(weights, is_there=False))
+            return
+        self._stages.shared.pulled[:] = values
+        self._pulling = weights
+        for number, link in enumerate(self._stages.controls):
+            try:
+                link.send(encode(PullMessage(version=weights.version)))
+            except LinkClosedError as exc:
+                raise self._lost(number) from exc
+
+    def _stored(self, until: int | None) -> None:
+        if until is None:
+            self._do(self._core.stored(None))
+            self._inspect()
+            return
+        key = self._names.pop(until)
+        begun_s = self._clock()
+        parts = self._compressor.compress(self._stages.shared.pushed, version=self._last[2], rows={})
+        self._blobs.put(key, parts, self._ttl_s)
+        fault_point("worker.after_blob")
+        store_s = self._clock() - begun_s
+        if self._rest is not None and key.endswith(":rest"):
+            self._rest.set_result(GradientDone(key, self._last[2], (), store_s=store_s))
+            self._rest = None
+        else:
+            self._keys[until] = key
+        self._do(self._core.pushed(until))
+
+    def _answer(self, flight: _Flight, version: int, wave: int | None) -> None:
+        computed = flight.computed
+        if computed is None:  # no usable sample was in it
+            batch = flight.batch
+            computed = ComputedBatch(0, dead=batch.dead, dead_samples=batch.dead_samples)
+        is_kept = (flight.batch.number + 1) % self._wave != 0
+        key = "" if wave is None else self._keys.pop(wave, "")
+        self._resolve(flight, GradientDone(key, max(version, 0), (computed,), is_kept=is_kept))
+
+    def _resolve(self, flight: _Flight, done: GradientDone | None) -> None:
+        flights = self._flights[flight.batch.number]
+        flights.remove(flight)
+        if not flights:
+            del self._flights[flight.batch.number]
+        flight.future.set_result(done)
+
+    # --- gradients that come back -------------------------------------------------------------------------------------
+
+    def _judge_returned(self) -> None:
+        while self._returned and self._suspect is None:
+            message = self._returned.popleft()
+            flight = self._in_stages.popleft()
+            self._task_log.add(message.tasks)
+            self._judge(flight, message)
+
+    def _judge(self, flight: _Flight, message: Backward) -> None:
+        batch = flight.batch
+        if not flight.goes_on(batch.number, flight.grant.grant_ids[0]) and not self._departure():
+            self._complete(flight, 0.0, 0, is_void=True)
+            return
+        n = message.num_samples
+        gradient = Gradient(
+            _NO_VALUES, message.loss_sum, dict(message.metric_sums), math.sqrt(message.squares),
+            math.sqrt(message.buffer_squares),
+        )  # fmt: skip
+        problem = message.problem or gradient.problem()
+        if flight.bad is None and (problem or self._guard.is_unusual(gradient, n)):
+            self._suspect = (flight, message)
+            self._core.hold()
+            return
+        if problem:
+            raise TaskError(f"batch {batch.number}: {problem}, and on the undivided model there is no such problem")
+        if flight.bad is None:
+            self._guard.learned(gradient, flight.samples)
+        self._accept(flight, gradient, n)
+
+    def _accept(self, flight: _Flight, gradient: Gradient, n: int) -> None:
+        scale = 1.0 if self._takes_sum else 1.0 / n
+        if (norm := scale * gradient.norm) > self._clip_norm:
+            scale *= self._clip_norm / norm
+        flight.computed = self._computed(flight, gradient.loss_sum, gradient.metric_sums, n)
+        self._complete(flight, scale, n)
+
+    def _computed(
+        self, flight: _Flight, loss_sum: float, metric_sums: dict[str, float], num_samples: int
+    ) -> ComputedBatch:
+        batch = flight.batch
+        usable = UsableSamples(num_samples, batch.dead, batch.dead_samples)
+        if flight.bad:
+            usable = self._dead_letters.refuse_samples(batch, flight.bad)
+        now = self._clock()
+        compute_s = now - max(flight.started_s, self._completed_s)  # batches overlap: what it has added
+        self._completed_s = now
+        return ComputedBatch(
+            usable.num_samples, loss_sum, metric_sums, usable.dead, usable.dead_samples, compute_s,
+            self._core.version_of(batch.number),
+        )  # fmt: skip
+
+    def _complete(self, flight: _Flight, scale: float, num_samples: int, *, is_void: bool = False) -> None:
+        number, grant = flight.batch.number, flight.grant
+        if not is_void:
+            self._last = (grant.term, grant.grant_ids[0], self._core.version_of(number))
+            if (number + 1) % self._wave == 0:
+                self._names[number + 1] = gradient_key(self._job, grant.term, grant.grant_ids[0])
+        self._do(self._core.completed(number, scale=scale, num_samples=num_samples, is_void=is_void))
+
+    # --- inspection ---------------------------------------------------------------------------------------------------
+
+    def _inspect_if_due(self) -> None:
+        """With no other batch in the stages, have them show the weights: the undivided model inspects the suspect."""
+        all_back = self._suspect is not None and len(self._in_stages) == len(self._returned)
+        if all_back and not self._is_inspecting and not self._core.is_storing:
+            self._is_inspecting = True
+            self._do(self._core.show())
+
+    def _inspect(self) -> None:
+        assert self._suspect is not None
+        flight, message = self._suspect
+        self._computer.load(self._stages.shared.pushed)
+        gradient, bad = self._guard.compute(*flight.samples, batch=flight.batch.number)
+        flight.bad = bad
+        self._suspect, self._is_inspecting = None, False
+        if gradient is None:
+            flight.computed = self._computed(flight, 0.0, {}, 0)
+            self._complete(flight, 0.0, 0)
+        elif bad or message.problem or not math.isfinite(message.squares):
+            left = [at for at in range(len(flight.samples.x)) if at not in bad]
+            flight.samples = flight.samples.of(left)
+            self._in_stages.appendleft(flight)
+            self._send_down(self._core.again(flight.batch.number, len(left)), [flight.samples.x, flight.samples.y])
+            return
+        else:
+            self._accept(flight, Gradient(
+                _NO_VALUES, message.loss_sum, dict(message.metric_sums), math.sqrt(message.squares)
+            ), message.num_samples)  # fmt: skip
+        self._do(self._core.go_on())
+        self._judge_returned()
+
+
+def _for_link(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """`array`, of a type that links carry."""
+    if array.dtype.name in _LINK_TYPES:
+        return array
+    return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)

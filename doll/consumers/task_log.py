@@ -1,0 +1,44 @@
+"""What the stages of a virtual worker did when, for a picture of the pipeline: a file of the run folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from doll.pipeline.messages import Task
+
+MAX_BATCHES: Final = 1_000
+
+
+class TaskLog:
+    """Writes the tasks of the first batches of a process, a line of JSON for each batch; a new process begins anew."""
+
+    def __init__(self, path: Path, max_batches: int = MAX_BATCHES) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("wb")
+        self._left = max_batches
+        self._encoder = msgspec.json.Encoder()
+
+    def add(self, tasks: Sequence[Task]) -> None:
+        """The tasks of one batch, at all stages."""
+        if self._left and not self._file.closed:
+            self._left -= 1
+            self._file.write(self._encoder.encode(tasks) + b"\n")
+            if not self._left:
+                self._file.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """The tasks that `TaskLog` has written, in order of batches; a last line that is cut is left out."""
+    decoder = msgspec.json.Decoder(list[Task])
+    tasks: list[Task] = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            tasks += decoder.decode(line)
+    return tasks

@@ -1,0 +1,164 @@
+"""What a model's layers take: the input of the partitioner. Pure, but for reading and writing the file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from doll.errors import ConfigError
+
+FORMAT: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProfile:
+    """One layer, for one minibatch on the device that was profiled.
+
+    Attributes:
+        activation_bytes: kept between the forward and the backward pass.
+        output_bytes: sent to the next layer; the gradient that comes back has the same size.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    activation_bytes: int
+    output_bytes: int
+    parameter_bytes: int
+
+    @property
+    def compute_s(self) -> float:
+        """Forward and backward."""
+        return self.forward_s + self.backward_s
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One machine or accelerator.
+
+    Attributes:
+        speed: times that of the device that was profiled.
+        node: devices of one node are connected faster.
+    """
+
+    name: str
+    speed: float = 1.0
+    memory_bytes: float = math.inf
+    node: str = ""
+    usd_per_h: float = 0.0
+    is_spot: bool = False
+
+    @property
+    def kind(self) -> tuple[str, float, float]:
+        """Devices of one kind and one node are interchangeable for a partition: layers take the same time on them."""
+        return (self.name, self.speed, self.memory_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """Between devices; infinite where transfers take no time."""
+
+    within_node_bytes_per_s: float = math.inf
+    between_nodes_bytes_per_s: float = math.inf
+    latency_s: float = 0.0
+
+    def bytes_per_s(self, a: Device, b: Device) -> float:
+        return self.within_node_bytes_per_s if a.node == b.node else self.between_nodes_bytes_per_s
+
+    def transfer_s(self, a: Device, b: Device, num_bytes: float) -> float:
+        """Time of a message of `num_bytes` from `a` to `b`."""
+        return self.latency_s + num_bytes / self.bytes_per_s(a, b)
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The layers of one model, first layer first.
+
+    Attributes:
+        batch_size: samples of the minibatch.
+        device: that was profiled.
+        input_bytes: of the minibatch.
+        times_by_device: (forward_s, backward_s) of each layer, by the name of a device on which they were measured.
+    """
+
+    model: str
+    batch_size: int
+    device: str
+    layers: tuple[LayerProfile, ...]
+    input_bytes: int = 0
+    times_by_device: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+
+    def times_on(self, device: Device) -> list[tuple[float, float]]:
+        """(forward_s, backward_s) of each layer on `device`: as measured there, else scaled by its speed."""
+        measured = self.times_by_device.get(device.name)
+        if measured is not None:
+            return list(measured)
+        return [(layer.forward_s / device.speed, layer.backward_s / device.speed) for layer in self.layers]
+
+    def to_json(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(_File(profile=self)), indent=1) + b"\n"
+
+    @classmethod
+    def from_json(cls, data: bytes, origin: str = "profile") -> Profile:
+        """
+        Raises:
+            ConfigError: not a profile, with the field that is wrong.
+        """
+        try:
+            file = msgspec.json.decode(data, type=_File)
+        except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"{origin}: expected a file of `doll profile`: {exc}") from exc
+        if file.format != FORMAT:
+            raise ConfigError(f"{origin}: expected format {FORMAT}, got {file.format}: profile the model again")
+        file.profile._check(origin)
+        return file.profile
+
+    @classmethod
+    def load(cls, path: Path) -> Profile:
+        """
+        Raises:
+            ConfigError: the file cannot be read, or is not a profile.
+        """
+        try:
+            data = path.read_bytes()
+        except OSError as exc:
+            raise ConfigError(f"{path}: expected a file of `doll profile`: {exc.strerror}") from exc
+        return cls.from_json(data, str(path))
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(self.to_json())
+
+    def _check(self, origin: str) -> None:
+        if not self.layers:
+            raise ConfigError(f"{origin}: expected a layer at least")
+        if self.batch_size < 1 or self.input_bytes < 0:
+            raise ConfigError(
+                f"{origin}: expected batch_size of 1 and input_bytes of 0 at least, got {self.batch_size} and "
+                f"{self.input_bytes}"
+            )
+        names = set[str]()
+        for number, layer in enumerate(self.layers, 1):
+            where = f"{origin}: layer {number} ({layer.name!r})"
+            if not layer.name or layer.name in names:
+                raise ConfigError(f"{where}: expected a name that no other layer has")
+            names.add(layer.name)
+            for key in ("forward_s", "backward_s", "activation_bytes", "output_bytes", "parameter_bytes"):
+                if not 0 <= (value := getattr(layer, key)) < math.inf:
+                    raise ConfigError(f"{where}: {key}: expected a number of 0 or more, got {value}")
+        for device, times in self.times_by_device.items():
+            if len(times) != len(self.layers) or not all(0 <= t < math.inf for pair in times for t in pair):
+                raise ConfigError(
+                    f"{origin}: times_by_device: {device!r}: expected {len(self.layers)} pairs of seconds, one for "
+                    "each layer"
+                )
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    profile: Profile
+    format: int = FORMAT

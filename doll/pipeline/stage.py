@@ -1,0 +1,269 @@
+"""One stage of a virtual worker: a part of the model, on one device, with the weights of the minibatches in flight.
+
+The stage's own weights are the last version that was adopted, with the worker's own steps. A minibatch gets a copy of
+them in its slot, so that its backward pass uses what its forward pass used. After it, the slot holds the gradient,
+until the coordinator has judged the minibatch and each stage steps on its part. All stages step in the same order, so
+a minibatch sees one version of the weights at all of them (vertical sync; the HetPipe paper, section 4).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from doll.config import TrainingConfig
+from doll.model import FlatModel
+from doll.optim.length import square_length
+from doll.optim.optimizer import Optimizer
+from doll.pipeline.device import Device
+from doll.pipeline.messages import Commit
+from doll.pipeline.ranges import Range, homes_of, ranges_of
+from doll.task import Task
+
+Array = npt.NDArray[Any]
+
+
+class Loss(NamedTuple):
+    """Of one minibatch, at the last stage: sums over its samples."""
+
+    loss_sum: float
+    metric_sums: Mapping[str, float]
+
+
+class Gradient(NamedTuple):
+    """What a stage knows of a minibatch's gradient.
+
+    Attributes:
+        of_input: of the activations that it received; None: these have none.
+        squares: sum of the squares of its numbers, of this stage.
+        buffer_squares: of the change of the float buffers, of this stage.
+    """
+
+    of_input: torch.Tensor | None
+    squares: float
+    buffer_squares: float
+
+
+class _Wave(NamedTuple):
+    until: int
+    steps: torch.Tensor
+
+
+class _InFlight:
+    """What autograd needs of one minibatch."""
+
+    __slots__ = ("input", "loss", "num_samples", "output")
+
+    def __init__(self, input_: torch.Tensor, output: torch.Tensor, num_samples: int) -> None:
+        self.input = input_
+        self.output = output
+        self.num_samples = num_samples
+
+
+class Stage:
+    """The layers of one stage. Not thread-safe, but for `pull`."""
+
+    def __init__(
+        self, task: Task, whole: FlatModel, layers: Sequence[torch.nn.Module], *, training: TrainingConfig, slots: int,
+        is_first: bool, is_last: bool, device: Device,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            whole: the undivided model; `layers` are a part of its module, and leave it.
+            slots: N_m, minibatches in flight.
+
+        Raises:
+            ConfigError: a parameter is not in the model's vector.
+        """
+        self._task = task
+        self._device = device
+        self._is_first, self._is_last = is_first, is_last
+        module = torch.nn.Sequential(*layers)
+        homes = homes_of(module, whole)
+        _leave(module)
+        module = module.to(device.name)
+        self._local = FlatModel(module, device=device.name, may_be_empty=True)
+        self.ranges: tuple[Range, ...] = ranges_of(self._local, whole, homes)
+        self._optimizer = Optimizer(self._local, training.optimizer)
+        self._replicas = [FlatModel(copy.deepcopy(module), device=device.name, may_be_empty=True) for _ in range(slots)]
+        gradients = self._local.grad  # one backward pass at a time
+        for replica in self._replicas:
+            replica.grad = gradients
+            for parameter, first in zip(_trainable(replica.module), _trainable(module), strict=True):
+                parameter.grad = first.grad
+        self._spare = torch.empty_like(self._local.flat)
+        self._in_flight: dict[int, _InFlight] = {}
+        self._buffer_squares: dict[int, float] = {}
+        self._wave: torch.Tensor | None = None  # steps of the wave under way
+        self._waves: deque[_Wave] = deque()  # whole ones that the weights in use need not hold
+        self._free: list[torch.Tensor] = []
+
+    @property
+    def device(self) -> Device:
+        return self._device
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """The stage's own weights: float32, shape (numel,), laid out as `doll.model` says for its layers."""
+        return self._local.flat.detach()
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def pull(self, shared: npt.NDArray[np.float32]) -> None:
+        """Copy this stage's part of `shared`, float32, shape (numel of the whole model,), beside what is in use. May be
+        called from another thread."""
+        for part in self.ranges:
+            source = torch.from_numpy(shared[part.there : part.there + part.length])
+            self._spare[part.here : part.here + part.length].copy_(source)
+
+    def adopt(self, included: int) -> None:
+        """Use what was pulled, with the own steps that it does not hold.
+
+        Args:
+            included: how many batches of this worker's stream it holds.
+        """
+        flat = self._local.flat.detach()
+        flat.copy_(self._spare)
+        while self._waves and self._waves[0].until <= included:
+            self._free.append(self._waves.popleft().steps)
+        n = self._local.num_parameters
+        for wave in self._waves:
+            flat[:n] += wave.steps[:n]
+        if self._wave is not None:
+            flat[:n] += self._wave[:n]
+
+    def commit(self, commit: Commit) -> None:
+        """Step on the gradient in the slot, or drop it; end the wave.
+
+        Raises:
+            DivergedError: a number of the weights or of the optimizer's state is not finite.
+        """
+        if commit.scale and commit.slot >= 0:
+            replica, n = self._replicas[commit.slot], self._local.num_parameters
+            weights, contribution = self._local.flat.detach(), replica.flat.detach()
+            before = self._local.grad
+            before.copy_(weights)
+            self._optimizer.apply([contribution], commit.scale, commit.num_samples)
+            floats = self._local.num_floats
+            torch.sub(weights[:n], before[:n], out=before[:n])
+            before[n:] = contribution[n:]
+            if self._wave is None:
+                self._wave = self._free.pop() if self._free else torch.empty_like(weights)
+                self._wave.copy_(before)
+            else:
+                self._wave[:floats] += before[:floats]
+                self._wave[floats:] = before[floats:]
+        if commit.ends_wave:
+            self._close_wave(commit.batch + 1)
+
+    def forget(self, batch: int) -> None:
+        """The steps of this batch and later ones are void. The weights are right again when a version is adopted."""
+        while self._waves and self._waves[-1].until > batch:
+            self._free.append(self._waves.pop().steps)
+        if self._wave is not None:
+            self._free.append(self._wave)
+            self._wave = None
+
+    def store(self, until: int, shared: npt.NDArray[np.float32]) -> None:
+        """Write the sum of the steps of the wave below `until` to its places in `shared`."""
+        if self._wave is not None and not any(wave.until == until for wave in self._waves):
+            self._close_wave(until)
+        steps = next((wave.steps for wave in self._waves if wave.until == until), None)
+        self._write(torch.zeros_like(self._local.flat) if steps is None else steps, shared)
+
+    def show(self, shared: npt.NDArray[np.float32]) -> None:
+        """Write the stage's own weights to their places in `shared`."""
+        self._write(self.weights, shared)
+
+    def _close_wave(self, until: int) -> None:
+        if self._wave is not None:
+            self._waves.append(_Wave(until, self._wave))
+            self._wave = None
+
+    def _write(self, values: torch.Tensor, shared: npt.NDArray[np.float32]) -> None:
+        for part in self.ranges:
+            target = torch.from_numpy(shared[part.there : part.there + part.length])
+            target.copy_(values[part.here : part.here + part.length])
+
+    # --- minibatches ------------------------------------------------------------------------------------------------
+
+    def forward(self, slot: int, x: Array) -> torch.Tensor:
+        """Output of this stage for `x`: samples of shape (n, ...) at the first stage, else activations."""
+        replica = self._replicas[slot]
+        replica.flat.detach().copy_(self.weights)
+        module = replica.module.train()
+        n = len(x)
+        if n == 1:
+            _use_running_stats(module)
+        received = self._device.put(x)
+        if self._is_first:
+            output = self._task.forward(module, received)
+        else:
+            if received.is_floating_point():
+                received.requires_grad_(True)
+            output = module(received)
+        replica.restore_buffers()
+        parameters, floats = self._local.num_parameters, self._local.num_floats
+        change = replica.flat.detach()[parameters:floats] - self.weights[parameters:floats]
+        self._buffer_squares[slot] = square_length(change) if len(change) else 0.0
+        self._in_flight[slot] = _InFlight(received, output, n)
+        return output.detach()
+
+    def loss(self, slot: int, y: Array) -> Loss:
+        """At the last stage: the loss, whose gradient `backward` then takes."""
+        item = self._in_flight[slot]
+        target = self._device.put(y)
+        output = item.output
+        loss = self._task.loss(output, target)
+        with torch.no_grad():
+            metrics = self._task.metrics(output.detach(), target)
+        n = item.num_samples
+        item.output = loss * n  # the task's loss is a mean; the sum costs no pass over the gradient
+        return Loss(float(loss.detach()) * n, {name: float(value) * n for name, value in metrics.items()})
+
+    def backward(self, slot: int, gradient: Array | None) -> Gradient:
+        """Backward pass; then the slot holds the gradient instead of the weights.
+
+        Args:
+            gradient: of the output; None at the last stage.
+        """
+        item = self._in_flight.pop(slot)
+        replica = self._replicas[slot]
+        gradients = replica.grad
+        gradients.zero_()
+        if item.output.requires_grad and (self._is_last or gradient is not None):
+            torch.autograd.backward(item.output, None if gradient is None else self._device.put(gradient))
+        flat, n, floats = replica.flat.detach(), self._local.num_parameters, self._local.num_floats
+        flat[:n] = gradients[:n]
+        flat[n:floats] *= item.num_samples
+        squares = square_length(flat[:n]) if n else 0.0
+        return Gradient(None if self._is_first else item.input.grad, squares, self._buffer_squares.pop(slot))
+
+    def drop(self, slot: int) -> None:
+        """There will be no backward pass."""
+        self._in_flight.pop(slot, None)
+        self._buffer_squares.pop(slot, None)
+
+
+def _leave(module: torch.nn.Module) -> None:
+    """Give the parameters and buffers of `module` memory of their own."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.grad = None
+        tensor.data = tensor.data.clone()
+
+
+def _trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _use_running_stats(module: torch.nn.Module) -> None:
+    """One sample has no variance: its normalisation uses the statistics so far."""
+    for part in module.modules():
+        if isinstance(part, torch.nn.modules.batchnorm._BatchNorm):
+            part.eval()
