@@ -48,7 +48,7 @@ def draw(
     for column, (title, timeline) in enumerate(timelines.items()):
         chart, below = axes[0][column], axes[1][column]
         _tasks(chart, timeline, begin_s, end_s)
-        chart.set_title(title, fontsize=10)
+        chart.set_title(title, fontsize=10, loc="left")
         _steps(below, shown[title], unit, end_s)
         below.set_xlabel("seconds", fontsize=9)
         below.set_xlim(begin_s, end_s)

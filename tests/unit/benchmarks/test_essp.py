@@ -1,16 +1,15 @@
-"""The scripts of ESSP, VAP and WSP: what is measured is the policies' doing, so that a wrong one fails a check."""
+"""The scripts of ESSP and VAP: what is measured is the policies' doing, so that a wrong one fails a check."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 import pytest
-from benchmarks.paper import essp_fig1, essp_fig2, vap_bound, wsp_waiting
+from benchmarks.paper import essp_fig1, essp_fig2, vap_bound
 from benchmarks.paper.harness import Check
 from doll.ps.policies.base import Policy, PolicyView
 from doll.ps.policies.essp import EsspPolicyConfig
 from doll.ps.policies.vap import Vap
-from doll.ps.policies.wsp import Wsp
 from doll.simulation.network import EsspAhead, NetworkedSystem, SspAhead
 
 
@@ -44,11 +43,6 @@ class TooOld(SspAhead):
 class ConstantBound(Vap):
     def bound(self, version: int) -> float:
         return self.value_bound
-
-
-class Ungated(Wsp):
-    def needed(self, batch: int, offset: int) -> int:
-        return 0
 
 
 @pytest.fixture(scope="module")
@@ -115,13 +109,6 @@ def test_a_wrong_bound_on_values_is_seen(mutant: type[Vap]) -> None:
     for adversary in (False, True):
         assert vap_bound.simulate(Vap, 2.0, adversary=adversary, seeds=range(1)).beyond == 0
     assert vap_bound.simulate(mutant, 2.0, adversary=True, seeds=range(1)).beyond > 0
-
-
-@pytest.mark.slow
-def test_without_a_gate_there_is_no_wait() -> None:
-    right = wsp_waiting.waiting(0, 2.0, range(1))
-    assert right == pytest.approx(0.5, abs=0.02)
-    assert wsp_waiting.waiting(0, 2.0, range(1), policy=Ungated(wsp_waiting.WAVE, 0)) == 0.0
 
 
 def test_the_policies_of_the_simulation_are_the_live_ones_but_for_the_grants_under_way() -> None:

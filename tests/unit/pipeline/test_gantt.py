@@ -41,7 +41,7 @@ def test_each_task_is_a_bar_and_both_charts_have_one_scale() -> None:
     first, second, kept, _ = figure.axes
     for axes, timeline in ((first, fast), (second, slow)):
         assert bars(axes) == [[(span.start_s, span.end_s) for span in timeline.of_stage(q)] for q in range(3)]
-    assert (first.get_title(), second.get_title()) == ("simulated", "measured")
+    assert tuple(axes.get_title(loc="left") for axes in (first, second)) == ("simulated", "measured")
     assert first.get_xlim() == second.get_xlim() == (0.0, slow.end_s)
     labels = [text.get_text() for text in first.texts if text.get_position()[1] == 0]
     assert labels == ["1", "2", "1", "3", "2", "4", "3", "5", "4", "6", "5", "6"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.paper.hetpipe_staleness import LastInFirstOut
 from doll.pipeline.schedule import Pipeline, StageTimes, choose_in_flight, saturation, simulate
 from doll.pipeline.timeline import Kind, Span, Timeline
-from wave_mutants import LastInFirstOut
 
 UNIT = [StageTimes(1.0, 1.0)] * 4
 STAGE_0 = "F1 F2 F3 F4 B1 F5 B2 F6 B3 F7 B4 F8 B5 F9 B6 F10 B7 F11 B8 F12"

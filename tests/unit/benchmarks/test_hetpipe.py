@@ -1,0 +1,48 @@
+"""HetPipe's scripts: a wrong schedule or policy fails a check."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from benchmarks.paper import hetpipe_fig1, hetpipe_staleness, hetpipe_waiting
+from benchmarks.paper.harness import Check
+from benchmarks.paper.hetpipe_staleness import LastInFirstOut, Missed, missed
+from doll.pipeline.schedule import StageTimes, simulate
+from doll.ps.policies.wsp import Wsp
+from wave_mutants import OneWaveLooser, Ungated
+
+
+def failed(checks: Sequence[Check]) -> list[str]:
+    return [check.what for check in checks if check.ok is False]
+
+
+def test_another_order_fails_figure_1() -> None:
+    unit = [StageTimes(1.0, 1.0)] * 4
+    right, wrong = (simulate(unit, 4, 16, forward_first=first) for first in (True, False))
+    gains = list(hetpipe_fig1.GAINS)
+    assert failed(hetpipe_fig1.checks_of(right, wrong, gains)) == []
+    assert len(failed(hetpipe_fig1.checks_of(wrong, right, gains))) == 2
+    assert failed(hetpipe_fig1.checks_of(right, wrong, [*gains[:5], 4.1])) == ["gain of N_m = 6, 200 minibatches"]
+    last_first = simulate(unit, 4, 16, pipeline=LastInFirstOut)
+    assert len(failed(hetpipe_fig1.checks_of(last_first, wrong, gains))) >= 3
+
+
+@pytest.fixture(scope="module")
+def sets() -> list[Missed]:
+    return [missed(seed) for seed in range(40)]
+
+
+@pytest.mark.parametrize("make", [OneWaveLooser, Ungated])
+def test_a_policy_that_admits_too_much_fails_the_bound(sets: list[Missed], make: type[Wsp]) -> None:
+    assert failed(hetpipe_staleness.checks_of(sets, [missed(4, pipeline=LastInFirstOut)])) == []
+    wrong = [missed(seed, make=lambda n, d: make(n, d, pipelined=True)) for seed in range(20)]
+    assert "sets that exceed it" in failed(hetpipe_staleness.checks_of([*sets, *wrong], sets[:1]))
+
+
+@pytest.mark.slow  # simulations
+def test_without_a_gate_there_is_no_wait() -> None:
+    right = hetpipe_waiting.waiting(0, 2.0, range(1))
+    assert right.share == pytest.approx(0.5, abs=0.02)
+    ungated = hetpipe_waiting.waiting(0, 2.0, range(1), policy=Ungated(hetpipe_waiting.WAVE, 0, pipelined=True))
+    assert (ungated.share, ungated.idle) == (0.0, None)
