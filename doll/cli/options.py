@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -78,13 +79,31 @@ ServiceOption = Annotated[
 ]  # fmt: skip
 AlphaOption = Annotated[
     float | None,
-    typer.Option("--alpha", help="Availability of spot: fraction of time that it runs.", show_default=False),
+    typer.Option("--alpha", help="Availability of a spot machine: fraction of time that it runs.", show_default=False),
+]
+MachinesOption = Annotated[
+    int | None,
+    typer.Option(
+        "--machines-per-worker", min=1, help="k: machines that a worker gets and loses together [default: 1].",
+        show_default=False,
+    ),
+]  # fmt: skip
+
+
+class AvailabilityOf(StrEnum):
+    machine = "machine"
+    worker = "worker"
+
+
+AvailabilityOfOption = Annotated[
+    AvailabilityOf | None,
+    typer.Option(help="What --alpha and --cycle describe [default: machine].", show_default=False),
 ]
 SpotPriceOption = Annotated[
-    float | None, typer.Option("--spot-price", help="USD per hour of a spot worker while it runs.", show_default=False)
+    float | None, typer.Option("--spot-price", help="USD per hour of a spot machine while it runs.", show_default=False)
 ]
 OnDemandPriceOption = Annotated[
-    float | None, typer.Option("--on-demand-price", help="USD per hour of an on-demand worker.", show_default=False)
+    float | None, typer.Option("--on-demand-price", help="USD per hour of an on-demand machine.", show_default=False)
 ]
 TraceOption = Annotated[
     Path | None,

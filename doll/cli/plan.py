@@ -31,6 +31,8 @@ def plan(
     on_demand_price: options.OnDemandPriceOption = None,
     alpha: options.AlphaOption = None,
     cycle: options.CycleOption = None,
+    machines_per_worker: options.MachinesOption = None,
+    availability_of: options.AvailabilityOfOption = None,
     boot: options.BootOption = None,
     risk: Annotated[
         float | None, typer.Option(help="Accepted probability of missing the deadline, at most 0.5.")
@@ -59,6 +61,8 @@ def plan(
         config.plan if config is not None else PlanConfig(), updates=updates, target_error=target_error,
         pilot=pilot.resolve() if pilot else None, deadline_s=deadline, budget_usd=budget, spot_usd_per_h=spot_price,
         on_demand_usd_per_h=on_demand_price, alpha=alpha, cycle_s=cycle, risk=risk, service_s=service, boot_s=boot,
+        machines_per_worker=machines_per_worker,
+        availability_of=None if availability_of is None else availability_of.value,
     )  # fmt: skip
     section, pilot_notes = with_pilot(config, section)
     request, notes = plan_request(config, section, stream_rates(config, workers, rate), group_size, batch_size)

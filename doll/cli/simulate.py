@@ -43,6 +43,8 @@ def simulate(
     spot: Annotated[int, typer.Option(min=0, help="Slots on spot, the slowest streams first.")] = 0,
     alpha: options.AlphaOption = None,
     cycle: options.CycleOption = None,
+    machines_per_worker: options.MachinesOption = None,
+    availability_of: options.AvailabilityOfOption = None,
     trace: options.TraceOption = None,
     pool: options.PoolOption = None,
     deadline: options.DeadlineOption = None,
@@ -87,6 +89,10 @@ def simulate(
     from doll.simulation.report import summarise, write_report
 
     config = optional_job(job, job_option, overrides)
+    if machines_per_worker is None:
+        machines_per_worker = 1 if config is None else config.machines_per_worker
+    if availability_of is None and config is not None:
+        availability_of = options.AvailabilityOf(config.plan.availability_of)
     settings = jobs.simulation_settings(
         config, stream_rates(config, workers, rate, default=(jobs.PAPER_RATE_PER_S, jobs.PAPER_WORKERS)),
         batch_size=batch_size, group_size=group_size, updates=updates, seconds=duration, arrival_scv=arrival_scv,
@@ -94,7 +100,7 @@ def simulate(
         random_phase=random_phase, replacement=replacement, arrivals_pause=arrivals_pause,
         spot_usd_per_hour=jobs.PAPER_SPOT_USD_PER_H if spot_price is None else spot_price,
         on_demand_usd_per_hour=jobs.PAPER_ON_DEMAND_USD_PER_H if on_demand_price is None else on_demand_price,
-        seed=seed,
+        machines_per_worker=machines_per_worker, seed=seed,
     )  # fmt: skip
     if spot > settings.num_workers:
         raise usage(f"--spot: expected 0 .. {settings.num_workers} (the workers), got {spot}")
@@ -102,7 +108,7 @@ def simulate(
         raise usage("--pool: expected --trace too")
     preemption, availability = jobs.preemptions(
         settings, jobs.PAPER_ALPHA if alpha is None else alpha, jobs.PAPER_CYCLE_S if cycle is None else cycle,
-        trace, pool,
+        trace, pool, one_by_one=availability_of is not options.AvailabilityOf.worker,
     )  # fmt: skip
     if deadline is None:
         system = jobs.fixed_mix(settings, spot, preemption, boot_s=boot or 0.0, measure=True)

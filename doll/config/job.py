@@ -128,5 +128,12 @@ class JobConfig(Section):
         """K: batches per update under the job's policy."""
         return self.training.policy.batches_per_update(self.data.workers)
 
+    @property
+    def machines_per_worker(self) -> int:
+        """k: machines that a worker gets and loses together."""
+        if self.plan.machines_per_worker is not None:
+            return self.plan.machines_per_worker
+        return 1 if self.worker.pipeline is None else self.worker.pipeline.stages
+
     def topic(self, kind: Literal["samples", "events", "commands", "updates", "metrics", "dead"]) -> str:
         return f"doll.{self.job}.{kind}"

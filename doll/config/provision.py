@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from doll.config.section import Section
+
+MAX_MACHINES_PER_WORKER = 64
 
 
 class PlanConfig(Section):
@@ -23,11 +25,21 @@ class PlanConfig(Section):
     pilot: Path | None = Field(default=None, description="run folder from which `doll plan` takes J and `service_s`")
     deadline_s: PositiveFloat | None = Field(default=None, description="seconds from the start of the job")
     budget_usd: PositiveFloat | None = Field(default=None, description="maximum cost of the workers")
-    spot_usd_per_h: float | None = Field(default=None, ge=0, description="price of a running worker on spot")
-    on_demand_usd_per_h: PositiveFloat | None = Field(default=None, description="price of a worker on on-demand")
-    alpha: float = Field(default=0.9, ge=0, le=1, description="fraction of time for which a spot worker is available")
+    machines_per_worker: Annotated[int, Field(ge=1, le=MAX_MACHINES_PER_WORKER)] | None = Field(
+        default=None,
+        description="machines of a worker, which it gets and loses together; default: `worker.pipeline.stages`, or 1",
+    )
+    spot_usd_per_h: float | None = Field(default=None, ge=0, description="price of a running machine on spot")
+    on_demand_usd_per_h: PositiveFloat | None = Field(default=None, description="price of a machine on on-demand")
+    alpha: float = Field(default=0.9, ge=0, le=1, description="fraction of time for which a spot machine is available")
     cycle_s: PositiveFloat = Field(
-        default=36000.0, description="mean length of an available and an unavailable period of a spot worker together"
+        default=36000.0, description="mean length of an available and an unavailable period of a spot machine together"
+    )
+    availability_of: Literal["machine", "worker"] = Field(
+        default="machine",
+        description="what `alpha` and `cycle_s` describe. machine: each machine, which comes and goes on its own (a "
+        "worker is up while all of its machines are); worker: all machines of a worker together, as measured, or where "
+        "they come and go together",
     )
     risk: float | None = Field(
         default=None,
@@ -35,7 +47,9 @@ class PlanConfig(Section):
         le=0.5,
         description="accepted probability of missing the deadline; default: plan with the mean",
     )
-    boot_s: float = Field(default=90.0, ge=0, description="time from a launch to a worker that is ready")
+    boot_s: float = Field(
+        default=90.0, ge=0, description="time from a launch to a worker that is ready, with the last of its machines"
+    )
     margin: float = Field(default=0.005, ge=0, lt=1, description="fraction of the deadline that is kept in reserve")
     service_s: PositiveFloat | None = Field(
         default=None,

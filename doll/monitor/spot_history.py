@@ -142,9 +142,15 @@ def report_section(
         "preemptions_killed": sum(machine.exit_code == -signal.SIGKILL for machine in preempted),
         "preemptions_without_notice": sum(machine.without_notice for machine in preempted),
         "instances": len(machines),
+        "machines_per_worker": max((machine.instance.machines for machine in machines), default=1),
         "predictions": {name: asdict(prediction) for name, prediction in predictions.items()},
         "moves_log": [asdict(move) for move in timeline.moves],
     }
+
+
+def _machines_each(report: Mapping[str, Any]) -> str:
+    count = report.get("machines_per_worker", 1)  # earlier releases had no such field
+    return f", {count} machines each" if count > 1 else ""
 
 
 def text_lines(report: Mapping[str, Any]) -> list[str]:
@@ -164,7 +170,7 @@ def text_lines(report: Mapping[str, Any]) -> list[str]:
         ),
         f"  {report['preemptions']} preemptions (predicted {report['preemptions_predicted']}), "
         f"{report['preemptions_without_notice']} without notice; {report['preemptions_killed']} ended by SIGKILL, the "
-        f"others left in time; {report['instances']} instances in total",
+        f"others left in time; {report['instances']} instances in total{_machines_each(report)}",
         f"  {report['moves']} moves between the markets (predicted {report['moves_predicted']})",
     ]
     moves = report["moves_log"]

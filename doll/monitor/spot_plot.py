@@ -64,7 +64,8 @@ def draw(
 
 def predicted_on_demand_s(result: SpotResult, market: SpotMarket) -> float:
     """Seconds that the job takes with all workers on-demand, from its cost."""
-    return result.all_on_demand_usd / (market.num_slots * market.on_demand_usd_per_h) * 3600
+    machines = market.num_slots * market.machines_per_slot
+    return result.all_on_demand_usd / (machines * market.on_demand_usd_per_h) * 3600
 
 
 def _slots(axes: Any, market: SpotMarket, machines: Sequence[Machine], opened_s: float, end_s: float) -> None:

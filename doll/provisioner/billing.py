@@ -7,8 +7,8 @@ any crash.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import msgspec
@@ -85,10 +85,10 @@ RULES: Mapping[str, BillingRule] = {rule.name: rule for rule in (EC2_LINUX, LOCA
 
 @dataclass(frozen=True)
 class BillLine:
-    """One instance on the bill.
+    """One instance on the bill, with all of its machines.
 
     Attributes:
-        billed_s: seconds that count.
+        billed_s: machine-seconds that count.
         usd: what it costs so far.
         usd_without_boots: of that, the time in which its worker was the slot's: from ready until fenced or ended.
         free: it was interrupted so soon that it costs nothing.
@@ -106,6 +106,7 @@ class BillLine:
     usd: float
     usd_without_boots: float
     free: bool = False
+    machines: int = 1
 
     def to_dict(self) -> dict[str, Any]:
         plain: dict[str, Any] = msgspec.to_builtins(self)
@@ -120,7 +121,7 @@ class Bill:
         usd: all of it.
         usd_by_market: USD by market.
         usd_without_boots: as `BillLine`; the paper's cost (16), (22) counts no boots and no overlap.
-        hours_by_market: billed instance-hours by market.
+        hours_by_market: billed machine-hours by market.
         instances: how many there were, the free ones included.
         free: how many cost nothing.
         lines: one per instance, where they are kept.
@@ -189,7 +190,7 @@ def bill_lines(
     """What each instance has cost until `now_s`, or until it ended.
 
     Args:
-        price_of: `PriceFeed.series`.
+        price_of: `PriceFeed.series`, of one machine.
         ready_s: when its worker became the slot's, by id; without it nothing is in `usd_without_boots`.
         fenced_s: when the next one took over, by id.
 
@@ -197,21 +198,24 @@ def bill_lines(
         ServiceUnavailableError: as the price feed does.
     """
     ready_s, fenced_s = ready_s or {}, fenced_s or {}
-    pools: dict[tuple[str, Market], list[Instance]] = {}
+    by_instance: dict[str, list[BillLine]] = {}
+    pools: dict[tuple[str, Market], list[tuple[Instance, Instance]]] = {}
     for instance in instances:
-        pools.setdefault((instance.pool, instance.market), []).append(instance)
-    lines = []
+        by_instance[instance.id] = []
+        for machine in instance.members or (instance,):
+            pools.setdefault((machine.pool, machine.market), []).append((instance, machine))
     for (pool, market), members in pools.items():
-        start_s = np.array([instance.launched_s for instance in members])
-        end_s = np.maximum(start_s, [now_s if instance.ended_s is None else instance.ended_s for instance in members])
+        start_s = np.array([machine.launched_s for _, machine in members])
+        end_s = np.maximum(start_s, [now_s if machine.ended_s is None else machine.ended_s for _, machine in members])
         # A moment's mean is its price.
         until_s = np.maximum(end_s, start_s + 1e-3)
         series = price_of(pool, market, float(start_s.min()), float(until_s.max()))
         usd_per_s = (_integral(series, until_s) - _integral(series, start_s)) / (until_s - start_s) / SECONDS_PER_HOUR
-        for index, instance in enumerate(members):
-            lines.append(
+        for index, (instance, machine) in enumerate(members):
+            by_instance[instance.id].append(
                 _line(
                     instance,
+                    machine,
                     rule,
                     float(end_s[index]),
                     float(usd_per_s[index]),
@@ -219,7 +223,21 @@ def bill_lines(
                     fenced_s.get(instance.id),
                 )
             )
-    return lines
+    return [_together(lines) for lines in by_instance.values()]
+
+
+def _together(lines: Sequence[BillLine]) -> BillLine:
+    """One line for the machines of an instance."""
+    if len(lines) == 1:
+        return lines[0]
+    return replace(
+        lines[0],
+        billed_s=math.fsum(line.billed_s for line in lines),
+        usd=math.fsum(line.usd for line in lines),
+        usd_without_boots=math.fsum(line.usd_without_boots for line in lines),
+        free=all(line.free for line in lines),
+        machines=sum(line.machines for line in lines),
+    )
 
 
 def _integral(series: Series, at_s: Floats) -> Floats:
@@ -232,14 +250,22 @@ def _integral(series: Series, at_s: Floats) -> Floats:
 
 
 def _line(
-    instance: Instance, rule: BillingRule, end_s: float, usd_per_s: float, ready_s: float | None, fenced_s: float | None
+    instance: Instance,
+    machine: Instance,
+    rule: BillingRule,
+    end_s: float,
+    usd_per_s: float,
+    ready_s: float | None,
+    fenced_s: float | None,
 ) -> BillLine:
-    free = rule.is_free(instance)
-    billed_s = 0.0 if free else rule.billed_s(end_s - instance.launched_s)
+    """What a machine of the instance costs; `machine` is the instance where all of them have the same times."""
+    count = machine.machines
+    free = rule.is_free(machine)
+    billed_s = 0.0 if free else rule.billed_s(end_s - machine.launched_s)
     served_s = 0.0
     if ready_s is not None:
         until_s = end_s if fenced_s is None else min(end_s, fenced_s)
-        served_s = min(billed_s, max(0.0, until_s - max(instance.launched_s, ready_s)))
+        served_s = min(billed_s, max(0.0, until_s - max(machine.launched_s, ready_s)))
     return BillLine(
         id=instance.id,
         slot=instance.slot,
@@ -249,10 +275,11 @@ def _line(
         launched_s=instance.launched_s,
         ended_s=instance.ended_s,
         end_reason=instance.end_reason.value,
-        billed_s=billed_s,
-        usd=usd_per_s * billed_s,
-        usd_without_boots=usd_per_s * served_s,
+        billed_s=billed_s * count,
+        usd=usd_per_s * billed_s * count,
+        usd_without_boots=usd_per_s * served_s * count,
         free=free,
+        machines=count,
     )
 
 

@@ -101,7 +101,7 @@ class Controller:
             keeps_losses=settings.scale_in is not None,
         )
         self.positions: dict[str, int] = {}
-        self._launch_state = LaunchState(count, settings.limits)
+        self._launch_state = LaunchState(count, settings.limits, settings.machines_per_worker)
         self._plan = MarketPlan(settings, self._billing, self._probe, dry_run=self._dry_run)
         self._tracker = InstanceTracker(count)
         self._account = BillingAccount(
@@ -130,13 +130,9 @@ class Controller:
         """Another deadline, budget, work, K or behaviour while the job runs. Priors (rates, availability) are ignored.
 
         Raises:
-            ValueError: another number of slots, or another b: neither changes within a job.
+            ValueError: another number of slots, another b, or other machines per worker: none changes within a job.
         """
-        if settings.num_slots != self.settings.num_slots:
-            raise ValueError(f"expected {self.settings.num_slots} slots as before, got {settings.num_slots}")
-        before, after = self.settings.planner.batch_size, settings.planner.batch_size
-        if after != before:
-            raise ValueError(f"expected batches of {before} samples as before, got {after}: b stays within a job")
+        self.settings.check_change(settings)
         self.settings = settings
         self._plan.retarget(settings)
         self._launch_state.limits, self.observed.heartbeat_timeout_s = settings.limits, settings.heartbeat_timeout_s
@@ -221,8 +217,9 @@ class Controller:
             return None
 
     def _current_prices(self, now_s: float, alarms: list[str]) -> Prices | None:
+        """Of a worker with all of its machines."""
         try:
-            self._last_prices = self._prices.current(now_s)
+            self._last_prices = self._prices.current(now_s).times(self.settings.machines_per_worker)
         except ServiceUnavailableError as exc:
             alarms.append(f"no current prices, the last known are used: {exc}")
         return self._last_prices
@@ -429,6 +426,7 @@ class Controller:
             "all_on_demand_usd": on_demand_usd,
             "cycle_s": observed.spot.cycle_s,
             "prices": prices,
+            "machines_per_worker": self.settings.machines_per_worker,
             "rates_per_s": rates_per_s,
             "usd_per_error_point": usd_per_error_point(bill.usd, errors[0], errors[-1]) if errors else math.nan,
             "moves": self._plan.moves,

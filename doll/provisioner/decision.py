@@ -63,6 +63,8 @@ class Decision:
         updates_done, target_updates: the same in updates; `target_updates` is None where the policy does not fix the
             batches of an update.
         rates_per_s: λ_n as estimated, shape (N,).
+        prices: of a worker with all of its machines.
+        machines_per_worker: k.
         finished: nothing runs and nothing is left to do.
     """
 
@@ -97,6 +99,7 @@ class Decision:
     alarms: tuple[str, ...]
     dry_run: bool
     finished: bool
+    machines_per_worker: int = 1
 
     @property
     def elapsed_s(self) -> float:
@@ -158,6 +161,9 @@ class Decision:
             "instances_spot": sum(instance.market == "spot" for instance in alive),
             "instances_on_demand": sum(instance.market == "on_demand" for instance in alive),
             "instances_ready": len(self.ready),
+            "machines_per_worker": self.machines_per_worker,
+            "machines_spot": sum(instance.machines for instance in alive if instance.market == "spot"),
+            "machines_on_demand": sum(instance.machines for instance in alive if instance.market == "on_demand"),
             "released_slots": len(self.released),
             "perf_per_usd": self.perf_per_usd,
             "desired_slots_spot": self.markets.count("spot"),

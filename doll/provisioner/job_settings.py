@@ -9,7 +9,7 @@ import numpy as np
 from doll.config import JobConfig, ProcessesFleetConfig
 from doll.errors import ConfigError
 from doll.provisioner.launch_state import LaunchLimits
-from doll.provisioner.planning.plan_request import apply_speed_up, updates_to_target
+from doll.provisioner.planning.plan_request import apply_speed_up, of_workers, updates_to_target
 from doll.provisioner.planning.release_guard import ErrorTarget
 from doll.provisioner.planning.scale_in import TunerSettings
 from doll.provisioner.planning.state import PlannerSettings
@@ -27,7 +27,8 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
         ConfigError: the work or the rates are not known, or a number is out of its range.
     """
     notes: list[str] = []
-    plan, own = apply_speed_up(config, config.plan, notes), config.provision
+    plan, machines = of_workers(config, apply_speed_up(config, config.plan, notes), notes)
+    own = config.provision
     rates = config.rates_per_s()
     if not all(math.isfinite(rate) for rate in rates):
         raise ConfigError(
@@ -60,7 +61,7 @@ def controller_settings(config: JobConfig) -> tuple[ControllerSettings, list[str
         planner=planner, rates_per_s=np.asarray(rates), samples_per_record=config.data.samples_per_record,
         prior_alpha=plan.alpha, limits=limits,
         heartbeat_timeout_s=own.heartbeat_timeout_s, target_error=plan.target_error if own.re_estimate else None,
-        measure=plan.measure, scale_in=_scale_in(config),
+        measure=plan.measure, scale_in=_scale_in(config), machines_per_worker=machines,
     )  # fmt: skip
     return settings, notes
 

@@ -87,8 +87,9 @@ class LaunchState:
         stopped: why nothing is launched until a person has acted; "": launches go on.
     """
 
-    def __init__(self, num_slots: int, limits: LaunchLimits) -> None:
+    def __init__(self, num_slots: int, limits: LaunchLimits, machines_per_worker: int = 1) -> None:
         self.limits = limits
+        self._machines = machines_per_worker
         self._slots = [_SlotAttempts() for _ in range(num_slots)]
         self.pending: dict[int, tuple[Order, float]] = {}
         self._avoided_pools: dict[Market, dict[str, float]] = {"spot": {}, "on_demand": {}}  # until
@@ -253,10 +254,11 @@ class LaunchState:
                 return order
         attempts = self._slots[slot]
         if attempts.failed:
-            return Order(
-                slot, attempts.incarnation, market, attempts.attempt, self.avoided_pools(market, now_s), self.run
-            )
-        return Order(slot, attempts.incarnation + 1, market, 0, self.avoided_pools(market, now_s), self.run)
+            incarnation, attempt = attempts.incarnation, attempts.attempt
+        else:
+            incarnation, attempt = attempts.incarnation + 1, 0
+        avoid = self.avoided_pools(market, now_s)
+        return Order(slot, incarnation, market, attempt, avoid, self.run, self._machines)
 
     def launches_left(self, now_s: float) -> tuple[int, int, int]:
         """Launches that this minute still allows, and of them spot launches and fallbacks.

@@ -46,11 +46,18 @@ def open_machines(config: JobConfig, run_folder: Path) -> AbstractContextManager
         run_folder: where a fleet may keep files, e.g. a cache of prices.
 
     Raises:
-        ConfigError: the fleet cannot be used as the job file describes it, or has no opener.
+        ConfigError: the fleet cannot be used as the job file describes it, has no opener, or launches machines one by
+            one where a worker has several.
     """
     opener = OPENERS.get(config.fleet.kind)
     if opener is None:
         raise ConfigError(f"fleet.kind: expected {' or '.join(OPENERS)}, got {config.fleet.kind}")
+    if (machines := config.machines_per_worker) > 1:
+        raise ConfigError(
+            f"plan.machines_per_worker: expected 1 with fleet.kind: {config.fleet.kind}, got {machines}: this fleet "
+            "launches machines one by one, and cannot keep those of a worker together; fleet.kind: processes can. "
+            "Where all stages of a worker run on one machine of this fleet, set plan.machines_per_worker: 1"
+        )
     return opener(config, run_folder)
 
 

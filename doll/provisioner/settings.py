@@ -25,6 +25,8 @@ class ControllerSettings:
         target_error, measure: the work is re-estimated from the job's own held-out errors; None: it stays as planned.
         started_s: when the job's clock began, Unix seconds; None: at the first turn.
         scale_in: when workers are removed; None: never.
+        machines_per_worker: k: an instance of a slot is so many machines, all of them or none. Prices of the feed are
+            those of one machine.
     """
 
     planner: PlannerSettings
@@ -37,7 +39,23 @@ class ControllerSettings:
     measure: str = "error_rate"
     started_s: float | None = None
     scale_in: ScaleInSettings | None = None
+    machines_per_worker: int = 1
 
     @property
     def num_slots(self) -> int:
         return len(self.rates_per_s)
+
+    def check_change(self, new: ControllerSettings) -> None:
+        """Whether a running job can go on with these settings.
+
+        Raises:
+            ValueError: another number of slots, another b, or other machines per worker: none changes within a job.
+        """
+        if new.num_slots != self.num_slots:
+            raise ValueError(f"expected {self.num_slots} slots as before, got {new.num_slots}")
+        before, after = self.planner.batch_size, new.planner.batch_size
+        if after != before:
+            raise ValueError(f"expected batches of {before} samples as before, got {after}: b stays within a job")
+        before, after = self.machines_per_worker, new.machines_per_worker
+        if after != before:
+            raise ValueError(f"expected {before} machines per worker as before, got {after}: k stays within a job")

@@ -83,6 +83,8 @@ def _text(decision: Mapping[str, Any]) -> str:
     # In updates too where the policy fixes the batches of an update.
     target_updates = decision.get("target_updates")
     updates = "" if target_updates is None else f" (updates {number('updates_done', 'g')} of {target_updates:g})"
+    count = int(decision.get("machines_per_worker") or 1)
+    per_worker = f" per worker of {count} machines" if count > 1 else ""
     lines = [
         f"{'dry run, ' if decision.get('dry_run') else ''}phase {decision['phase']}; binding constraint: "
         f"{decision['binding']}" + ("" if decision["feasible"] else "; the deadline cannot be met"),
@@ -92,8 +94,8 @@ def _text(decision: Mapping[str, Any]) -> str:
         f"on-demand), expected {number('expected_cost_usd')}; all on-demand until now {number('all_on_demand_usd')}",
         f"           {number('usd_per_1000_updates')} USD per 1000 updates, {number('usd_per_error_point')} USD per "
         "point of error",
-        f"  prices   {number('spot_usd_per_h')} spot, {number('on_demand_usd_per_h')} on-demand USD/h; availability "
-        f"{number('availability', '.3f')}; {number('moves_total', '.0f')} moves, "
+        f"  prices   {number('spot_usd_per_h')} spot, {number('on_demand_usd_per_h')} on-demand USD/h{per_worker}; "
+        f"availability {number('availability', '.3f')}; {number('moves_total', '.0f')} moves, "
         f"{number('interruptions_total', '.0f')} interruptions",
     ]
     if scores := decision.get("placement_scores"):

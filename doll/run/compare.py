@@ -180,4 +180,4 @@ def _notes(config: JobConfig) -> list[str]:
 def _usd_per_h(config: JobConfig) -> float:
     """Price of all workers; NaN where the job has none."""
     price = config.plan.on_demand_usd_per_h
-    return float("nan") if price is None else config.data.workers * price
+    return float("nan") if price is None else config.data.workers * config.machines_per_worker * price

@@ -109,6 +109,7 @@ class SpotRun:
         return {
             "name": market.name, "seed": self.seed, "alpha": market.alpha, "speed_up": market.speed_up,
             "notice_s": market.notice_s, "no_notice_share": self.fleet.no_notice_share, "boot_s": self.planner.boot_s,
+            "machines_per_worker": market.machines_per_slot,
         }  # fmt: skip
 
 

@@ -129,9 +129,11 @@ class SpotWorkerPool(NoHook):
         )
         num_spot = sum(instance.market == "spot" for instance in decision.alive)
         elapsed_s = decision.elapsed_s if machines.clock.runs else 0.0
+        count = decision.machines_per_worker
         costs = (
             f"{elapsed_s:.0f} of {self._spot_run.planner.deadline_s:g} s, {num_spot} spot + "
-            f"{len(decision.alive) - num_spot} on-demand, {decision.bill.usd:.3f} USD, {machines.preemptions} "
+            f"{len(decision.alive) - num_spot} on-demand{f' x {count} machines' if count > 1 else ''}, "
+            f"{decision.bill.usd:.3f} USD, {machines.preemptions} "
             f"preemptions, {len(machines.timeline.moves)} moves"
         )
         return dataclasses.replace(snapshot, workers=workers, costs=costs)
@@ -180,7 +182,7 @@ class SpotWorkerPool(NoHook):
 
     def _result(self, machines: SpotMachines) -> SpotResult:
         assert machines.decision is not None
-        planner = self._spot_run.planner
+        planner, market = self._spot_run.planner, self._spot_run.market
         end_s = self._finished_s if self._finished_s is not None else machines.clock()
         return SpotResult(
             finish_s=end_s - (machines.opened_s or end_s),
@@ -189,6 +191,8 @@ class SpotWorkerPool(NoHook):
             cost_usd=machines.usd_until(end_s),
             cost_until_terminated_usd=machines.decision.bill.usd,
             all_on_demand_usd=all_on_demand_usd(
-                planner.samples, self._spot_run.settings.rates_per_s, self._spot_run.market.on_demand_usd_per_h
+                planner.samples,
+                self._spot_run.settings.rates_per_s,
+                market.on_demand_usd_per_h * market.machines_per_slot,
             ),
         )

@@ -28,7 +28,7 @@ def simulate_policy(
         rates_per_s=rates_per_s, batch_size=config.data.batch_size, policy=config.training.policy,
         arrival_scv=1.0 if config.arrivals.process == "poisson" else 0.0,
         compute_s=service_s or config.plan.service_s or PAPER_SERVICE_S, seconds=seconds,
-        on_demand_usd_per_hour=price or 0.0, seed=config.seed,
+        on_demand_usd_per_hour=price or 0.0, machines_per_worker=config.machines_per_worker, seed=config.seed,
     )  # fmt: skip
     system = System(settings, measure=True)
     system.run()

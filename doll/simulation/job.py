@@ -13,12 +13,14 @@ from doll.config.policy import PolicyConfig
 from doll.errors import ConfigError
 from doll.provisioner.planning.state import PlannerSettings
 from doll.provisioner.traces.availability import Markov, Preemption, Recorded
+from doll.provisioner.traces.gangs import WholeWorkers, pool_of_workers
 from doll.provisioner.traces.recordings import pool_of
 from doll.ps.policies.doll import DollPolicyConfig
 from doll.simulation.provisioning import PlannerProvisioner
 from doll.simulation.report import group_size
 from doll.simulation.settings import SimulationSettings
 from doll.simulation.system import System
+from doll.theory.preemption import gang_availability
 
 PAPER_RATE_PER_S: Final = 125.0
 PAPER_WORKERS: Final = 64
@@ -71,17 +73,26 @@ def simulation_settings(
 
 
 def preemptions(
-    settings: SimulationSettings, alpha: float, cycle_s: float, trace: Path | None, pool: str | None
-) -> tuple[Preemption, float]:
+    settings: SimulationSettings, alpha: float, cycle_s: float, trace: Path | None, pool: str | None,
+    *, one_by_one: bool = True,
+) -> tuple[Preemption, float]:  # fmt: skip
     """When spot is available to each slot, and its availability: a Markov chain, or a recorded pool.
+
+    Args:
+        alpha, cycle_s: of a machine.
+        one_by_one: the machines of a worker come and go independently; False: together.
 
     Raises:
         ConfigError: a number out of its range, or the trace or the pool does not exist.
     """
+    machines = settings.machines_per_worker
     if trace is None:
         # Its own random stream: arrivals do not depend on preemptions.
-        return Markov(alpha, cycle_s, np.random.default_rng((settings.seed, 1))), alpha
-    recorded = pool_of(trace, pool, "--pool")
+        chain = Markov(alpha, cycle_s, np.random.default_rng((settings.seed, 1)))
+        if machines == 1 or not one_by_one:
+            return chain, alpha
+        return WholeWorkers(chain, machines), gang_availability(machines, alpha, cycle_s).alpha
+    recorded = pool_of_workers(pool_of(trace, pool, "--pool"), machines, settings.num_workers)
     return Recorded.of(recorded, settings.num_workers), recorded.alpha
 
 

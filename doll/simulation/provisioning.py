@@ -11,7 +11,6 @@ from doll.provisioner.planning.planner import plan, start
 from doll.provisioner.planning.slot_history import SlotHistory
 from doll.provisioner.planning.state import PlannerSettings
 from doll.simulation.system import System
-from doll.theory.cost import Prices
 
 
 class PlannerProvisioner:
@@ -42,7 +41,7 @@ class PlannerProvisioner:
             on_spot=on_spot,
             up=system.up,
             alpha=self._availability.alpha(),
-            prices=Prices(settings.spot_usd_per_hour, settings.on_demand_usd_per_hour),
+            prices=settings.worker_prices,
             spent_usd=system.usd,
         )
         decided = start(state, self.settings) if first else plan(state, self.settings)

@@ -43,6 +43,7 @@ class Summary:
         rate_measured: updates over the run's seconds, from the first update on.
         queue_growth: queue at the end over the queue in the middle; far above 1: it grows without bound.
         margin_sufficient, margin_necessary: Proposition 1 for the gradient time set; above 1 is stable in that form.
+        machines_per_worker: k; the machines of a worker are up, and lost, together.
         staleness_mean, staleness_p99, blocked_share: as in `doll.monitor.policy_summary`; NaN where not measured.
     """
 
@@ -69,6 +70,7 @@ class Summary:
     staleness_mean: float = math.nan
     staleness_p99: float = math.nan
     blocked_share: float = math.nan
+    machines_per_worker: int = 1
 
     @property
     def cost_ratio(self) -> float:
@@ -82,8 +84,10 @@ class Summary:
     def text(self, deadline_s: float | None = None, target_updates: int | None = None) -> str:
         """The summary for people; with a deadline, whether the target was reached by then."""
         ratio = self.rate_measured / self.rate_at_observed_uptime
+        count = self.machines_per_worker
+        machines = f" x {count} machines" if count > 1 else ""
         lines = [
-            f"{self.updates} updates in {self.seconds:.1f} simulated s; {self.workers} workers, "
+            f"{self.updates} updates in {self.seconds:.1f} simulated s; {self.workers} workers{machines}, "
             f"{self.mean_up:.2f} up on average, {self.preemptions} preemptions",
             f"update rate: {self.rate_measured:.5g} /s; formula {self.rate_formula:.5g} /s; at the simulated up-time "
             f"{self.rate_at_observed_uptime:.5g} /s (measured {100 * (ratio - 1):+.2f} %)",
@@ -159,11 +163,12 @@ def summarise(system: System, alpha: float) -> Summary:
         requeued_batches=system.engine.counters["requeued"],
         moves=system.moves,
         usd=system.usd,
-        all_on_demand_usd=updates / on_demand_rate * n * settings.on_demand_usd_per_hour / 3600.0,
+        all_on_demand_usd=updates / on_demand_rate * n * settings.worker_prices.on_demand_usd_per_h / 3600.0,
         seed=settings.seed,
         staleness_mean=math.nan if measured is None else measured.staleness_mean,
         staleness_p99=math.nan if measured is None else measured.staleness_p99,
         blocked_share=math.nan if measured is None else measured.blocked_share,
+        machines_per_worker=settings.machines_per_worker,
     )
 
 

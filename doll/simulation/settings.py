@@ -8,6 +8,7 @@ from typing import Literal
 
 from doll.config.policy import PolicyConfig, default_policy
 from doll.errors import ConfigError
+from doll.theory.cost import Prices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,8 @@ class SimulationSettings:
             Algorithm 4 as printed: the group waits until the worker is back.
         arrivals_pause: samples stop arriving at a worker that is down (the paper's model). False: they
             pile up in the log and a returned worker announces all of them.
+        spot_usd_per_hour, on_demand_usd_per_hour: price of a machine.
+        machines_per_worker: k: machines that a worker gets, loses and pays together.
         sample_every_s: spacing of the rows of the time series; None: one row per update.
     """
 
@@ -45,6 +48,7 @@ class SimulationSettings:
     arrivals_pause: bool = True
     spot_usd_per_hour: float = 0.158
     on_demand_usd_per_hour: float = 0.286
+    machines_per_worker: int = 1
     checkpoint_every_updates: int = 100
     seed: int = 0
 
@@ -56,8 +60,15 @@ class SimulationSettings:
                 f"expected batch_size >= 1, compute_s >= 0 and arrival_scv >= 0, got {self.batch_size}, "
                 f"{self.compute_s} and {self.arrival_scv}"
             )
+        if self.machines_per_worker < 1:
+            raise ConfigError(f"expected machines_per_worker >= 1, got {self.machines_per_worker}")
         if self.updates is None and self.seconds is None:
             raise ConfigError("expected an end: a number of updates, or of seconds")
+
+    @property
+    def worker_prices(self) -> Prices:
+        """Of a worker with all of its machines."""
+        return Prices(self.spot_usd_per_hour, self.on_demand_usd_per_hour).times(self.machines_per_worker)
 
     @property
     def num_workers(self) -> int:

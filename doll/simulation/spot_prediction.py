@@ -91,11 +91,12 @@ def reference_policies() -> list[MarketPolicy]:
 def _window(market: SpotMarket, length_s: float, tick_s: float) -> Windows:
     """The market as a backtest sees it: one job, a row per tick."""
     times_s = np.arange(int(np.ceil(length_s / tick_s - 1e-9))) * tick_s
-    price = np.array([market.spot_usd_per_h(float(at_s)) for at_s in times_s])
+    # A slot is paid with all of its machines.
+    price = np.array([market.spot_usd_per_h(float(at_s)) * market.machines_per_slot for at_s in times_s])
     return Windows(
         up=np.array([[[market.is_up(slot, float(at_s)) for slot in range(market.num_slots)] for at_s in times_s]]),
         price=price[None],
-        on_demand=np.array([market.on_demand_usd_per_h]),
+        on_demand=np.array([market.on_demand_usd_per_h * market.machines_per_slot]),
         pool_alpha=np.array([market.alpha]),
         pool_price=np.array([price.mean()]),
         pools=(market.name,),

@@ -84,7 +84,7 @@ class System:
         spot_available: slots for which a preemptible machine is available, used or not.
         moves: changes of market after the start.
         measures: staleness and blocked time, where they are measured.
-        preemptions: machines taken away from slots that used them.
+        preemptions: slots that lost the machines that they used; those of a worker go together.
     """
 
     def __init__(
@@ -388,7 +388,7 @@ class System:
             self._num_on_demand * settings.on_demand_usd_per_hour
             + self._num_spot_available * settings.spot_usd_per_hour
         )
-        return usd_per_hour / 3600.0
+        return usd_per_hour * settings.machines_per_worker / 3600.0
 
     def _accrue(self) -> None:
         """Add the cost and the up-time since the last change; call it before a change."""

@@ -17,6 +17,8 @@ import numpy.typing as npt
 
 from doll.theory import checks
 
+_NEVER = 1e-200  # a share of the time below this is none
+
 
 def expected_workers_up(num_workers: int, num_spot: int, alpha: float) -> float:
     """E[N] = N_o + α N_s. Source: the DOLL paper, Proposition 2.
@@ -102,6 +104,65 @@ def expected_updates(times_s: npt.ArrayLike, workers_up: npt.ArrayLike, rates_pe
     checks.positive(group_size=group_size, batch_size=batch_size)
     product = np.asarray(workers_up, dtype=np.float64) * np.asarray(rates_per_s, dtype=np.float64)
     return float(np.sum(np.diff(times) * product)) / (group_size * batch_size)
+
+
+class Availability(NamedTuple):
+    """Long-run share of the time for which something is up, and the mean length of an up and a down period together."""
+
+    alpha: float
+    cycle_s: float
+
+
+def gang_availability(machines: int, alpha: float, cycle_s: float) -> Availability:
+    """Availability of k machines that are used all together or not at all: α^k, and cycle / (k α^(k-1)).
+
+    Assumes that the machines come and go independently, each a chain of its own. A period with all k up ends k times as
+    often as that of one machine, after α cycle / k on average; these periods are a share α^k of the time. Machines that
+    fail together are lost more rarely: those of one pool that always come and go together have the α and the cycle of
+    one machine.
+
+    Args:
+        machines: k, 1 or more.
+        alpha, cycle_s: of one machine.
+
+    >>> [round(value, 3) for value in gang_availability(3, 0.9, 1000.0)]
+    [0.729, 411.523]
+    >>> gang_availability(1, 0.9, 1000.0)
+    Availability(alpha=0.9, cycle_s=1000.0)
+    """
+    checks.positive(machines=machines, cycle_s=cycle_s)
+    checks.fraction(alpha=alpha)
+    all_up = alpha**machines
+    if machines == 1 or all_up < _NEVER:
+        return Availability(alpha if machines == 1 else 0.0, cycle_s)
+    return Availability(all_up, alpha * cycle_s / (machines * all_up))
+
+
+def gang_uptime_variance_s2(time_s: float, machines: int, alpha: float, cycle_s: float) -> float:
+    """Variance of the seconds within `time_s` in which all of k independent machines are up, exactly.
+
+    The covariance of "all up" over a lag τ is (α² + p e^(-gτ))^k - α^(2k), by the binomial theorem a sum of
+    exponentials, with p = α (1 - α) and g = 1 / (p cycle); each term is integrated as in `uptime_variance_s2`. With
+    the numbers of `gang_availability` that function is of a two-state chain with the same means; at α = 0.9 it is lower
+    by 5 % for k = 3, and by 13 % for k = 8.
+
+    Args:
+        alpha, cycle_s: of one machine.
+
+    >>> round(gang_uptime_variance_s2(6720, 1, 0.9, 1000.0)), round(gang_uptime_variance_s2(6720, 3, 0.9, 1000.0))
+    (107406, 223524)
+    """
+    checks.positive(machines=machines)
+    checks.non_negative(time_s=time_s)
+    p = alpha * (1 - alpha)
+    if p == 0:
+        return 0.0
+    return sum(
+        # A term p^j e^(-jgτ): v(t) of a chain with the same p and j times the decay rate, scaled to its weight.
+        math.comb(machines, j) * alpha ** (2 * (machines - j)) * p ** (j - 1)
+        * uptime_variance_s2(time_s, alpha, cycle_s / j)
+        for j in range(1, machines + 1)
+    )  # fmt: skip
 
 
 class StepProbabilities(NamedTuple):

@@ -201,7 +201,7 @@ class FakeFleet:
             id_ = f"i-{len(self._machines):017x}"
             self._machines[id_] = Instance(
                 id=id_, slot=order.slot, incarnation=order.incarnation, market=order.market, pool=pool,
-                state=InstanceState.PENDING, launched_s=self._clock(),
+                state=InstanceState.PENDING, launched_s=self._clock(), machines=order.machines,
             )  # fmt: skip
             return id_
         raise LaunchError(

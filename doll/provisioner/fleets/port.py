@@ -47,6 +47,7 @@ class Order:
         avoid: names of pools without capacity.
         run: distinguishes the orders of one run of a job from those of others, also of an earlier run: an owner
             may remember orders for longer than anybody remembers incarnations.
+        machines: of the worker: the instance consists of so many, and is launched with all of them or not at all.
     """
 
     slot: int
@@ -55,11 +56,12 @@ class Order:
     attempt: int = 0
     avoid: frozenset[str] = frozenset()
     run: str = ""
+    machines: int = 1
 
 
 @dataclass(frozen=True)
 class Instance:
-    """A machine that embodies a slot, as the fleet sees it.
+    """What embodies a slot, as the fleet sees it: a machine, or all machines of a worker that has several.
 
     Attributes:
         id: the fleet's own name for it.
@@ -68,6 +70,8 @@ class Instance:
         ended_s: when it ended; None while it has not.
         notice_s: when it will be taken, by the notice that it has; None without a notice.
         job: whose worker it was launched for; "" where the fleet does not say.
+        machines: how many machines it is. Each is billed from its launch to its end.
+        members: these machines, where each has its own times; empty where all have those of the instance.
     """
 
     id: str
@@ -81,6 +85,8 @@ class Instance:
     end_reason: EndReason = EndReason.NONE
     notice_s: float | None = None
     job: str = ""
+    machines: int = 1
+    members: tuple[Instance, ...] = ()
 
     @property
     def is_alive(self) -> bool:

@@ -5,6 +5,9 @@ machine; at the end of an up interval the process gets SIGTERM (it drains), and 
 without notice only SIGKILL. Processes are not restarted: the provisioner launches new ones. They belong to the fork
 server, and die with it also where its parent is killed.
 
+A worker of several machines is one process, which starts those of its stages and ends with any of them. It stands for
+all of these machines: it is billed as so many, and the market takes it when it takes one of them.
+
 What was launched is kept in a small file, so that a controller that crashes and makes a new fleet of the same fork
 server finds its instances again. Time passes for the machines when `poll` or any call of the port is made.
 """
@@ -204,6 +207,7 @@ class ProcessFleet:
             state=InstanceState.PENDING,
             launched_s=now_s,
             job=self._job,
+            machines=order.machines,
         )
         return Machine(instance, bought_s=bought_s)
 
@@ -303,6 +307,7 @@ class ProcessFleet:
 def _machine(kept: dict[str, Any]) -> Machine:
     plain = dict(kept)
     fields = dict(plain.pop("instance"))
+    fields["members"] = ()  # its machines are one process
     fields["state"], fields["end_reason"] = InstanceState(fields["state"]), EndReason(fields["end_reason"])
     return Machine(Instance(**fields), **plain)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,9 @@ from doll.theory.queueing import Stability, smallest_stable_batch, stability, up
 class PlanRequest:
     """What is asked, with the names and defaults of the job file's `plan:` section.
 
+    Attributes:
+        prices, alpha, cycle_s: of a worker with all of its machines, see `plan_request.of_workers`.
+
     Raises:
         ValueError: a number out of its range.
     """
@@ -46,6 +49,7 @@ class PlanRequest:
     boot_s: float = 90.0
     margin: float = 0.005
     service_s: float | None = None
+    machines_per_worker: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates_per_s", checks.rates(self.rates_per_s))
@@ -139,6 +143,8 @@ class Assessment:
             "problem": str(self.problem) if self.problem else None,
             "nearest": self.problem.nearest if self.problem else {},
             "workers": request.num_workers,
+            "machines_per_worker": request.machines_per_worker,
+            "worker_prices": asdict(request.prices),
             "updates": request.updates,
             "deadline_s": request.deadline_s,
             "budget_usd": request.budget_usd,

@@ -29,6 +29,7 @@ def report_text(assessment: Assessment, notes: Sequence[str]) -> str:
     lines += [
         f"  spot {assessment.num_spot} of {count} workers, on-demand {count - assessment.num_spot}",
         *_slots_by_market(assessment),
+        *_machines(assessment),
         f"  cost    {static.expected_cost_usd:.4f} +- {static.cost_sd_usd:.4f} USD, {assessment.savings:+.1%} saved of "
         f"{assessment.all_on_demand_usd:.4f} USD on-demand",
         f"  finish  {_time(static.expected_finish_s)} +- {_time(static.finish_sd_s)}"
@@ -55,6 +56,19 @@ def report_text(assessment: Assessment, notes: Sequence[str]) -> str:
         )
     lines += [f"- {line}" for line in (*assessment.advice, *notes)]
     return "\n".join(lines)
+
+
+def _machines(assessment: Assessment) -> list[str]:
+    """What a worker consists of and what it costs, where that is more than one machine."""
+    request, prices = assessment.request, assessment.request.prices
+    workers, count = request.num_workers, request.machines_per_worker
+    if count == 1:
+        return []
+    return [
+        f"  {workers} workers x {count} machines = {workers * count} machines; a worker has all of its own or none",
+        f"  prices  {prices.spot_usd_per_h:g} spot, {prices.on_demand_usd_per_h:g} on-demand USD/h per worker; "
+        f"{prices.spot_usd_per_h / count:g} and {prices.on_demand_usd_per_h / count:g} per machine",
+    ]
 
 
 def _slots_by_market(assessment: Assessment) -> list[str]:

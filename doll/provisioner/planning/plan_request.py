@@ -13,6 +13,7 @@ from doll.config import JobConfig, PlanConfig, ProcessesFleetConfig
 from doll.errors import ConfigError
 from doll.provisioner.planning.assessment import PlanRequest
 from doll.theory.cost import Prices
+from doll.theory.preemption import gang_availability
 
 HOW_TO_MEASURE: Final = (
     "J, the number of updates to the error target, is not known. Measure it with a pilot run:\n"
@@ -43,6 +44,7 @@ def plan_request(
     """
     notes: list[str] = []
     section = apply_speed_up(config, section, notes)
+    section, machines = of_workers(config, section, notes)
     size = group_size or (config.group_size if config else None)
     batch = batch_size or (config.data.batch_size if config else None)
     spot, on_demand = section.spot_usd_per_h, section.on_demand_usd_per_h
@@ -79,6 +81,7 @@ def plan_request(
             boot_s=section.boot_s,
             margin=section.margin,
             service_s=section.service_s,
+            machines_per_worker=machines,
         )
     except ValueError as error:
         raise ConfigError(f"plan: {error}") from error
@@ -128,6 +131,43 @@ def apply_speed_up(config: JobConfig | None, section: PlanConfig, notes: list[st
         )
     }
     return section.model_copy(update={**prices, "cycle_s": section.cycle_s / speed})
+
+
+def of_workers(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> tuple[PlanConfig, int]:
+    """The section with prices and availability of a worker in place of those of a machine, and machines per worker.
+
+    A worker with k machines is paid, and is up, only with all of them: its prices are k times those of a machine, and
+    its availability is that of k independent machines (`doll.theory.preemption.gang_availability`), unless the section
+    states that of a worker. Call it once.
+
+    Args:
+        notes: gets a line where something has changed.
+    """
+    machines = section.machines_per_worker
+    if machines is None:
+        machines = 1 if config is None else config.model_copy(update={"plan": section}).machines_per_worker
+    if machines == 1:
+        return section, 1
+    prices = {
+        name: None if price is None else price * machines
+        for name, price in (
+            ("spot_usd_per_h", section.spot_usd_per_h),
+            ("on_demand_usd_per_h", section.on_demand_usd_per_h),
+        )
+    }
+    if section.availability_of == "worker":
+        notes.append(
+            f"plan.availability_of is worker: alpha {section.alpha:g} and cycle {section.cycle_s:g} s are those of a "
+            f"worker with all of its {machines} machines"
+        )
+        return section.model_copy(update=prices), machines
+    alpha, cycle_s = gang_availability(machines, section.alpha, section.cycle_s)
+    notes.append(
+        f"a worker is up while all of its {machines} machines are: availability {section.alpha:g}^{machines} = "
+        f"{alpha:.4g}, cycle {cycle_s:.4g} s instead of {section.cycle_s:.4g} s, for machines that come and go "
+        "independently (plan.availability_of: worker states that of a worker)"
+    )
+    return section.model_copy(update={**prices, "alpha": alpha, "cycle_s": cycle_s}), machines
 
 
 def updates_to_target(config: JobConfig | None, section: PlanConfig, notes: list[str]) -> float:

@@ -10,7 +10,7 @@ from doll.theory.cost import Prices
 
 
 class PriceFeed(Protocol):
-    """Prices of one instance's worth of worker. All times are Unix seconds."""
+    """Prices of one machine, also where a worker has several. All times are Unix seconds."""
 
     def current(self, now_s: float) -> Prices:
         """Cheapest usable spot pool and cheapest on-demand one, USD per hour.

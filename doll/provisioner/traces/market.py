@@ -22,9 +22,11 @@ import numpy as np
 from doll.errors import ConfigError
 from doll.provisioner.planning.state import Bools
 from doll.provisioner.traces.availability import Markov
+from doll.provisioner.traces.gangs import all_up
 from doll.provisioner.traces.model import Floats, Pool, Series, constant
 from doll.provisioner.traces.windows import slots_up
 from doll.theory.cost import Prices
+from doll.theory.preemption import gang_availability
 
 _MARKOV = "chain"
 
@@ -52,13 +54,14 @@ class AvailabilityInterval:
 
 
 class SpotMarket:
-    """N slots, each with its own intervals, in one market with one price.
+    """N slots, each with its own intervals, in one market with one price of a machine.
 
     Attributes:
         name: of the pool, or of the chain.
         speed_up: market seconds per wall second.
         notice_s: wall seconds between the end of an up interval and that of its machine.
-        alpha: share of the time for which a slot's machine is there, as far as the source says.
+        machines_per_slot: k: a slot's machines are there together or not at all; the notice of one is that of all.
+        alpha: share of the time for which a slot's machines are there, as far as the source says.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class SpotMarket:
         no_notice_share: float = 0.0,
         seed: int = 0,
         offset_s: float = 0.0,
+        machines_per_slot: int = 1,
     ) -> None:
         """
         Args:
@@ -83,6 +87,7 @@ class SpotMarket:
             notice_s: wall seconds between notice and end; a worker cannot leave the faster for a faster market.
             no_notice_share: share of the up intervals that end without notice.
             offset_s: where in `prices` the market opens, market seconds after its first time.
+            machines_per_slot: k; `spans` are those in which all k machines of a slot are there.
 
         Raises:
             ConfigError: a number out of its range.
@@ -93,7 +98,7 @@ class SpotMarket:
                 f"{speed_up}, {notice_s} and {no_notice_share}"
             )
         self.name, self.alpha, self.speed_up = name, alpha, speed_up
-        self.notice_s = notice_s
+        self.notice_s, self.machines_per_slot = notice_s, machines_per_slot
         self._spans = list(spans)
         self._intervals: list[list[AvailabilityInterval]] = [[] for _ in spans]
         self._starts: list[list[float]] = [[] for _ in spans]
@@ -104,30 +109,41 @@ class SpotMarket:
     @classmethod
     def chain(
         cls, num_slots: int, prices: Prices, *, alpha: float, cycle_s: float, speed_up: float = 1.0,
-        notice_s: float = 2.0, no_notice_share: float = 0.0, seed: int = 0,
+        notice_s: float = 2.0, no_notice_share: float = 0.0, seed: int = 0, machines_per_slot: int = 1,
+        one_by_one: bool = True,
     ) -> Self:  # fmt: skip
-        """The paper's model: each slot up a share `alpha` of the time, up and down once in `cycle_s` market seconds.
+        """The paper's model: each machine up a share `alpha` of the time, up and down once in `cycle_s` market seconds.
+
+        Args:
+            one_by_one: each machine comes and goes on its own; False: those of a slot together.
 
         Raises:
             ConfigError: a number out of its range.
         """
-        # A generator for each slot: what one meets does not depend on when the others are asked for.
-        spans = [Markov(alpha, cycle_s, np.random.default_rng((seed, 1, n))).spans(n) for n in range(num_slots)]
+        # A generator for each machine: what one meets does not depend on when the others are asked for.
+        count = machines_per_slot if one_by_one else 1
+        machines = [
+            Markov(alpha, cycle_s, np.random.default_rng((seed, 1, number))).spans(number)
+            for number in range(num_slots * count)
+        ]
+        spans = [all_up(machines[n * count : (n + 1) * count]) for n in range(num_slots)]
         return cls(
-            spans, constant(prices.spot_usd_per_h, 0.0, 1.0), prices.on_demand_usd_per_h, name=_MARKOV, alpha=alpha,
-            speed_up=speed_up, notice_s=notice_s, no_notice_share=no_notice_share, seed=seed,
+            spans, constant(prices.spot_usd_per_h, 0.0, 1.0), prices.on_demand_usd_per_h, name=_MARKOV,
+            alpha=gang_availability(count, alpha, cycle_s).alpha, speed_up=speed_up, notice_s=notice_s,
+            no_notice_share=no_notice_share, seed=seed, machines_per_slot=machines_per_slot,
         )  # fmt: skip
 
     @classmethod
     def replay(
         cls, pool: Pool, num_slots: int, *, length_s: float, speed_up: float = 1.0, notice_s: float = 2.0,
-        no_notice_share: float = 0.0, seed: int = 0,
+        no_notice_share: float = 0.0, seed: int = 0, machines_per_slot: int = 1,
     ) -> Self:  # fmt: skip
         """A recorded pool from a random time on, its end followed by its beginning.
 
         The share of its machines that are up is the share of slots that are, drawn as in a backtest.
 
         Args:
+            pool: counted in slots where a slot has several machines (`pool_of_workers`).
             length_s: wall seconds that shall fit between the opening and the recording's end, where it is long enough.
 
         Raises:
@@ -147,7 +163,7 @@ class SpotMarket:
             [_repeat(up[:, n], seconds) for n in range(num_slots)],
             Series(times_s, pool.price.at(times_s)), pool.on_demand_usd_per_hour, name=pool.name, alpha=pool.alpha,
             speed_up=speed_up, notice_s=notice_s, no_notice_share=no_notice_share, seed=seed,
-            offset_s=start_s - pool.start_s,
+            offset_s=start_s - pool.start_s, machines_per_slot=machines_per_slot,
         )  # fmt: skip
 
     @property
@@ -190,7 +206,7 @@ class SpotMarket:
             taken_s += self.notice_s
         return AvailabilityInterval(number, up, start_s, end_s, taken_s)
 
-    # --- prices, USD per wall hour
+    # --- prices, USD per wall hour and machine
 
     @property
     def on_demand_usd_per_h(self) -> float:

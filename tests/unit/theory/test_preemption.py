@@ -86,3 +86,37 @@ def test_jensen_factor_against_simulation() -> None:
 def test_a_step_longer_than_a_spell_is_refused() -> None:
     with pytest.raises(ValueError, match="step_s"):
         preemption.step_probabilities(200.0, 0.9, 1000.0)
+
+
+def test_a_gang_is_up_while_all_of_its_machines_are() -> None:
+    """Against simulated chains: share of the time, up periods within it, and the variance of the up-time."""
+    rng, machines, alpha, cycle_s, step_s, time_s = np.random.default_rng(3), 3, 0.9, 1000.0, 4.0, 6720.0
+    down, up = preemption.step_probabilities(step_s, alpha, cycle_s)
+    state = rng.random((8000, machines)) < alpha
+    up_s, ends = np.zeros(8000), 0
+    for _ in range(int(time_s / step_s)):
+        whole = state.all(axis=1)
+        up_s += whole * step_s
+        draw = rng.random(state.shape)
+        state = np.where(state, draw >= down, draw < up)
+        ends += int(np.count_nonzero(whole & ~state.all(axis=1)))
+    gang = preemption.gang_availability(machines, alpha, cycle_s)
+    assert up_s.mean() / time_s == pytest.approx(gang.alpha, rel=0.01)
+    assert 8000 * time_s / ends == pytest.approx(gang.cycle_s, rel=0.01)
+    # The mean up period is a third of a machine's: it is interrupted three times as often.
+    assert up_s.sum() / ends == pytest.approx(alpha * cycle_s / machines, rel=0.01)
+    exact = preemption.gang_uptime_variance_s2(time_s, machines, alpha, cycle_s)
+    assert up_s.var() == pytest.approx(exact, rel=0.05)
+    assert preemption.uptime_variance_s2(time_s, *gang) == pytest.approx(exact, rel=0.06)
+    # What one would get with the cycle of a machine is far off.
+    assert preemption.uptime_variance_s2(time_s, gang.alpha, cycle_s) > 1.8 * exact
+
+
+def test_gangs_at_the_ends() -> None:
+    assert preemption.gang_availability(1, 0.0, 10.0) == (0.0, 10.0)
+    assert preemption.gang_availability(5, 0.0, 10.0) == (0.0, 10.0)
+    assert preemption.gang_availability(64, 1e-9, 10.0) == (0.0, 10.0)
+    assert preemption.gang_availability(5, 1.0, 10.0).alpha == 1.0
+    assert preemption.gang_uptime_variance_s2(50.0, 5, 1.0, 10.0) == 0.0
+    with pytest.raises(ValueError, match="machines"):
+        preemption.gang_availability(0, 0.5, 10.0)
