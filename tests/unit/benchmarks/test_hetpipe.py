@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from benchmarks.paper import hetpipe_fig1, hetpipe_staleness, hetpipe_waiting
+from benchmarks.paper import hetpipe_fig1, hetpipe_models, hetpipe_staleness, hetpipe_waiting
 from benchmarks.paper.harness import Check
 from benchmarks.paper.hetpipe_staleness import LastInFirstOut, Missed, missed
 from doll.pipeline.schedule import StageTimes, simulate
@@ -46,3 +46,30 @@ def test_without_a_gate_there_is_no_wait() -> None:
     assert right.share == pytest.approx(0.5, abs=0.02)
     ungated = hetpipe_waiting.waiting(0, 2.0, range(1), policy=Ungated(hetpipe_waiting.WAVE, 0, pipelined=True))
     assert (ungated.share, ungated.idle) == (0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "parameters", "gflop", "mib"),
+    [("VGG-19", 19, 143_667_240, 39.3, 548), ("ResNet-152", 52, 60_192_808, 22.6, 230)],
+)
+def test_the_models_are_those_of_the_papers(model: str, layers: int, parameters: int, gflop: float, mib: int) -> None:
+    """Parameters as published; 19.6 and 11.3 thousand million multiplications; bytes as HetPipe says."""
+    profile = hetpipe_models.MODELS[model]()
+    assert len(profile.layers) == layers
+    size = sum(layer.parameter_bytes for layer in profile.layers)
+    assert size == 4 * parameters
+    assert round(size / 2**20) == mib
+    assert hetpipe_models.flop(profile) / 1e9 == pytest.approx(gflop, abs=0.05)
+    assert profile.input_bytes == 4 * 32 * 3 * 224 * 224
+    assert profile.layers[-1].output_bytes == 4 * 32 * 1000
+
+
+def test_only_resnet_is_too_large_for_the_smallest_gpu() -> None:
+    def one_gpu_bytes(model: str) -> float:
+        layers = hetpipe_models.MODELS[model]().layers
+        parameters = sum(layer.parameter_bytes for layer in layers)
+        return parameters * (2 + hetpipe_models.OPTIMIZER_MULTIPLIER) + sum(layer.activation_bytes for layer in layers)
+
+    memory = {kind: gpu.memory_bytes for kind, gpu in hetpipe_models.GPUS.items()}
+    assert one_gpu_bytes("VGG-19") < memory["G"]
+    assert memory["G"] < one_gpu_bytes("ResNet-152") < memory["Q"]
