@@ -113,10 +113,12 @@ class SocketLink:
                 if self._segments is not None and (place := self._segments.store(sent)):
                     head, sent = frames.at_place(head, place), []
                 self._write([memoryview(head), *(frames.bytes_of(array) for array in sent)])
-            except OSError as exc:
-                raise self._closed(exc.strerror or str(exc)) from exc
-            except BaseException:  # the message is cut: nothing may follow it
-                self._end()
+            except BaseException as exc:
+                self._end()  # the message is cut: nothing may follow it
+                if isinstance(exc, BlockingIOError):
+                    raise self._closed("it has taken nothing for as long as a sender waits") from exc
+                if isinstance(exc, OSError):
+                    raise self._closed(exc.strerror or str(exc)) from exc
                 raise
 
     def receive(self) -> tuple[bytes, list[Array]]:

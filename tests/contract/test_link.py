@@ -23,30 +23,32 @@ BIG = 12_500_000  # numbers of 4 bytes: far more than the buffers of any socket
 HUGE = np.zeros(2 * BIG, np.float32)  # more than the largest segment
 
 
-def tcp_pair(max_message_bytes: int = 1 << 30) -> tuple[Link, Link]:
+Pair = tuple[SocketLink, SocketLink]
+
+
+def tcp_pair(max_message_bytes: int = 1 << 30) -> Pair:
     with socket.create_server(("127.0.0.1", 0)) as server:
         one = socket.create_connection(server.getsockname())
         other, _ = server.accept()
     return SocketLink(one, max_message_bytes), SocketLink(other, max_message_bytes)
 
 
-def small_shared_pair(max_message_bytes: int = 1 << 30) -> tuple[Link, Link]:
+def small_shared_pair(max_message_bytes: int = 1 << 30) -> Pair:
     """Everything that fits goes into segments, which are few and too small for the big messages."""
     return shared_pair(3, 1 << 20, max_message_bytes, min_bytes=0)
 
 
-def large_shared_pair(max_message_bytes: int = 1 << 30) -> tuple[Link, Link]:
+def large_shared_pair(max_message_bytes: int = 1 << 30) -> Pair:
     """One big message fits, and those after it do not."""
     return shared_pair(1, 5 * BIG, max_message_bytes)
 
 
-PAIRS: dict[str, Callable[..., tuple[Link, Link]]] = {
+PAIRS: dict[str, Callable[..., Pair]] = {
     "unix": socket_pair,
     "tcp": tcp_pair,
     "small segments": small_shared_pair,
     "large segments": large_shared_pair,
 }
-Pair = tuple[Link, Link]
 
 
 @pytest.fixture(params=PAIRS)
@@ -302,6 +304,17 @@ def test_a_signal_that_raises_nothing_cuts_nothing(pool: ThreadPoolExecutor, pai
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert_same(receiver.result(WAIT_TIMEOUT_S)[1], [sent])
+
+
+def test_a_sender_that_may_not_wait_ends_the_link(pair: Pair) -> None:
+    for end in pair:
+        end.limit_sending(0.05)
+    with pytest.raises(LinkClosedError, match="it has taken nothing for as long as a sender waits"):
+        pair[0].send(b"", [HUGE])
+    with pytest.raises(LinkClosedError):
+        pair[0].send(b"next")
+    with pytest.raises(LinkClosedError, match="in the middle of a message"):
+        pair[1].receive()
 
 
 # --- processes that die
