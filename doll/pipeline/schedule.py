@@ -220,6 +220,29 @@ def simulate(
     return Timeline(len(line.stages), in_flight, tuple(line.spans))
 
 
+def simulate_as_measured(measured: Timeline, *, admitted_s: Callable[[int], float] | None = None) -> Timeline:
+    """The schedule that follows from the durations of measured tasks: what a measured order is compared with.
+
+    Args:
+        measured: all tasks of minibatches 1, 2, ....
+        admitted_s: when a minibatch was admitted; default: from the beginning.
+
+    Raises:
+        ValueError: a task is missing.
+    """
+    durations = {(span.stage, span.kind, span.minibatch): span.end_s - span.start_s for span in measured.spans}
+
+    def seconds(stage: int, kind: Kind, minibatch: int) -> float:
+        duration = durations.get((stage, kind, minibatch))
+        if duration is None:
+            raise ValueError(f"expected all tasks of minibatch {minibatch}, got no {kind} of stage {stage}")
+        return duration / 2.0 if kind == "FB" else duration
+
+    minibatches = len(measured.completions_s)
+    stages = [StageTimes(1.0, 1.0)] * measured.num_stages
+    return simulate(stages, measured.in_flight, minibatches, jitter=seconds, admitted_s=admitted_s)
+
+
 def saturation(stages: Sequence[StageTimes]) -> float:
     """What many minibatches in flight gain over one at a time: the time of a minibatch by that of the slowest stage.
 

@@ -8,6 +8,7 @@ them be. The HetPipe paper, section 5.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from heapq import heappush
@@ -112,7 +113,7 @@ class VirtualWorkers(System):
         self._in_model = [_Prefix() for _ in range(workers)]
         self._applied = [0] * workers
         self._contents: list[tuple[int, ...]] = [(0,) * workers]  # of each version, without gaps
-        self._pushes: list[list[tuple[int, tuple[PushedBatch, ...]]]] = [[] for _ in range(workers)]
+        self._pushes: list[deque[tuple[int, tuple[PushedBatch, ...]]]] = [deque() for _ in range(workers)]
         super().__init__(settings, policy=policy)
         self._cached = [0] * workers
         for worker in range(workers):
@@ -200,7 +201,7 @@ class VirtualWorkers(System):
         if number == _DISPATCH:
             self._dispatch(worker)
         elif number == _PUSHED:
-            session, wave = self._pushes[worker].pop(0)
+            session, wave = self._pushes[worker].popleft()
             self._send(session, worker, wave)
         elif number == _PULLED:
             version, self._pulling[worker] = self._pulling[worker], None

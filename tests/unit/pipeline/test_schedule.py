@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks.paper.hetpipe_staleness import LastInFirstOut
-from doll.pipeline.schedule import Pipeline, StageTimes, choose_in_flight, saturation, simulate
+from doll.pipeline.schedule import Pipeline, StageTimes, choose_in_flight, saturation, simulate, simulate_as_measured
 from doll.pipeline.timeline import Kind, Span, Timeline
 
 UNIT = [StageTimes(1.0, 1.0)] * 4
@@ -121,6 +121,17 @@ def test_one_minibatch_in_flight_is_computed_alone() -> None:
     assert timeline.completions_s == pytest.approx([10.75 * p for p in range(1, 6)])
     assert timeline.throughput() == pytest.approx(1 / 10.75)
     assert timeline.max_in_flight(0) == 1
+
+
+def test_a_schedule_follows_from_measured_durations() -> None:
+    rng = np.random.default_rng(5)
+    measured = simulate(random_stages(rng, 3), 3, 30, jitter=lambda stage, kind, p: float(rng.lognormal(0.0, 0.3)))
+    again = simulate_as_measured(measured)
+    assert [again.order(stage) for stage in range(3)] == [measured.order(stage) for stage in range(3)]
+    assert again.completions_s == pytest.approx(measured.completions_s)
+    spans = tuple(span for span in measured.spans if span[:3] != (1, "B", 7))
+    with pytest.raises(ValueError, match="expected all tasks of minibatch 7, got no B of stage 1"):
+        simulate_as_measured(Timeline(3, 3, spans))
 
 
 def test_a_minibatch_waits_until_it_is_admitted() -> None:
