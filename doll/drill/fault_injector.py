@@ -21,6 +21,7 @@ from doll.drill.recovery import InjectedFault, PoisonTracker, RecoveryTracker
 from doll.drill.set_tracker import SetTracker
 from doll.drill.stream import SamplesTopic, poison_for
 from doll.errors import DollError
+from doll.process.children import children_of
 from doll.records import AnyRecord, ServerStatus, Update
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class FaultInjector:
         self._leader_pid = 0
         self._leader_term = 0
         self._config = config
+        self._num_stages = 0 if config.worker.pipeline is None else config.worker.pipeline.stages
         self._number = faults
         self._seed = seed
         self._say = say
@@ -192,6 +194,7 @@ class FaultInjector:
             links=[link for link in self._control.links if link == "local" or link in targets],
             standby=self.standby,
             brokers=brokers,
+            stages=self._num_stages,
             without=without | ({"worker_malformed_notice"} if self._metadata is None else set()),
         )
 
@@ -239,7 +242,7 @@ class FaultInjector:
 
     def _targets(self, stack: Stack) -> set[FaultTarget]:
 
-        targets: set[FaultTarget] = {"worker", "ps"}
+        targets: set[FaultTarget] = {"worker", "stage", "ps"}
         if self._config.source is not None and not isinstance(self._config.source, StdinSource):
             targets.add("producer")
         if self._config.evaluation.enabled:
@@ -306,6 +309,8 @@ class FaultInjector:
         handle = supervisor.handles().get(role)
         if handle is None:
             return False
+        if kind.target == "stage":
+            return self._disturb_stage(fault, role, handle, supervisor, now)
         self._record_injection(fault, role, now)
         supervisor.reset_failures(role)
         match kind.action:
@@ -339,6 +344,27 @@ class FaultInjector:
                         relay.restore()
 
                 self._suspended.append(_Suspended(role, restore, now + fault.hold_s, kind.cut_from))
+        return True
+
+    def _disturb_stage(self, fault: Fault, role: str, handle: Handle, supervisor: Supervisor, now: float) -> bool:
+        """Its worker goes with it; a stage that runs again before its worker gives it up loses nothing."""
+        stages = children_of(handle.pid)
+        name = f"stage {fault.stage + 1} of {role}"
+        is_frozen = any(suspended.role.endswith(role) for suspended in self._suspended)
+        if len(stages) != self._num_stages or is_frozen:
+            return False  # it has just started, or is about to end
+        pid = stages[fault.stage]
+        self._record_injection(fault, name, now)
+        supervisor.reset_failures(role)
+        match fault.kind.action:
+            case "kill":
+                os.kill(pid, signal.SIGKILL)
+            case "freeze":
+                self._freeze(name, fault.hold_s, now, lambda number: os.kill(pid, number))
+            case _:
+                os.kill(pid, signal.SIGTERM)
+                spec, leaving = supervisor.release(role)
+                self._leaving.append(_LeavingProcess(spec, leaving, now + _EXIT_TIMEOUT_S, zombie=False))
         return True
 
     def _disturb_stream(self, fault: Fault, now: float) -> bool:

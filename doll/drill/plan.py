@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Literal
 
-FaultTarget = Literal["worker", "ps", "producer", "evaluator", "redis", "kafka", "broker", "stream"]
+FaultTarget = Literal["worker", "stage", "ps", "producer", "evaluator", "redis", "kafka", "broker", "stream"]
 FaultAction = Literal[
     "kill", "freeze", "zombie", "preempt", "cut_kafka", "cut_redis", "cut_control", "delete_streams", "poison",
     "truncate", "malformed_notice",
@@ -102,6 +102,10 @@ FAULT_KINDS: Final = (
     FaultKind("worker", "cut_control", 12, (1.0, 8.0)),
     FaultKind("ps", "cut_control", 10, (1.0, 8.0)),
     FaultKind("redis", "delete_streams", 6),
+    # Of a worker that is a pipeline. One that is frozen for longer than its worker waits for it takes the worker along.
+    FaultKind("stage", "kill", 25),
+    FaultKind("stage", "freeze", 10, (1.0, 12.0)),
+    FaultKind("stage", "preempt", 8),
 )
 
 
@@ -117,6 +121,7 @@ class Fault:
         cut: what a cut does to connections; see `doll.drill.relay`.
         overlapping: it does not wait for the recovery from the previous fault.
         broker: number of the broker, from 0, for kinds that target one.
+        stage: number of the stage, from 0, for kinds that target one of the worker's.
     """
 
     number: int
@@ -127,11 +132,14 @@ class Fault:
     overlapping: bool
     cut: Cut = "silent"
     broker: int = 0
+    stage: int = 0
 
     @property
     def role(self) -> str:
-        """Name of the process: `worker-3`, `ps`, `redis`, `broker-2`; or of the stream: `stream-3`."""
+        """Name of the process: `worker-3`, `ps`, `redis`, `broker-2`; of the stream: `stream-3`."""
         match self.kind.target:
+            case "stage":
+                return f"worker-{self.worker}"
             case "worker" | "stream":
                 return f"{self.kind.target}-{self.worker}"
             case "broker":
@@ -149,6 +157,7 @@ def make_plan(
     links: Collection[Link] = (),
     standby: bool = False,
     brokers: int = 1,
+    stages: int = 0,
     without: Collection[str] = (),
 ) -> tuple[Fault, ...]:
     """`faults` faults on `targets`. Each possible kind is drawn once, heaviest first; the rest is drawn by weight.
@@ -157,6 +166,7 @@ def make_plan(
         targets: what may fail. Connections are cut only to services among them. Of several brokers one at a time
             fails, never Kafka as a whole.
         links: kinds of control links that the job uses.
+        stages: of each worker that is a pipeline; 0: none is.
         standby: the job has a standby parameter server, so nothing else may start a successor.
         without: names of kinds to exclude.
 
@@ -171,6 +181,7 @@ def make_plan(
         and not (standby and kind.name == "ps_zombie")
         and not (brokers > 1 and kind.target == "kafka")
         and not (brokers == 1 and kind.target == "broker")
+        and not (kind.target == "stage" and not stages)
         and kind.name not in without
     ]
     if faults < 1 or not kinds:
@@ -190,6 +201,7 @@ def make_plan(
             overlapping=rng.random() < _OVERLAP_SHARE,
             cut=rng.choice(_CONTROL_CUTS if kind.cut_from == "control" else _CUTS),
             broker=rng.randrange(brokers),
+            stage=rng.randrange(stages) if stages else 0,
         )
         for number, kind in enumerate(drawn, 1)
     )

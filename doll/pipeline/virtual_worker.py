@@ -153,18 +153,20 @@ class VirtualWorkerCore:
 
     def submit(self, submitted: Submitted, weights: Weights) -> list[Action]:
         """
+        It is missing where those before it are: it was granted with them, and is granted again with them.
+
         Args:
             weights: the newest that its grant names.
 
         Raises:
-            ValueError: it is not the next of its stream, nor one before that is computed again.
+            ValueError: a batch inside a wave is to be computed again, whose others are not.
         """
         if submitted.term != self._term:
             self._begin_term(submitted)
         elif self._next is not None and submitted.batch < self._next:
             self._rewind(submitted.batch)
         elif self._next is not None and submitted.batch > self._next:
-            raise ValueError(f"expected batch {self._next} at most, got {submitted.batch}")
+            return [Missing(submitted)]
         self._next = submitted.batch + 1
         self._waiting.append(submitted)
         self._learn_of(weights)

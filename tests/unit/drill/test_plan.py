@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 ALL: set[FaultTarget] = {"worker", "ps", "producer", "evaluator", "redis", "kafka", "stream", "broker"}
+# No worker is a pipeline.
+KINDS = [kind for kind in FAULT_KINDS if kind.target != "stage"]
 # One broker, and no control links.
-OF_ONE = [kind for kind in FAULT_KINDS if kind.target != "broker" and kind.link is None]
+OF_ONE = [kind for kind in KINDS if kind.target != "broker" and kind.link is None]
 
 
 @given(faults=st.integers(1, 300), seed=st.integers(0, 10_000), workers=st.integers(1, 9))
@@ -60,7 +62,7 @@ def test_where_there_is_a_standby_nothing_else_succeeds_a_frozen_server() -> Non
 def test_of_several_brokers_one_is_broken_and_not_kafka_as_a_whole() -> None:
     plan = make_plan(500, 3, workers=2, targets=ALL, brokers=3)
     kinds = {fault.kind.name for fault in plan}
-    assert kinds == {kind.name for kind in FAULT_KINDS if kind.link is None} - {"kafka_kill", "kafka_freeze"}
+    assert kinds == {kind.name for kind in KINDS if kind.link is None} - {"kafka_kill", "kafka_freeze"}
     broken = {fault.role for fault in plan if fault.kind.target == "broker"}
     assert broken == {"broker-1", "broker-2", "broker-3"}
     assert {fault.role for fault in plan if fault.kind.target == "stream"} == {"stream-0", "stream-1"}
@@ -105,3 +107,14 @@ def test_other_kinds_keep_their_shares_among_themselves() -> None:
     total = sum(kind.weight for kind in OF_ONE)
     for kind in OF_ONE:
         assert counted[kind.name] / counted.total() == pytest.approx(kind.weight / total, rel=0.2)
+
+
+def test_stages_die_where_workers_are_pipelines() -> None:
+    plan = make_plan(300, 3, workers=2, targets={*ALL, "stage"}, stages=3)
+    of_stages = [fault for fault in plan if fault.kind.target == "stage"]
+    assert {fault.kind.action for fault in of_stages} == {"kill", "freeze", "preempt"}
+    assert {(fault.worker, fault.stage) for fault in of_stages} == {(w, s) for w in range(2) for s in range(3)}
+    assert {fault.role for fault in of_stages} == {"worker-0", "worker-1"}
+    assert not [
+        fault for fault in make_plan(300, 3, workers=2, targets={*ALL, "stage"}) if fault.kind.target == "stage"
+    ]

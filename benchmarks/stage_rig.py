@@ -1,0 +1,102 @@
+"""One virtual worker without Kafka: its stage processes, its engine, and weights that come back after each wave."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from doll.config import JobConfig, parse
+from doll.consumers.compressor import SparseCompressor
+from doll.consumers.dead_letters import UsableSamples
+from doll.consumers.decoding import Decoded
+from doll.consumers.departure import Departure
+from doll.consumers.gradient import GradientComputer
+from doll.consumers.guard import Guard
+from doll.consumers.pipeline_engine import PipelineGradientEngine
+from doll.consumers.stage_processes import StageProcesses, start_stages
+from doll.consumers.task_log import TaskLog, read_tasks
+from doll.consumers.worker import Batch, GradientDone
+from doll.model import build
+from doll.pipeline.cut import cut
+from doll.pipeline.messages import Task as StageTask
+from doll.records import Grant, NewVersion
+from doll.storage.blobs import encode_blob
+from doll.task import load_task
+from doll.testing import MemoryBlobs
+
+
+class _NoDeadLetters:
+    def refuse_samples(self, batch: Batch, bad: dict[int, str]) -> UsableSamples:
+        raise AssertionError(f"a sample of a benchmark is refused: {bad}")
+
+
+def job(task: str, stages: int, in_flight: int, *overrides: str) -> JobConfig:
+    text = (
+        f"job: stages\ntask: {task}\ndata: {{workers: 1, batch_size: 8}}\n"
+        f"training: {{policy: {{name: wsp, wave_batches: {in_flight}, clock_distance: 4}}}}\n"
+        f"worker: {{pipeline: {{stages: {stages}}}}}\n"
+    )
+    return parse(text, overrides)
+
+
+@contextmanager
+def running(config: JobConfig, in_flight: int) -> Iterator[tuple[PipelineGradientEngine, StageProcesses, Any, Path]]:
+    """The engine of a virtual worker whose stages run."""
+    torch.set_num_threads(1)
+    task = load_task(config)
+    model = build(config, task)
+    stages = start_stages(config, task, model, cut(config, task, model.module, 0), 0, in_flight=in_flight)
+    blobs = MemoryBlobs()
+    computer = GradientComputer(task, model)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "tasks.jsonl"
+        engine = PipelineGradientEngine(
+            config, stages, guard=Guard(config, task, computer), computer=computer,
+            compressor=SparseCompressor(config.job, model.num_parameters, {}), blobs=blobs,
+            dead_letters=_NoDeadLetters(), departure=Departure(), task_log=TaskLog(log),
+        )  # fmt: skip
+        try:
+            yield engine, stages, (model, blobs), log
+        finally:
+            engine.close()
+
+
+def run_batches(
+    config: JobConfig, in_flight: int, samples: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
+) -> list[StageTask]:
+    """Compute these batches, one after the other in the stream; what the stages did when."""
+    with running(config, in_flight) as (engine, _, (model, blobs), log):
+        weights = model.flat.detach().numpy().copy()
+        version = 1
+
+        def publish(included: int) -> NewVersion:
+            key = f"w{version}"
+            blobs.put(key, [*encode_blob(weights, job=config.job, kind="w", version=version)], 600.0)
+            return NewVersion(term=1, worker=0, version=version, key=key, included=included)
+
+        first = publish(0)
+        futures: list[Future[GradientDone | None]] = []
+        for number, (x, y) in enumerate(samples):
+            batch = Batch(number, Decoded(x, y, np.arange(len(x))), len(x), 0.0)
+            grant = Grant(
+                term=1, worker=0, session=1, first=number, grant_ids=(number,), version=1, min_version=0,
+                key=first.key,
+            )  # fmt: skip
+            futures.append(engine.submit(grant, [batch], lambda batch, grant_id: True))
+        for number, future in enumerate(futures, 1):
+            done = future.result(120.0)
+            assert done is not None
+            if done.key:
+                blobs.delete(done.key)
+                version += 1
+                engine.offer(publish(number))
+                blobs.delete(f"w{version - 2}")
+        engine.close()
+        return read_tasks(log)

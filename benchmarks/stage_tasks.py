@@ -1,0 +1,54 @@
+"""A task whose layers sleep instead of computing, so that the cores of this machine do not matter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from doll import Sample, Task
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward_s: float, backward_s: float) -> torch.Tensor:
+        ctx.backward_s = backward_s
+        time.sleep(forward_s)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        time.sleep(ctx.backward_s)
+        return gradients[0], None, None
+
+
+class SleepingLayer(torch.nn.Module):
+    """Takes given times, and learns one weight."""
+
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.times_s = (forward_s, backward_s)
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slept: torch.Tensor = _Sleep.apply(x * self.weight, *self.times_s)  # type: ignore[no-untyped-call]
+        return slept
+
+
+class Sleeping(Task):
+    """Layers that take `times`, (forward_s, backward_s) each."""
+
+    input_shape = (4,)
+
+    def __init__(self, times: Sequence[Sequence[float]]) -> None:
+        self.times = [(float(forward_s), float(backward_s)) for forward_s, backward_s in times]
+
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(*(SleepingLayer(*times) for times in self.times))
+
+    def decode(self, record: bytes) -> Sample:
+        raise NotImplementedError("samples of this benchmark do not come from a stream")
+
+    def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return ((output - target) ** 2).mean()
