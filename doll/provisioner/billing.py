@@ -206,7 +206,7 @@ def bill_lines(
             pools.setdefault((machine.pool, machine.market), []).append((instance, machine))
     for (pool, market), members in pools.items():
         start_s = np.array([machine.launched_s for _, machine in members])
-        end_s = np.maximum(start_s, [now_s if machine.ended_s is None else machine.ended_s for _, machine in members])
+        end_s = np.maximum(start_s, [_end_s(*pair, now_s) for pair in members])
         # A moment's mean is its price.
         until_s = np.maximum(end_s, start_s + 1e-3)
         series = price_of(pool, market, float(start_s.min()), float(until_s.max()))
@@ -224,6 +224,12 @@ def bill_lines(
                 )
             )
     return [_together(lines) for lines in by_instance.values()]
+
+
+def _end_s(instance: Instance, machine: Instance, now_s: float) -> float:
+    """Until when a machine of the instance is billed."""
+    ends = [end_s for end_s in (machine.ended_s, instance.ended_s) if end_s is not None]
+    return ends[0] if ends else now_s
 
 
 def _together(lines: Sequence[BillLine]) -> BillLine:

@@ -271,7 +271,7 @@ class Controller:
                     pool=instance.pool,
                 )  # fmt: skip
             tracker.known[instance.id] = instance
-            if ended:
+            if ended and tracker.is_settled(instance, now_s, self.settings.limits.listing_lag_s):
                 self._bill_ended(instance, now_s, alarms)
         return instances
 

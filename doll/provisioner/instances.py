@@ -54,23 +54,39 @@ class InstanceTracker:
         Args:
             listing_lag_s: for so long after its launch an instance may be missing from the listing; later it is gone.
         """
+
+        def is_new(instance: Instance) -> bool:
+            return now_s - _newest_s(instance) <= listing_lag_s
+
         merged = {instance.id: instance for instance in listed}
         self.unlisted = self.known.keys() - merged.keys()
         for id_, known in self.known.items():
             if id_ in merged and merged[id_].notice_s is None and known.notice_s is not None:
                 # A notice is final, but a fleet object of a new process may not have read it yet.
                 merged[id_] = replace(merged[id_], notice_s=known.notice_s)
+            elif id_ in merged and known.is_whole and not merged[id_].is_whole and is_new(known):
+                merged[id_] = known  # the others are not listed yet
             elif id_ not in merged:
-                merged[id_] = known if now_s - known.launched_s <= listing_lag_s else _vanished(known, now_s)
+                merged[id_] = known if is_new(known) else _vanished(known, now_s)
         return list(merged.values())
+
+    def is_settled(self, instance: Instance, now_s: float, listing_lag_s: float) -> bool:
+        """All of its machines are listed, or will not be."""
+        return instance.is_whole or now_s - _newest_s(instance) > listing_lag_s
 
     def record(self, instance: Instance, launch_state: LaunchState, now_s: float) -> bool:
         """Report an instance of one of the job's slots to `launch_state`; True where an interruption is new."""
         launch_state.seen(instance.slot, instance.incarnation)
         pending = launch_state.pending.get(instance.slot)
-        if pending is not None and (pending[0].incarnation, pending[0].market) == (
-            instance.incarnation,
-            instance.market,
+        is_answer = instance.is_whole or not instance.is_alive
+        if (
+            pending is not None
+            and is_answer
+            and (pending[0].incarnation, pending[0].market)
+            == (
+                instance.incarnation,
+                instance.market,
+            )
         ):
             launch_state.launched(pending[0])
         if instance.market == "spot" and instance.is_alive:
@@ -157,6 +173,11 @@ class InstanceTracker:
         self.ready_s = {id_: float(at_s) for id_, at_s in kept["ready_s"].items()}
         self.fenced_s = {id_: float(at_s) for id_, at_s in kept["fenced_s"].items()}
         self.interruptions = int(kept["interruptions"])
+
+
+def _newest_s(instance: Instance) -> float:
+    """When the last of its machines was launched."""
+    return max(member.launched_s for member in instance.members or (instance,))
 
 
 def _vanished(instance: Instance, now_s: float) -> Instance:

@@ -152,7 +152,7 @@ class LaunchState:
         if self._launched_s:
             self._launched_s.pop()
         self._failed_launches_s.append(now_s)
-        attempts.attempt, attempts.failed = order.attempt + 1, True
+        attempts.attempt, attempts.failed = order.attempt + 1, not error.used_up
         attempts.retry_at_s[order.market] = retry_s
         match error.failure:
             case LaunchFailure.REFUSED:
@@ -240,6 +240,15 @@ class LaunchState:
         return now_s < self.launches_from_s or any(
             now_s - since_s <= listing_lag_s for _, since_s in self.pending.values()
         )
+
+    def completes(self, instance: Instance, now_s: float) -> bool:
+        """A pending order may still launch the machines that the instance lacks, or they may not be listed yet."""
+        if now_s < self.launches_from_s:
+            return True
+        order, since_s = self.pending.get(instance.slot, (None, -math.inf))
+        if order is None or (order.incarnation, order.market) != (instance.incarnation, instance.market):
+            return False
+        return now_s - since_s <= self.limits.listing_lag_s
 
     def incarnation(self, slot: int) -> int:
         """The highest incarnation used for the slot."""

@@ -7,6 +7,8 @@ Rules, slot by slot:
 - A slot never has more than two instances, the second only to replace the first.
 - An instance with an interruption notice is not ended: the cloud does that, and may not charge for it. It is replaced.
 - Instances of unknown slots, and those of a job that has finished, are ended.
+- An instance of several machines (`fleets.gangs`) has all of them or none: with one of them gone the others are ended,
+  also where the gone one had a notice. One that lacks machines is completed by its own order, else ended.
 """
 
 from __future__ import annotations
@@ -86,20 +88,24 @@ def reconcile(status: FleetStatus, launch_state: LaunchState, limits: LaunchLimi
     Nothing is done or remembered here; the caller reports outcomes to `launch_state`.
     """
     by_slot: dict[int, list[Instance]] = {}
-    for instance in status.instances:
-        if instance.is_alive:
-            by_slot.setdefault(instance.slot, []).append(instance)
     actions: list[FleetAction] = []
+    for instance in status.instances:
+        if instance.has_leftovers:
+            actions.append(_end(instance, "one of its machines is gone: the others are released"))
+        elif instance.is_alive and _lacks_machines(instance, status) and not launch_state.completes(instance, now_s):
+            actions.append(_end(instance, f"it has {len(instance.members)} of {instance.machines} machines"))
+        elif instance.is_alive:
+            by_slot.setdefault(instance.slot, []).append(instance)
     requests: list[tuple[int, int, Market, str, bool]] = []
     # One slot tries on-demand where spot refuses: a configuration error in both markets shows at the start of a job.
     probing = launch_state.is_closed("spot", now_s)
     for slot in sorted(by_slot.keys() - range(len(status.wanted))):
-        actions += [_end(instance, "no such slot") for instance in by_slot[slot] if instance.notice_s is None]
+        actions += [_end(instance, "no such slot") for instance in by_slot[slot] if _is_endable(instance)]
     for slot, market in enumerate(status.wanted):
         slot_instances = _SlotInstances(slot, by_slot.get(slot, []), status, limits)
         alive = slot_instances.alive
         if market is None:
-            actions += [_end(instance, status.reasons[slot]) for instance in alive if instance.notice_s is None]
+            actions += [_end(instance, status.reasons[slot]) for instance in alive if _is_endable(instance)]
             continue
         target = _available_market(slot, market, launch_state, now_s)
         if probing and target == "spot" and not any(instance.market == "spot" for instance in alive):
@@ -127,6 +133,16 @@ def _available_market(slot: int, market: Market, launch_state: LaunchState, now_
 
 def _end(instance: Instance, why: str) -> Terminate:
     return Terminate(instance.id, instance.slot, why)
+
+
+def _lacks_machines(instance: Instance, status: FleetStatus) -> bool:
+    """Some were not launched. One whose worker has joined has all of them, also where the listing lags behind."""
+    return not instance.is_whole and instance.id not in status.ready_s
+
+
+def _is_endable(instance: Instance) -> bool:
+    """It, or a machine of it, has no notice."""
+    return instance.notice_s is None or any(member.notice_s is None for member in instance.members)
 
 
 def _defer_unlisted(action: FleetAction, status: FleetStatus) -> FleetAction:
@@ -168,7 +184,7 @@ class _SlotInstances:
         ends = [
             _end(instance, f"incarnation {self._fenced_below} has taken over")
             for instance in fenced
-            if instance.notice_s is None
+            if _is_endable(instance)
         ]
         fit = [instance for instance in endable if instance.id not in self._unhealthy and instance.market == target]
         if fit:
@@ -206,6 +222,8 @@ class _SlotInstances:
 
 
 def _unhealthy_reason(instance: Instance, status: FleetStatus, limits: LaunchLimits) -> str:
+    if _lacks_machines(instance, status):
+        return f"has {len(instance.members)} of {instance.machines} machines"
     not_ready_s = status.not_ready_s.get(instance.id, 0.0)
     if not_ready_s > limits.boot_timeout_s:
         return f"is not ready after {not_ready_s:.0f} s"

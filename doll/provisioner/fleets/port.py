@@ -93,6 +93,18 @@ class Instance:
         """It runs, or will."""
         return self.state in (InstanceState.PENDING, InstanceState.RUNNING)
 
+    @property
+    def is_whole(self) -> bool:
+        """It has all of its machines; else their launch was cut short."""
+        return not self.members or len(self.members) == self.machines
+
+    @property
+    def has_leftovers(self) -> bool:
+        """One of its machines is gone, so it has ended, but others run on, and nobody has given notice for them."""
+        return self.state is InstanceState.ENDING and any(
+            member.is_alive and member.notice_s is None for member in self.members
+        )
+
 
 class LaunchFailure(enum.StrEnum):
     """Why a launch failed, by what to do about it (reference: EC2's error codes, docs/aws.md)."""
@@ -113,6 +125,7 @@ class LaunchError(DollError):
         failure: what to do about it.
         code: the fleet's own word for it.
         pools: the pools that refused; empty where the failure was not about pools.
+        used_up: some machines of the instance were launched, and are ended: its incarnation is not used again.
     """
 
     def __init__(self, message: str, *, failure: LaunchFailure, code: str = "", pools: Collection[str] = ()) -> None:
@@ -120,13 +133,14 @@ class LaunchError(DollError):
         self.failure = failure
         self.code = code
         self.pools = frozenset(pools)
+        self.used_up = False
 
 
 class Fleet(Protocol):
     """Owner of the machines of one cluster (one job). Every call may be repeated; none waits for a machine."""
 
     def launch(self, order: Order) -> Instance:
-        """Start an instance; the same order again gives the same instance.
+        """Start an instance, with all of its machines or none; the same order again gives the same instance.
 
         Raises:
             LaunchError: no instance was launched.

@@ -81,6 +81,15 @@ def test_report_and_text_agree() -> None:
         assert not report_section(worse, predictions, "adaptive", timeline, machines)["deadline_met"]
 
 
+def test_workers_of_several_machines_are_reported_as_such() -> None:
+    gang = replace(machine(0, preempted=True), instance=replace(machine(0, preempted=True).instance, machines=3))
+    predictions = {"adaptive": Prediction("adaptive", 97.0, 0.68, 1, 3)}
+    result = SpotResult(95.0, True, 100.0, 0.7, 0.75, 1.0)
+    section = report_section(result, predictions, "adaptive", MarketTimeline(), [gang])
+    assert section["machines_per_worker"] == 3
+    assert "1 instances in total, 3 machines each" in "\n".join(text_lines(section))
+
+
 def test_the_picture_is_a_png(tmp_path: Path) -> None:
     from doll.monitor.spot_plot import draw
 

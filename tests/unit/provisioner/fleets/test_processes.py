@@ -14,6 +14,7 @@ import pytest
 from doll.errors import ConfigError
 from doll.local.forks import ForkServer
 from doll.local.supervisor import RoleSpec
+from doll.provisioner.billing import LOCAL, bill
 from doll.provisioner.fleets.fake import VirtualClock
 from doll.provisioner.fleets.port import EndReason, Instance, InstanceState, LaunchError, LaunchFailure, Order
 from doll.provisioner.fleets.processes import Machine, ProcessFleet
@@ -42,8 +43,10 @@ class Box:
     folder: Path
     again: Callable[[], ProcessFleet]
 
-    def launch(self, slot: int = 0, incarnation: int = 1, market: str = "spot", attempt: int = 0) -> Instance:
-        return self.fleet.launch(Order(slot, incarnation, market, attempt))  # type: ignore[arg-type]
+    def launch(
+        self, slot: int = 0, incarnation: int = 1, market: str = "spot", attempt: int = 0, machines: int = 1
+    ) -> Instance:
+        return self.fleet.launch(Order(slot, incarnation, market, attempt, machines=machines))  # type: ignore[arg-type]
 
     def machine(self, id_: str) -> Machine:
         return next(machine for machine in self.fleet.machines if machine.instance.id == id_)
@@ -251,6 +254,24 @@ def test_a_worker_that_ends_by_itself_has_failed_and_nobody_starts_it_again(make
     assert len(box.fleet.instances()) == 1
     box.clock.advance(1.0)
     assert box.fleet.instances() == []
+
+
+def test_a_process_stands_for_all_machines_of_its_worker(make: Callable[..., Box]) -> None:
+    """It is billed as so many, also after a crash of the controller, and the end of it is the end of all."""
+    box = make((True, 30.0), (False, 30.0))
+    gang, one = box.launch(machines=3), box.launch(slot=1, market="on_demand")
+    assert (gang.machines, gang.is_whole, one.machines) == (3, True, 1)
+    box.works(gang.id)
+    box.works(one.id)
+    box.fleet = box.again()
+    assert {instance.id: instance.machines for instance in box.fleet.instances()} == {gang.id: 3, one.id: 1}
+    box.clock.advance(31.0)  # one of its machines is taken: the process is told to leave, with all of them
+    ended = box.ended(gang.id).instance
+    assert (ended.end_reason, ended.machines) == (EndReason.INTERRUPTED, 3)
+    box.clock.advance(9.0)
+    bought = bill(box.fleet.instances(), lambda *_: constant(3600.0, 0, 1), LOCAL, box.clock())
+    assert bought.usd == pytest.approx(3 * 31.0 + 40.0)
+    assert bought.hours_by_market == pytest.approx({"spot": 93.0 / 3600, "on_demand": 40.0 / 3600})
 
 
 def test_after_a_crash_of_the_controller_its_instances_are_there(make: Callable[..., Box]) -> None:
