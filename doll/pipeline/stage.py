@@ -103,6 +103,7 @@ class Stage:
         self._wave: torch.Tensor | None = None  # steps of the wave under way
         self._waves: deque[_Wave] = deque()  # whole ones that the weights in use need not hold
         self._free: list[torch.Tensor] = []
+        _warm_up()
 
     @property
     def device(self) -> Device:
@@ -249,6 +250,12 @@ class Stage:
         """There will be no backward pass."""
         self._in_flight.pop(slot, None)
         self._buffer_squares.pop(slot, None)
+
+
+def _warm_up() -> None:
+    """The first backward pass of a process takes some milliseconds more than the next."""
+    weights = torch.ones(2, 2, requires_grad=True)
+    torch.autograd.backward(torch.nn.functional.linear(torch.ones(2, 2), weights), torch.ones(2, 2))
 
 
 def _leave(module: torch.nn.Module) -> None:

@@ -1,0 +1,132 @@
+"""Virtual workers: what their pipeline costs, in what order it computes, and how much memory each stage takes.
+
+    python -m benchmarks.virtual_workers [--out results.json] [--gantt picture.png] [--only overhead|order|memory]
+
+No Kafka and no server: batches are submitted to the engine of one virtual worker, whose stages are real processes, and
+new weights come after each wave.
+
+- overhead: stages that sleep instead of computing, so that the cores of this machine do not matter: minibatches per
+  second, divided by those of the simulator for the same times.
+- order: the tasks of each stage in order, compared with the simulator's, and a picture of both.
+- memory: the most private memory that each stage took, divided by what the partitioner counts with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from doll.pipeline import gantt
+from doll.pipeline.messages import Task as StageTask
+from doll.pipeline.schedule import StageTimes, simulate
+from doll.pipeline.timeline import Span, Timeline
+
+from benchmarks.stage_rig import job, run_batches
+
+STAGES: Final = (2, 3, 4)
+IN_FLIGHT: Final = (1, 2, 3, 4, 5, 6)
+GOAL: Final = 0.95
+# Stages of one speed, and unequal ones; seconds forward and backward, so long that a timer's error does not matter.
+EQUAL: Final = (0.04, 0.06)
+# No two tasks of a stage arrive at nearly the same moment, where the order would be a matter of luck: it is the same with
+# tasks that take up to 10 % longer at random.
+ORDERS: Final = (
+    ((0.040, 0.040), (0.070, 0.045), (0.075, 0.070)),
+    ((0.030, 0.040), (0.080, 0.125), (0.030, 0.100)),
+)
+UNEQUAL: Final = ((0.030, 0.055), (0.048, 0.078), (0.021, 0.045), (0.034, 0.041))
+
+
+def timeline_of(tasks: Sequence[StageTask], stages: int, in_flight: int) -> Timeline:
+    """What was measured, from its first task on."""
+    begin_s = min(task.start_s for task in tasks)
+    spans = (
+        Span(task.stage, task.kind, task.batch + 1, task.start_s - begin_s, task.end_s - begin_s)  # type: ignore[arg-type]
+        for task in tasks
+    )
+    return Timeline(stages, in_flight, tuple(sorted(spans, key=lambda span: span.start_s)))
+
+
+def run_sleeping(times: Sequence[tuple[float, float]], in_flight: int, minibatches: int) -> Timeline:
+    """Stages that take `times`."""
+    task = f'{{class: "benchmarks.stage_tasks:Sleeping", args: {{times: {[list(each) for each in times]}}}}}'
+    config = job(task, len(times), in_flight, "training.guard.spike_factor=0", "training.optimizer.lr=0.000001")
+    rng = np.random.default_rng(0)
+    samples = [(rng.normal(size=(8, 4)).astype(np.float32), np.zeros((8, 4), np.float32)) for _ in range(minibatches)]
+    return timeline_of(run_batches(config, in_flight, samples), len(times), in_flight)
+
+
+def overhead() -> list[dict[str, Any]]:
+    """A row for each number of stages and minibatches in flight, stages of one speed and unequal ones."""
+    rows = []
+    for kind in ("equal", "unequal"):
+        for stages in STAGES:
+            times = [EQUAL] * stages if kind == "equal" else list(UNEQUAL[:stages])
+            for in_flight in IN_FLIGHT:
+                count = 3 * in_flight + 14
+                simulated = simulate([StageTimes(*each) for each in times], in_flight, count).throughput()
+                measured = run_sleeping(times, in_flight, count).throughput()
+                row = {
+                    "stages": kind, "k": stages, "in_flight": in_flight, "simulated_per_s": simulated,
+                    "measured_per_s": measured, "ratio": measured / simulated,
+                }  # fmt: skip
+                print(
+                    f"{kind} k = {stages}, N_m = {in_flight}: {measured:.2f} of {simulated:.2f}/s, "
+                    f"{measured / simulated:.3f}", file=sys.stderr,
+                )  # fmt: skip
+                rows.append(row)
+    return rows
+
+
+def order(picture: Path | None) -> dict[str, Any]:
+    """Three unequal stages, four minibatches in flight."""
+    in_flight, count = 4, 24
+    result = {}
+    for number, times in enumerate(ORDERS, 1):
+        measured = run_sleeping(times, in_flight, count)
+        simulated = simulate([StageTimes(*each) for each in times], in_flight, count)
+        if picture is not None and number == 1:
+            gantt.save(picture, {"simulated": simulated, "measured": measured}, end_s=2.0)
+        for stage in range(len(times)):
+            result[f"pipeline {number}, stage {stage + 1}"] = {
+                "is_same": measured.order(stage) == simulated.order(stage),
+                "measured": measured.order(stage),
+                "simulated": simulated.order(stage),
+            }
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=("overhead", "order", "memory"), action="append")
+    parser.add_argument("--gantt", type=Path, help="PNG of the order, simulated and measured")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    args = parser.parse_args(argv)
+    parts = args.only or ["overhead", "order", "memory"]
+    result: dict[str, Any] = {}
+    if "overhead" in parts:
+        result["overhead"] = overhead()
+        print("| stages | k | N_m | simulated /s | measured /s | ratio |\n|---|---|---|---|---|---|")
+        for row in result["overhead"]:
+            print(
+                f"| {row['stages']} | {row['k']} | {row['in_flight']} | {row['simulated_per_s']:.2f} | "
+                f"{row['measured_per_s']:.2f} | {row['ratio']:.3f} |"
+            )
+        worst = min(row["ratio"] for row in result["overhead"])
+        print(f"smallest ratio {worst:.3f}, goal {GOAL}: {'met' if worst >= GOAL else 'missed'}")
+    if "order" in parts:
+        result["order"] = order(args.gantt)
+        for stage, row in result["order"].items():
+            print(f"{stage}: the measured order of tasks is {'' if row['is_same'] else 'not '}the simulated one")
+    if args.out is not None:
+        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
