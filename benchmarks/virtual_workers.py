@@ -33,8 +33,8 @@ IN_FLIGHT: Final = (1, 2, 3, 4, 5, 6)
 GOAL: Final = 0.95
 # Stages of one speed, and unequal ones; seconds forward and backward, so long that a timer's error does not matter.
 EQUAL: Final = (0.04, 0.06)
-# No two tasks of a stage arrive at nearly the same moment, where the order would be a matter of luck: it is the same with
-# tasks that take up to 10 % longer at random.
+# No two tasks of a stage arrive at nearly the same moment, where the order would be a matter of luck: it is the same
+# with tasks that take up to 10 % longer at random.
 ORDERS: Final = (
     ((0.040, 0.040), (0.070, 0.045), (0.075, 0.070)),
     ((0.030, 0.040), (0.080, 0.125), (0.030, 0.100)),

@@ -131,6 +131,20 @@ class Task:
             return {}
         return {"accuracy": float((output.argmax(dim=1) == target).double().mean())}
 
+    def stages(self, model: torch.nn.Module) -> Sequence[tuple[str, torch.nn.Module]] | None:
+        """Optional, for pipelines (`worker.pipeline`): the layers between which the model may be cut, by name.
+
+        Needed only where the model is no `torch.nn.Sequential` and its graph cannot be traced (`torch.fx`).
+
+        Args:
+            model: what `build_model` returned; the layers are parts of it, and hold each of its parameters once.
+
+        Returns:
+            Modules that give the model's output one after the other, each of one tensor. Called in this order, the
+            first by `forward`. None: the model is cut without help.
+        """
+        return None
+
     def step(
         self, weights: npt.NDArray[np.float32], x: npt.NDArray[Any], y: npt.NDArray[Any], rng: np.random.Generator
     ) -> npt.NDArray[np.float32]:

@@ -41,7 +41,7 @@ def check(
 
     Example: doll config check my.yaml
     """
-    from doll.run.preflight import check_files, check_task, count_parameters
+    from doll.run.preflight import check_files, check_pipeline, check_task, count_parameters
 
     config = target(job, job_option, overrides).config
     check_files(config)
@@ -58,5 +58,6 @@ def check(
     )
     if build_model:
         content["parameters"] = count_parameters(config)
+        check_pipeline(config)
         text += f", {content['parameters']} parameters"
     emit(as_json, content, text)

@@ -29,6 +29,7 @@ from doll.errors import ConfigError, DollError
 from doll.local.processes import die_with_parent
 from doll.model import FlatModel, fingerprint
 from doll.pipeline.device import open_device
+from doll.pipeline.layers import Layer
 from doll.pipeline.link import Link, LinkClosedError, shared_pair, socket_pair
 from doll.pipeline.messages import Failed, Ready, Stop, decode, encode
 from doll.pipeline.stage import Stage
@@ -139,8 +140,7 @@ class StageProcesses:
 
 
 def start_stages(
-    config: JobConfig, task: Task, model: FlatModel, parts: Sequence[Sequence[torch.nn.Module]], worker: int,
-    *, in_flight: int,
+    config: JobConfig, task: Task, model: FlatModel, parts: Sequence[Sequence[Layer]], worker: int, *, in_flight: int,
 ) -> StageProcesses:  # fmt: skip
     """Fork a process for each of `parts`, the layers of `model`'s module by stage.
 
@@ -185,7 +185,7 @@ def start_stages(
     except BaseException:
         stages.close()
         raise
-    log.info("stages_started", pids=pids, layers=[len(part) for part in parts])
+    log.info("stages_started", pids=pids, layers=[f"{part[0].name}..{part[-1].name}" for part in parts])
     return stages
 
 
@@ -195,14 +195,16 @@ def stage_fingerprint(config: JobConfig, model: FlatModel) -> str:
 
 
 def _maker(
-    config: JobConfig, task: Task, model: FlatModel, layers: Sequence[torch.nn.Module], number: int, worker: int,
+    config: JobConfig, task: Task, model: FlatModel, layers: Sequence[Layer], number: int, worker: int,
     in_flight: int, pipeline: PipelineConfig,
 ) -> Callable[[], Stage]:  # fmt: skip
     def make() -> Stage:
         torch.manual_seed(config.seed + 1_000 * (worker + 1) + number)  # stages draw different numbers
+        modules = [layer.module for layer in layers]
+        device = open_device(pipeline.devices_of(worker)[number].device)
         return Stage(
-            task, model, layers, training=config.training, slots=in_flight, is_first=number == 0,
-            is_last=number == pipeline.stages - 1, device=open_device(pipeline.devices_of(worker)[number].device),
+            task, model, modules, training=config.training, slots=in_flight, is_first=number == 0,
+            is_last=number == pipeline.stages - 1, device=device,
         )  # fmt: skip
 
     return make

@@ -2,27 +2,91 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 
 from doll.config import JobConfig
+from doll.errors import ConfigError
+from doll.pipeline.layers import Layer, check_cut, layers_of
 from doll.task import Task
 
 
-def cut(config: JobConfig, task: Task, module: torch.nn.Module, worker: int) -> list[list[torch.nn.Module]]:
-    layers = list(module)  # type: ignore[call-overload]
+def cut(config: JobConfig, task: Task, model: torch.nn.Module, worker: int) -> list[list[Layer]]:
+    """The layers of each stage of one worker, first stage first.
+
+    Raises:
+        ConfigError: the model cannot be cut so.
+    """
     pipeline = config.worker.pipeline
     assert pipeline is not None
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    parts = []
+    layers = layers_of(task, model)
+    if task.input_shape is not None:
+        check_cut(task, model, layers, torch.zeros(2, *task.input_shape))
+    if len(layers) < pipeline.stages:
+        raise ConfigError(
+            f"worker.pipeline.stages: expected at most {len(layers)} stages, one for each layer of the model "
+            f"({', '.join(layer.name for layer in layers)}), got {pipeline.stages}"
+        )
+    if pipeline.layers is not None:
+        stops = _named_stops([layer.name for layer in layers], pipeline.layers)
+    else:
+        stops = even_stops([sum(p.numel() for p in layer.module.parameters()) for layer in layers], pipeline.stages)
+    starts = [0, *stops[:-1]]
+    return [layers[start:stop] for start, stop in zip(starts, stops, strict=True)]
+
+
+def even_stops(sizes: Sequence[int], parts: int) -> list[int]:
+    """Cut `sizes` into `parts` runs of one or more, such that the largest sum is as small as possible, and the others
+    are about even: where each ends.
+
+    >>> even_stops([1, 1, 1, 5, 1, 1], 3)
+    [3, 4, 6]
+    """
+    sums = list(accumulate(sizes, initial=0))
+    # best[n]: the smallest largest sum of the first n in so many runs, the sum of squares, where the last run begins.
+    best = [(sums[n], sums[n] ** 2, 0) for n in range(len(sums))]
+    begins = []
+    for part in range(2, parts + 1):
+        longer = [(0, 0, 0)] * len(sums)
+        for n in range(part, len(sums)):
+            longer[n] = min(
+                (max(best[at][0], sums[n] - sums[at]), best[at][1] + (sums[n] - sums[at]) ** 2, at)
+                for at in range(part - 1, n)
+            )
+        begins.append([at for *_, at in longer])
+        best = longer
+    stops = [len(sizes)]
+    for starts in reversed(begins):
+        stops.insert(0, starts[stops[0]])
+    return stops
+
+
+def _named_stops(names: Sequence[str], wanted: Sequence[Sequence[str]]) -> list[int]:
+    """Where each stage of `wanted` ends.
+
+    Raises:
+        ConfigError: a layer is missing, unknown, named twice, or not behind the one before it.
+    """
     at = 0
-    for number in range(pipeline.stages):
-        left = pipeline.stages - number - 1
-        stop = at + 1
-        goal = sum(sizes[at:]) / (left + 1)
-        while stop < len(layers) - left and sum(sizes[at:stop]) < goal:
-            stop += 1
-        if not left:
-            stop = len(layers)
-        parts.append(layers[at:stop])
-        at = stop
-    return parts
+    stops = []
+    for stage, layers in enumerate(wanted, 1):
+        for name in layers:
+            if name not in names:
+                raise ConfigError(
+                    f"worker.pipeline.layers: stage {stage}: expected a layer of {', '.join(names)}; got {name!r}"
+                )
+            if at == len(names) or name != names[at]:
+                expected = repr(names[at]) if at < len(names) else "no other layer"
+                raise ConfigError(
+                    f"worker.pipeline.layers: stage {stage}: the stages must hold all layers, in their order, each "
+                    f"once: expected {expected}, got {name!r}"
+                )
+            at += 1
+        stops.append(at)
+    if at < len(names):
+        raise ConfigError(
+            f"worker.pipeline.layers: the stages must hold all layers: expected {names[at]!r} in stage {len(wanted)}"
+        )
+    return stops

@@ -51,6 +51,24 @@ def check_task(config: JobConfig) -> None:
         raise ConfigError(f"task.class: {module!r} has no class {name!r}{_hint(tree, name)}")
 
 
+def check_pipeline(config: JobConfig) -> None:
+    """Where workers are pipelines, check that the model can be cut into their stages. Imports torch then.
+
+    Raises:
+        ConfigError: the task cannot be loaded, or its model cannot be cut so.
+    """
+    if config.worker.pipeline is None:
+        return
+    from doll.model import build
+    from doll.pipeline.cut import cut
+    from doll.task import load_task
+
+    task = load_task(config)
+    module = build(config, task, with_rows=False).module
+    for worker in range(config.data.workers if len(config.worker.pipeline.devices) > 1 else 1):
+        cut(config, task, module, worker)
+
+
 def count_parameters(config: JobConfig) -> int:
     """Import the task, build its model, and count the trainable parameters, those of tables included. Imports torch.
 

@@ -1,0 +1,234 @@
+"""The layers of a model, between which it may be cut into stages.
+
+Three ways, in this order: the layers that the task names (`Task.stages`); those of a `torch.nn.Sequential`, nested
+ones too; of any other module those of its graph (`torch.fx`), which is cut wherever one tensor alone goes on, such as
+between the blocks of a residual network.
+
+`torch.distributed.pipelining` cuts graphs as well, by `torch.export`: that fixes the number of samples of a batch,
+which differs where samples are refused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.fx.passes.split_module import split_module
+
+from doll.embedding_tables import EmbeddingTables
+from doll.errors import ConfigError
+from doll.task import Task
+
+_TOLERANCE = 1e-6
+
+
+class Layer(NamedTuple):
+    """A part of a model that takes one tensor and returns one. `module` shares the model's parameters."""
+
+    name: str
+    module: torch.nn.Module
+
+
+def layers_of(task: Task, model: torch.nn.Module) -> list[Layer]:
+    """Layers that give the model's output one after the other, the first by `task.forward`.
+
+    Raises:
+        ConfigError: the model cannot be cut.
+    """
+    name = type(model).__name__
+    if task.defines_step:
+        raise ConfigError(f"{type(task).__name__} defines step(): a pipeline computes gradients, it cannot be cut")
+    if tables := EmbeddingTables(model).shapes:
+        raise ConfigError(
+            f"{name} cannot be cut: a pipeline has no tables yet, and it has {', '.join(map(repr, tables))}; build its "
+            "embeddings with sparse=False"
+        )
+    named = task.stages(model)
+    if named is not None:
+        layers = [Layer(*item) for item in named]
+    elif isinstance(model, torch.nn.Sequential):
+        layers = _flattened(model)
+    else:
+        layers = _of_graph(model)
+    _check(name, model, layers)
+    return layers
+
+
+def chain(layers: Sequence[Layer]) -> torch.nn.Sequential:
+    """Layers as one module."""
+    return torch.nn.Sequential(*(layer.module for layer in layers))
+
+
+def check_cut(task: Task, model: torch.nn.Module, layers: Sequence[Layer], x: torch.Tensor) -> None:
+    """Compare the layers' output with the model's, for samples `x` of shape (n, *input_shape), without learning.
+
+    Raises:
+        ConfigError: they differ, or a layer fails on the output of the one before.
+    """
+    modules = [model, *(layer.module for layer in layers)]
+    was_training = [module.training for module in modules]
+    try:
+        for module in modules:
+            module.eval()
+        with torch.no_grad():
+            whole = task.forward(model, x)
+            h = task.forward(chain(layers[:1]), x)
+            for layer in layers[1:]:
+                try:
+                    h = layer.module(h)
+                except Exception as exc:  # the user's module may raise anything
+                    raise _cannot(
+                        type(model).__name__,
+                        f"layer {layer.name!r} fails on the output of the one before ({type(exc).__name__}: {exc})",
+                    ) from exc
+                if not isinstance(h, torch.Tensor):
+                    raise _cannot(
+                        type(model).__name__, f"layer {layer.name!r} returns {type(h).__name__}, expected one tensor"
+                    )
+    finally:
+        for module, training in zip(modules, was_training, strict=True):
+            module.train(training)
+    if whole.shape != h.shape:
+        raise _cannot(type(model).__name__, f"its layers give {tuple(h.shape)}, the whole model {tuple(whole.shape)}")
+    difference = float((whole - h).abs().max()) if whole.numel() else 0.0
+    if not difference <= _TOLERANCE * max(1.0, float(whole.abs().max()) if whole.numel() else 0.0):
+        raise _cannot(
+            type(model).__name__,
+            f"its layers give another output than the whole model (difference {difference:.3g}): {type(task).__name__}"
+            ".forward does more than to call the model on its input",
+        )
+
+
+def _flattened(model: torch.nn.Sequential, prefix: str = "") -> list[Layer]:
+    layers: list[Layer] = []
+    for name, module in model.named_children():
+        full = f"{prefix}{name}"
+        if type(module) is torch.nn.Sequential:
+            layers += _flattened(module, f"{full}.")
+        else:
+            layers.append(Layer(full, module))
+    return layers
+
+
+def _check(name: str, model: torch.nn.Module, layers: Sequence[Layer]) -> None:
+    """Each parameter and buffer of the model must be in one layer."""
+    for layer in layers:
+        if not isinstance(layer.module, torch.nn.Module) or not isinstance(layer.name, str):
+            raise _cannot(name, f"stages(): expected pairs of a name and a module, got {tuple(layer)!r:.100}")
+    names = [layer.name for layer in layers]
+    if not layers or len(set(names)) != len(names):
+        raise _cannot(name, f"expected layers of different names, got {names!r:.200}")
+    owners: dict[int, str] = {}
+    for layer in layers:
+        for tensor in {id(t): t for t in (*layer.module.parameters(), *layer.module.buffers())}.values():
+            if id(tensor) in owners:
+                raise _cannot(name, f"layers {owners[id(tensor)]!r} and {layer.name!r} share a parameter or buffer")
+            owners[id(tensor)] = layer.name
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for key, tensor in tensors:
+            if id(tensor) not in owners:
+                raise _cannot(name, f"its {kind} {key!r} is in none of its layers")
+
+
+def _of_graph(model: torch.nn.Module) -> list[Layer]:
+    """Cut the graph of a module behind each node whose value alone is used further on."""
+    name = type(model).__name__
+    try:
+        traced = fx.symbolic_trace(model)
+    except Exception as exc:  # the user's forward may raise anything on symbols
+        why = f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"
+        raise _cannot(name, f"its forward() cannot be traced ({why})") from exc
+    values = _own_parameters_as_modules(traced)
+    nodes = [node for node in traced.graph.nodes if node.op not in ("get_attr", "output") and node not in values]
+    inputs = [node for node in nodes if node.op == "placeholder" and node.users]
+    if len(inputs) != 1:
+        raise _cannot(name, f"expected a forward() of one tensor, got one of {len(inputs)}")
+    at = {node: number for number, node in enumerate(nodes)}
+    last_use = {node: max((at.get(user, len(nodes)) for user in node.users), default=at[node]) for node in nodes}
+    part, parts, alive = 0, dict[fx.Node, int](), list[fx.Node]()
+    for number, node in enumerate(nodes):
+        if node.op != "placeholder":
+            parts[node] = part
+        alive = [other for other in (*alive, node) if last_use[other] > number]
+        if node.op != "placeholder" and alive == [node] and last_use[node] < len(nodes) and not _is_taken_apart(node):
+            part += 1
+    parts |= {value: parts[user] for value, user in values.items()}
+    split = split_module(traced, model, lambda node: parts.get(node, 0), keep_original_order=True)
+    layers: list[Layer] = []
+    for _, module in sorted(split.named_children(), key=lambda item: int(item[0].rpartition("_")[2])):
+        layers.append(Layer(_name_of(module, len(layers)), module))
+    return _joined(layers)
+
+
+def _is_taken_apart(node: fx.Node) -> bool:
+    """It may be a tuple, which cannot be sent."""
+    return all(user.op == "call_function" and user.target is operator.getitem for user in node.users)
+
+
+class _Value(torch.nn.Module):
+    """A parameter or buffer that a module uses by itself."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        if isinstance(value, torch.nn.Parameter):
+            self.value = value
+        else:
+            self.register_buffer("value", value)
+
+    def forward(self) -> torch.Tensor:
+        return self.value
+
+
+def _own_parameters_as_modules(traced: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+    """Replace each use of a parameter by a module that returns it: `split_module` would pass it from part to part.
+
+    Returns:
+        The nodes of these modules, with the node that uses each.
+    """
+    values: dict[fx.Node, fx.Node] = {}
+    for node in [node for node in traced.graph.nodes if node.op == "get_attr"]:
+        value: Any = traced
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        for user in [user for user in node.users if user.op != "output"]:
+            target = f"value_{len(values)}"
+            traced.add_submodule(target, _Value(value))
+            with traced.graph.inserting_before(user):
+                new = traced.graph.call_module(target)
+            user.replace_input_with(node, new)
+            values[new] = user
+        if not node.users:
+            traced.graph.erase_node(node)
+    return values
+
+
+def _joined(layers: Sequence[Layer]) -> list[Layer]:
+    """Names that no other layer has."""
+    seen: dict[str, int] = {}
+    joined = []
+    for layer in layers:
+        seen[layer.name] = seen.get(layer.name, 0) + 1
+        joined.append(layer if seen[layer.name] == 1 else Layer(f"{layer.name}_{seen[layer.name]}", layer.module))
+    return joined
+
+
+def _name_of(module: torch.nn.Module, number: int) -> str:
+    """By the modules of the model that it calls, or by its functions."""
+    graph = getattr(module, "graph", None)
+    if graph is None:
+        return f"layer_{number}"
+    called = [str(n.target) for n in graph.nodes if n.op == "call_module" and not str(n.target).startswith("value_")]
+    if called:
+        first, *rest = called
+        return first if not rest or rest[-1] == first else f"{first}..{rest[-1]}"
+    functions = [node.name for node in graph.nodes if node.op in ("call_function", "call_method")]
+    return functions[-1] if functions else f"layer_{number}"
+
+
+def _cannot(name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"{name} cannot be cut: {why}; build it as a torch.nn.Sequential, or define stages() in the task"
+    )
