@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
-from benchmarks.paper import hetpipe_fig1, hetpipe_models, hetpipe_staleness, hetpipe_waiting
+from benchmarks.paper import hetpipe_fig1, hetpipe_fig3, hetpipe_models, hetpipe_staleness, hetpipe_waiting
 from benchmarks.paper.harness import Check
 from benchmarks.paper.hetpipe_staleness import LastInFirstOut, Missed, missed
 from doll.pipeline.schedule import StageTimes, simulate
@@ -73,3 +74,17 @@ def test_only_resnet_is_too_large_for_the_smallest_gpu() -> None:
     memory = {kind: gpu.memory_bytes for kind, gpu in hetpipe_models.GPUS.items()}
     assert one_gpu_bytes("VGG-19") < memory["G"]
     assert memory["G"] < one_gpu_bytes("ResNet-152") < memory["Q"]
+
+
+def test_a_gain_below_the_limit_or_a_fall_fails_figure_3() -> None:
+    profile = hetpipe_models.MODELS["VGG-19"]()
+    lines = {kind: hetpipe_fig3.points(profile, kind) for kind in ("VVVV", "RRGG")}
+    falls = {kind: hetpipe_fig3.fall(profile, kind) for kind in lines}
+    assert failed(hetpipe_fig3.checks_of("VGG-19", lines, falls)) == []
+    assert lines["VVVV"][-1].normalised > 3.0
+    slow = replace(lines["RRGG"][-1], gain=0.9 * lines["RRGG"][-1].limit)
+    wrong = failed(hetpipe_fig3.checks_of("VGG-19", {**lines, "RRGG": [slow]}, {**falls, "VVVV": 0.02}))
+    assert wrong == [
+        "VGG-19, RRGG: gain of N_m = 8 over one at a time",
+        "VGG-19: kinds whose throughput does not fall with N_m, same cut",
+    ]

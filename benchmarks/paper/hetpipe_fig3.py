@@ -1,0 +1,185 @@
+"""HetPipe Fig. 3: throughput of one virtual worker by the minibatches in flight, of the 7 kinds in the paper's Table 3.
+
+VGG-19 and ResNet-152 (`hetpipe_models`), cut for each N_m = 1 to 8 by the partitioner, with transfers and what fits the
+memory of each GPU; then 200 minibatches are simulated. Normalised to N_m = 1, as in the figure.
+
+Criteria: with the last cut that fits, N_m minibatches in flight gain what they can over one at a time, within 5 %: the
+time of a minibatch by that of the slowest stage. With the cut for N_m = 1 throughput never falls by more than 1 % as
+N_m grows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from doll.pipeline.partition import DoesNotFitError, MemoryRule, best_partition
+from doll.pipeline.profile import Profile
+from doll.pipeline.schedule import StageTimes, choose_in_flight, saturation, simulate
+from doll.pipeline.timeline import Timeline
+
+from benchmarks.paper.harness import Check, Result, Value, axes_style, main
+from benchmarks.paper.hetpipe_models import KINDS, MODELS, NETWORK, OPTIMIZER_MULTIPLIER, virtual_worker
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MOST, MINIBATCHES = 8, 200
+MEMORY = MemoryRule(optimizer_multiplier=OPTIMIZER_MULTIPLIER)
+ALLOCATIONS = {
+    "NP": ("VVVV", "RRRR", "GGGG", "QQQQ"), "ED": ("VRGQ",) * 4, "HD": ("VVQQ", "VVQQ", "RRGG", "RRGG"),
+}  # fmt: skip
+# The paper's Table 4, ED with local placement, 16 GPUs: minibatches in flight of the four virtual workers together.
+PAPER_IN_FLIGHT = {("VGG-19", "ED"): 20 // 4, ("ResNet-152", "ED"): 28 // 4}
+_COLORS = ("#4c78a8", "#72b7b2", "#54a24b", "#9d755d", "#e45756", "#f58518", "#b279a2")
+
+
+@dataclass(frozen=True)
+class Point:
+    """A virtual worker with one N_m.
+
+    Attributes:
+        images_per_s: with the cut for this N_m.
+        normalised: by that of N_m = 1 with its own cut.
+        gain: over one minibatch at a time, with the same cut.
+        limit: what the gain can be.
+        utilization: of the stage that computes most.
+        layers: of each stage.
+        devices: of each stage, by the letter of their node.
+    """
+
+    in_flight: int
+    images_per_s: float
+    normalised: float
+    gain: float
+    limit: float
+    utilization: float
+    layers: tuple[int, ...]
+    devices: str
+
+
+def _cut(profile: Profile, kind: str, in_flight: int) -> tuple[list[StageTimes], tuple[int, ...], str] | None:
+    """The stages' times, layers and devices; None where they do not fit."""
+    try:
+        cut = best_partition(profile, virtual_worker(kind), NETWORK, in_flight=in_flight, memory=MEMORY)
+    except DoesNotFitError:
+        return None
+    times = [
+        StageTimes(stage.forward_s + stage.receive_forward_s, stage.backward_s + stage.receive_backward_s)
+        for stage in cut.stages
+    ]
+    layers = tuple(stage.stop - stage.first for stage in cut.stages)
+    return times, layers, "".join(stage.device.node for stage in cut.stages)
+
+
+def _simulate(times: list[StageTimes], in_flight: int) -> Timeline:
+    return simulate(times, in_flight, MINIBATCHES)
+
+
+def points(profile: Profile, kind: str) -> list[Point]:
+    """N_m = 1, 2, ... as far as they fit."""
+    line: list[Point] = []
+    for in_flight in range(1, MOST + 1):
+        cut = _cut(profile, kind, in_flight)
+        if cut is None:
+            break
+        times, layers, devices = cut
+        timeline = _simulate(times, in_flight)
+        images_per_s = profile.batch_size * timeline.throughput()
+        line.append(
+            Point(
+                in_flight, images_per_s, images_per_s / (line[0].images_per_s if line else images_per_s),
+                timeline.throughput() / _simulate(times, 1).throughput(), saturation(times),
+                max(timeline.utilization(stage) for stage in range(len(times))), layers, devices,
+            )
+        )  # fmt: skip
+    return line
+
+
+def fall(profile: Profile, kind: str) -> float:
+    """With the cut for N_m = 1: the largest share of throughput that a larger N_m loses."""
+    cut = _cut(profile, kind, 1)
+    assert cut is not None
+    throughputs = [_simulate(cut[0], in_flight).throughput() for in_flight in range(1, MOST + 1)]
+    return max(1.0 - throughputs[more] / max(throughputs[:more]) for more in range(1, MOST))
+
+
+def checks_of(model: str, by_kind: dict[str, list[Point]], falls: dict[str, float]) -> list[Check]:
+    """The checks of one model."""
+    checks = [
+        Check(f"{model}, {kind}: gain of N_m = {last.in_flight} over one at a time", None, last.limit, last.gain,
+              "formula ± 5 %", abs(last.gain / last.limit - 1.0) <= 0.05)
+        for kind, last in ((kind, line[-1]) for kind, line in by_kind.items())
+    ]  # fmt: skip
+    monotone = sum(each <= 0.01 for each in falls.values())
+    checks.append(
+        Check(f"{model}: kinds whose throughput does not fall with N_m, same cut", None, len(falls), monotone, "all",
+              monotone == len(falls))
+    )  # fmt: skip
+    return checks
+
+
+def common(model: str, allocation: str) -> int:
+    """N_m that is best for all virtual workers of an allocation together."""
+    profile = MODELS[model]()
+
+    def stages_of(in_flight: int) -> list[list[StageTimes]] | None:
+        cuts = {kind: _cut(profile, kind, in_flight) for kind in set(ALLOCATIONS[allocation])}
+        fitting = [cut for kind in ALLOCATIONS[allocation] if (cut := cuts[kind]) is not None]
+        return [times for times, _, _ in fitting] if len(fitting) == len(ALLOCATIONS[allocation]) else None
+
+    return choose_in_flight(stages_of, MOST).in_flight
+
+
+def run(quick: bool) -> Result:
+    lines = {model: {kind: points(make(), kind) for kind in KINDS} for model, make in MODELS.items()}
+    checks: list[Check] = []
+    for model, by_kind in lines.items():
+        checks += checks_of(model, by_kind, {kind: fall(MODELS[model](), kind) for kind in KINDS})
+    for model in MODELS:
+        checks += [
+            Check(f"{model}, {allocation}: N_m common to all virtual workers", PAPER_IN_FLIGHT.get((model, allocation)),
+                  None, common(model, allocation), "", None)
+            for allocation in ALLOCATIONS
+        ]  # fmt: skip
+    rows: list[dict[str, Value]] = [
+        {
+            "model": model, "kind": kind, "N_m": point.in_flight, "images_per_s": point.images_per_s,
+            "normalised": point.normalised, "gain": point.gain, "limit": point.limit, "utilization": point.utilization,
+            "stages": point.devices, "layers": " ".join(str(count) for count in point.layers),
+        }
+        for model, by_kind in lines.items()
+        for kind, line in by_kind.items()
+        for point in line
+    ]  # fmt: skip
+    notes = [
+        "With more minibatches in flight the stages at the front keep more activations. Where a GPU's memory does not "
+        "hold them, the cut moves layers to stages behind, and the slowest stage has more to do: throughput falls "
+        "again. The paper leaves out N_m that do not fit.",
+        "In the paper the heterogeneous kinds gain less than the others. Here the cuts balance them about as well; "
+        "only RRGG needs N_m = 5 or 6 for it.",
+        "N_m of the last rows is the smallest one that is within 1 % of the best throughput of all virtual workers "
+        "together.",
+    ]
+    return Result(
+        "HetPipe Fig. 3: throughput by minibatches in flight", checks, rows, lambda figure: _draw(figure, lines), notes
+    )
+
+
+def _draw(figure: Figure, lines: dict[str, dict[str, list[Point]]]) -> None:
+    figure.set_size_inches(9.0, 3.8)
+    for axes, (model, by_kind) in zip(figure.subplots(1, len(lines), sharey=True), lines.items(), strict=True):
+        for color, (kind, line) in zip(_COLORS, by_kind.items(), strict=True):
+            is_mixed = len(set(kind)) > 1
+            axes.plot(
+                [point.in_flight for point in line], [point.normalised for point in line], color=color,
+                marker="s" if is_mixed else "o", linestyle="--" if is_mixed else "-", markersize=4,
+                label=f"{kind} ({line[0].images_per_s:.0f})",
+            )  # fmt: skip
+        axes.set_ylim(0, 4.3)
+        axes_style(axes, f"{model} (images/s at N_m = 1)", "N_m", "throughput, N_m = 1 is 1")
+        axes.legend(fontsize=7, frameon=False, loc="lower center")
+
+
+if __name__ == "__main__":
+    main("hetpipe_fig3", run)
