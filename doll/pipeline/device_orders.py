@@ -25,7 +25,7 @@ Bools = npt.NDArray[np.bool_]
 # Numbers of a temporary array: it stays in the cache.
 _CHUNK = 1 << 16
 # Problems of so few numbers are searched without a limit on the time: a search takes less than the next one.
-_SMALL = 1 << 20
+_SMALL = 1 << 17
 _GROWTH = 1.25
 
 
