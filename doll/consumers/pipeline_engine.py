@@ -31,7 +31,7 @@ from doll.consumers.guard import Guard, Samples
 from doll.consumers.stage_processes import StageLostError, StageProcesses
 from doll.consumers.task_log import TaskLog
 from doll.consumers.worker import Batch, ComputedBatch, GradientDone
-from doll.errors import BlobError, TaskError
+from doll.errors import BlobError, DollError, TaskError
 from doll.pipeline.link import LinkClosedError
 from doll.pipeline.messages import (
     Adopted,
@@ -57,6 +57,7 @@ from doll.pipeline.virtual_worker import (
     Submitted,
     VirtualWorkerCore,
     Void,
+    Wave,
     Weights,
 )
 from doll.process.fault_points import fault_point
@@ -69,6 +70,7 @@ log = get_logger(__name__)
 TICK_S: Final = 0.5
 # A thread that did not run for so long has not heard of the stages for another reason than theirs.
 _PAUSED_S: Final = 2.0
+_CLOSED: Final = "the engine is closed"
 _LINK_TYPES: Final = ("float16", "float32", "float64", "int32", "int64", "uint8")
 _NO_VALUES: Final = np.zeros(0, np.float32)
 
@@ -79,7 +81,7 @@ class SampleRefusal(Protocol):
     def refuse_samples(self, batch: Batch, bad: dict[int, str]) -> UsableSamples: ...
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Flight:
     """One batch from its submission to its answer."""
 
@@ -134,12 +136,11 @@ class PipelineGradientEngine:
         self._pulling: Weights | None = None
         self._answers: dict[tuple[str, int | None], set[int]] = {}  # stages that have answered, until all have
         self._keys: dict[int, str] = {}  # of waves, by the batch below which they end
-        self._names: dict[int, str] = {}  # keys of waves that are not stored yet
-        self._rest: Future[GradientDone] | None = None
-        self._last = (0, 0, 0)  # term, grant id and version of the batch that was complete last
+        self._storing: Wave | None = None
+        self._rest: tuple[int, Future[GradientDone]] | None = None  # below which batch it is
         self._completed_s = clock()
         self._heard_s = [clock()] * len(stages.pids)
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: deque[tuple[Callable[[], None], Future[Any] | None]] = deque()
         self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._is_closing = False
@@ -180,10 +181,9 @@ class PipelineGradientEngine:
         def close_wave() -> None:
             wave, actions = self._core.close_wave()
             if wave is None:
-                future.set_result(GradientDone("", self._last[2], ()))
+                future.set_result(GradientDone("", 0, ()))
                 return
-            self._rest = future
-            self._names[wave] = gradient_key(self._job, self._last[0], self._last[1]) + ":rest"
+            self._rest = (wave, future)
             self._do(actions)
 
         self._call(close_wave, future)
@@ -204,7 +204,7 @@ class PipelineGradientEngine:
         with self._lock:
             error = self._error
             if error is None:
-                self._calls.append(call)
+                self._calls.append((call, future))
         if error is None:
             self._wake_up()
         elif future is not None:
@@ -219,17 +219,23 @@ class PipelineGradientEngine:
     def _run(self) -> None:
         try:
             self._serve()
+            self._fail(StageLostError(_CLOSED))
         except BaseException as exc:
-            with self._lock:
-                self._error = exc
-                self._calls.clear()
-            for flight in [flight for flights in self._flights.values() for flight in flights]:
-                if not flight.future.done():
-                    flight.future.set_exception(exc)
-            if self._rest is not None and not self._rest.done():
-                self._rest.set_exception(exc)
+            self._fail(exc)
             if not self._is_closing:
                 self.ended.set_exception(exc)
+
+    def _fail(self, error: BaseException) -> None:
+        """Nothing more is computed."""
+        with self._lock:
+            self._error = error
+            futures = [future for _, future in self._calls]
+            self._calls.clear()
+        futures += [flight.future for flights in self._flights.values() for flight in flights]
+        futures += [None if self._rest is None else self._rest[1]]
+        for future in futures:
+            if future is not None and not future.done():
+                future.set_exception(error)
 
     def _serve(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -250,10 +256,10 @@ class PipelineGradientEngine:
                         self._receive(key.data)
                 while self._calls:
                     with self._lock:
-                        call = self._calls.popleft()
+                        call, _ = self._calls.popleft()
                     call()
                 self._inspect_if_due()
-                self._check_stages(self._clock())
+                self._check_stages(now)
 
     def _receive(self, number: int) -> None:
         is_chain = number == len(self._stages.controls)
@@ -272,8 +278,16 @@ class PipelineGradientEngine:
             self._heard_s[number] = self._clock()
             self._hear(message)
 
-    def _lost(self, number: int) -> StageLostError:
+    def _lost(self, number: int) -> DollError:
+        """Why the link to this stage is closed."""
         at, how = self._stages.first_end(number)
+        for link in self._stages.controls:  # one may have said why; its message may be behind others
+            with contextlib.suppress(LinkClosedError), selectors.DefaultSelector() as selector:
+                selector.register(link, selectors.EVENT_READ)
+                while selector.select(0):
+                    message = decode(link.receive()[0])
+                    if isinstance(message, Failed):
+                        return _failure(message)
         return StageLostError(f"stage {at + 1} (pid {self._stages.pids[at]}) {how}: its worker ends with it")
 
     def _check_stages(self, now: float) -> None:
@@ -298,8 +312,8 @@ class PipelineGradientEngine:
             case Leaving(stage=stage, within_s=within_s, cause=cause):
                 log.info("stage_leaves", stage=stage + 1, cause=cause, within_s=within_s)
                 self._departure.leave_within(within_s, cause)
-            case Failed(stage=stage, error=error, is_task=is_task):
-                raise (TaskError if is_task else StageLostError)(f"stage {stage + 1}: {error}")
+            case Failed():
+                raise _failure(message)
             case _:
                 pass
 
@@ -323,7 +337,8 @@ class PipelineGradientEngine:
                     flight = submitted.token
                     flight.started_s = self._clock()
                     self._send(message, flight)
-                case SendDown(message):
+                case SendDown(message, wave):
+                    self._storing = wave or self._storing
                     self._send_down(message, [])
                 case Done(submitted, version, wave):
                     self._answer(submitted.token, version, wave)
@@ -364,17 +379,22 @@ class PipelineGradientEngine:
 
     def _stored(self, until: int | None) -> None:
         if until is None:
+            self._computer.load(self._stages.shared.pushed)
             self._do(self._core.stored(None))
             self._inspect()
             return
-        key = self._names.pop(until)
+        wave = self._storing
+        assert wave is not None
+        grant = wave.last.token.grant
+        is_rest = self._rest is not None and self._rest[0] == until
+        key = gradient_key(self._job, grant.term, grant.grant_ids[0]) + (":rest" if is_rest else "")
         begun_s = self._clock()
-        parts = self._compressor.compress(self._stages.shared.pushed, version=self._last[2], rows={})
+        parts = self._compressor.compress(self._stages.shared.pushed, version=wave.version, rows={})
         self._blobs.put(key, parts, self._ttl_s)
         fault_point("worker.after_blob")
         store_s = self._clock() - begun_s
-        if self._rest is not None and key.endswith(":rest"):
-            self._rest.set_result(GradientDone(key, self._last[2], (), store_s=store_s))
+        if is_rest and self._rest is not None:
+            self._rest[1].set_result(GradientDone(key, wave.version, (), store_s=store_s))
             self._rest = None
         else:
             self._keys[until] = key
@@ -387,7 +407,7 @@ class PipelineGradientEngine:
             computed = ComputedBatch(0, dead=batch.dead, dead_samples=batch.dead_samples)
         is_kept = (flight.batch.number + 1) % self._wave != 0
         key = "" if wave is None else self._keys.pop(wave, "")
-        self._resolve(flight, GradientDone(key, max(version, 0), (computed,), is_kept=is_kept))
+        self._resolve(flight, GradientDone(key, version, (computed,), is_kept=is_kept))
 
     def _resolve(self, flight: _Flight, done: GradientDone | None) -> None:
         flights = self._flights[flight.batch.number]
@@ -399,8 +419,14 @@ class PipelineGradientEngine:
     # --- gradients that come back -------------------------------------------------------------------------------------
 
     def _judge_returned(self) -> None:
-        while self._returned and self._suspect is None:
-            message = self._returned.popleft()
+        while self._in_stages and self._suspect is None:
+            # In order, but for one that was computed again: it is behind others.
+            number = self._in_stages[0].batch.number
+            at = next((at for at, message in enumerate(self._returned) if message.batch == number), None)
+            if at is None:
+                return
+            message = self._returned[at]
+            del self._returned[at]
             flight = self._in_stages.popleft()
             self._task_log.add(message.tasks)
             self._judge(flight, message)
@@ -411,10 +437,7 @@ class PipelineGradientEngine:
             self._complete(flight, 0.0, 0, is_void=True)
             return
         n = message.num_samples
-        gradient = Gradient(
-            _NO_VALUES, message.loss_sum, dict(message.metric_sums), math.sqrt(message.squares),
-            math.sqrt(message.buffer_squares),
-        )  # fmt: skip
+        gradient = _gradient(message)
         problem = message.problem or gradient.problem()
         if flight.bad is None and (problem or self._guard.is_unusual(gradient, n)):
             self._suspect = (flight, message)
@@ -449,11 +472,7 @@ class PipelineGradientEngine:
         )  # fmt: skip
 
     def _complete(self, flight: _Flight, scale: float, num_samples: int, *, is_void: bool = False) -> None:
-        number, grant = flight.batch.number, flight.grant
-        if not is_void:
-            self._last = (grant.term, grant.grant_ids[0], self._core.version_of(number))
-            if (number + 1) % self._wave == 0:
-                self._names[number + 1] = gradient_key(self._job, grant.term, grant.grant_ids[0])
+        number = flight.batch.number
         self._do(self._core.completed(number, scale=scale, num_samples=num_samples, is_void=is_void))
 
     # --- inspection ---------------------------------------------------------------------------------------------------
@@ -468,25 +487,42 @@ class PipelineGradientEngine:
     def _inspect(self) -> None:
         assert self._suspect is not None
         flight, message = self._suspect
-        self._computer.load(self._stages.shared.pushed)
-        gradient, bad = self._guard.compute(*flight.samples, batch=flight.batch.number)
-        flight.bad = bad
+        number = flight.batch.number
         self._suspect, self._is_inspecting = None, False
+        if self._core.is_void(number):
+            self._complete(flight, 0.0, 0, is_void=True)
+            self._go_on()
+            return
+        gradient, bad = self._guard.compute(*flight.samples, batch=number)
+        flight.bad = bad
+        seen = _gradient(message)
         if gradient is None:
             flight.computed = self._computed(flight, 0.0, {}, 0)
             self._complete(flight, 0.0, 0)
-        elif bad or message.problem or not math.isfinite(message.squares):
+        elif bad or message.problem or seen.problem():
             left = [at for at in range(len(flight.samples.x)) if at not in bad]
             flight.samples = flight.samples.of(left)
             self._in_stages.appendleft(flight)
-            self._send_down(self._core.again(flight.batch.number, len(left)), [flight.samples.x, flight.samples.y])
-            return
+            self._send_down(self._core.again(number, len(left)), [flight.samples.x, flight.samples.y])
         else:
-            self._accept(flight, Gradient(
-                _NO_VALUES, message.loss_sum, dict(message.metric_sums), math.sqrt(message.squares)
-            ), message.num_samples)  # fmt: skip
+            self._accept(flight, seen, message.num_samples)
+        self._go_on()
+
+    def _go_on(self) -> None:
         self._do(self._core.go_on())
         self._judge_returned()
+
+
+def _gradient(message: Backward) -> Gradient:
+    """What is known of the gradient that is at the stages."""
+    return Gradient(
+        _NO_VALUES, message.loss_sum, dict(message.metric_sums), math.sqrt(message.squares),
+        math.sqrt(message.buffer_squares),
+    )  # fmt: skip
+
+
+def _failure(message: Failed) -> DollError:
+    return (TaskError if message.is_task else StageLostError)(f"stage {message.stage + 1}: {message.error}")
 
 
 def _for_link(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -58,12 +58,16 @@ class Settle(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         forget_from: the steps of this batch and later ones are void; None: none are.
         store: write the sum of the steps of the wave that ends below this batch to the shared memory; None: nothing.
         show: write the weights with all own steps there.
+        version, included: as in `Forward`, where a stage before has failed on a minibatch that was to be computed on
+            them; -1: none has.
     """
 
     commits: tuple[Commit, ...] = ()
     forget_from: int | None = None
     store: int | None = None
     show: bool = False
+    version: int = -1
+    included: int = 0
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):

@@ -84,6 +84,7 @@ class Stage:
         self._task = task
         self._device = device
         self._is_first, self._is_last = is_first, is_last
+        self._changes_input = any(getattr(part, "inplace", False) for layer in layers for part in layer.modules())
         module = torch.nn.Sequential(*layers)
         homes = homes_of(module, whole)
         _leave(module)
@@ -173,8 +174,6 @@ class Stage:
 
     def store(self, until: int, shared: npt.NDArray[np.float32]) -> None:
         """Write the sum of the steps of the wave below `until` to its places in `shared`."""
-        if self._wave is not None and not any(wave.until == until for wave in self._waves):
-            self._close_wave(until)
         steps = next((wave.steps for wave in self._waves if wave.until == until), None)
         self._write(torch.zeros_like(self._local.flat) if steps is None else steps, shared)
 
@@ -208,7 +207,8 @@ class Stage:
         else:
             if received.is_floating_point():
                 received.requires_grad_(True)
-            output = module(received)
+            # Autograd refuses a change of the memory of what it is to differentiate by.
+            output = module(received.clone() if self._changes_input else received)
         replica.restore_buffers()
         parameters, floats = self._local.num_parameters, self._local.num_floats
         change = replica.flat.detach()[parameters:floats] - self.weights[parameters:floats]

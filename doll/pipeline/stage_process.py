@@ -180,10 +180,7 @@ class StageProcess:
     def _forward(self, message: Forward, arrays: list[Array]) -> None:
         for commit in message.commits:
             self._stage.commit(commit)
-        if message.version != self._version:
-            self._stage.adopt(message.included)
-            self._version = message.version
-            self._links.control.send(encode(Adopted(stage=self._number, version=message.version)))
+        self._use(message.version, message.included)
         x, y = arrays
         following = self._links.following
         start_s = self._clock()
@@ -194,6 +191,11 @@ class StageProcess:
         except Exception as exc:
             self._stage.drop(message.slot)
             self._report(message, [], _problem(exc))
+            if following is not None:
+                # What came with the minibatch goes on without it.
+                following.send(encode(Settle(
+                    commits=message.commits, version=message.version, included=message.included
+                )))  # fmt: skip
             return
         if following is None:
             assert loss is not None
@@ -205,6 +207,12 @@ class StageProcess:
             batch=message.batch, slot=message.slot, num_samples=message.num_samples, version=message.version,
             included=message.included, commits=message.commits,
         )), [sent, y])  # fmt: skip
+
+    def _use(self, version: int, included: int) -> None:
+        if version != self._version:
+            self._stage.adopt(included)
+            self._version = version
+            self._links.control.send(encode(Adopted(stage=self._number, version=version)))
 
     def _last(self, message: Forward, loss: Loss, start_s: float) -> None:
         try:
@@ -255,6 +263,8 @@ class StageProcess:
         if message.forget_from is not None:
             self._stage.forget(message.forget_from)
             self._version = -1
+        if message.version >= 0:
+            self._use(message.version, message.included)
         if message.store is not None:
             self._stage.store(message.store, self._shared.pushed)
         if message.show:

@@ -58,11 +58,25 @@ class Start:
     submitted: Submitted
 
 
+class Wave(NamedTuple):
+    """Steps that are pushed as one: of batches below `until`, the last of which was computed on `version`; the push is
+    of that version too."""
+
+    until: int
+    last: Submitted
+    version: int
+
+
 @dataclass(frozen=True, slots=True)
 class SendDown:
-    """Send this down the chain. Where it asks for something to be stored, report `stored` when all stages have."""
+    """Send this down the chain. Where it asks for something to be stored, report `stored` when all stages have.
+
+    Attributes:
+        wave: what is to be stored, where it is steps.
+    """
 
     message: Settle
+    wave: Wave | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +133,15 @@ class VirtualWorkerCore:
         self._computing: deque[_Computing] = deque()
         self._commits: list[Commit] = []  # not sent yet
         self._results: deque[Done | Void] = deque()  # in order; `Done` of a wave that is not stored holds the rest up
-        self._to_store: deque[int] = deque()  # waves that are complete; the first one may be under way
-        self._is_storing = False
+        self._to_store: deque[Wave] = deque()  # waves that are complete; the first one may be under way
+        self._storing: Wave | None = None  # in the shared memory; it is none of `_to_store` where it is void
         self._is_showing = False
         self._has_steps = False  # the wave under way
         self._term = -1
         self._next: int | None = None  # batch that comes next
+        self._first = 0  # batch of this term
         self._committed_until = 0
+        self._last: tuple[Submitted, int] | None = None  # that was committed, and its version
         self._forget_from: int | None = None
         self._known: Weights | None = None  # the newest of this term
         self._spare: Weights | None = None  # at all stages, not in use
@@ -147,7 +163,12 @@ class VirtualWorkerCore:
     @property
     def is_storing(self) -> bool:
         """The shared memory is in use."""
-        return self._is_storing or self._is_showing
+        return self._storing is not None or self._is_showing
+
+    def is_void(self, batch: int) -> bool:
+        """Nobody waits for the first minibatch in flight, which is `batch`."""
+        item = next((item for item in self._computing if not item.is_complete), None)
+        return item is None or item.submitted.batch != batch or item.is_void
 
     # --- what is to be computed -------------------------------------------------------------------------------------
 
@@ -201,30 +222,32 @@ class VirtualWorkerCore:
         self._void_from(0)
         if self._next is not None:
             self._forget_from = 0
-        self._committed_until = submitted.batch
+        self._first = self._committed_until = submitted.batch
         self._known = self._spare = self._base = None
 
     def _rewind(self, batch: int) -> None:
         """Batch `batch` and those behind it are computed again."""
         self._void_from(batch)
         if batch < self._committed_until:
-            if batch > self._wave_start:
+            if batch % self._wave and batch > self._first:
                 raise ValueError(
-                    f"expected batch {self._wave_start} or one before it, the first of a wave, to be computed again; "
-                    f"got {batch}"
+                    f"expected batch {batch - batch % self._wave}, the first of its wave, to be computed again; got "
+                    f"{batch}: its wave is pushed as one"
                 )
+            self._first = min(self._first, batch)
             self._forget_from = batch
             self._committed_until = batch
             self._known = self._spare = self._base = None  # the weights in use hold the steps that are void
-
-    @property
-    def _wave_start(self) -> int:
-        return (self._committed_until - 1) // self._wave * self._wave
 
     def _void_from(self, batch: int) -> None:
         for item in self._computing:
             if item.submitted.batch >= batch:
                 item.is_void = True
+        # Of a wave that is not stored yet: it will not be.
+        self._results = deque(
+            Void(item.submitted) if isinstance(item, Done) and item.submitted.batch >= batch else item
+            for item in self._results
+        )
         kept: deque[Submitted] = deque()
         for submitted in self._waiting:
             if submitted.batch < batch:
@@ -291,9 +314,11 @@ class VirtualWorkerCore:
 
     def pushed(self, until: int) -> list[Action]:
         """The steps of this wave are in the blob store: the shared memory is free."""
-        self._is_storing = False
-        if self._to_store and self._to_store[0] == until:
+        if self._storing is None or self._storing.until != until:
+            raise ValueError(f"expected the wave that is stored, {self._storing}, to be pushed; got {until}")
+        if self._to_store and self._to_store[0] is self._storing:
             self._to_store.popleft()
+        self._storing = None
         return self._advance()
 
     def show(self) -> list[Action]:
@@ -322,11 +347,12 @@ class VirtualWorkerCore:
         Returns:
             Below which batch they are, and what to do; None: there are none.
         """
-        if not self._has_steps:
+        if not self._has_steps or self._last is None:
             return None, []
         until = self._committed_until
         self._has_steps = False
-        self._to_store.append(until)
+        self._commits.append(Commit(batch=until - 1, slot=NO_SLOT, scale=0.0, num_samples=0, ends_wave=True))
+        self._to_store.append(Wave(until, *self._last))
         return until, self._advance()
 
     # --- the order of things ----------------------------------------------------------------------------------------
@@ -336,11 +362,9 @@ class VirtualWorkerCore:
         self._commit()
         if self._forget_from is not None and not self._computing:
             actions.append(SendDown(Settle(commits=self._take_commits(), forget_from=self._forget_from)))
-            self._to_store = deque(until for until in self._to_store if until <= self._forget_from)
+            self._to_store = deque(wave for wave in self._to_store if wave.until <= self._forget_from)
             self._forget_from, self._has_steps = None, False
-        if self._to_store and not self._is_storing and not self._is_showing:
-            self._is_storing = True
-            actions.append(SendDown(Settle(commits=self._take_commits(), store=self._to_store[0])))
+        actions += self._store()
         actions += self._release()
         while self._may_start:
             actions += self._start(self._waiting.popleft())
@@ -348,6 +372,7 @@ class VirtualWorkerCore:
         if self._is_stopped:
             self._results += (Void(item) for item in self._waiting)
             self._waiting.clear()
+        actions += self._store()  # of a wave that ends with a batch without samples
         actions += self._release()
         if self._may_pull:
             self._pulling, self._spare = self._known, None
@@ -374,18 +399,25 @@ class VirtualWorkerCore:
                 )
             )  # fmt: skip
             self._committed_until = batch + 1
+            self._last = (item.submitted, item.version)
             self._has_steps |= scale != 0
             wave = None
             if ends_wave and self._has_steps:
                 wave, self._has_steps = batch + 1, False
-                self._to_store.append(wave)
+                self._to_store.append(Wave(wave, item.submitted, item.version))
             self._results.append(Done(item.submitted, item.version, wave))
+
+    def _store(self) -> list[Action]:
+        if not self._to_store or self.is_storing or self._forget_from is not None:
+            return []
+        wave = self._storing = self._to_store[0]
+        return [SendDown(Settle(commits=self._take_commits(), store=wave.until), wave)]
 
     def _release(self) -> list[Action]:
         released: list[Action] = []
         while self._results:
             first = self._results[0]
-            if isinstance(first, Done) and first.wave is not None and first.wave in self._to_store:
+            if isinstance(first, Done) and any(wave.until == first.wave for wave in self._to_store):
                 break
             released.append(self._results.popleft())
         return released
@@ -403,7 +435,8 @@ class VirtualWorkerCore:
 
     def _start(self, submitted: Submitted) -> Sequence[Action]:
         if not submitted.num_samples:
-            version = -1 if self._base is None else self._base.version
+            # Its push is of this version where it ends a wave, and must be of one that its grant allows.
+            version = max(submitted.min_version, -1 if self._base is None else self._base.version)
             self._computing.append(_Computing(submitted, NO_SLOT, version, is_complete=True))
             return ()
         if self._spare is not None:
