@@ -15,23 +15,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 from doll.config import JobConfig
 from doll.consumers.compressor import Compressor
 from doll.consumers.dead_letters import UsableSamples
 from doll.consumers.departure import Departure
+from doll.consumers.flight import NO_VALUES, Flight, for_link, gradient_of
 from doll.consumers.gradient import Gradient, GradientComputer
 from doll.consumers.gradient_engine import GoesOn
 from doll.consumers.guard import Guard, Samples
-from doll.consumers.stage_processes import StageLostError, StageProcesses
+from doll.consumers.stage_processes import StageLostError, StageProcesses, failure
 from doll.consumers.task_log import TaskLog
 from doll.consumers.worker import Batch, ComputedBatch, GradientDone
-from doll.errors import BlobError, DollError, TaskError
+from doll.errors import BlobError, TaskError
 from doll.pipeline.link import LinkClosedError
 from doll.pipeline.messages import (
     Adopted,
@@ -71,28 +70,12 @@ TICK_S: Final = 0.5
 # A thread that did not run for so long has not heard of the stages for another reason than theirs.
 _PAUSED_S: Final = 2.0
 _CLOSED: Final = "the engine is closed"
-_LINK_TYPES: Final = ("float16", "float32", "float64", "int32", "int64", "uint8")
-_NO_VALUES: Final = np.zeros(0, np.float32)
 
 
 class SampleRefusal(Protocol):
     """The part of `DeadLetters` that is needed here."""
 
     def refuse_samples(self, batch: Batch, bad: dict[int, str]) -> UsableSamples: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """One batch from its submission to its answer."""
-
-    grant: Grant
-    batch: Batch
-    goes_on: GoesOn
-    future: Future[GradientDone | None]
-    samples: Samples
-    computed: ComputedBatch | None = None
-    bad: dict[int, str] | None = None  # None: not inspected
-    started_s: float = 0.0
 
 
 class PipelineGradientEngine:
@@ -128,10 +111,10 @@ class PipelineGradientEngine:
         self._task_log = task_log
         self._clock = clock
         self._core = VirtualWorkerCore(self._wave, self._wave)
-        self._flights: dict[int, deque[_Flight]] = {}  # by batch; more than one where it is computed again
-        self._in_stages: deque[_Flight] = deque()  # sent, and not back
+        self._flights: dict[int, deque[Flight]] = {}  # by batch; more than one where it is computed again
+        self._in_stages: deque[Flight] = deque()  # sent, and not back
         self._returned: deque[Backward] = deque()  # that wait for an inspection
-        self._suspect: tuple[_Flight, Backward] | None = None
+        self._suspect: tuple[Flight, Backward] | None = None
         self._is_inspecting = False
         self._pulling: Weights | None = None
         self._answers: dict[tuple[str, int | None], set[int]] = {}  # stages that have answered, until all have
@@ -154,11 +137,11 @@ class PipelineGradientEngine:
         (batch,) = batches
         future: Future[GradientDone | None] = Future()
         samples = (
-            Samples(_for_link(batch.data.x), _for_link(batch.data.y))
+            Samples(for_link(batch.data.x), for_link(batch.data.y))
             if batch.num_samples
-            else Samples(_NO_VALUES, _NO_VALUES)
+            else Samples(NO_VALUES, NO_VALUES)
         )
-        flight = _Flight(grant, batch, goes_on, future, samples)
+        flight = Flight(grant, batch, goes_on, future, samples)
 
         def submit() -> None:
             submitted = Submitted(
@@ -267,7 +250,7 @@ class PipelineGradientEngine:
         try:
             header, _ = link.receive()
         except LinkClosedError as exc:
-            raise self._lost(0 if is_chain else number) from exc
+            raise self._stages.why_closed(0 if is_chain else number) from exc
         message = decode(header)
         if is_chain:
             if not isinstance(message, Backward):
@@ -277,18 +260,6 @@ class PipelineGradientEngine:
         else:
             self._heard_s[number] = self._clock()
             self._hear(message)
-
-    def _lost(self, number: int) -> DollError:
-        """Why the link to this stage is closed."""
-        at, how = self._stages.first_end(number)
-        for link in self._stages.controls:  # one may have said why; its message may be behind others
-            with contextlib.suppress(LinkClosedError), selectors.DefaultSelector() as selector:
-                selector.register(link, selectors.EVENT_READ)
-                while selector.select(0):
-                    message = decode(link.receive()[0])
-                    if isinstance(message, Failed):
-                        return _failure(message)
-        return StageLostError(f"stage {at + 1} (pid {self._stages.pids[at]}) {how}: its worker ends with it")
 
     def _check_stages(self, now: float) -> None:
         for number, heard_s in enumerate(self._heard_s):
@@ -313,7 +284,7 @@ class PipelineGradientEngine:
                 log.info("stage_leaves", stage=stage + 1, cause=cause, within_s=within_s)
                 self._departure.leave_within(within_s, cause)
             case Failed():
-                raise _failure(message)
+                raise failure(message)
             case _:
                 pass
 
@@ -347,7 +318,7 @@ class PipelineGradientEngine:
                 case Missing(submitted):
                     self._resolve(submitted.token, None)
 
-    def _send(self, message: Forward, flight: _Flight) -> None:
+    def _send(self, message: Forward, flight: Flight) -> None:
         self._in_stages.append(flight)
         self._send_down(message, [flight.samples.x, flight.samples.y])
 
@@ -355,7 +326,7 @@ class PipelineGradientEngine:
         try:
             self._stages.chain.send(encode(message), arrays)
         except LinkClosedError as exc:
-            raise self._lost(0) from exc
+            raise self._stages.why_closed(0) from exc
 
     def _pull(self, weights: Weights) -> None:
         blob = self._blobs.get(weights.key)
@@ -375,7 +346,7 @@ class PipelineGradientEngine:
             try:
                 link.send(encode(PullMessage(version=weights.version)))
             except LinkClosedError as exc:
-                raise self._lost(number) from exc
+                raise self._stages.why_closed(number) from exc
 
     def _stored(self, until: int | None) -> None:
         if until is None:
@@ -400,7 +371,7 @@ class PipelineGradientEngine:
             self._keys[until] = key
         self._do(self._core.pushed(until))
 
-    def _answer(self, flight: _Flight, version: int, wave: int | None) -> None:
+    def _answer(self, flight: Flight, version: int, wave: int | None) -> None:
         computed = flight.computed
         if computed is None:  # no usable sample was in it
             batch = flight.batch
@@ -409,7 +380,7 @@ class PipelineGradientEngine:
         key = "" if wave is None else self._keys.pop(wave, "")
         self._resolve(flight, GradientDone(key, version, (computed,), is_kept=is_kept))
 
-    def _resolve(self, flight: _Flight, done: GradientDone | None) -> None:
+    def _resolve(self, flight: Flight, done: GradientDone | None) -> None:
         flights = self._flights[flight.batch.number]
         flights.remove(flight)
         if not flights:
@@ -431,13 +402,13 @@ class PipelineGradientEngine:
             self._task_log.add(message.tasks)
             self._judge(flight, message)
 
-    def _judge(self, flight: _Flight, message: Backward) -> None:
+    def _judge(self, flight: Flight, message: Backward) -> None:
         batch = flight.batch
         if not flight.goes_on(batch.number, flight.grant.grant_ids[0]) and not self._departure():
             self._complete(flight, 0.0, 0, is_void=True)
             return
         n = message.num_samples
-        gradient = _gradient(message)
+        gradient = gradient_of(message)
         problem = message.problem or gradient.problem()
         if flight.bad is None and (problem or self._guard.is_unusual(gradient, n)):
             self._suspect = (flight, message)
@@ -449,7 +420,7 @@ class PipelineGradientEngine:
             self._guard.learned(gradient, flight.samples)
         self._accept(flight, gradient, n)
 
-    def _accept(self, flight: _Flight, gradient: Gradient, n: int) -> None:
+    def _accept(self, flight: Flight, gradient: Gradient, n: int) -> None:
         scale = 1.0 if self._takes_sum else 1.0 / n
         if (norm := scale * gradient.norm) > self._clip_norm:
             scale *= self._clip_norm / norm
@@ -457,7 +428,7 @@ class PipelineGradientEngine:
         self._complete(flight, scale, n)
 
     def _computed(
-        self, flight: _Flight, loss_sum: float, metric_sums: dict[str, float], num_samples: int
+        self, flight: Flight, loss_sum: float, metric_sums: dict[str, float], num_samples: int
     ) -> ComputedBatch:
         batch = flight.batch
         usable = UsableSamples(num_samples, batch.dead, batch.dead_samples)
@@ -471,7 +442,7 @@ class PipelineGradientEngine:
             self._core.version_of(batch.number),
         )  # fmt: skip
 
-    def _complete(self, flight: _Flight, scale: float, num_samples: int, *, is_void: bool = False) -> None:
+    def _complete(self, flight: Flight, scale: float, num_samples: int, *, is_void: bool = False) -> None:
         number = flight.batch.number
         self._do(self._core.completed(number, scale=scale, num_samples=num_samples, is_void=is_void))
 
@@ -495,7 +466,7 @@ class PipelineGradientEngine:
             return
         gradient, bad = self._guard.compute(*flight.samples, batch=number)
         flight.bad = bad
-        seen = _gradient(message)
+        seen = gradient_of(message)
         if gradient is None:
             flight.computed = self._computed(flight, 0.0, {}, 0)
             self._complete(flight, 0.0, 0)
@@ -511,22 +482,3 @@ class PipelineGradientEngine:
     def _go_on(self) -> None:
         self._do(self._core.go_on())
         self._judge_returned()
-
-
-def _gradient(message: Backward) -> Gradient:
-    """What is known of the gradient that is at the stages."""
-    return Gradient(
-        _NO_VALUES, message.loss_sum, dict(message.metric_sums), math.sqrt(message.squares),
-        math.sqrt(message.buffer_squares),
-    )  # fmt: skip
-
-
-def _failure(message: Failed) -> DollError:
-    return (TaskError if message.is_task else StageLostError)(f"stage {message.stage + 1}: {message.error}")
-
-
-def _for_link(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """`array`, of a type that links carry."""
-    if array.dtype.name in _LINK_TYPES:
-        return array
-    return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)

@@ -25,7 +25,7 @@ import torch
 import doll
 from doll.config import JobConfig
 from doll.config.pipeline import PipelineConfig
-from doll.errors import ConfigError, DollError
+from doll.errors import ConfigError, DollError, TaskError
 from doll.local.processes import die_with_parent
 from doll.model import FlatModel, fingerprint
 from doll.pipeline.device import open_device
@@ -46,6 +46,11 @@ _SEGMENT_BYTES: Final = 64 * 1024 * 1024  # of address space: pages that no mess
 
 class StageLostError(DollError):
     """A stage has ended, or does not run any more: its virtual worker ends as well."""
+
+
+def failure(message: Failed) -> DollError:
+    """What a stage has reported."""
+    return (TaskError if message.is_task else StageLostError)(f"stage {message.stage + 1}: {message.error}")
 
 
 @dataclass(frozen=True)
@@ -119,6 +124,22 @@ class StageProcesses:
                     ends[at] = f"has exited with code {code}"
             time.sleep(0.01)
         return number, ends.get(number, "has closed its link")
+
+    def why_closed(self, number: int) -> DollError:
+        """Why the link to this stage, or to the first one, is closed.
+
+        Returns:
+            TaskError: a stage has said that the fault is the task's. StageLostError: any other.
+        """
+        at, how = self.first_end(number)
+        for link in self.controls:  # one may have said why; its message may be behind others
+            with contextlib.suppress(LinkClosedError), selectors.DefaultSelector() as selector:
+                selector.register(link, selectors.EVENT_READ)
+                while selector.select(0):
+                    message = decode(link.receive()[0])
+                    if isinstance(message, Failed):
+                        return failure(message)
+        return StageLostError(f"stage {at + 1} (pid {self.pids[at]}) {how}: its worker ends with it")
 
     def close(self) -> None:
         """End the stages; those that do not end by themselves are killed. May be repeated."""

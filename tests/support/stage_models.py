@@ -28,6 +28,8 @@ class Fails(nn.Module):
 class Counts(nn.Module):
     """Has a buffer of integers, which counts its calls, and no parameter."""
 
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))

@@ -184,7 +184,7 @@ class World:
         self.is_showing = False
         self.committed: list[Flight] = []  # with own steps, in order; those that may be void are taken out
         self.kept: list[Flight] = []
-        self.stored: dict[int, Steps] = {}
+        self.stored: dict[int, tuple[Steps, int]] = {}  # with the version
         self.storing: Wave | None = None
         self.rest: int | None = None
         self.answered = -1  # the batch of the last answer
@@ -279,7 +279,8 @@ class World:
                         assert wave.until == message.store
                         self.storing = wave
                     if message.show:
-                        assert not any(flight for queue in (*self.down, *self.up) for _, flight in queue)
+                        assert not any(flight for queue in self.down for _, flight in queue), "a stage computes"
+                        assert not any(self.up), "a stage computes"
                     self.down[0].append((message, None))
                 case Done(submitted, version, wave):
                     self.done(submitted, version, wave)

@@ -1,0 +1,50 @@
+"""One minibatch in a pipeline of stages: what the coordinator knows of it."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from doll.consumers.gradient import Gradient
+from doll.consumers.gradient_engine import GoesOn
+from doll.consumers.guard import Samples
+from doll.consumers.worker import Batch, ComputedBatch, GradientDone
+from doll.pipeline.messages import Backward
+from doll.records import Grant
+
+NO_VALUES: Final = np.zeros(0, np.float32)
+_LINK_TYPES: Final = ("float16", "float32", "float64", "int32", "int64", "uint8")
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """One batch from its submission to its answer."""
+
+    grant: Grant
+    batch: Batch
+    goes_on: GoesOn
+    future: Future[GradientDone | None]
+    samples: Samples
+    computed: ComputedBatch | None = None
+    bad: dict[int, str] | None = None  # None: not inspected
+    started_s: float = 0.0
+
+
+def gradient_of(message: Backward) -> Gradient:
+    """What is known of the gradient that is at the stages."""
+    return Gradient(
+        NO_VALUES, message.loss_sum, dict(message.metric_sums), math.sqrt(message.squares),
+        math.sqrt(message.buffer_squares),
+    )  # fmt: skip
+
+
+def for_link(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """`array`, of a type that links carry."""
+    if array.dtype.name in _LINK_TYPES:
+        return array
+    return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
