@@ -302,6 +302,10 @@ LARGE = Profile(
         ((6.0, 6.0), 1, "conv3", ("gpu0",),
          "layer 'conv3' fits on no device: it needs 7 GB with 1 minibatch in flight, and gpu0 has 6 GB: "
          "use more stages or devices with more memory"),
+        # The whole model would fit as the last stage, and there must be another one.
+        ((19.0, 19.0), 20, "conv1", ("gpu0",),
+         "layer 'conv1' fits on no device: it needs 42 GB with 20 minibatches in flight, and gpu0 has 19 GB: "
+         "8 minibatches in flight would fit"),
         ((100.0, 100.0, 2.5), 1, "conv1", ("gpu2",),
          "3 stages need as many devices, and even the layer that needs least, 'conv1', is too large for some: it needs "
          "4 GB with 1 minibatch in flight, and gpu2 has 2.5 GB: use more stages or devices with more memory"),
