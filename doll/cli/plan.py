@@ -9,6 +9,7 @@ import typer
 
 from doll.cli import options
 from doll.cli.described_job import optional_job, stream_rates
+from doll.cli.errors import usage
 from doll.cli.output import emit
 
 
@@ -41,11 +42,39 @@ def plan(
     plot: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Plot cost and risk over the number of spot workers.")
     ] = None,
+    pipeline: Annotated[
+        Path | None,
+        typer.Option(metavar="FLEET", help="Plan pipelines of stages on the devices of this table (YAML or CSV)."),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="With --pipeline: file of doll profile [default: worker.pipeline.profile]."),
+    ] = None,
+    stages: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --pipeline: devices of each worker [default: worker.pipeline.stages]."),
+    ] = None,
+    clock_distance: Annotated[
+        int | None, typer.Option(min=0, help="With --pipeline: D, in waves [default: the job file's, or 0].")
+    ] = None,
+    in_flight: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --pipeline: N_m, minibatches in flight [default: the best one]."),
+    ] = None,
+    optimizer_copies: Annotated[
+        float | None,
+        typer.Option(min=0, help="With --pipeline: arrays of the weights' size besides them [default: 2]."),
+    ] = None,
+    within_node: Annotated[
+        float | None, typer.Option(min=1e-6, help="With --pipeline: GB/s between devices of one node.")
+    ] = None,
+    between_nodes: Annotated[float | None, typer.Option(min=1e-6, help="With --pipeline: GB/s between nodes.")] = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Plan a job: whether it can meet error target, deadline and budget, and which workers to run on spot.
 
-    Values are taken from the options, else from the job file's plan section. Exit 3 if the plan is not feasible.
+    Values are taken from the options, else from the job file's plan section. Exit 3 if the plan is not feasible. With
+    --pipeline FLEET: which devices of a fleet form a worker together, as stages of a pipeline, and how fast they are.
 
     Example: doll plan -N 64 --rate 125 -K 20 -b 256 -J 10000 --alpha 0.9 --deadline 112m
     --spot-price 0.158 --on-demand-price 0.286
@@ -57,6 +86,21 @@ def plan(
     from doll.provisioner.planning.plan_request import changed_plan, plan_request
 
     config = optional_job(job, job_option, overrides)
+    if pipeline is not None:
+        from doll.cli.plan_pipeline import plan_pipeline
+
+        plan_pipeline(
+            pipeline, config, profile_path=profile, stages=stages, clock_distance=clock_distance, in_flight=in_flight,
+            optimizer_copies=optimizer_copies, within_node_gb_per_s=within_node, between_nodes_gb_per_s=between_nodes,
+            plot=plot, as_json=as_json,
+        )  # fmt: skip
+        return
+    given = {
+        "--profile": profile, "--stages": stages, "--clock-distance": clock_distance, "--in-flight": in_flight,
+        "--optimizer-copies": optimizer_copies, "--within-node": within_node, "--between-nodes": between_nodes,
+    }  # fmt: skip
+    if alone := [name for name, value in given.items() if value is not None]:
+        raise usage(f"{alone[0]}: expected --pipeline FLEET with it")
     section = changed_plan(
         config.plan if config is not None else PlanConfig(), updates=updates, target_error=target_error,
         pilot=pilot.resolve() if pilot else None, deadline_s=deadline, budget_usd=budget, spot_usd_per_h=spot_price,

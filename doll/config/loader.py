@@ -42,7 +42,7 @@ def parse(
     Raises:
         ConfigError: as in `load`.
     """
-    data = _plain_values(text, f"{origin}:")
+    data = plain_values(text, f"{origin}:")
     if not isinstance(data, dict):
         raise ConfigError(f"{origin}: expected keys and values (job:, task:, data:, ...), got {type(data).__name__}")
     for override in overrides:
@@ -93,14 +93,18 @@ _Loader.yaml_implicit_resolvers = {
 }
 
 
-def _plain_values(text: str, origin: str) -> Any:
+def plain_values(text: str, origin: str, what: str = "a job file") -> Any:
     """The value of a YAML text, bounded in size and depth with all its references followed.
+
+    Args:
+        origin: begins the message of an error.
+        what: the text should be.
 
     Raises:
         ConfigError: it is not YAML, or too large.
     """
     if len(text) > MAX_CHARS:
-        raise ConfigError(f"{origin} not a job file: expected at most {MAX_CHARS} characters, got {len(text)}")
+        raise ConfigError(f"{origin} not {what}: expected at most {MAX_CHARS} characters, got {len(text)}")
     try:
         loader = _Loader(text)
         try:
@@ -112,7 +116,7 @@ def _plain_values(text: str, origin: str) -> Any:
     try:
         check_size(data, max_values=MAX_VALUES, max_depth=MAX_DEPTH)
     except MalformedError as exc:
-        raise ConfigError(f"{origin} not a job file: {exc}: does an anchor refer to itself?") from exc
+        raise ConfigError(f"{origin} not {what}: {exc}: does an anchor refer to itself?") from exc
     return data
 
 
@@ -127,4 +131,4 @@ def _override(data: dict[Any, Any], override: str) -> None:
         if not isinstance(inner, dict):
             raise ConfigError(f"--set {override}: {part!r} is a value, not a section")
         section = inner
-    section[parts[-1]] = _plain_values(value, f"--set {override:.80}: value is")
+    section[parts[-1]] = plain_values(value, f"--set {override:.80}: value is")
