@@ -31,7 +31,7 @@ SCRIPTS = (
     "rates", "theorem1", "convergence", "planning", "replacement", "fig3", "fig3b", "fig4", "fig5", "table2",
     "mlless_fig4", "mlless_fig7", "mlless_fig8", "mlless_fig9", "mlless_fig12", "mlless_fig13", "mlless_tables",
     "mlless_table5", "essp_fig1", "essp_fig2", "vap_bound", "hetpipe_fig1", "hetpipe_fig3",
-    "hetpipe_partition", "hetpipe_waiting", "hetpipe_staleness",
+    "hetpipe_fig4", "hetpipe_partition", "hetpipe_waiting", "hetpipe_staleness",
     "hetpipe_theorem1", "hetpipe_fig6",
 )  # fmt: skip
 # The longest first, so that two cores end together.
@@ -58,6 +58,7 @@ _LONGEST_FIRST = (
     "convergence",
     "mlless_tables",
     "essp_fig1",
+    "hetpipe_fig4",
     "hetpipe_waiting",
     "hetpipe_fig6",
     "hetpipe_staleness",
@@ -68,7 +69,7 @@ _LONGEST_FIRST = (
 _PICTURES = (
     "fig3", "fig3b", "fig4", "table2", "mlless_fig4", "mlless_fig7", "mlless_fig8", "mlless_fig9", "mlless_fig12",
     "mlless_fig13", "mlless_table5", "essp_fig1", "essp_fig2", "vap_bound", "hetpipe_fig1",
-    "hetpipe_fig3", "hetpipe_partition", "hetpipe_waiting", "hetpipe_staleness",
+    "hetpipe_fig3", "hetpipe_fig4", "hetpipe_partition", "hetpipe_waiting", "hetpipe_staleness",
     "hetpipe_theorem1", "hetpipe_fig6",
 )  # fmt: skip
 MARK, COMMAND = "paper", "make paper"

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from benchmarks.paper import hetpipe_fig1, hetpipe_fig3, hetpipe_models, hetpipe_staleness, hetpipe_waiting
+from benchmarks.paper import (
+    hetpipe_fig1,
+    hetpipe_fig3,
+    hetpipe_fig4,
+    hetpipe_models,
+    hetpipe_staleness,
+    hetpipe_waiting,
+)
 from benchmarks.paper.harness import Check
 from benchmarks.paper.hetpipe_staleness import LastInFirstOut, Missed, missed
 from doll.pipeline.schedule import StageTimes, simulate
@@ -88,3 +95,18 @@ def test_a_gain_below_the_limit_or_a_fall_fails_figure_3() -> None:
         "VGG-19, RRGG: gain of N_m = 8 over one at a time",
         "VGG-19: kinds whose throughput does not fall with N_m, same cut",
     ]
+
+
+def test_figure_4s_orderings_are_checked() -> None:
+    def result(model: str, rates: dict[str, float], steps: tuple[int, ...], fits: str) -> hetpipe_fig4.ModelResult:
+        by_gpus = dict(zip(hetpipe_fig4.TABLE_4, map(float, steps), strict=True))
+        return hetpipe_fig4.ModelResult(rates, dict.fromkeys(rates, 4), by_gpus, {16: 100.0, 12: 100.0}, 16, fits, 1e8)
+
+    rates = {"NP": 50.0, "ED": 100.0, "ED-local": 120.0, "HD": 90.0, "search": 100.0, "search-local": 120.0}
+    less = {**rates, "ED": 118.0}
+    vgg = result("VGG-19", rates, (10, 20, 28, 34), "VRQ")
+    resnet = result("ResNet-152", less, (10, 20, 24, 30), "VRQ")
+    assert failed(hetpipe_fig4.checks_of({"VGG-19": vgg, "ResNet-152": resnet})) == []
+    wrong = result("VGG-19", {**rates, "NP": 95.0, "ED-local": 99.0, "search-local": 99.0}, (10, 20, 19, 34), "VRGQ")
+    missed = failed(hetpipe_fig4.checks_of({"VGG-19": wrong, "ResNet-152": result("R", less, (1, 2, 3, 5), "VRGQ")}))
+    assert len(missed) == 8
