@@ -3,7 +3,8 @@
 All virtual workers go at the pace of the slowest in the long run, whatever the clock distance D is: D is used up once.
 A virtual worker is slowed down by its own waves, too: minibatch p = (c + 2) N_m starts when wave c - D is pushed and
 pulled. With D = 0 that is the time of a push and a pull after the last minibatch of a wave. It is hidden where more
-minibatches are in flight than keep all stages busy.
+minibatches are in flight than keep all stages busy. A larger D hides the pull, and the push as far as a virtual worker
+may have minibatches under way that are not in the model: 2 N_m in policy `wsp`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ HOUR_S = 3600.0
 
 
 def throughput_in_waves(
-    stages: Sequence[StageTimes], in_flight: int, *, clock_distance: int, sync_s: float, minibatches: int = 120
+    stages: Sequence[StageTimes],
+    in_flight: int,
+    *,
+    clock_distance: int,
+    push_s: float,
+    pull_s: float,
+    minibatches: int = 120,
 ) -> float:
     """Minibatches per second of a virtual worker that pushes and pulls once per wave, among equal ones.
 
@@ -28,10 +35,13 @@ def throughput_in_waves(
         stages: first stage first.
         in_flight: N_m.
         clock_distance: D.
-        sync_s: from the end of a wave until its updates are pulled.
+        push_s: from the end of a wave until the model has its updates.
+        pull_s: from then on until the virtual worker has them.
         minibatches: length of the simulation at least.
     """
     ends_s: list[float] = []
+    # Policy `wsp` grants a virtual worker no more minibatches that are not in the model.
+    max_under_way = 2 * in_flight if in_flight > 1 else 1
 
     class Recording(Pipeline):
         def end(self, stage: int, now: float) -> int | None:
@@ -41,10 +51,14 @@ def throughput_in_waves(
             return complete
 
     def admitted_s(minibatch: int) -> float:
-        last = minibatch - (1 + clock_distance) * in_flight  # of the wave that must be contained
-        if minibatch % in_flight or last < 1:
-            return 0.0
-        return ends_s[last - 1] + sync_s
+        at_s = 0.0
+        own = -(-(minibatch - max_under_way) // in_flight) * in_flight  # last of a wave that must be pushed
+        if own >= 1:
+            at_s = ends_s[own - 1] + push_s
+        others = minibatch - (1 + clock_distance) * in_flight  # last of the wave that must be contained
+        if minibatch % in_flight == 0 and others >= 1:
+            at_s = max(at_s, ends_s[others - 1] + push_s + pull_s)
+        return at_s
 
     count = max(minibatches, (6 + 2 * clock_distance) * in_flight + 2)
     # Whole waves, so that the slope of completions is not bent by a part of one.
@@ -142,7 +156,9 @@ def predict(
     """What these virtual workers do with this placement."""
     sync_s = load.sync_s(network)
     by_stages = {
-        stages: throughput_in_waves(stages, in_flight, clock_distance=clock_distance, sync_s=sync_s)
+        stages: throughput_in_waves(
+            stages, in_flight, clock_distance=clock_distance, push_s=sync_s / 2, pull_s=sync_s / 2
+        )
         for stages in {worker.stage_times for worker in workers}
     }
     # Its own waves never make a virtual worker faster: a slope of completions is not exact.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from benchmarks.paper.hetpipe_models import resnet152, vgg19
 from doll.errors import ConfigError
@@ -10,6 +11,8 @@ from doll.pipeline.placement import LinkTraffic, default_placement, local_placem
 from doll.pipeline.prediction import throughput_in_waves
 from doll.pipeline.profile import Device, LayerProfile, Network, Profile
 from doll.pipeline.schedule import StageTimes, simulate
+from doll.ps.policies.wsp import WspPolicyConfig
+from doll.simulation.virtual_workers import VirtualWorkers
 
 # Outputs of 1, 10, 100 bytes, parameters of 1000, 2000, 4000, 8000.
 LAYERS = tuple(LayerProfile(f"l{at}", 1.0, 1.0, 0, 10**at, 1000 * 2**at) for at in range(4))
@@ -104,20 +107,54 @@ def test_waves_cost_nothing_where_pushes_and_pulls_take_no_time() -> None:
     stages = [StageTimes(1.0, 2.0), StageTimes(1.5, 1.0)]
     for in_flight in (1, 2, 3):
         plain = simulate(stages, in_flight, 120).throughput()
-        assert throughput_in_waves(stages, in_flight, clock_distance=0, sync_s=0.0) == plain
+        assert throughput_in_waves(stages, in_flight, clock_distance=0, push_s=0.0, pull_s=0.0) == plain
 
 
 @pytest.mark.parametrize("distance", [0, 1, 3])
-@pytest.mark.parametrize("sync_s", [0.5, 2.0, 7.0])
-def test_one_stage_and_one_minibatch_in_flight_by_formula(distance: int, sync_s: float) -> None:
-    """Minibatch p starts when p - 1 is complete and p - 1 - D is pulled: D + 1 minibatches in 2 s and the sync."""
-    rate = throughput_in_waves([StageTimes(1.0, 1.0)], 1, clock_distance=distance, sync_s=sync_s)
-    assert rate == pytest.approx(min(1 / 2, (distance + 1) / (2.0 + sync_s)), rel=0.02)
+@pytest.mark.parametrize(("push_s", "pull_s"), [(0.5, 0.0), (2.0, 1.0), (0.0, 7.0)])
+def test_one_stage_and_one_minibatch_in_flight_by_formula(distance: int, push_s: float, pull_s: float) -> None:
+    """Minibatch p starts when p - 1 is complete and pushed, and p - 1 - D is pulled: D + 1 minibatches in 2 s, a push
+    and a pull."""
+    rate = throughput_in_waves([StageTimes(1.0, 1.0)], 1, clock_distance=distance, push_s=push_s, pull_s=pull_s)
+    assert rate == pytest.approx(min(1 / (2.0 + push_s), (distance + 1) / (2.0 + push_s + pull_s)), rel=0.05)
 
 
 def test_a_push_is_hidden_by_minibatches_beyond_those_that_keep_the_stages_busy() -> None:
     stages = [StageTimes(1.0, 1.0)] * 4
-    with_4, with_6 = (throughput_in_waves(stages, in_flight, clock_distance=0, sync_s=2.0) for in_flight in (4, 6))
+    with_4, with_6 = (
+        throughput_in_waves(stages, in_flight, clock_distance=0, push_s=1.0, pull_s=1.0) for in_flight in (4, 6)
+    )
     assert with_4 == pytest.approx(4 / (4 * 2.0 + 2.0)), "four keep four stages busy: the whole time is lost"
     assert with_6 == pytest.approx(1 / 2, rel=1e-3)
-    assert throughput_in_waves(stages, 4, clock_distance=1, sync_s=2.0) == pytest.approx(1 / 2, rel=1e-3)
+    assert throughput_in_waves(stages, 4, clock_distance=1, push_s=0.0, pull_s=2.0) == pytest.approx(1 / 2, rel=1e-3)
+
+
+def in_steady_state(times_s: list[float], in_flight: int) -> float:
+    """Minibatches per second from the middle to the end, between ends of waves."""
+    waves = len(times_s) // in_flight
+    first, last = (waves // 2) * in_flight - 1, (waves - 2) * in_flight - 1
+    return (last - first) / (times_s[last] - times_s[first])
+
+
+@pytest.mark.parametrize(
+    ("distance", "push_s", "pull_s"), [(0, 0.0, 0.0), (0, 1.5, 0.7), (0, 6.0, 1.0), (1, 2.0, 0.0), (4, 9.0, 0.0)]
+)
+def test_rates_are_those_of_the_production_engine(distance: int, push_s: float, pull_s: float) -> None:
+    """Under policy `wsp` each virtual worker goes at the pace of the slowest, with its waves; two equal ones where
+    D lets the faster one run ahead for long."""
+    rng = np.random.default_rng(round(10 * push_s) + distance)
+    for _ in range(6):
+        in_flight = int(rng.integers(1, 5))
+        workers = [[StageTimes(*times) for times in rng.uniform(0.5, 2.0, (3, 2)).tolist()] for _ in range(2)]
+        workers[1] = workers[0] if distance > 1 else workers[1]
+        system = VirtualWorkers(
+            WspPolicyConfig(wave_batches=in_flight, clock_distance=distance), workers, waves=60, push_s=push_s,
+            pull_s=pull_s,
+        )  # fmt: skip
+        system.run()
+        alone = [
+            throughput_in_waves(stages, in_flight, clock_distance=distance, push_s=push_s, pull_s=pull_s)
+            for stages in workers
+        ]
+        for completions_s in system.completions_s:
+            assert in_steady_state(completions_s, in_flight) == pytest.approx(min(alone), rel=0.03)
