@@ -277,6 +277,9 @@ class WorkerRuntime:
                 except TaskError as exc:
                     self.exit.request(exc.exit_code, f"{what}: {exc}")
                     return
+                except DollError as exc:  # such as a stage that has ended
+                    self.exit.request(1, f"{what}: {exc}")
+                    return
                 except Exception as exc:  # a bug, or this machine's memory or disk
                     log.error("task_failed", batches=[first, last], error=f"{type(exc).__name__}: {exc}", exc_info=True)
                     self.exit.request(1, f"{self._config.task.cls} failed on {what}: {exc}")
@@ -434,7 +437,7 @@ class WorkerRuntime:
     async def _store_rest(self, order: StoreRest) -> None:
         try:
             done = await asyncio.wrap_future(self._engine.store_rest(order.until))
-        except ServiceUnavailableError as exc:
+        except DollError as exc:
             log.warning("rest_not_stored", reason=str(exc), action="its batches are computed again")
             return
         self._do(self._core.rest_stored(order, done))

@@ -18,7 +18,7 @@ from doll.consumers.decoding import Decoded, Records, Refused
 from doll.consumers.departure import Departure
 from doll.consumers.runtime import WorkerRuntime
 from doll.consumers.worker import ComputedBatch, GradientDone, Send, WorkerCore
-from doll.errors import ServiceUnavailableError, TaskError
+from doll.errors import DollError, ServiceUnavailableError, TaskError
 from doll.process.health import Heartbeat
 from doll.records import Alive, Announce, AnyRecord, Durable, Leave, Nack, Push, Stop
 from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, FakeStream, grant, welcome
@@ -296,7 +296,12 @@ async def test_missing_weights_are_reported(start: Callable[..., Rig]) -> None:
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(ServiceUnavailableError("no blobs"), 1), (TaskError("diverged"), TaskError.exit_code), (MemoryError("full"), 1)],
+    [
+        (ServiceUnavailableError("no blobs"), 1),
+        (TaskError("diverged"), TaskError.exit_code),
+        (MemoryError("full"), 1),
+        (DollError("a stage has ended"), 1),
+    ],
 )
 async def test_a_gradient_that_fails_ends_the_process(start: Callable[..., Rig], error: Exception, code: int) -> None:
     rig = start()
@@ -306,6 +311,42 @@ async def test_a_gradient_that_fails_ends_the_process(start: Callable[..., Rig],
     rig.engine.submitted.popleft()[2].set_exception(error)
     await rig.until(lambda: rig.runtime.exit.is_requested)
     assert (rig.runtime.exit.code, rig.stream.stopped, rig.channel.of(Push)) == (code, 1, [])
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(TaskError("diverged"), TaskError.exit_code), (DollError("a stage has ended"), 1), (MemoryError("full"), 1)],
+)
+async def test_an_engine_that_ends_ends_the_process(start: Callable[..., Rig], error: Exception, code: int) -> None:
+    rig = start()
+    ended: Future[None] = Future()
+    rig.runtime._engine_ended = ended
+    watching = asyncio.ensure_future(rig.runtime.watch_engine())
+    await asyncio.sleep(0)
+    assert not rig.runtime.exit.is_requested
+    ended.set_exception(error)
+    await watching
+    assert (rig.runtime.exit.code, rig.runtime.exit.is_requested) == (code, True)
+
+
+async def test_an_engine_of_several_grants_gets_one_batch_at_a_time(start: Callable[..., Rig]) -> None:
+    rig = start(depth=4)
+    await rig.announce(3)
+    rig.channel.command(grant(5, 1, 2, 3))
+    await rig.until(lambda: len(rig.engine.submitted) == 3)
+    orders = [(order.first, order.grant_ids, [batch.number for batch in of]) for order, of, _ in rig.engine.submitted]
+    assert orders == [(5, (1,), [5]), (6, (2,), [6]), (7, (3,), [7])]
+
+
+async def test_a_batch_that_was_not_begun_is_not_owed(start: Callable[..., Rig]) -> None:
+    rig = start()
+    await rig.announce(1)
+    rig.channel.command(grant(5))
+    await rig.until(lambda: rig.engine.submitted)
+    assert rig.core.busy
+    rig.engine.submitted.popleft()[2].set_result(GradientDone("", 0, ()))
+    await rig.until(lambda: not rig.core.busy)
+    assert rig.channel.of(Push) == []
 
 
 async def test_a_dead_letter_that_kafka_does_not_take_ends_the_process(start: Callable[..., Rig]) -> None:

@@ -1,0 +1,65 @@
+"""Workers that are pipelines of stages, on real processes: whoever dies or stops, each record is learned once."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+from doll.process.children import children_of
+
+pytestmark = pytest.mark.integration
+
+STAGES, WAVE = 3, 4
+JOB = (
+    "task.args={features: 4, hidden: [16, 16]}",
+    f"training.policy={{name: wsp, wave_batches: {WAVE}, clock_distance: 1}}",
+    f"worker.pipeline={{stages: {STAGES}, stage_timeout_s: 4}}",
+    "training.optimizer={name: sgd, lr: 0.01, momentum: 0.9}",
+)
+
+
+def stages_of(job: Any, worker: int) -> list[int]:
+    """Processes of a worker's stages, first stage first."""
+    pids: list[int] = []
+
+    def are_there() -> bool:
+        role = job.supervisor.handles().get(f"worker-{worker}")
+        pids[:] = [] if role is None else children_of(role.pid)
+        return len(pids) == STAGES
+
+    job.until(are_there, f"the stages of worker {worker}")
+    return pids
+
+
+def more(job: Any, updates: int) -> None:
+    job.until_version(job.version + updates)
+
+
+def test_virtual_workers_outlive_stages_workers_and_servers(make_pipeline: Any) -> None:
+    job = make_pipeline(*JOB, "stop.updates=220")
+    job.start()
+    job.send(job.samples(12_000))
+    job.until_version(10)
+    for stage in (0, 2):
+        os.kill(stages_of(job, 0)[stage], signal.SIGKILL)
+        more(job, 12)
+    job.kill("worker-1")
+    more(job, 12)
+    job.kill("ps")
+    more(job, 12)
+    os.kill(stages_of(job, 1)[1], signal.SIGSTOP)  # frozen: its worker ends it
+    job.until(lambda: "has been silent" in job.log("worker-1"), "the end of a frozen stage")
+    more(job, 12)
+    os.kill(stages_of(job, 0)[1], signal.SIGTERM)  # the machine of one stage goes away
+    job.until(lambda: "stage_leaves" in job.log("worker-0"), "the departure")
+    more(job, 12)
+    job.until_finished()
+    report = job.assert_audit_ok()
+    assert report.applied > 200 * WAVE * 8
+    losses = [update.loss for update in job.updates]
+    assert np.mean(losses[-50:]) < np.mean(losses[:20])
+    assert {len(update.members) for update in job.updates} <= set(range(1, WAVE + 1))
+    assert sum(len(update.members) == WAVE for update in job.updates) > 0.9 * len(job.updates)
