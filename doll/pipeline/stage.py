@@ -92,7 +92,7 @@ class Stage:
         self._local = FlatModel(module, device=device.name, may_be_empty=True)
         self.ranges: tuple[Range, ...] = ranges_of(self._local, whole, homes)
         self._optimizer = Optimizer(self._local, training.optimizer)
-        self._replicas = [FlatModel(copy.deepcopy(module), device=device.name, may_be_empty=True) for _ in range(slots)]
+        self._replicas = [FlatModel(_copy(module), device=device.name, may_be_empty=True) for _ in range(slots)]
         gradients = self._local.grad  # one backward pass at a time
         for replica in self._replicas:
             replica.grad = gradients
@@ -263,6 +263,12 @@ def _leave(module: torch.nn.Module) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.grad = None
         tensor.data = tensor.data.clone()
+
+
+def _copy(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy that shares what never changes."""
+    frozen = {id(parameter): parameter for parameter in module.parameters() if not parameter.requires_grad}
+    return copy.deepcopy(module, frozen)
 
 
 def _trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -12,9 +12,10 @@ from doll.process.children import children_of
 
 pytestmark = pytest.mark.integration
 
+FEATURES = 4
 STAGES, WAVE = 3, 4
 JOB = (
-    "task.args={features: 4, hidden: [16, 16]}",
+    f"task.args={{features: {FEATURES}, hidden: [16, 16]}}",
     f"training.policy={{name: wsp, wave_batches: {WAVE}, clock_distance: 1}}",
     f"worker.pipeline={{stages: {STAGES}, stage_timeout_s: 4}}",
     "training.optimizer={name: sgd, lr: 0.01, momentum: 0.9}",
@@ -63,3 +64,27 @@ def test_virtual_workers_outlive_stages_workers_and_servers(make_pipeline: Any) 
     assert np.mean(losses[-50:]) < np.mean(losses[:20])
     assert {len(update.members) for update in job.updates} <= set(range(1, WAVE + 1))
     assert sum(len(update.members) == WAVE for update in job.updates) > 0.9 * len(job.updates)
+
+
+def test_poison_among_the_records_is_refused_by_stages(make_pipeline: Any) -> None:
+    """Records that no one can decode, that are not finite, and that would break the model, while a stage dies."""
+    job = make_pipeline(*JOB, "stop.updates=60", f"worker.max_pending_batches={4 * WAVE}")
+    job.start()
+    values = job.samples(4_000)
+    poison = {
+        "garbage": b"garbage",
+        "not a number": np.full(FEATURES + 1, np.nan, "<f4").tobytes(),
+        "infinite": np.array([np.inf, 0, 0, 0, 1], "<f4").tobytes(),
+        "extreme": np.array([1e30, -1e30, 1e30, -1e30, 1], "<f4").tobytes(),
+    }
+    for at, value in enumerate(value for value in poison.values() for _ in range(5)):
+        values[300 + 37 * at] = value
+    job.send(values)
+    job.until_version(20)
+    os.kill(stages_of(job, 1)[1], signal.SIGKILL)
+    job.until_finished()
+    report = job.assert_audit_ok()
+    assert report.dead == 20
+    assert np.isfinite(job.checkpoint().tensors["weights"]).all()
+    losses = [update.loss for update in job.updates]
+    assert np.mean(losses[-20:]) < np.mean(losses[:10])

@@ -26,7 +26,7 @@ from doll.consumers.stage_processes import StageLostError, StageProcesses, start
 from doll.consumers.step_model import StepModel
 from doll.consumers.task_log import TaskLog, read_tasks
 from doll.consumers.worker import Batch, GradientDone
-from doll.errors import ConfigError, TaskError
+from doll.errors import ConfigError, ServiceUnavailableError, TaskError
 from doll.model import build
 from doll.pipeline.cut import cut
 from doll.pipeline.link import socket_pair
@@ -370,6 +370,33 @@ def test_batches_that_nobody_wants_any_more_are_void(make_rig: Callable[..., Rig
     assert [answer(future).batches for future in old] == [()] * 4
     assert [len(answer(future).batches) for future in new] == [1] * 4
     assert answer(new[-1]).key
+
+
+def test_a_new_term_while_a_batch_is_inspected(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(3, 4)
+    weights = rig.publish(1, 0)
+    learn(rig, weights, 4)
+    x, y = samples(rig.task, 5, BATCH)
+    x[2] = np.nan
+    for term in range(2, 8):
+        futures = [rig.submit(number, weights, *((x, y) if number == 1 else (None, None))) for number in range(4)]
+        for future in futures[: term - 2]:
+            answer(future)  # some terms begin a little later
+        rig.term = term
+        weights = rig.publish(1, 0)
+        answers = [answer(rig.submit(number, weights, grant=100 * term + number)) for number in range(4)]
+        assert all(future.done() for future in futures)
+        assert [done.batches[0].num_samples for done in answers] == [BATCH] * 4
+        assert answers[-1].key
+
+
+def test_a_blob_store_that_is_away_ends_the_engine(make_rig: Callable[..., Rig]) -> None:
+    rig = make_rig(2, 1)
+    weights = rig.publish(1, 0)
+    rig.blobs.fail_next(ServiceUnavailableError("no blobs"))
+    with pytest.raises(ServiceUnavailableError, match="no blobs"):
+        rig.submit(0, weights).result(WAIT_TIMEOUT_S)
+    assert isinstance(failure(rig), ServiceUnavailableError)
 
 
 # --- leaving --------------------------------------------------------------------------------------------------------

@@ -163,6 +163,15 @@ def test_each_number_of_the_model_is_at_one_stage() -> None:
         assert set(range(chain.num_floats)) <= set(held)
 
 
+def test_frozen_parameters_are_there_once() -> None:
+    chain = Chain(Net(), [2, 8], 3)
+    modules = [replica.module for replica in chain.stages[1]._replicas] + [chain.stages[1]._local.module]
+    frozen = {p.data_ptr() for module in modules for p in module.parameters() if not p.requires_grad}
+    trainable = {p.data_ptr() for module in modules for p in module.parameters() if p.requires_grad}
+    assert len(frozen) == 2
+    assert len(trainable) == 4 * 4
+
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": SGD,
     "sum": {**SGD, "reduction": "sum"},
