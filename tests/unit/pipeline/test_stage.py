@@ -201,8 +201,8 @@ def test_the_sum_of_a_waves_steps_is_that_of_an_undivided_worker(name: str, in_f
             norm, _ = chain.backward(batch % in_flight)
             assert norm == pytest.approx(gradient.norm, rel=1e-4)
             scale = 1.0 if chain.training.reduction == "sum" else 1.0 / n
-            if scale * norm > (chain.training.clip_norm or np.inf):
-                scale *= chain.training.clip_norm / (scale * norm)
+            if (limit := chain.training.clip_norm) is not None and scale * norm > limit:
+                scale = limit / norm
             ends = (batch + 1) % wave == 0
             chain.commit(batch, batch % in_flight, scale=scale, n=n, ends_wave=ends)
             undivided.steps.add(gradient, batch=batch, num_samples=n)
