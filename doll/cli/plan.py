@@ -63,7 +63,9 @@ def plan(
     ] = None,
     optimizer_copies: Annotated[
         float | None,
-        typer.Option(min=0, help="With --pipeline: arrays of the weights' size besides them [default: 2]."),
+        typer.Option(
+            min=0, help="With --pipeline: arrays of the weights' size besides them [default: 2, and the optimizer's]."
+        ),
     ] = None,
     within_node: Annotated[
         float | None, typer.Option(min=1e-6, help="With --pipeline: GB/s between devices of one node.")

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from doll.config import JobConfig
     from doll.pipeline.profile import Network
 
-DEFAULT_COPIES = 2.0
-"""Arrays of the weights' size besides them: the gradient, and the sum of a wave's steps."""
+COPIES = 2
+"""Arrays of the weights' size besides them, without the optimizer's: the gradient, and the sum of a wave's steps."""
 
 
 def plan_pipeline(
@@ -58,7 +58,7 @@ def plan_pipeline(
     fleet, network = load_fleet(fleet_path)
     network = _network(network, within_node_gb_per_s, between_nodes_gb_per_s)
     # As DOLL runs it: the last stage keeps as many versions of its weights as the others.
-    memory = MemoryRule(DEFAULT_COPIES if optimizer_copies is None else optimizer_copies, stash_last=MAX_IN_FLIGHT)
+    memory = MemoryRule(_copies(config) if optimizer_copies is None else optimizer_copies, stash_last=MAX_IN_FLIGHT)
     plan = plan_fleet(Profile.load(path), fleet, network, memory, k=k, clock_distance=distance, in_flight=in_flight)
     notes = _notes(plan.best.in_flight if plan.best else None, getattr(policy, "wave_batches", None), network)
     if plot is not None and plan.best is not None:
@@ -69,6 +69,15 @@ def plan_pipeline(
     emit(as_json, {**to_dict(plan), "notes": notes}, report_text(plan, notes))
     if plan.best is None:
         raise typer.Exit(InfeasiblePlanError.exit_code)
+
+
+def _copies(config: JobConfig | None) -> int:
+    """Arrays of the weights' size besides them, with those of the job's optimizer."""
+    if config is None:
+        return COPIES
+    optimizer = config.training.optimizer
+    own = {"sgd": 0, "adagrad": 1, "adam": 2}.get(optimizer.name, 2)
+    return COPIES + own + (1 if getattr(optimizer, "momentum", 0.0) else 0)
 
 
 def _network(network: Network, within_gb_per_s: float | None, between_gb_per_s: float | None) -> Network:

@@ -149,13 +149,14 @@ class GroupRates:
         self,
         profile: Profile,
         network: Network,
-        memory: MemoryRule,
+        memory: MemoryRule | Callable[[int], MemoryRule],
         *,
         partition: Callable[..., Partition] = best_partition,
         minibatches: int = 100,
     ) -> None:
         """
         Args:
+            memory: the rule; a function gives that for each N_m.
             partition: `best_partition`, or another one with its arguments.
             minibatches: length of the simulation of a pipeline.
         """
@@ -228,8 +229,9 @@ class GroupRates:
         return self._speeds[device.kind]
 
     def _work_out(self, devices: Group, in_flight: int) -> VirtualWorker | DoesNotFitError:
+        memory = self.memory(in_flight) if callable(self.memory) else self.memory
         try:
-            partition = self._partition(self.profile, devices, self.network, in_flight=in_flight, memory=self.memory)
+            partition = self._partition(self.profile, devices, self.network, in_flight=in_flight, memory=memory)
         except DoesNotFitError as error:
             return error
         count = max(self._minibatches, 6 * in_flight + 2)

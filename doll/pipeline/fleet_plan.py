@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -61,7 +61,7 @@ def plan_fleet(
     profile: Profile,
     fleet: Sequence[Device],
     network: Network,
-    memory: MemoryRule,
+    memory: MemoryRule | Callable[[int], MemoryRule],
     *,
     k: int,
     clock_distance: int = 0,
@@ -73,6 +73,7 @@ def plan_fleet(
     """Compare the rules of allocation for virtual workers of k devices.
 
     Args:
+        memory: the rule; a function gives that for each N_m.
         in_flight: N_m; default: the best one for each candidate.
         max_in_flight: largest N_m to try; default: 2k, more than a pipeline of k stages can use.
         rules: to compare.

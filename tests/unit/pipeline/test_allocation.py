@@ -124,6 +124,15 @@ def test_devices_on_which_layers_were_measured_count_by_their_best_layer() -> No
     assert rates.bound([Device("fast at y")], 1, 9) == pytest.approx(10 / 4)
 
 
+def test_a_rule_of_memory_for_each_n_m() -> None:
+    profile = random_profile(np.random.default_rng(3), 4)
+    device = Device("a", memory_bytes=2_000.0)
+    rules = {1: MemoryRule(1.0), 2: MemoryRule(1e6)}
+    rates = GroupRates(profile, Network(), rules.__getitem__)
+    assert rates.rate([device], 1) == GroupRates(profile, Network(), rules[1]).rate([device], 1) > 0.0
+    assert rates.rate([device], 2) == 0.0
+
+
 def test_resnet_152_does_not_fit_on_a_lone_rtx_2060() -> None:
     rates = GroupRates(resnet152(), NETWORK, MemoryRule(OPTIMIZER_MULTIPLIER))
     with pytest.raises(DoesNotFitError, match="GeForce RTX 2060"):

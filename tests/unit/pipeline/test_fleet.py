@@ -254,3 +254,26 @@ def test_the_job_file_gives_profile_stages_and_distance(profile_file: Path, tmp_
 def test_infinities_are_plain_json() -> None:
     plan = plan_fleet(PROFILE, [Device("a")] * 2, Network(), MemoryRule(2.0), k=2)
     json.dumps(json_safe(fleet_report.to_dict(plan)), allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "copies"),
+    [("{name: sgd, lr: 0.1}", 2), ("{name: sgd, lr: 0.1, momentum: 0.9}", 3), ("{name: adam, lr: 0.1}", 4)],
+)
+def test_memory_counts_the_arrays_of_the_jobs_optimizer(
+    profile_file: Path, tmp_path: Path, optimizer: str, copies: int
+) -> None:
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        "job: piped\ntask: {class: 'doll.tasks.synthetic:Synthetic'}\ndata: {workers: 2, batch_size: 16}\n"
+        f"arrivals: {{rate_per_s: 50}}\ntraining: {{optimizer: {optimizer}}}\n"
+    )
+    table = tmp_path / "fleet.csv"
+    table.write_text("name\nx\n")
+    arguments = ("--pipeline", table, "--profile", profile_file, "--stages", 1, "--in-flight", 1, "--json")
+    code, out, err = run(job, *arguments)
+    assert code == 0, err
+    weights = sum(layer.parameter_bytes for layer in LAYERS)
+    activations = sum(layer.activation_bytes for layer in LAYERS)
+    stage = next(each for each in json.loads(out)["candidates"] if "workers" in each)["workers"][0]["stages"][0]
+    assert stage["memory_bytes"] == weights * (1 + copies + 1) + activations
