@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from doll.consumers.worker import Batch, GradientDone
 from doll.model import build
 from doll.pipeline.cut import cut
 from doll.pipeline.messages import Task as StageTask
+from doll.process.memory import keep_freed_memory
 from doll.records import Grant, NewVersion
 from doll.storage.blobs import encode_blob
 from doll.task import load_task
@@ -49,6 +51,7 @@ def job(task: str, stages: int, in_flight: int, *overrides: str) -> JobConfig:
 @contextmanager
 def running(config: JobConfig, in_flight: int) -> Iterator[tuple[PipelineGradientEngine, StageProcesses, Any, Path]]:
     """The engine of a virtual worker whose stages run."""
+    keep_freed_memory()
     torch.set_num_threads(1)
     task = load_task(config)
     model = build(config, task)
@@ -69,10 +72,15 @@ def running(config: JobConfig, in_flight: int) -> Iterator[tuple[PipelineGradien
 
 
 def run_batches(
-    config: JobConfig, in_flight: int, samples: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]]
-) -> list[StageTask]:
-    """Compute these batches, one after the other in the stream; what the stages did when."""
-    with running(config, in_flight) as (engine, _, (model, blobs), log):
+    config: JobConfig, in_flight: int, samples: Sequence[tuple[npt.NDArray[Any], npt.NDArray[Any]]],
+    watch: Callable[[Sequence[int]], None] = lambda pids: None,
+) -> list[StageTask]:  # fmt: skip
+    """Compute these batches, one after the other in the stream; what the stages did when.
+
+    Args:
+        watch: is called with the stages' pids before the first batch, and after each.
+    """
+    with running(config, in_flight) as (engine, stages, (model, blobs), log):
         weights = model.flat.detach().numpy().copy()
         version = 1
 
@@ -82,21 +90,28 @@ def run_batches(
             return NewVersion(term=1, worker=0, version=version, key=key, included=included)
 
         first = publish(0)
-        futures: list[Future[GradientDone | None]] = []
+        watch(stages.pids)
+        newest = first
+        futures: deque[Future[GradientDone | None]] = deque()
+        answered = 0
         for number, (x, y) in enumerate(samples):
             batch = Batch(number, Decoded(x, y, np.arange(len(x))), len(x), 0.0)
             grant = Grant(
-                term=1, worker=0, session=1, first=number, grant_ids=(number,), version=1, min_version=0,
-                key=first.key,
+                term=1, worker=0, session=1, first=number, grant_ids=(number,), version=newest.version, min_version=0,
+                key=newest.key, included=newest.included,
             )  # fmt: skip
             futures.append(engine.submit(grant, [batch], lambda batch, grant_id: True))
-        for number, future in enumerate(futures, 1):
-            done = future.result(120.0)
-            assert done is not None
-            if done.key:
-                blobs.delete(done.key)
-                version += 1
-                engine.offer(publish(number))
-                blobs.delete(f"w{version - 2}")
+            # As the policy: two waves are granted and not applied.
+            while len(futures) >= 2 * in_flight or (futures and number + 1 == len(samples)):
+                done = futures.popleft().result(120.0)
+                assert done is not None
+                answered += 1
+                watch(stages.pids)
+                if done.key:
+                    blobs.delete(done.key)
+                    version += 1
+                    newest = publish(answered)
+                    engine.offer(newest)
+                    blobs.delete(f"w{version - 3}")
         engine.close()
         return read_tasks(log)

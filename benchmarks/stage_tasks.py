@@ -52,3 +52,22 @@ class Sleeping(Task):
 
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return ((output - target) ** 2).mean()
+
+
+class Wide(Task):
+    """Linear layers of one width with a ReLU behind each."""
+
+    num_classes = 10
+
+    def __init__(self, width: int, layers: int) -> None:
+        self.width, self.layers = width, layers
+        self.input_shape = (width,)
+
+    def build_model(self) -> torch.nn.Module:
+        modules: list[torch.nn.Module] = []
+        for _ in range(self.layers):
+            modules += [torch.nn.Linear(self.width, self.width), torch.nn.ReLU()]
+        return torch.nn.Sequential(*modules, torch.nn.Linear(self.width, 10))
+
+    def decode(self, record: bytes) -> Sample:
+        raise NotImplementedError("samples of this benchmark do not come from a stream")

@@ -14,17 +14,26 @@ new weights come after each wave.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from doll.config import JobConfig
 from doll.pipeline import gantt
+from doll.pipeline.cut import cut
+from doll.pipeline.layers import layers_of
+from doll.pipeline.live_memory import live_rule
 from doll.pipeline.messages import Task as StageTask
+from doll.pipeline.profiler import profile_layers, sample_batch
 from doll.pipeline.schedule import StageTimes, simulate
 from doll.pipeline.timeline import Span, Timeline
+from doll.process.peak_memory import read_memory
+from doll.task import load_task
 
 from benchmarks.stage_rig import job, run_batches
 
@@ -101,6 +110,90 @@ def order(picture: Path | None) -> dict[str, Any]:
     return result
 
 
+def memory() -> list[dict[str, Any]]:
+    """Models of many weights and of many activations: what each stage took at most, and what the partitioner says.
+
+    Private memory and a stage's share of the memory that it shares with its neighbours and its worker. What a stage of
+    next to nothing takes is taken off: the interpreter and torch.
+    """
+    base_bytes = min(_peaks(2, 1, 2, 4, "{name: sgd}"))
+    rows = []
+    for name, width, layers, samples in (("weights", 1200, 6, 64), ("activations", 400, 9, 4096)):
+        for optimizer in ("{name: sgd, momentum: 0.9}", "{name: adam}"):
+            for in_flight in (1, 4):
+                promised = _promised(width, layers, samples, in_flight, optimizer)
+                peaks = _peaks(width, layers, samples, in_flight, optimizer)
+                for stage, (peak_bytes, promised_bytes) in enumerate(zip(peaks, promised, strict=True)):
+                    taken = peak_bytes - base_bytes
+                    rows.append({
+                        "model": name, "optimizer": optimizer, "in_flight": in_flight, "stage": stage + 1,
+                        "promised_mb": promised_bytes / 1e6, "taken_mb": taken / 1e6, "ratio": taken / promised_bytes,
+                    })  # fmt: skip
+                    print(rows[-1], file=sys.stderr)
+    return rows
+
+
+def _wide(width: int, layers: int, in_flight: int, optimizer: str) -> JobConfig:
+    task = f'{{class: "benchmarks.stage_tasks:Wide", args: {{width: {width}, layers: {layers}}}}}'
+    stages = 3 if layers > 1 else 2
+    devices = [{"device": "cpu", "memory_bytes": 1e9}] * stages  # a stage whose memory is limited returns what is free
+    return job(
+        task, stages, in_flight, f"training.optimizer={optimizer}", "training.guard.spike_factor=0",
+        "training.optimizer.lr=0.0001", f"worker.pipeline.devices={json.dumps(devices)}",
+    )  # fmt: skip
+
+
+def _peaks(width: int, layers: int, samples: int, in_flight: int, optimizer: str) -> list[int]:
+    """Of each stage: the most memory that it had, in bytes, of 30 samples a second."""
+    config = _wide(width, layers, in_flight, optimizer)
+    rng = np.random.default_rng(0)
+    batches = [
+        (rng.normal(size=(samples, width)).astype(np.float32), rng.integers(10, size=samples))
+        for _ in range(4 * in_flight + 4)
+    ]
+    peaks: dict[int, int] = {}
+    ended = threading.Event()
+
+    def sample(pids: Sequence[int]) -> None:
+        while not ended.wait(1 / 30):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    memory = read_memory(pid)
+                    peaks[pid] = max(peaks.get(pid, 0), memory.private_bytes + memory.segment_bytes)
+
+    def watch(pids: Sequence[int]) -> None:
+        if not peaks:
+            peaks.update(dict.fromkeys(pids, 0))
+            threading.Thread(target=sample, args=(pids,), daemon=True).start()
+
+    try:
+        run_batches(config, in_flight, batches, watch)
+    finally:
+        ended.set()
+    return list(peaks.values())
+
+
+def _promised(width: int, layers: int, samples: int, in_flight: int, optimizer: str) -> list[float]:
+    config = _wide(width, layers, in_flight, optimizer)
+    task = load_task(config)
+    model = task.build_model()
+    rng = np.random.default_rng(0)
+    profile = profile_layers(
+        task, layers_of(task, model), sample_batch(task, model, samples, rng), model="wide", repeats=1
+    )
+    parts = cut(config, task, model, 0)
+    rule = live_rule(profile, config.training.optimizer, in_flight)
+    promised, at = [], 0
+    for number, part in enumerate(parts):
+        here = profile.layers[at : at + len(part)]
+        promised.append(float(rule.stage_bytes(
+            sum(layer.parameter_bytes for layer in here), sum(layer.activation_bytes for layer in here),
+            in_flight=in_flight, is_last=number == len(parts) - 1,
+        )))  # fmt: skip
+        at += len(part)
+    return promised
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=("overhead", "order", "memory"), action="append")
@@ -123,6 +216,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         result["order"] = order(args.gantt)
         for stage, row in result["order"].items():
             print(f"{stage}: the measured order of tasks is {'' if row['is_same'] else 'not '}the simulated one")
+    if "memory" in parts:
+        result["memory"] = memory()
+        print("| model | optimizer | N_m | stage | promised MB | taken MB | ratio |\n|---|---|---|---|---|---|---|")
+        for row in result["memory"]:
+            print(
+                f"| {row['model']} | {row['optimizer']} | {row['in_flight']} | {row['stage']} | "
+                f"{row['promised_mb']:.0f} | {row['taken_mb']:.0f} | {row['ratio']:.2f} |"
+            )
+        largest = max(row["ratio"] for row in result["memory"])
+        print(f"largest ratio {largest:.2f}, goal 1: {'met' if largest <= 1 else 'missed'}")
     if args.out is not None:
         args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0

@@ -47,7 +47,7 @@ class FlatModel:
 
     def __init__(
         self, module: torch.nn.Module, tables: EmbeddingTables | None = None, *, device: str = "cpu",
-        may_be_empty: bool = False,
+        may_be_empty: bool = False, grad: torch.Tensor | None = None,
     ) -> None:  # fmt: skip
         """Move the module's trainable parameters and buffers into one flat tensor.
 
@@ -55,6 +55,7 @@ class FlatModel:
             tables: what was taken out of the module before.
             device: of the flat tensors; the module's frozen parameters must be there.
             may_be_empty: it is a part of a model, and need not have a trainable parameter.
+            grad: of a model that is the same: the gradients of both are in it, of one at a time.
 
         Raises:
             ConfigError: no trainable parameter and no table, or a parameter that is not float32.
@@ -78,7 +79,7 @@ class FlatModel:
         for _, tensor in others:
             ends.append(ends[-1] + _round_up_to_even(-(-tensor.numel() * tensor.element_size() // 4)))
         self.flat = torch.zeros(ends[-1] if others else self.num_floats, dtype=torch.float32, device=device)
-        self.grad = torch.zeros_like(self.flat)
+        self.grad = torch.zeros_like(self.flat) if grad is None else grad
         at = 0
         for _, tensor in [*parameters, *buffers]:
             here = slice(at, at + tensor.numel())

@@ -16,6 +16,7 @@ from doll.cli.errors import DollGroup
 from doll.cli.examples import example_app
 from doll.cli.job_file import config_app
 from doll.cli.plan import plan
+from doll.cli.profile import profile
 from doll.cli.provision import provision_app
 from doll.cli.simulate import simulate
 from doll.cli.spot import spot
@@ -82,6 +83,7 @@ app.command(short_help="Query the health probe of a process.")(roles.health)
 app.command(short_help="Serve a job's metrics to Prometheus.")(roles.prometheus)
 app.command(short_help="Plan spot and on-demand workers, cost and risk.")(plan)
 app.command(short_help="Estimate what doll plan needs from a run.")(calibrate)
+app.command(short_help="Measure the layers of a model, for pipelines.")(profile)
 app.command(short_help="Run a whole job on a spot market on this machine.")(spot)
 app.command(short_help="Simulate a whole job in virtual time.")(simulate)
 app.command(short_help="Run a job under several consistency policies.")(compare)

@@ -34,6 +34,7 @@ from doll.pipeline.link import Link, LinkClosedError, shared_pair, socket_pair
 from doll.pipeline.messages import Failed, Ready, Stop, decode, encode
 from doll.pipeline.stage import Stage
 from doll.pipeline.stage_process import Links, SharedMemory, StageProcess
+from doll.process.memory import return_freed_memory
 from doll.task import Task
 from doll.telemetry import get_logger
 
@@ -242,10 +243,13 @@ def _become_stage(
         for end in ends:
             if id(end) not in own:
                 end.forget()
+        device = pipeline.devices_of(worker)[number]
+        if device.memory_bytes is not None:
+            return_freed_memory()
         gc.freeze()  # what the worker has made stays shared with it
         process = StageProcess(
             make, links, shared, number=number, fingerprint=expected,
-            slowdown=pipeline.devices_of(worker)[number].slowdown,
+            slowdown=device.slowdown,
         )  # fmt: skip
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker's launcher handles Ctrl-C
         signal.signal(signal.SIGTERM, lambda *_: process.leave_within(config.worker.drain_s, "sigterm"))

@@ -18,9 +18,8 @@ import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
-from doll.embedding_tables import EmbeddingTables
 from doll.errors import ConfigError
-from doll.task import Task
+from doll.task import Task, stack
 
 _TOLERANCE = 1e-6
 
@@ -41,15 +40,15 @@ def layers_of(task: Task, model: torch.nn.Module) -> list[Layer]:
     name = type(model).__name__
     if task.defines_step:
         raise ConfigError(f"{type(task).__name__} defines step(): a pipeline computes gradients, it cannot be cut")
-    if tables := EmbeddingTables(model).shapes:
+    if tables := [key for key, module in model.named_modules() if getattr(module, "sparse", False) is True]:
         raise ConfigError(
-            f"{name} cannot be cut: a pipeline has no tables yet, and it has {', '.join(map(repr, tables))}; build its "
+            f"{name} cannot be cut: a pipeline has no tables yet, and {', '.join(map(repr, tables))} is one; build its "
             "embeddings with sparse=False"
         )
     named = task.stages(model)
     if named is not None:
         layers = [Layer(*item) for item in named]
-    elif isinstance(model, torch.nn.Sequential):
+    elif type(model) is torch.nn.Sequential:  # another class may have its own forward
         layers = _flattened(model)
     else:
         layers = _of_graph(model)
@@ -60,6 +59,30 @@ def layers_of(task: Task, model: torch.nn.Module) -> list[Layer]:
 def chain(layers: Sequence[Layer]) -> torch.nn.Sequential:
     """Layers as one module."""
     return torch.nn.Sequential(*(layer.module for layer in layers))
+
+
+def trial_input(task: Task, model: torch.nn.Module, samples: int) -> torch.Tensor | None:
+    """Samples that the model takes: random numbers of its shape, else zeros as integers; held-out ones where it has no
+    shape. None: it takes none of these."""
+    tried: list[torch.Tensor] = []
+    if task.input_shape is not None:
+        shape = (samples, *task.input_shape)
+        tried = [
+            torch.randn(shape, generator=torch.Generator().manual_seed(0)), torch.zeros(shape, dtype=torch.int64),
+        ]  # fmt: skip
+    else:
+        held, _ = stack(sample for sample, _ in zip(task.holdout(), range(samples), strict=False))
+        tried = [torch.from_numpy(held)] if len(held) else []
+    for x in tried:
+        try:
+            with torch.no_grad():
+                task.forward(model.eval(), x)
+            return x
+        except Exception:  # the user's module may raise anything
+            continue
+        finally:
+            model.train()
+    return None
 
 
 def check_cut(task: Task, model: torch.nn.Module, layers: Sequence[Layer], x: torch.Tensor) -> None:
@@ -75,10 +98,10 @@ def check_cut(task: Task, model: torch.nn.Module, layers: Sequence[Layer], x: to
             module.eval()
         with torch.no_grad():
             whole = task.forward(model, x)
-            h = task.forward(chain(layers[:1]), x)
-            for layer in layers[1:]:
+            h = x
+            for number, layer in enumerate(layers):
                 try:
-                    h = layer.module(h)
+                    h = layer.module(h) if number else task.forward(chain([layer]), h)
                 except Exception as exc:  # the user's module may raise anything
                     raise _cannot(
                         type(model).__name__,
@@ -91,10 +114,12 @@ def check_cut(task: Task, model: torch.nn.Module, layers: Sequence[Layer], x: to
     finally:
         for module, training in zip(modules, was_training, strict=True):
             module.train(training)
+    if not isinstance(whole, torch.Tensor):
+        raise _cannot(type(model).__name__, f"it returns {type(whole).__name__}, expected one tensor")
     if whole.shape != h.shape:
         raise _cannot(type(model).__name__, f"its layers give {tuple(h.shape)}, the whole model {tuple(whole.shape)}")
     difference = float((whole - h).abs().max()) if whole.numel() else 0.0
-    if not difference <= _TOLERANCE * max(1.0, float(whole.abs().max()) if whole.numel() else 0.0):
+    if not difference <= _TOLERANCE * (float(whole.abs().max()) if whole.numel() else 0.0):
         raise _cannot(
             type(model).__name__,
             f"its layers give another output than the whole model (difference {difference:.3g}): {type(task).__name__}"
@@ -104,7 +129,9 @@ def check_cut(task: Task, model: torch.nn.Module, layers: Sequence[Layer], x: to
 
 def _flattened(model: torch.nn.Sequential, prefix: str = "") -> list[Layer]:
     layers: list[Layer] = []
-    for name, module in model.named_children():
+    for name, module in model._modules.items():  # named_children leaves out a module that comes again
+        if module is None:
+            continue
         full = f"{prefix}{name}"
         if type(module) is torch.nn.Sequential:
             layers += _flattened(module, f"{full}.")
@@ -137,10 +164,15 @@ def _of_graph(model: torch.nn.Module) -> list[Layer]:
     """Cut the graph of a module behind each node whose value alone is used further on."""
     name = type(model).__name__
     try:
+        model.eval()
+        evaluating = fx.symbolic_trace(model).code
+        model.train()
         traced = fx.symbolic_trace(model)
     except Exception as exc:  # the user's forward may raise anything on symbols
         why = f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"
         raise _cannot(name, f"its forward() cannot be traced ({why})") from exc
+    if traced.code != evaluating:
+        raise _cannot(name, "its forward() depends on `self.training`, which a graph does not keep (use nn.Dropout)")
     values = _own_parameters_as_modules(traced)
     nodes = [node for node in traced.graph.nodes if node.op not in ("get_attr", "output") and node not in values]
     inputs = [node for node in nodes if node.op == "placeholder" and node.users]

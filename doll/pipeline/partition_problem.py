@@ -41,10 +41,12 @@ class MemoryRule:
         optimizer_multiplier: opt, arrays of the weights' size besides the weights: gradients, the optimizer's state.
         stash_last: versions of the weights that the last stage keeps, at most N_m; default: 1, as in the paper. All
             others keep N_m.
+        reserved_bytes: what each stage takes besides.
     """
 
     optimizer_multiplier: float
     stash_last: int | None = None
+    reserved_bytes: float = 0.0
 
     def stage_bytes(self, parameter_bytes: Any, activation_bytes: Any, *, in_flight: int, is_last: bool) -> Any:
         """Memory of one stage, in bytes.
@@ -56,9 +58,8 @@ class MemoryRule:
         """
         kept = 1 if is_last else in_flight
         versions = min(self.stash_last, in_flight) if is_last and self.stash_last is not None else kept
-        return (
-            parameter_bytes * (1.0 + self.optimizer_multiplier) + kept * activation_bytes + versions * parameter_bytes
-        )
+        weights = (1.0 + self.optimizer_multiplier + versions) * parameter_bytes
+        return weights + kept * activation_bytes + self.reserved_bytes
 
 
 class Problem:

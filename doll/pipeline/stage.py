@@ -92,12 +92,11 @@ class Stage:
         self._local = FlatModel(module, device=device.name, may_be_empty=True)
         self.ranges: tuple[Range, ...] = ranges_of(self._local, whole, homes)
         self._optimizer = Optimizer(self._local, training.optimizer)
-        self._replicas = [FlatModel(_copy(module), device=device.name, may_be_empty=True) for _ in range(slots)]
-        gradients = self._local.grad  # one backward pass at a time
-        for replica in self._replicas:
-            replica.grad = gradients
-            for parameter, first in zip(_trainable(replica.module), _trainable(module), strict=True):
-                parameter.grad = first.grad
+        # One backward pass at a time: they share the gradient.
+        self._replicas = [
+            FlatModel(_replica(module), device=device.name, may_be_empty=True, grad=self._local.grad)
+            for _ in range(slots)
+        ]
         self._spare = torch.empty_like(self._local.flat)
         self._in_flight: dict[int, _InFlight] = {}
         self._buffer_squares: dict[int, float] = {}
@@ -258,21 +257,15 @@ def _warm_up() -> None:
     torch.autograd.backward(torch.nn.functional.linear(torch.ones(2, 2), weights), torch.ones(2, 2))
 
 
+def _replica(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy, but for the frozen parameters, which never change."""
+    return copy.deepcopy(module, {id(p): p for p in module.parameters() if not p.requires_grad})
+
+
 def _leave(module: torch.nn.Module) -> None:
-    """Give the parameters and buffers of `module` memory of their own."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.grad = None
-        tensor.data = tensor.data.clone()
-
-
-def _copy(module: torch.nn.Module) -> torch.nn.Module:
-    """A copy that shares what never changes."""
-    frozen = {id(parameter): parameter for parameter in module.parameters() if not parameter.requires_grad}
-    return copy.deepcopy(module, frozen)
-
-
-def _trainable(module: torch.nn.Module) -> list[torch.nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+    """Take the module out of the whole model's gradient; its parameters leave when they are moved."""
+    for parameter in module.parameters():
+        parameter.grad = None
 
 
 def _use_running_stats(module: torch.nn.Module) -> None:

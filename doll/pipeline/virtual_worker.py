@@ -18,6 +18,8 @@ from typing import Any, Final, NamedTuple
 from doll.pipeline.messages import Commit, Forward, Settle
 
 NO_SLOT: Final = -1
+# Own waves that the weights in use may lack. A grant names weights that lack two at most.
+MAX_WAVES_BEHIND: Final = 3
 
 
 class Weights(NamedTuple):
@@ -431,7 +433,10 @@ class VirtualWorkerCore:
         if not self._waiting[0].num_samples:
             return True
         base = self._spare or self._base
-        return base is not None and base.version >= self._waiting[0].min_version and bool(self._slots)
+        if base is None or base.version < self._waiting[0].min_version or not self._slots:
+            return False
+        # Stages keep the steps that the weights do not hold: no more than those of some waves.
+        return self._committed_until - base.included <= MAX_WAVES_BEHIND * self._wave
 
     def _start(self, submitted: Submitted) -> Sequence[Action]:
         if not submitted.num_samples:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations, pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from doll.config import parse
 from doll.errors import ConfigError
 from doll.pipeline.cut import cut, even_stops
+from doll.pipeline.profile import LayerProfile, Profile
 from doll.task import load_task
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,3 +67,28 @@ def test_the_largest_part_is_as_small_as_possible(sizes: list[int], data: st.Dat
     assert stops == sorted(set(stops))
     every = [[*inner, len(sizes)] for inner in combinations(range(1, len(sizes)), parts - 1)]
     assert largest(stops) == min(map(largest, every))
+
+
+def profiled(tmp_path: Path, times: Sequence[float], *overrides: str, parameter_bytes: int = 0) -> list[list[str]]:
+    layers = tuple(LayerProfile(str(at), s, s, 0, 0, parameter_bytes) for at, s in enumerate(times))
+    Profile("digits", 64, "cpu", layers).save(tmp_path / "profile.json")
+    return names(f"worker.pipeline.profile={tmp_path / 'profile.json'}", *overrides)
+
+
+def test_a_profile_decides_with_the_speed_of_the_devices(tmp_path: Path) -> None:
+    assert profiled(tmp_path, [4, 1, 1, 2, 1, 3]) == [["0"], ["1", "2", "3"], ["4", "5"]]
+    slow = "worker.pipeline.devices=[{device: cpu, slowdown: 3}, cpu, cpu]"
+    assert profiled(tmp_path, [1, 1, 1, 1, 1, 1], slow) == [["0"], ["1", "2"], ["3", "4", "5"]]
+
+
+def test_a_stage_that_fits_nowhere_is_refused_by_layer_and_device(tmp_path: Path) -> None:
+    devices = "worker.pipeline.devices=[cpu, {device: cpu, memory_bytes: 1e8}, cpu]"
+    with pytest.raises(ConfigError, match=r"cpu of stage 2"):
+        profiled(tmp_path, [1] * 6, devices, parameter_bytes=10**8)
+
+
+def test_a_profile_of_another_model_or_batch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is of 5 layers and batches of 64, the job's model has 6"):
+        profiled(tmp_path, [1] * 5)
+    with pytest.raises(ConfigError, match=r"data\.batch_size is 8: profile it again"):
+        profiled(tmp_path, [1] * 6, "data.batch_size=8")

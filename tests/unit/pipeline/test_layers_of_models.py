@@ -214,3 +214,53 @@ def test_the_model_is_left_in_the_mode_in_which_it_was() -> None:
     check_cut(Any4(), model, layers, torch.randn(3, 4))
     assert model.training
     assert all(layer.module.training for layer in layers)
+
+
+def test_a_module_that_comes_twice_is_two_layers() -> None:
+    relu = nn.ReLU()
+    model = nn.Sequential(nn.Linear(4, 4), relu, nn.Linear(4, 4, bias=False), relu)
+    layers = layers_of(Any4(), model)
+    assert [layer.name for layer in layers] == ["0", "1", "2", "3"]
+    check_cut(Any4(), model, layers, torch.randn(5, 4))
+
+
+def test_a_sequential_with_its_own_forward_is_cut_by_its_graph() -> None:
+    class Doubled(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    model = Doubled(nn.Linear(4, 4), nn.ReLU())
+    check_cut(Any4(), model, layers_of(Any4(), model), torch.randn(5, 4))
+
+
+def test_a_graph_that_depends_on_the_mode_is_refused() -> None:
+    class OfMode(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.dropout(self.layer(x), 0.5, self.training)
+
+    with pytest.raises(ConfigError, match=r"depends on `self\.training`"):
+        layers_of(Any4(), OfMode())
+
+
+def test_small_outputs_are_compared_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for parameter in model.parameters():
+        parameter.data *= 1e-6
+    layers = layers_of(Any4(), model)
+    check_cut(Any4(), model, layers, torch.randn(5, 4))
+    with pytest.raises(ConfigError, match="another output"):
+        check_cut(
+            Any4(),
+            model,
+            [layers[0], layers[1]._replace(module=nn.Sequential(layers[1].module, Triple()))],
+            torch.randn(5, 4),
+        )
+
+
+class Triple(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3

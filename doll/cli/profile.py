@@ -1,0 +1,104 @@
+"""`doll profile`: what each layer of a job's model takes on this machine, as pipelines need to know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from doll.cli import options
+from doll.cli.output import emit
+from doll.cli.progress_bar import progress_bar
+
+if TYPE_CHECKING:
+    from doll.pipeline.profile import Profile
+
+
+def profile(
+    job: options.JobArgument = None,
+    job_option: options.JobOption = None,
+    overrides: options.SetOption = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="JSON", help="Write the profile to this file, for worker.pipeline.profile.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PNG", help="Plot time and memory of each layer.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each layer; the table has their medians.")] = 5,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Measure forward and backward time, activations and parameters of each layer of a job's model.
+
+    The samples are held-out ones of the task, else random ones; as many as data.batch_size. Stop other programs first:
+    the times are those of this machine as it is.
+
+    Example: doll profile my.yaml --out profile.json --plot profile.png
+    """
+    import numpy as np
+    import torch
+
+    from doll.model import build
+    from doll.pipeline.layers import check_cut, layers_of
+    from doll.pipeline.profile_plot import save
+    from doll.pipeline.profiler import profile_layers, sample_batch
+    from doll.task import load_task
+
+    config = options.target(job, job_option, overrides).config
+    torch.set_num_threads(config.worker.torch_threads)
+    task = load_task(config)
+    module = build(config, task, with_rows=False).module
+    layers = layers_of(task, module)
+    batch = sample_batch(task, module, config.data.batch_size, np.random.default_rng(config.seed))
+    check_cut(task, module, layers, torch.from_numpy(np.ascontiguousarray(batch.x)))
+    with progress_bar("layers", len(layers)) as advance:
+        measured = profile_layers(
+            task, layers, batch, model=config.task.cls, device=device, repeats=repeats,
+            progress=lambda done: advance(completed=done, description=f"layer {done} of {len(layers)}"),
+        )  # fmt: skip
+    notes = []
+    if out is not None:
+        measured.save(out)
+        notes.append(f"profile: {out}")
+    if plot is not None:
+        save(measured, plot)
+        notes.append(f"plot: {plot}")
+    emit(as_json, _content(measured, notes), "\n".join([_table(measured), *notes]))
+
+
+def _content(profile: Profile, notes: list[str]) -> dict[str, Any]:
+    import json
+
+    content: dict[str, Any] = json.loads(profile.to_json())["profile"]
+    return {**content, "notes": notes}
+
+
+def _table(profile: Profile) -> str:
+    """A line for each layer, and one for all."""
+    width = max(5, *(len(layer.name) for layer in profile.layers))
+    total_s = sum(layer.compute_s for layer in profile.layers)
+    lines = [
+        f"{profile.model}: {len(profile.layers)} layers, {profile.batch_size} samples, on {profile.device}",
+        f"{'layer':<{width}} {'forward':>10} {'backward':>10} {'share':>6} {'parameters':>11} {'activations':>12} "
+        f"{'output':>10}",
+    ]
+    for layer in profile.layers:
+        share = layer.compute_s / total_s if total_s else 0.0
+        lines.append(
+            f"{layer.name:<{width}} {1e3 * layer.forward_s:>7.3f} ms {1e3 * layer.backward_s:>7.3f} ms {share:>6.1%} "
+            f"{_size(layer.parameter_bytes):>11} {_size(layer.activation_bytes):>12} {_size(layer.output_bytes):>10}"
+        )
+    lines.append(
+        f"{'all':<{width}} {1e3 * sum(layer.forward_s for layer in profile.layers):>7.3f} ms "
+        f"{1e3 * sum(layer.backward_s for layer in profile.layers):>7.3f} ms {'':>6} "
+        f"{_size(sum(layer.parameter_bytes for layer in profile.layers)):>11} "
+        f"{_size(sum(layer.activation_bytes for layer in profile.layers)):>12}"
+    )
+    return "\n".join(lines)
+
+
+def _size(num_bytes: float) -> str:
+    """As in 1.2 MB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:.0f} B"
