@@ -136,15 +136,18 @@ class StageProcess:
             links.append(self._links.following)
         alive_at_s = self._clock()
         try:
-            with selectors.DefaultSelector() as selector:
+            with selectors.DefaultSelector() as selector, selectors.DefaultSelector() as room:
                 for link in links:
                     selector.register(link, selectors.EVENT_READ)
+                room.register(self._links.control, selectors.EVENT_WRITE)
                 while True:
                     for key, _ in selector.select(ALIVE_EVERY_S):
                         self._deliver(*key.fileobj.receive())  # type: ignore[union-attr]
                     if self._clock() - alive_at_s >= ALIVE_EVERY_S:
                         alive_at_s = self._clock()
-                        self._links.control.send(encode(Alive(stage=self._number)))
+                        # A coordinator that waits for its server does not read: never wait for it.
+                        if room.select(0):
+                            self._links.control.send(encode(Alive(stage=self._number)))
                     if self._leaving is not None:
                         leaving, self._leaving = self._leaving, None
                         self._links.control.send(encode(leaving))
