@@ -64,7 +64,7 @@ def plan(
     optimizer_copies: Annotated[
         float | None,
         typer.Option(
-            min=0, help="With --pipeline: arrays of the weights' size besides them [default: 2, and the optimizer's]."
+            min=0, help="With --pipeline: arrays of the weights' size besides them [default: as DOLL runs it]."
         ),
     ] = None,
     within_node: Annotated[

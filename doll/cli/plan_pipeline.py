@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from doll.config import JobConfig
     from doll.pipeline.profile import Network
 
-COPIES = 2
-"""Arrays of the weights' size besides them, without the optimizer's: the gradient, and the sum of a wave's steps."""
-
 
 def plan_pipeline(
     fleet_path: Path,
@@ -38,11 +35,13 @@ def plan_pipeline(
         ConfigError: the fleet or the profile is invalid.
         BadParameter: there is no profile, or no number of stages.
     """
+    from doll.config import SgdConfig
     from doll.errors import InfeasiblePlanError
     from doll.pipeline.fleet import load_fleet
     from doll.pipeline.fleet_plan import plan_fleet
     from doll.pipeline.fleet_report import report_text, to_dict
-    from doll.pipeline.partition import MAX_IN_FLIGHT, MemoryRule
+    from doll.pipeline.live_memory import live_rule
+    from doll.pipeline.partition import MemoryRule
     from doll.pipeline.profile import Profile
 
     section = config.worker.pipeline if config is not None else None
@@ -57,9 +56,14 @@ def plan_pipeline(
     distance = clock_distance if clock_distance is not None else int(getattr(policy, "clock_distance", 0))
     fleet, network = load_fleet(fleet_path)
     network = _network(network, within_node_gb_per_s, between_nodes_gb_per_s)
-    # As DOLL runs it: the last stage keeps as many versions of its weights as the others.
-    memory = MemoryRule(_copies(config) if optimizer_copies is None else optimizer_copies, stash_last=MAX_IN_FLIGHT)
-    plan = plan_fleet(Profile.load(path), fleet, network, memory, k=k, clock_distance=distance, in_flight=in_flight)
+    profile = Profile.load(path)
+
+    def memory(number: int) -> MemoryRule:
+        """As DOLL runs it: the last stage keeps as many copies of its weights as the others."""
+        rule = live_rule(profile, config.training.optimizer if config is not None else SgdConfig(), number)
+        return rule if optimizer_copies is None else MemoryRule(optimizer_copies, stash_last=number)
+
+    plan = plan_fleet(profile, fleet, network, memory, k=k, clock_distance=distance, in_flight=in_flight)
     notes = _notes(plan.best.in_flight if plan.best else None, getattr(policy, "wave_batches", None), network)
     if plot is not None and plan.best is not None:
         from doll.pipeline.fleet_plot import draw
@@ -69,15 +73,6 @@ def plan_pipeline(
     emit(as_json, {**to_dict(plan), "notes": notes}, report_text(plan, notes))
     if plan.best is None:
         raise typer.Exit(InfeasiblePlanError.exit_code)
-
-
-def _copies(config: JobConfig | None) -> int:
-    """Arrays of the weights' size besides them, with those of the job's optimizer."""
-    if config is None:
-        return COPIES
-    optimizer = config.training.optimizer
-    own = {"sgd": 0, "adagrad": 1, "adam": 2}.get(optimizer.name, 2)
-    return COPIES + own + (1 if getattr(optimizer, "momentum", 0.0) else 0)
 
 
 def _network(network: Network, within_gb_per_s: float | None, between_gb_per_s: float | None) -> Network:
