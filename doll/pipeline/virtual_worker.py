@@ -268,7 +268,6 @@ class VirtualWorkerCore:
             return self._advance()
         if not is_there and self._known == weights:
             self._known = None
-            return [*self._give_up_waiting(), *self._advance()]
         return self._advance()
 
     def adopted(self, version: int) -> list[Action]:
@@ -280,7 +279,11 @@ class VirtualWorkerCore:
     def _give_up_waiting(self) -> list[Action]:
         """The newest weights are gone: grants that the weights in use do not satisfy cannot be answered."""
         base = self._spare or self._base
-        missing = [item for item in self._waiting if base is None or item.min_version > base.version]
+        missing = [
+            item
+            for item in self._waiting
+            if base is None or item.min_version > base.version or self._is_too_old(base)
+        ]  # fmt: skip
         if not missing:
             return []
         first = missing[0].batch
@@ -376,6 +379,8 @@ class VirtualWorkerCore:
             self._waiting.clear()
         actions += self._store()  # of a wave that ends with a batch without samples
         actions += self._release()
+        if self._known is None and self._pulling is None and self._forget_from is None:
+            actions += self._give_up_waiting()
         if self._may_pull:
             self._pulling, self._spare = self._known, None
             assert self._pulling is not None
@@ -435,8 +440,11 @@ class VirtualWorkerCore:
         base = self._spare or self._base
         if base is None or base.version < self._waiting[0].min_version or not self._slots:
             return False
-        # Stages keep the steps that the weights do not hold: no more than those of some waves.
-        return self._committed_until - base.included <= MAX_WAVES_BEHIND * self._wave
+        return not self._is_too_old(base)
+
+    def _is_too_old(self, base: Weights) -> bool:
+        """Stages keep the steps that the weights do not hold: no more than those of some waves."""
+        return self._committed_until - base.included > MAX_WAVES_BEHIND * self._wave
 
     def _start(self, submitted: Submitted) -> Sequence[Action]:
         if not submitted.num_samples:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from doll.pipeline.messages import Commit
 from doll.pipeline.virtual_worker import (
+    MAX_WAVES_BEHIND,
     Action,
     Done,
     Missing,
@@ -237,6 +238,22 @@ def test_batches_behind_a_missing_one_are_missing_too() -> None:
     assert core.pulled(weights(0), is_there=False) == [Missing(batch(0)), Missing(batch(1))]
     assert core.submit(batch(2), weights(0)) == [Missing(batch(2))]
     assert core.submit(batch(0), weights(0)) == [Pull(weights(0))]
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_weights_too_old_to_go_on_with_are_missing_when_newer_ones_are_gone(in_flight: int) -> None:
+    """Batches that are allowed on the weights in use would wait for ever: nobody would publish the others again."""
+    last = (MAX_WAVES_BEHIND + 1) * in_flight
+    core = running(in_flight, last)
+    for number in range(last):
+        for item in complete(core, number):
+            if isinstance(item, SendDown) and item.wave is not None:
+                core.pushed(item.wave.until)
+    newer = weights(9, last)
+    assert core.submit(batch(last), newer) == [Pull(newer)]
+    assert core.pulled(newer, is_there=False) == [Missing(batch(last))]
+    assert core.submit(batch(last), newer) == [Pull(newer)]
+    assert started(core.pulled(newer, is_there=True)) == [last]
 
 
 def test_what_was_not_begun_is_void_when_the_worker_leaves() -> None:
