@@ -21,7 +21,7 @@ DISTRIBUTE := -n $(TESTERS) --dist loadscope --no-loadscope-reorder
 SECONDS ?= 3600
 PYTEST  ?=
 
-.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-fleets bench-large bench-links paper build lock wheels clean tf-check tf-apply-local
+.PHONY: help setup demo demo-spot test test-fast check lint type fmt bench bench-docs bench-where bench-engine bench-control bench-overhead bench-soak bench-cluster bench-clicks bench-fleets bench-large bench-links bench-stages bench-accuracy paper build lock wheels clean tf-check tf-apply-local
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -121,6 +121,12 @@ bench-cluster: setup ## measure pauses with three brokers, one killed every 20 s
 
 bench-large: setup ## measure one update of models of 0.1 to 400 MB, in shared memory and Redis (5 minutes, 10 GB of memory)
 	@$(BIN)/python -m benchmarks.large_models $(BENCH)
+
+bench-stages: setup ## pipelines of virtual workers against their simulator, and their memory (6 minutes)
+	@$(BIN)/python -m benchmarks.virtual_workers $(BENCH)
+
+bench-accuracy: setup ## virtual workers against undivided ones: accuracy after the same samples (12 minutes)
+	@$(BIN)/python -m benchmarks.pipeline_accuracy $(BENCH)
 
 bench-links: setup ## time and CPU of messages between two stages: sockets, shared memory, gloo (3 minutes)
 	@$(BIN)/python -m benchmarks.stage_links $(BENCH)

@@ -190,8 +190,9 @@ def _of_graph(model: torch.nn.Module) -> list[Layer]:
     parts |= {value: parts[user] for value, user in values.items()}
     split = split_module(traced, model, lambda node: parts.get(node, 0), keep_original_order=True)
     layers: list[Layer] = []
-    for _, module in sorted(split.named_children(), key=lambda item: int(item[0].rpartition("_")[2])):
-        layers.append(Layer(_name_of(module, len(layers)), module))
+    modules = {int(child.rpartition("_")[2]): module for child, module in split.named_children()}
+    for number, module in sorted(modules.items()):
+        layers.append(Layer(_name_of([node for node in nodes if parts.get(node) == number]), module))
     return _joined(layers)
 
 
@@ -247,17 +248,12 @@ def _joined(layers: Sequence[Layer]) -> list[Layer]:
     return joined
 
 
-def _name_of(module: torch.nn.Module, number: int) -> str:
-    """By the modules of the model that it calls, or by its functions."""
-    graph = getattr(module, "graph", None)
-    if graph is None:
-        return f"layer_{number}"
-    called = [str(n.target) for n in graph.nodes if n.op == "call_module" and not str(n.target).startswith("value_")]
-    if called:
-        first, *rest = called
-        return first if not rest or rest[-1] == first else f"{first}..{rest[-1]}"
-    functions = [node.name for node in graph.nodes if node.op in ("call_function", "call_method")]
-    return functions[-1] if functions else f"layer_{number}"
+def _name_of(nodes: Sequence[fx.Node]) -> str:
+    """By the modules of the model that it calls, or by its last function."""
+    called = [str(node.target) for node in nodes if node.op == "call_module"]
+    if not called:
+        return nodes[-1].name
+    return called[0] if called[-1] == called[0] else f"{called[0]}..{called[-1]}"
 
 
 def _cannot(name: str, why: str) -> ConfigError:
