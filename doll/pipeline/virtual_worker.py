@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+from doll.errors import DollError
 from doll.pipeline.messages import Commit, Forward, Settle
 
 NO_SLOT: Final = -1
@@ -40,6 +41,11 @@ class Submitted:
     min_version: int
     num_samples: int
     token: Any = None
+
+
+class WaveSplitError(DollError):
+    """Batches inside a wave are to be computed again, and the others of the wave are not: a new process computes all
+    that is not durable."""
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------
@@ -182,7 +188,7 @@ class VirtualWorkerCore:
             weights: the newest that its grant names.
 
         Raises:
-            ValueError: a batch inside a wave is to be computed again, whose others are not.
+            WaveSplitError: a batch inside a wave is to be computed again, whose others are not.
         """
         if submitted.term != self._term:
             self._begin_term(submitted)
@@ -232,7 +238,7 @@ class VirtualWorkerCore:
         self._void_from(batch)
         if batch < self._committed_until:
             if batch % self._wave and batch > self._first:
-                raise ValueError(
+                raise WaveSplitError(
                     f"expected batch {batch - batch % self._wave}, the first of its wave, to be computed again; got "
                     f"{batch}: its wave is pushed as one"
                 )
