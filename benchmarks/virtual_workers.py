@@ -28,10 +28,10 @@ from doll.pipeline import gantt
 from doll.pipeline.cut import cut
 from doll.pipeline.layers import layers_of
 from doll.pipeline.live_memory import live_rule
-from doll.pipeline.messages import Task as StageTask
+from doll.pipeline.measured import timeline_of
 from doll.pipeline.profiler import profile_layers, sample_batch
 from doll.pipeline.schedule import StageTimes, simulate
-from doll.pipeline.timeline import Span, Timeline
+from doll.pipeline.timeline import Timeline
 from doll.process.peak_memory import read_memory
 from doll.task import load_task
 
@@ -49,16 +49,6 @@ ORDERS: Final = (
     ((0.030, 0.040), (0.080, 0.125), (0.030, 0.100)),
 )
 UNEQUAL: Final = ((0.030, 0.055), (0.048, 0.078), (0.021, 0.045), (0.034, 0.041))
-
-
-def timeline_of(tasks: Sequence[StageTask], stages: int, in_flight: int) -> Timeline:
-    """What was measured, from its first task on."""
-    begin_s = min(task.start_s for task in tasks)
-    spans = (
-        Span(task.stage, task.kind, task.batch + 1, task.start_s - begin_s, task.end_s - begin_s)  # type: ignore[arg-type]
-        for task in tasks
-    )
-    return Timeline(stages, in_flight, tuple(sorted(spans, key=lambda span: span.start_s)))
 
 
 def run_sleeping(times: Sequence[tuple[float, float]], in_flight: int, minibatches: int) -> Timeline:

@@ -19,6 +19,7 @@ from doll.monitor.progress import ProgressModel
 from doll.monitor.run_report import RunOutcome, build_report
 from doll.process.files import write_json
 from doll.run.folder import RunFolder, display_path
+from doll.run.pipeline_plots import draw_pipelines
 from doll.services import Services
 from doll.storage.stores import open_store
 
@@ -65,6 +66,8 @@ def finish_run(
             staleness=None if policy is None else policy.histogram,
         )  # fmt: skip
         outcome.files["plots"] = display_path(run.plot)
+        if pictures := draw_pipelines(config, run.path):
+            outcome.files["pipelines"] = ", ".join(map(display_path, pictures))
     outcome.files |= {
         "updates": display_path(run.path / "updates.csv"),
         "evaluations": display_path(run.path / "evaluations.csv"),

@@ -14,7 +14,19 @@ from commands import doll
 from doll.run import examples
 from paths import ROOT
 
-NAMES = ["clicks", "digits", "emnist", "factors", "intrusion", "ratings", "spot", "stdin", "topics", "words"]
+NAMES = [
+    "clicks",
+    "digits",
+    "emnist",
+    "factors",
+    "intrusion",
+    "pipeline",
+    "ratings",
+    "spot",
+    "stdin",
+    "topics",
+    "words",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +42,8 @@ def test_every_example_is_listed_with_what_runs_it() -> None:
     listed = json.loads(doll("example", "list", "--json").stdout)
     assert [example["name"] for example in listed] == NAMES
     assert [example["command"] for example in listed] == [
-        "doll up clicks", "doll up digits", "doll up emnist", "doll up factors", "doll up intrusion", "doll up ratings",
-        "doll spot spot", "doll up stdin", "doll up topics", "doll up words",
+        "doll up clicks", "doll up digits", "doll up emnist", "doll up factors", "doll up intrusion",
+        "doll up pipeline", "doll up ratings", "doll spot spot", "doll up stdin", "doll up topics", "doll up words",
     ]  # fmt: skip
     text = doll("example", "list").stdout
     assert all(f"{example['command']} " in text and example["description"] in text for example in listed)
