@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ class CudaDevice(Device):
         """
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if int(name.partition(":")[2]) >= count:
-            raise ConfigError(f"worker.pipeline.devices: {name}: expected one of {count} CUDA devices of this machine")
+            raise ConfigError(f"device {name}: expected one of {count} CUDA devices of this machine")
         self.name = name
         torch.cuda.set_device(name)
         self._copies = torch.cuda.Stream(device=name)  # type: ignore[no-untyped-call]
@@ -68,9 +69,33 @@ class CudaDevice(Device):
         torch.cuda.synchronize(self.name)
 
 
+class _Received(torch.autograd.Function):
+    """The same memory, as a tensor that autograd lets a layer change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        same = torch.empty(0, dtype=x.dtype, device=x.device)
+        return same.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def as_received(x: torch.Tensor) -> torch.Tensor:
+    """`x`, which autograd differentiates by, for a layer that may change it in place, as `nn.ReLU(inplace=True)` does.
+
+    Nothing is copied: `x` has the changed numbers too, and only its gradient may be used further on.
+    """
+    output: torch.Tensor = _Received.apply(x)
+    return output
+
+
 def open_device(name: str) -> Device:
     """
     Raises:
         ConfigError: this machine has no such device.
     """
+    if not re.fullmatch(r"cpu|cuda:\d{1,3}", name):
+        raise ConfigError(f"device: expected cpu or cuda:N (such as cuda:0), got {name!r}")
     return Device() if name == "cpu" else CudaDevice(name)

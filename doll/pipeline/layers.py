@@ -11,7 +11,7 @@ which differs where samples are refused.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -86,7 +86,8 @@ def trial_input(task: Task, model: torch.nn.Module, samples: int) -> torch.Tenso
 
 
 def check_cut(task: Task, model: torch.nn.Module, layers: Sequence[Layer], x: torch.Tensor) -> None:
-    """Compare the layers' output with the model's, for samples `x` of shape (n, *input_shape), without learning.
+    """Compare the layers' output with the model's, for samples `x` of shape (n, *input_shape), without learning, and
+    the parameters that either would learn: a graph does not keep `torch.no_grad()`.
 
     Raises:
         ConfigError: they differ, or a layer fails on the output of the one before.
@@ -96,9 +97,9 @@ def check_cut(task: Task, model: torch.nn.Module, layers: Sequence[Layer], x: to
     try:
         for module in modules:
             module.eval()
-        with torch.no_grad():
-            whole = task.forward(model, x)
-            h = x
+        with torch.enable_grad():
+            whole = task.forward(model, x.clone())  # they may change it in place
+            h = x.clone()
             for number, layer in enumerate(layers):
                 try:
                     h = layer.module(h) if number else task.forward(chain([layer]), h)
@@ -118,6 +119,18 @@ def check_cut(task: Task, model: torch.nn.Module, layers: Sequence[Layer], x: to
         raise _cannot(type(model).__name__, f"it returns {type(whole).__name__}, expected one tensor")
     if whole.shape != h.shape:
         raise _cannot(type(model).__name__, f"its layers give {tuple(h.shape)}, the whole model {tuple(whole.shape)}")
+    learned, expected = _learned(h), _learned(whole)
+    if differ := [
+        name
+        for name, parameter in model.named_parameters()
+        if (id(parameter) in learned) != (id(parameter) in expected)
+    ]:
+        raise _cannot(
+            type(model).__name__,
+            f"its layers learn other parameters than the whole model ({differ[0]!r}): use requires_grad_(False) or "
+            "detach() instead of torch.no_grad()",
+        )
+    whole, h = whole.detach(), h.detach()
     difference = float((whole - h).abs().max()) if whole.numel() else 0.0
     if not difference <= _TOLERANCE * (float(whole.abs().max()) if whole.numel() else 0.0):
         raise _cannot(
@@ -125,6 +138,22 @@ def check_cut(task: Task, model: torch.nn.Module, layers: Sequence[Layer], x: to
             f"its layers give another output than the whole model (difference {difference:.3g}): {type(task).__name__}"
             ".forward does more than to call the model on its input",
         )
+
+
+def _learned(output: torch.Tensor) -> set[int]:
+    """Ids of the parameters that a backward pass from `output` would reach."""
+    seen: set[Any] = set()
+    reached: set[int] = set()
+    ahead: list[Any] = [output.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            reached.add(id(node.variable))
+        ahead += [following for following, _ in node.next_functions]
+    return reached
 
 
 def _flattened(model: torch.nn.Sequential, prefix: str = "") -> list[Layer]:
@@ -164,16 +193,14 @@ def _of_graph(model: torch.nn.Module) -> list[Layer]:
     """Cut the graph of a module behind each node whose value alone is used further on."""
     name = type(model).__name__
     try:
-        model.eval()
-        evaluating = fx.symbolic_trace(model).code
-        model.train()
-        traced = fx.symbolic_trace(model)
+        evaluating = _traced(model.eval()).code
+        traced = _traced(model.train())
     except Exception as exc:  # the user's forward may raise anything on symbols
         why = f"{type(exc).__name__}: {str(exc).partition(chr(10))[0]}"
         raise _cannot(name, f"its forward() cannot be traced ({why})") from exc
     if traced.code != evaluating:
         raise _cannot(name, "its forward() depends on `self.training`, which a graph does not keep (use nn.Dropout)")
-    values = _own_parameters_as_modules(traced)
+    values = _own_parameters_as_modules(traced, {id(buffer) for buffer in model.buffers()})
     nodes = [node for node in traced.graph.nodes if node.op not in ("get_attr", "output") and node not in values]
     inputs = [node for node in nodes if node.op == "placeholder" and node.users]
     if len(inputs) != 1:
@@ -201,21 +228,31 @@ def _is_taken_apart(node: fx.Node) -> bool:
     return all(user.op == "call_function" and user.target is operator.getitem for user in node.users)
 
 
-class _Value(torch.nn.Module):
-    """A parameter or buffer that a module uses by itself."""
+def _traced(model: torch.nn.Module) -> fx.GraphModule:
+    """Its graph. `fx` leaves tensors that forward() makes at the model: without them, it is as it was."""
+    before = set(vars(model))
+    try:
+        return fx.symbolic_trace(model)
+    finally:
+        for name in set(vars(model)) - before:
+            delattr(model, name)
 
-    def __init__(self, value: torch.Tensor) -> None:
+
+class _Value(torch.nn.Module):
+    """A parameter or buffer that a module uses by itself, or a constant that its forward() makes."""
+
+    def __init__(self, value: torch.Tensor, *, is_buffer: bool) -> None:
         super().__init__()
-        if isinstance(value, torch.nn.Parameter):
-            self.value = value
-        else:
+        if is_buffer:
             self.register_buffer("value", value)
+        else:
+            self.value = value
 
     def forward(self) -> torch.Tensor:
         return self.value
 
 
-def _own_parameters_as_modules(traced: fx.GraphModule) -> dict[fx.Node, fx.Node]:
+def _own_parameters_as_modules(traced: fx.GraphModule, buffers: Set[int]) -> dict[fx.Node, fx.Node]:
     """Replace each use of a parameter by a module that returns it: `split_module` would pass it from part to part.
 
     Returns:
@@ -228,7 +265,7 @@ def _own_parameters_as_modules(traced: fx.GraphModule) -> dict[fx.Node, fx.Node]
             value = getattr(value, part)
         for user in [user for user in node.users if user.op != "output"]:
             target = f"value_{len(values)}"
-            traced.add_submodule(target, _Value(value))
+            traced.add_submodule(target, _Value(value, is_buffer=id(value) in buffers))
             with traced.graph.inserting_before(user):
                 new = traced.graph.call_module(target)
             user.replace_input_with(node, new)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from doll.errors import ConfigError
-from doll.pipeline.device import Device, open_device
+from doll.pipeline.device import Device, as_received, open_device
 from doll.pipeline.layers import Layer, trial_input
 from doll.pipeline.profile import LayerProfile, Profile
 from doll.task import Task, stack
@@ -82,7 +82,8 @@ def profile_layers(
         try:
             measured = _measure(run, module, received, on, is_first, repeats, clock)
             with torch.no_grad():
-                output = task.forward(module, on.put(received)) if is_first else module(on.put(received))
+                x = on.put(received.copy())
+                output = task.forward(module, x) if is_first else module(x)
         except ConfigError:
             raise
         except Exception as exc:  # the user's module may raise anything
@@ -114,14 +115,14 @@ def _measure(
     forward_s, backward_s = [], []
     kept_bytes = 0
     for repeat in range(_WARM_UP + repeats):
-        x = on.put(received)
+        x = on.put(received.copy())  # a layer may change it in place
         if not is_first and x.is_floating_point():
             x.requires_grad_(True)
         kept: dict[int, int] = {}
         with _kept(kept, module):
             on.finish()
             begin_s = clock()
-            output = run(x)
+            output = run(x if is_first else as_received(x))
             on.finish()
             middle_s = clock()
         if output.requires_grad:

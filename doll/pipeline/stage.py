@@ -21,7 +21,7 @@ from doll.config import TrainingConfig
 from doll.model import FlatModel
 from doll.optim.length import square_length
 from doll.optim.optimizer import Optimizer
-from doll.pipeline.device import Device
+from doll.pipeline.device import Device, as_received
 from doll.pipeline.messages import Commit
 from doll.pipeline.ranges import Range, homes_of, ranges_of
 from doll.task import Task
@@ -84,7 +84,6 @@ class Stage:
         self._task = task
         self._device = device
         self._is_first, self._is_last = is_first, is_last
-        self._changes_input = any(getattr(part, "inplace", False) for layer in layers for part in layer.modules())
         module = torch.nn.Sequential(*layers)
         homes = homes_of(module, whole)
         _leave(module)
@@ -206,8 +205,7 @@ class Stage:
         else:
             if received.is_floating_point():
                 received.requires_grad_(True)
-            # Autograd refuses a change of the memory of what it is to differentiate by.
-            output = module(received.clone() if self._changes_input else received)
+            output = module(as_received(received))
         replica.restore_buffers()
         parameters, floats = self._local.num_parameters, self._local.num_floats
         change = replica.flat.detach()[parameters:floats] - self.weights[parameters:floats]

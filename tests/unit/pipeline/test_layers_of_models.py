@@ -264,3 +264,35 @@ def test_small_outputs_are_compared_too() -> None:
 class Triple(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * 3
+
+
+class OfConstants(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x) * torch.tensor(2.0))
+
+
+def test_a_tensor_that_forward_makes_is_no_buffer_and_does_not_stay_at_the_model() -> None:
+    model = OfConstants()
+    before = set(vars(model))
+    layers = layers_of(Any4(), model)
+    check_cut(Any4(), model, layers, torch.randn(2, 4))
+    assert len(layers) == 3
+    assert set(vars(model)) == before
+    assert not [buffer for layer in layers for buffer in layer.module.buffers()]
+
+
+class WithoutGradient(OfConstants):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            h = self.first(x)
+        return self.second(h)
+
+
+def test_layers_that_learn_what_the_model_does_not_are_refused() -> None:
+    model = WithoutGradient()
+    with pytest.raises(ConfigError, match=r"its layers learn other parameters than the whole model \('first.weight'"):
+        check_cut(Any4(), model, layers_of(Any4(), model), torch.randn(2, 4))

@@ -99,3 +99,29 @@ def test_a_device_that_is_not_there_and_a_layer_that_fails_are_refused() -> None
             profile_layers(task, layers, batch, model="net", device="cuda:3")
     with pytest.raises(ConfigError, match=r"layer '2' fails on a batch of 4 samples: RuntimeError"):
         profile_layers(task, [layers[0], layers[3]._replace(module=nn.Linear(7, 3))], batch, model="net")
+
+
+class InPlace(Net):
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.ReLU(inplace=True), nn.Linear(10, 20), nn.ReLU(inplace=True), nn.Linear(20, 3), nn.Hardtanh(inplace=True)
+        )
+
+
+def test_layers_that_change_their_input_are_measured_on_the_same_samples() -> None:
+    task = InPlace()
+    model = task.build_model()
+    batch = sample_batch(task, model, 16, RNG)
+    before = batch.x.copy()
+    profile = profile_layers(task, layers_of(task, model), batch, model="net", repeats=1)
+    assert (before < 0).any()
+    np.testing.assert_array_equal(batch.x, before)
+    assert profile.layers[2].activation_bytes == 16 * 20 * 4  # input and output are one
+
+
+@pytest.mark.parametrize("device", ["cuda", "gpu", "cuda:x", "cpu:0"])
+def test_an_unknown_device_is_refused(device: str) -> None:
+    task = Net()
+    model = task.build_model()
+    with pytest.raises(ConfigError, match="expected cpu or cuda:N"):
+        profile_layers(task, layers_of(task, model), sample_batch(task, model, 4, RNG), model="net", device=device)
