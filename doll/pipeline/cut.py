@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 
 from doll.config import JobConfig
-from doll.config.pipeline import PipelineConfig
 from doll.errors import ConfigError
 from doll.pipeline.layers import Layer, check_cut, layers_of, trial_input
-from doll.pipeline.live_memory import live_rule
-from doll.pipeline.partition import partition_in_order
-from doll.pipeline.profile import Device, Network, Profile
+from doll.pipeline.profile import Profile
+from doll.pipeline.profiled import partition_by_profile
 from doll.task import Task
 
 
@@ -38,39 +35,17 @@ def cut(config: JobConfig, task: Task, model: torch.nn.Module, worker: int) -> l
     if pipeline.layers is not None:
         stops = _named_stops(names, pipeline.layers)
     elif pipeline.profile is not None:
-        stops = _profiled_stops(config, pipeline, names, worker)
+        profile, partition = partition_by_profile(config, worker)
+        if [layer.name for layer in profile.layers] != names:
+            raise ConfigError(
+                f"worker.pipeline.profile: {pipeline.profile} has the layers {_few(profile)}, the job's model has "
+                f"{', '.join(names[:8])}: profile it again (doll profile JOB.yaml --out {pipeline.profile.name})"
+            )
+        stops = [stage.stop for stage in partition.stages]
     else:
         stops = even_stops([sum(p.numel() for p in layer.module.parameters()) for layer in layers], pipeline.stages)
     starts = [0, *stops[:-1]]
     return [layers[start:stop] for start, stop in zip(starts, stops, strict=True)]
-
-
-def _profiled_stops(config: JobConfig, pipeline: PipelineConfig, names: Sequence[str], worker: int) -> list[int]:
-    """The partition with the least bottleneck, on the worker's devices in their order.
-
-    Raises:
-        ConfigError: the profile is of another model or batch size, or a stage does not fit its device.
-    """
-    assert pipeline.profile is not None
-    path = config.path(pipeline.profile)
-    profile = Profile.load(path)
-    if [layer.name for layer in profile.layers] != list(names) or profile.batch_size != config.data.batch_size:
-        raise ConfigError(
-            f"worker.pipeline.profile: {path} is of {len(profile.layers)} layers and batches of {profile.batch_size}, "
-            f"the job's model has {len(names)} and data.batch_size is {config.data.batch_size}: profile it again "
-            f"(doll profile JOB.yaml --out {path.name})"
-        )
-    in_flight = config.training.policy.batches_per_push
-    devices = [
-        Device(
-            f"{device.device} of stage {number}", device.speed / device.slowdown,
-            math.inf if device.memory_bytes is None else device.memory_bytes,
-        )
-        for number, device in enumerate(pipeline.devices_of(worker), 1)
-    ]  # fmt: skip
-    rule = live_rule(profile, config.training.optimizer, in_flight)
-    partition = partition_in_order(profile, devices, Network(), in_flight=in_flight, memory=rule)
-    return [stage.stop for stage in partition.stages]
 
 
 def even_stops(sizes: Sequence[int], parts: int) -> list[int]:
@@ -93,6 +68,10 @@ def even_stops(sizes: Sequence[int], parts: int) -> list[int]:
     for starts in reversed(begins):
         stops.insert(0, starts[stops[0]])
     return stops
+
+
+def _few(profile: Profile) -> str:
+    return ", ".join(layer.name for layer in profile.layers[:8])
 
 
 def _named_stops(names: Sequence[str], wanted: Sequence[Sequence[str]]) -> list[int]:

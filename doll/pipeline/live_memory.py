@@ -36,5 +36,5 @@ def live_rule(profile: Profile, optimizer: OptimizerConfig, in_flight: int) -> M
             state = 1 if momentum else 0
         case _:
             state = 2
-    largest = max(profile.input_bytes, *(layer.output_bytes for layer in profile.layers))
+    largest = max(profile.input_bytes, *(layer.output_bytes for layer in profile.layers), 0)
     return MemoryRule(_COPIES + state, in_flight, (_TEMPORARIES + in_flight) * largest + _SCRATCH_BYTES)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from doll.config import JobConfig
 from doll.consumers.task_log import read_tasks
 from doll.pipeline import gantt
+from doll.pipeline.live_memory import live_rule
 from doll.pipeline.measured import timeline_of
+from doll.pipeline.profile import Profile
+from doll.pipeline.profiled import partition_by_profile
 from doll.pipeline.schedule import simulate_as_measured
+from doll.pipeline.timeline import Steps, Timeline
 
 MAX_WORKERS: Final = 4
 _WAVES: Final = 8  # that are simulated
@@ -42,6 +47,34 @@ def draw_pipelines(config: JobConfig, run: Path) -> list[Path]:
             continue
         end_s = measured.completions_s[min(_SHOWN_WAVES * in_flight, len(measured.completions_s)) - 1]
         path = log.with_suffix(".png")
-        gantt.save(path, {"simulated": simulate_as_measured(measured), "measured": measured}, end_s=end_s)
+        timelines = {"simulated": simulate_as_measured(measured), "measured": measured}
+        memory = None
+        if pipeline.profile is not None:
+            sizes = _sizes(config, worker)
+            memory = {title: _memory(timeline, sizes, config) for title, timeline in timelines.items()}
+        gantt.save(path, timelines, end_s=end_s, memory=memory)
         pictures.append(path)
     return pictures
+
+
+def _sizes(config: JobConfig, worker: int) -> list[tuple[float, float]]:
+    """Bytes of the weights and of one minibatch's activations of each stage, by the job's profile."""
+    profile, partition = partition_by_profile(config, worker)
+    parts = [profile.layers[stage.first : stage.stop] for stage in partition.stages]
+    return [
+        (float(sum(layer.parameter_bytes for layer in part)), float(sum(layer.activation_bytes for layer in part)))
+        for part in parts
+    ]
+
+
+def _memory(timeline: Timeline, sizes: Sequence[tuple[float, float]], config: JobConfig) -> list[Steps]:
+    """Memory of each stage over time."""
+    in_flight = timeline.in_flight
+    rule = live_rule(Profile("", 1, "", ()), config.training.optimizer, in_flight)
+    return [
+        timeline.memory_steps(
+            stage, parameter_bytes=weights, activation_bytes=activations,
+            optimizer_multiplier=rule.optimizer_multiplier, stash_last=in_flight,
+        )
+        for stage, (weights, activations) in enumerate(sizes)
+    ]  # fmt: skip

@@ -88,7 +88,9 @@ def test_a_stage_that_fits_nowhere_is_refused_by_layer_and_device(tmp_path: Path
 
 
 def test_a_profile_of_another_model_or_batch_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is of 5 layers and batches of 64, the job's model has 6"):
+    with pytest.raises(
+        ConfigError, match=r"has the layers 0, 1, 2, 3, 4, the job's model has 0, 1, 2, 3, 4, 5: profile it again"
+    ):
         profiled(tmp_path, [1] * 5)
-    with pytest.raises(ConfigError, match=r"data\.batch_size is 8: profile it again"):
+    with pytest.raises(ConfigError, match=r"is of batches of 64, data\.batch_size is 8: profile it again"):
         profiled(tmp_path, [1] * 6, "data.batch_size=8")
