@@ -71,3 +71,29 @@ class Wide(Task):
 
     def decode(self, record: bytes) -> Sample:
         raise NotImplementedError("samples of this benchmark do not come from a stream")
+
+
+class Convolutions(Task):
+    """Images through blocks of convolution, normalisation and ReLU, with twice the channels and half the side from
+    each to the next: the first layers have most of the activations, the last ones most of the weights."""
+
+    num_classes = 10
+
+    def __init__(self, channels: int, blocks: int, side: int) -> None:
+        self.channels, self.blocks = channels, blocks
+        self.input_shape = (3, side, side)
+        self._left = side >> blocks
+
+    def build_model(self) -> torch.nn.Module:
+        modules: list[torch.nn.Module] = []
+        before, channels = 3, self.channels
+        for _ in range(self.blocks):
+            modules += [
+                torch.nn.Conv2d(before, channels, 3, padding=1), torch.nn.BatchNorm2d(channels), torch.nn.ReLU(),
+                torch.nn.MaxPool2d(2),
+            ]  # fmt: skip
+            before, channels = channels, 2 * channels
+        return torch.nn.Sequential(*modules, torch.nn.Flatten(), torch.nn.Linear(before * self._left**2, 10))
+
+    def decode(self, record: bytes) -> Sample:
+        raise NotImplementedError("samples of this benchmark do not come from a stream")

@@ -18,9 +18,11 @@ import contextlib
 import json
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 import numpy as np
 from doll.config import JobConfig
@@ -36,6 +38,8 @@ from doll.process.peak_memory import read_memory
 from doll.task import load_task
 
 from benchmarks.stage_rig import job, run_batches
+
+T = TypeVar("T")
 
 STAGES: Final = (2, 3, 4)
 IN_FLIGHT: Final = (1, 2, 3, 4, 5, 6)
@@ -101,18 +105,19 @@ def order(picture: Path | None) -> dict[str, Any]:
 
 
 def memory() -> list[dict[str, Any]]:
-    """Models of many weights and of many activations: what each stage took at most, and what the partitioner says.
+    """Models of many weights, of many activations, and with more of these in front and more of those behind: what each
+    stage took at most, and what the partitioner says.
 
     Private memory and a stage's share of the memory that it shares with its neighbours and its worker. What a stage of
     next to nothing takes is taken off: the interpreter and torch.
     """
-    base_bytes = min(_peaks(2, 1, 2, 4, "{name: sgd}"))
+    base_bytes = min(_in_new_process(_peaks, _MODELS["nothing"], 2, "{name: sgd}"))
     rows = []
-    for name, width, layers, samples in (("weights", 1200, 6, 64), ("activations", 400, 9, 4096)):
+    for name, model in list(_MODELS.items())[1:]:
         for optimizer in ("{name: sgd, momentum: 0.9}", "{name: adam}"):
             for in_flight in (1, 4):
-                promised = _promised(width, layers, samples, in_flight, optimizer)
-                peaks = _peaks(width, layers, samples, in_flight, optimizer)
+                promised = _in_new_process(_promised, model, in_flight, optimizer)
+                peaks = _in_new_process(_peaks, model, in_flight, optimizer)
                 for stage, (peak_bytes, promised_bytes) in enumerate(zip(peaks, promised, strict=True)):
                     taken = peak_bytes - base_bytes
                     rows.append({
@@ -123,23 +128,45 @@ def memory() -> list[dict[str, Any]]:
     return rows
 
 
-def _wide(width: int, layers: int, in_flight: int, optimizer: str) -> JobConfig:
-    task = f'{{class: "benchmarks.stage_tasks:Wide", args: {{width: {width}, layers: {layers}}}}}'
-    stages = 3 if layers > 1 else 2
-    devices = [{"device": "cpu", "memory_bytes": 1e9}] * stages  # a stage whose memory is limited returns what is free
+class _Model(NamedTuple):
+    task: str
+    args: str
+    samples: int
+    stages: int = 3
+
+
+_MODELS: Final = {
+    "nothing": _Model("Wide", "{width: 2, layers: 1}", 4, stages=2),
+    "weights": _Model("Wide", "{width: 1200, layers: 6}", 64),
+    "activations": _Model("Wide", "{width: 400, layers: 9}", 4096),
+    "convolutions": _Model("Convolutions", "{channels: 32, blocks: 4, side: 32}", 64),
+}
+
+
+def _in_new_process(function: Callable[..., T], *args: Any) -> T:
+    """Call it in a fork of this process: a worker's heap has not seen other work when it forks its stages."""
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+        return pool.submit(function, *args).result()
+
+
+def _job(model: _Model, in_flight: int, optimizer: str) -> JobConfig:
+    task = f'{{class: "benchmarks.stage_tasks:{model.task}", args: {model.args}}}'
+    # A stage whose memory is limited returns what is free.
+    devices = [{"device": "cpu", "memory_bytes": 1e9}] * model.stages
     return job(
-        task, stages, in_flight, f"training.optimizer={optimizer}", "training.guard.spike_factor=0",
+        task, model.stages, in_flight, f"training.optimizer={optimizer}", "training.guard.spike_factor=0",
         "training.optimizer.lr=0.0001", f"worker.pipeline.devices={json.dumps(devices)}",
     )  # fmt: skip
 
 
-def _peaks(width: int, layers: int, samples: int, in_flight: int, optimizer: str) -> list[int]:
+def _peaks(model: _Model, in_flight: int, optimizer: str) -> list[int]:
     """Of each stage: the most memory that it had, in bytes, of 30 samples a second."""
-    config = _wide(width, layers, in_flight, optimizer)
+    config = _job(model, in_flight, optimizer)
     rng = np.random.default_rng(0)
+    shape = (model.samples, *load_task(config).input_shape)
     batches = [
-        (rng.normal(size=(samples, width)).astype(np.float32), rng.integers(10, size=samples))
-        for _ in range(4 * in_flight + 4)
+        (rng.normal(size=shape).astype(np.float32), rng.integers(10, size=model.samples))
+        for _ in range(6 * in_flight + 12)
     ]
     peaks: dict[int, int] = {}
     ended = threading.Event()
@@ -163,23 +190,18 @@ def _peaks(width: int, layers: int, samples: int, in_flight: int, optimizer: str
     return list(peaks.values())
 
 
-def _promised(width: int, layers: int, samples: int, in_flight: int, optimizer: str) -> list[float]:
-    config = _wide(width, layers, in_flight, optimizer)
+def _promised(model: _Model, in_flight: int, optimizer: str) -> list[float]:
+    config = _job(model, in_flight, optimizer)
     task = load_task(config)
-    model = task.build_model()
-    rng = np.random.default_rng(0)
-    profile = profile_layers(
-        task, layers_of(task, model), sample_batch(task, model, samples, rng), model="wide", repeats=1
-    )
-    parts = cut(config, task, model, 0)
-    rule = live_rule(profile, config.training.optimizer, in_flight)
+    module = task.build_model()
+    batch = sample_batch(task, module, model.samples, np.random.default_rng(0))
+    profile = profile_layers(task, layers_of(task, module), batch, model=model.task, repeats=1)
+    parts = cut(config, task, module, 0)
+    rule = live_rule(config.training.optimizer, in_flight)
     promised, at = [], 0
     for number, part in enumerate(parts):
-        here = profile.layers[at : at + len(part)]
-        promised.append(float(rule.stage_bytes(
-            sum(layer.parameter_bytes for layer in here), sum(layer.activation_bytes for layer in here),
-            in_flight=in_flight, is_last=number == len(parts) - 1,
-        )))  # fmt: skip
+        size = profile.size_of(at, at + len(part))
+        promised.append(float(rule.stage_bytes(size, in_flight=in_flight, is_last=number == len(parts) - 1)))
         at += len(part)
     return promised
 

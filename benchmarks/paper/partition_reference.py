@@ -27,9 +27,15 @@ class Instance:
     memory: MemoryRule
 
 
-def random_instance(rng: random.Random, *, max_layers: int = 7, max_stages: int = 4) -> Instance:
+def random_instance(
+    rng: random.Random, *, max_layers: int = 7, max_stages: int = 4, temporaries: Sequence[int] = (0,)
+) -> Instance:
     """A small problem: devices alike or not, on one node or several, transfers from nothing to more than the layers
-    take, memory from plenty to too little. Bytes are whole numbers, and a limit is between two of them."""
+    take, memory from plenty to too little. Bytes are whole numbers, and a limit is between two of them.
+
+    Args:
+        temporaries: of the memory rule, one of these. The integer programme knows 0 alone.
+    """
     stages = rng.randint(1, max_stages)
     num_layers = rng.randint(stages, max_layers)
     most_s = rng.choice((3, 100))  # with few values, many partitions are equally good
@@ -42,7 +48,12 @@ def random_instance(rng: random.Random, *, max_layers: int = 7, max_stages: int 
     )  # fmt: skip
     in_flight = rng.randint(1, 6)
     opt = rng.randint(0, 3)
+    memory = MemoryRule(
+        float(opt), stash_last=rng.choice((None, None, 2, in_flight)), inputs=rng.random() < 0.5,
+        temporaries=rng.choice(temporaries),
+    )  # fmt: skip
     whole = sum(layer.parameter_bytes * (1 + opt + in_flight) + layer.activation_bytes * in_flight for layer in layers)
+    whole += sum(layer.output_bytes * in_flight for layer in layers) if memory.inputs else 0
     kinds = [
         (rng.choice((0.25, 0.5, 1.0, 2.0)), rng.choice((math.inf, int(whole * rng.uniform(0.15, 1.2)) + 0.5)))
         for _ in range(rng.randint(1, stages))
@@ -55,8 +66,8 @@ def random_instance(rng: random.Random, *, max_layers: int = 7, max_stages: int 
     if rng.random() < 0.3:
         measured[devices[0].name] = tuple((rng.randint(1, most_s) / 8, rng.randint(0, most_s) / 8) for _ in layers)
     network = Network(rng.choice((math.inf, 64.0, 8.0)), rng.choice((math.inf, 32.0, 4.0)), rng.choice((0.0, 0.125)))
-    memory = MemoryRule(float(opt), stash_last=rng.choice((None, None, 2, in_flight)))
-    return Instance(Profile("net", 32, "cpu", layers, 0, measured), tuple(devices), network, in_flight, memory)
+    profile = Profile("net", 32, "cpu", layers, rng.randint(0, 100), measured)
+    return Instance(profile, tuple(devices), network, in_flight, memory)
 
 
 def layer_bytes(instance: Instance, layer: LayerProfile, *, is_last: bool) -> float:
@@ -69,6 +80,21 @@ def layer_bytes(instance: Instance, layer: LayerProfile, *, is_last: bool) -> fl
     return weights + layer.activation_bytes * flights
 
 
+def boundary_bytes(instance: Instance, first: int, stop: int) -> float:
+    """What a stage takes besides its layers."""
+    layers, rule = instance.profile.layers, instance.memory
+    taken = layers[first - 1].output_bytes if first else instance.profile.input_bytes
+    largest = max(taken, *(layer.output_bytes for layer in layers[first:stop]))
+    return (taken * instance.in_flight if rule.inputs else 0) + rule.temporaries * largest
+
+
+def stage_bytes(instance: Instance, first: int, stop: int, *, is_last: bool) -> float:
+    """Memory of the stage with layers [first, stop)."""
+    layers = instance.profile.layers[first:stop]
+    inside = sum(layer_bytes(instance, layer, is_last=is_last) for layer in layers)
+    return inside + boundary_bytes(instance, first, stop)
+
+
 def stage_times(instance: Instance, devices: Sequence[Device], cuts: Sequence[int]) -> list[float] | None:
     """Seconds of each stage; None where one does not fit.
 
@@ -79,7 +105,7 @@ def stage_times(instance: Instance, devices: Sequence[Device], cuts: Sequence[in
     layers, times = instance.profile.layers, []
     for number, device in enumerate(devices):
         first, stop, is_last = cuts[number], cuts[number + 1], number == len(devices) - 1
-        if sum(layer_bytes(instance, layer, is_last=is_last) for layer in layers[first:stop]) > device.memory_bytes:
+        if stage_bytes(instance, first, stop, is_last=is_last) > device.memory_bytes:
             return None
         seconds = sum(forward + backward for forward, backward in instance.profile.times_on(device)[first:stop])
         if number:
@@ -133,7 +159,7 @@ def _one_stage(
     instance: Instance, devices: Sequence[Device], at: int, first: int, stop: int, is_last: bool
 ) -> float:  # fmt: skip
     layers, device = instance.profile.layers, devices[at]
-    if sum(layer_bytes(instance, layer, is_last=is_last) for layer in layers[first:stop]) > device.memory_bytes:
+    if stage_bytes(instance, first, stop, is_last=is_last) > device.memory_bytes:
         return math.inf
     seconds = sum(forward + backward for forward, backward in instance.profile.times_on(device)[first:stop])
     if at:
@@ -190,7 +216,17 @@ def by_integer_programme(instance: Instance) -> float | None:
                 add({int(x[at, q, d]): 1.0, int(y[q, d]): -1.0}, -math.inf, 0)
                 stage_s[int(x[at, q, d])] = -sum(times[d][at])
             if device.memory_bytes < math.inf:
-                add({int(x[at, q, d]): need[at] for at in range(num_layers)}, -math.inf, device.memory_bytes)
+                stage_need = {int(x[at, q, d]): need[at] for at in range(num_layers)}
+                if instance.memory.inputs and q:
+                    inputs = {
+                        int(z[at, q - 1, e, d]): float(instance.in_flight * layers[at].output_bytes)
+                        for at in range(num_layers - 1)
+                        for e in range(k)
+                    }
+                    stage_need |= inputs
+                elif instance.memory.inputs:
+                    stage_need[int(y[q, d])] = float(instance.in_flight * instance.profile.input_bytes)
+                add(stage_need, -math.inf, device.memory_bytes)
         for at in range(num_layers - 1):
             for d in range(k):
                 for e in range(k):

@@ -60,7 +60,7 @@ def plan_pipeline(
 
     def memory(number: int) -> MemoryRule:
         """As DOLL runs it: the last stage keeps as many copies of its weights as the others."""
-        rule = live_rule(profile, config.training.optimizer if config is not None else SgdConfig(), number)
+        rule = live_rule(config.training.optimizer if config is not None else SgdConfig(), number)
         return rule if optimizer_copies is None else MemoryRule(optimizer_copies, stash_last=number)
 
     plan = plan_fleet(profile, fleet, network, memory, k=k, clock_distance=distance, in_flight=in_flight)

@@ -91,6 +91,33 @@ def as_received(x: torch.Tensor) -> torch.Tensor:
     return output
 
 
+class _Root(torch.autograd.Function):
+    """One number behind `output`. Its gradient is not used: the one in `gradient` is handed on."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, gradient: list[torch.Tensor]) -> torch.Tensor:
+        ctx.gradient = gradient
+        return output.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return ctx.gradient.pop(), None
+
+
+class Sent:
+    """How to differentiate an output that the next stage has, without keeping its memory here."""
+
+    def __init__(self, output: torch.Tensor) -> None:
+        self._gradient: list[torch.Tensor] = []
+        self._root = _Root.apply(output, self._gradient)
+
+    def backward(self, gradient: torch.Tensor) -> None:
+        """`gradient`: of the output, in its shape. A second call is an error of autograd, as everywhere."""
+        if self._root.requires_grad:
+            self._gradient.append(gradient)
+            torch.autograd.backward(self._root)
+
+
 def open_device(name: str) -> Device:
     """
     Raises:

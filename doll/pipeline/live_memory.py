@@ -6,7 +6,6 @@ from typing import Final
 
 from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
 from doll.pipeline.partition import MemoryRule
-from doll.pipeline.profile import Profile
 from doll.pipeline.virtual_worker import MAX_WAVES_BEHIND
 
 # Arrays of the size of the stage's weights, beside the weights themselves and the copies for minibatches in flight: the
@@ -14,13 +13,13 @@ from doll.pipeline.virtual_worker import MAX_WAVES_BEHIND
 # way, those of the waves that the version in use does not hold yet, and what the worker shares with it: half of the
 # memory for versions that are pulled, and of that for steps that are pushed.
 _COPIES: Final = 6 + MAX_WAVES_BEHIND + 1
-# Of the largest output of a layer, beside what is kept for the backward pass: the output, gradients on their way
-# through a layer (3), and two messages in each direction on both links, of which the neighbours have half (4).
+# Of the largest input or output of a layer, beside what is kept for the backward pass: the output, gradients on their
+# way through a layer (3), and two messages in each direction on both links, of which the neighbours have half (4).
 _TEMPORARIES: Final = 8
 _SCRATCH_BYTES: Final = 24_000_000  # what BLAS keeps, and small arrays
 
 
-def live_rule(profile: Profile, optimizer: OptimizerConfig, in_flight: int) -> MemoryRule:
+def live_rule(optimizer: OptimizerConfig, in_flight: int) -> MemoryRule:
     """The rule for N_m minibatches in flight.
 
     Unlike in the paper, the last stage keeps N_m copies of its weights too: it is N_m - 1 minibatches ahead of what the
@@ -36,5 +35,6 @@ def live_rule(profile: Profile, optimizer: OptimizerConfig, in_flight: int) -> M
             state = 1 if momentum else 0
         case _:
             state = 2
-    largest = max(profile.input_bytes, *(layer.output_bytes for layer in profile.layers), 0)
-    return MemoryRule(_COPIES + state, in_flight, (_TEMPORARIES + in_flight) * largest + _SCRATCH_BYTES)
+    return MemoryRule(
+        _COPIES + state, stash_last=in_flight, inputs=True, temporaries=_TEMPORARIES, reserved_bytes=_SCRATCH_BYTES
+    )

@@ -10,7 +10,7 @@ import numpy as np
 
 from doll.errors import ConfigError
 from doll.pipeline.device_orders import Costs, Sets, num_sets, reachable
-from doll.pipeline.profile import Device, Network, Profile
+from doll.pipeline.profile import Device, Network, Profile, StageSize
 
 MAX_SETS: Final = 4_096
 """Sets of devices that are searched: those of 12 different devices, or of 2 x 63."""
@@ -41,25 +41,28 @@ class MemoryRule:
         optimizer_multiplier: opt, arrays of the weights' size besides the weights: gradients, the optimizer's state.
         stash_last: versions of the weights that the last stage keeps, at most N_m; default: 1, as in the paper. All
             others keep N_m.
+        inputs: whether the inputs of N_m minibatches are counted, which wait or are kept; not in the paper.
+        temporaries: arrays of the size of the largest input or output of the stage's layers.
         reserved_bytes: what each stage takes besides.
     """
 
     optimizer_multiplier: float
     stash_last: int | None = None
+    inputs: bool = False
+    temporaries: float = 0.0
     reserved_bytes: float = 0.0
 
-    def stage_bytes(self, parameter_bytes: Any, activation_bytes: Any, *, in_flight: int, is_last: bool) -> Any:
-        """Memory of one stage, in bytes.
+    def stage_bytes(self, size: StageSize, *, in_flight: int, is_last: bool) -> Any:
+        """Memory of one stage, in bytes; an array where `size` has arrays.
 
         Args:
-            parameter_bytes: W; a number, or an array.
-            activation_bytes: A, of one minibatch; likewise.
             in_flight: N_m.
         """
         kept = 1 if is_last else in_flight
         versions = min(self.stash_last, in_flight) if is_last and self.stash_last is not None else kept
-        weights = (1.0 + self.optimizer_multiplier + versions) * parameter_bytes
-        return weights + kept * activation_bytes + self.reserved_bytes
+        weights = (1.0 + self.optimizer_multiplier + versions) * size.parameter_bytes
+        activations = kept * size.activation_bytes + (in_flight * size.input_bytes if self.inputs else 0.0)
+        return weights + activations + self.temporaries * size.largest_bytes + self.reserved_bytes
 
 
 class Problem:
@@ -126,6 +129,9 @@ class Problem:
         )
         self._parameters = np.array(_sums(float(layer.parameter_bytes) for layer in layers))
         self._activations = np.array(_sums(float(layer.activation_bytes) for layer in layers))
+        self._inputs = np.array([profile.input_bytes, *(layer.output_bytes for layer in layers)], dtype=float)
+        # The largest of the inputs and outputs of layers [first, stop).
+        self._largest = np.maximum.accumulate(np.triu(np.tile(self._inputs, (len(layers) + 1, 1))), axis=1)
         # What crosses the cut before layer i, by the class of the link; nothing does before the first layer.
         self._link = np.array(
             [[rates.index(network.bytes_per_s(a, b)) if network.bytes_per_s(a, b) in rates else 0 for b in self.types]
@@ -138,10 +144,11 @@ class Problem:
 
     def bytes_of(self, first: Any, stop: Any, in_flight: int, *, is_last: bool) -> Any:
         """Memory of layers [first, stop)."""
-        return self.memory.stage_bytes(
+        size = StageSize(
             self._parameters[stop] - self._parameters[first], self._activations[stop] - self._activations[first],
-            in_flight=in_flight, is_last=is_last,
+            self._inputs[first], self._largest[first, stop],
         )  # fmt: skip
+        return self.memory.stage_bytes(size, in_flight=in_flight, is_last=is_last)
 
     def costs(self, in_flight: int) -> Costs:
         if in_flight < 1:

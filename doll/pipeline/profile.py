@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -20,7 +20,8 @@ class LayerProfile:
     """One layer, for one minibatch on the device that was profiled.
 
     Attributes:
-        activation_bytes: kept between the forward and the backward pass.
+        activation_bytes: kept between the forward and the backward pass, the output too if this layer or the next one
+            needs it then; not the input.
         output_bytes: sent to the next layer; the gradient that comes back has the same size.
     """
 
@@ -35,6 +36,22 @@ class LayerProfile:
     def compute_s(self) -> float:
         """Forward and backward."""
         return self.forward_s + self.backward_s
+
+
+class StageSize(NamedTuple):
+    """Bytes of some layers, one behind the other: numbers, or arrays.
+
+    Attributes:
+        parameter_bytes: W.
+        activation_bytes: A, of one minibatch; without the input.
+        input_bytes: of one minibatch.
+        largest_bytes: the largest of what these layers take and give.
+    """
+
+    parameter_bytes: Any
+    activation_bytes: Any
+    input_bytes: Any = 0
+    largest_bytes: Any = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +116,15 @@ class Profile:
         if measured is not None:
             return list(measured)
         return [(layer.forward_s / device.speed, layer.backward_s / device.speed) for layer in self.layers]
+
+    def size_of(self, first: int, stop: int) -> StageSize:
+        """Of layers [first, stop)."""
+        layers = self.layers[first:stop]
+        taken = self.layers[first - 1].output_bytes if first else self.input_bytes
+        return StageSize(
+            sum(layer.parameter_bytes for layer in layers), sum(layer.activation_bytes for layer in layers), taken,
+            max(taken, *(layer.output_bytes for layer in layers)),
+        )  # fmt: skip
 
     def to_json(self) -> bytes:
         return msgspec.json.format(msgspec.json.encode(_File(profile=self)), indent=1) + b"\n"

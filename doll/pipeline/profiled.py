@@ -36,5 +36,5 @@ def partition_by_profile(config: JobConfig, worker: int) -> tuple[Profile, Parti
         )
         for number, device in enumerate(pipeline.devices_of(worker), 1)
     ]  # fmt: skip
-    rule = live_rule(profile, config.training.optimizer, in_flight)
+    rule = live_rule(config.training.optimizer, in_flight)
     return profile, partition_in_order(profile, devices, Network(), in_flight=in_flight, memory=rule)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -69,6 +70,7 @@ def profile_layers(
     target = on.put(batch.y)
     received: npt.NDArray[Any] = batch.x
     profiles: list[LayerProfile] = []
+    kept: list[_Kept] = []
     for number, layer in enumerate(layers):
         module = layer.module.to(device).train()
         is_first, is_last = number == 0, number == len(layers) - 1
@@ -93,19 +95,47 @@ def profile_layers(
         sent = on.get(output)
         profiles.append(
             LayerProfile(
-                layer.name, measured.forward_s, measured.backward_s, measured.activation_bytes,
-                0 if is_last else sent.nbytes, _bytes_of(module),
+                layer.name, measured.forward_s, measured.backward_s, 0, 0 if is_last else sent.nbytes, _bytes_of(module)
             )
-        )  # fmt: skip
+        )
+        kept.append(measured.kept)
         received = sent
         progress(number + 1)
-    return Profile(model, len(batch.x), device, tuple(profiles), batch.x.nbytes)
+    layers_ = [replace(layer, activation_bytes=size) for layer, size in zip(profiles, _each_once(kept), strict=True)]
+    return Profile(model, len(batch.x), device, tuple(layers_), batch.x.nbytes)
+
+
+class _Kept(NamedTuple):
+    """Memory that autograd keeps of one layer, from its forward to its backward pass.
+
+    Attributes:
+        inside_bytes: neither input nor output.
+        output_bytes: memory of the output, kept or not.
+        is_view: the output is in the memory of the input.
+    """
+
+    inside_bytes: int
+    output_bytes: int
+    keeps_input: bool
+    keeps_output: bool
+    is_view: bool
+
+
+def _each_once(kept: Sequence[_Kept]) -> list[int]:
+    """What each layer adds: an output counts with the layer that makes it, if this layer or one behind it keeps it."""
+    sizes: list[int] = []
+    is_needed = False  # by the layers behind
+    for layer in reversed(kept):
+        has_output = layer.keeps_output or is_needed
+        sizes.append(layer.inside_bytes + (layer.output_bytes if has_output and not layer.is_view else 0))
+        is_needed = layer.keeps_input or (layer.is_view and has_output)
+    return sizes[::-1]
 
 
 class _Measured(NamedTuple):
     forward_s: float
     backward_s: float
-    activation_bytes: int
+    kept: _Kept
 
 
 def _measure(
@@ -113,13 +143,13 @@ def _measure(
     is_first: bool, repeats: int, clock: Callable[[], float],
 ) -> _Measured:  # fmt: skip
     forward_s, backward_s = [], []
-    kept_bytes = 0
+    largest = _Kept(0, 0, False, False, False)
     for repeat in range(_WARM_UP + repeats):
         x = on.put(received.copy())  # a layer may change it in place
         if not is_first and x.is_floating_point():
             x.requires_grad_(True)
         kept: dict[int, int] = {}
-        with _kept(kept, module):
+        with _collect(kept, module):
             on.finish()
             begin_s = clock()
             output = run(x if is_first else as_received(x))
@@ -137,13 +167,15 @@ def _measure(
         if repeat >= _WARM_UP:
             forward_s.append(forward_end_s - begin_s)
             backward_s.append(end_s - middle_s)
-        storage = x.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        kept_bytes = max(kept_bytes, sum(kept.values()))
-    return _Measured(statistics.median(forward_s), statistics.median(backward_s), kept_bytes)
+        # While x and output are there, no other memory has their addresses.
+        begin, end = x.untyped_storage().data_ptr(), output.untyped_storage().data_ptr()
+        inside_bytes = sum(size for at, size in kept.items() if at not in (begin, end))
+        output_bytes = output.untyped_storage().nbytes()
+        largest = max(largest, _Kept(inside_bytes, output_bytes, begin in kept, end in kept, begin == end))
+    return _Measured(statistics.median(forward_s), statistics.median(backward_s), largest)
 
 
-def _kept(kept: dict[int, int], module: torch.nn.Module) -> Any:
+def _collect(kept: dict[int, int], module: torch.nn.Module) -> Any:
     """Collect the memory that autograd keeps for the backward pass, without that of parameters and buffers."""
     own = {tensor.untyped_storage().data_ptr() for tensor in _tensors(module)}
 

@@ -21,7 +21,7 @@ from doll.config import TrainingConfig
 from doll.model import FlatModel
 from doll.optim.length import square_length
 from doll.optim.optimizer import Optimizer
-from doll.pipeline.device import Device, as_received
+from doll.pipeline.device import Device, Sent, as_received
 from doll.pipeline.messages import Commit
 from doll.pipeline.ranges import Range, homes_of, ranges_of
 from doll.task import Task
@@ -58,11 +58,11 @@ class _Wave(NamedTuple):
 class _InFlight:
     """What autograd needs of one minibatch."""
 
-    __slots__ = ("input", "loss", "num_samples", "output")
+    __slots__ = ("input", "num_samples", "output")
 
-    def __init__(self, input_: torch.Tensor, output: torch.Tensor, num_samples: int) -> None:
+    def __init__(self, input_: torch.Tensor, output: torch.Tensor | Sent, num_samples: int) -> None:
         self.input = input_
-        self.output = output
+        self.output = output  # of the last stage: its own, then the loss
         self.num_samples = num_samples
 
 
@@ -210,7 +210,7 @@ class Stage:
         parameters, floats = self._local.num_parameters, self._local.num_floats
         change = replica.flat.detach()[parameters:floats] - self.weights[parameters:floats]
         self._buffer_squares[slot] = square_length(change) if len(change) else 0.0
-        self._in_flight[slot] = _InFlight(received, output, n)
+        self._in_flight[slot] = _InFlight(received, output if self._is_last else Sent(output), n)
         return output.detach()
 
     def loss(self, slot: int, y: Array) -> Loss:
@@ -218,6 +218,7 @@ class Stage:
         item = self._in_flight[slot]
         target = self._device.put(y)
         output = item.output
+        assert isinstance(output, torch.Tensor)
         loss = self._task.loss(output, target)
         with torch.no_grad():
             metrics = self._task.metrics(output.detach(), target)
@@ -235,8 +236,11 @@ class Stage:
         replica = self._replicas[slot]
         gradients = replica.grad
         gradients.zero_()
-        if item.output.requires_grad and (self._is_last or gradient is not None):
-            torch.autograd.backward(item.output, None if gradient is None else self._device.put(gradient))
+        if isinstance(item.output, Sent):
+            if gradient is not None:
+                item.output.backward(self._device.put(gradient))
+        elif item.output.requires_grad:
+            torch.autograd.backward(item.output)
         flat, n, floats = replica.flat.detach(), self._local.num_parameters, self._local.num_floats
         flat[:n] = gradients[:n]
         flat[n:floats] *= item.num_samples

@@ -76,8 +76,11 @@ def return_freed_memory() -> bool:
         (_M_MMAP_MAX, _MAPPINGS),
         (_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES),
         (_M_TRIM_THRESHOLD, _MAPPED_FROM_BYTES),
+        (_M_TOP_PAD, 0),
     )
+    libc = ctypes.CDLL(None)
     results = [mallopt(name, value) for name, value in settings]  # all of them, also after a failure
+    libc.malloc_trim(0)  # arrays would be put into what is free of the heap, instead of being mapped
     return all(results)
 
 

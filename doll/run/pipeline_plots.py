@@ -11,7 +11,6 @@ from doll.consumers.task_log import read_tasks
 from doll.pipeline import gantt
 from doll.pipeline.live_memory import live_rule
 from doll.pipeline.measured import timeline_of
-from doll.pipeline.profile import Profile
 from doll.pipeline.profiled import partition_by_profile
 from doll.pipeline.schedule import simulate_as_measured
 from doll.pipeline.timeline import Steps, Timeline
@@ -58,19 +57,16 @@ def draw_pipelines(config: JobConfig, run: Path) -> list[Path]:
 
 
 def _sizes(config: JobConfig, worker: int) -> list[tuple[float, float]]:
-    """Bytes of the weights and of one minibatch's activations of each stage, by the job's profile."""
+    """Bytes of the weights of each stage, and of one minibatch's activations with its input, by the job's profile."""
     profile, partition = partition_by_profile(config, worker)
-    parts = [profile.layers[stage.first : stage.stop] for stage in partition.stages]
-    return [
-        (float(sum(layer.parameter_bytes for layer in part)), float(sum(layer.activation_bytes for layer in part)))
-        for part in parts
-    ]
+    sizes = [profile.size_of(stage.first, stage.stop) for stage in partition.stages]
+    return [(float(size.parameter_bytes), float(size.activation_bytes + size.input_bytes)) for size in sizes]
 
 
 def _memory(timeline: Timeline, sizes: Sequence[tuple[float, float]], config: JobConfig) -> list[Steps]:
     """Memory of each stage over time."""
     in_flight = timeline.in_flight
-    rule = live_rule(Profile("", 1, "", ()), config.training.optimizer, in_flight)
+    rule = live_rule(config.training.optimizer, in_flight)
     return [
         timeline.memory_steps(
             stage, parameter_bytes=weights, activation_bytes=activations,

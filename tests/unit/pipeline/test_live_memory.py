@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 from doll.config import AdagradConfig, AdamConfig, OptimizerConfig, SgdConfig
 from doll.pipeline.live_memory import live_rule
-from doll.pipeline.profile import LayerProfile, Profile
-
-PROFILE = Profile("net", 8, "cpu", (LayerProfile("a", 1.0, 1.0, 100, 1_000, 10),), input_bytes=500)
+from doll.pipeline.profile import StageSize
 
 
 @pytest.mark.parametrize(
@@ -21,13 +19,13 @@ PROFILE = Profile("net", 8, "cpu", (LayerProfile("a", 1.0, 1.0, 100, 1_000, 10),
     ],
 )
 def test_the_optimizers_state_is_counted(optimizer: OptimizerConfig, arrays: int) -> None:
-    plain = live_rule(PROFILE, SgdConfig(), 4)
-    assert live_rule(PROFILE, optimizer, 4).optimizer_multiplier == plain.optimizer_multiplier + arrays
+    plain = live_rule(SgdConfig(), 4)
+    assert live_rule(optimizer, 4).optimizer_multiplier == plain.optimizer_multiplier + arrays
 
 
 def test_the_last_stage_keeps_a_copy_for_each_minibatch_in_flight_too() -> None:
-    rule = live_rule(PROFILE, SgdConfig(), 4)
-    first = rule.stage_bytes(1_000_000, 0, in_flight=4, is_last=False)
-    assert rule.stage_bytes(1_000_000, 0, in_flight=4, is_last=True) == first
-    more = live_rule(PROFILE, SgdConfig(), 5).stage_bytes(1_000_000, 0, in_flight=5, is_last=True)
+    size, rule = StageSize(1_000_000, 0, input_bytes=1_000, largest_bytes=5_000), live_rule(SgdConfig(), 4)
+    first = rule.stage_bytes(size, in_flight=4, is_last=False)
+    assert rule.stage_bytes(size, in_flight=4, is_last=True) == first
+    more = live_rule(SgdConfig(), 5).stage_bytes(size, in_flight=5, is_last=True)
     assert more == first + 1_000_000 + 1_000  # a copy, and an input that waits

@@ -16,8 +16,8 @@ from benchmarks.paper.partition_reference import (
     by_enumeration,
     by_furthest_layer,
     by_integer_programme,
-    layer_bytes,
     random_instance,
+    stage_bytes,
     stage_times,
 )
 from doll.errors import ConfigError
@@ -30,7 +30,7 @@ from doll.pipeline.partition import (
     max_in_flight,
     partition_in_order,
 )
-from doll.pipeline.profile import Device, LayerProfile, Network, Profile
+from doll.pipeline.profile import Device, LayerProfile, Network, Profile, StageSize
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -80,8 +80,7 @@ def problems(instance: Instance, partition: Partition) -> list[str]:
     if cuts[-1] != len(instance.profile.layers):
         wrong.append("all layers have a stage")
     for number, stage in enumerate(stages):
-        layers = instance.profile.layers[stage.first : stage.stop]
-        need = sum(layer_bytes(instance, layer, is_last=number == len(stages) - 1) for layer in layers)
+        need = stage_bytes(instance, stage.first, stage.stop, is_last=number == len(stages) - 1)
         if stage.memory_bytes != need or need > stage.device.memory_bytes:
             wrong.append("stages fit into memory")
     times = stage_times(instance, devices, cuts)
@@ -98,7 +97,7 @@ def test_the_best_of_all_cuts_and_orders_is_found() -> None:
     rng = random.Random(1)
     infeasible = 0
     for number in range(150):
-        instance = random_instance(rng, max_layers=6)
+        instance = random_instance(rng, max_layers=6, temporaries=(0, 1, 3))
         ours, expected = solve(instance), by_enumeration(instance)
         assert (ours is None) == (expected is None), number
         if ours is None:
@@ -135,7 +134,7 @@ def test_of_equally_good_ones_a_minibatch_takes_least() -> None:
 def test_an_order_that_is_given_is_kept() -> None:
     rng = random.Random(4)
     for number in range(60):
-        instance = random_instance(rng, max_layers=6)
+        instance = random_instance(rng, max_layers=6, temporaries=(0, 1, 3))
         count, k = len(instance.profile.layers), len(instance.devices)
         times = [stage_times(instance, instance.devices, (0, *inner, count))
                  for inner in combinations(range(1, count), k - 1)]  # fmt: skip
@@ -197,17 +196,17 @@ def test_more_layers_and_devices_than_can_be_enumerated(small: int, monkeypatch:
 class LastStageAsTheOthers(MemoryRule):
     """A mutant: the last stage keeps N_m minibatches too."""
 
-    def stage_bytes(self, parameter_bytes: Any, activation_bytes: Any, *, in_flight: int, is_last: bool) -> Any:
-        return super().stage_bytes(parameter_bytes, activation_bytes, in_flight=in_flight, is_last=False)
+    def stage_bytes(self, size: StageSize, *, in_flight: int, is_last: bool) -> Any:
+        return super().stage_bytes(size, in_flight=in_flight, is_last=False)
 
 
 def test_a_last_stage_with_n_m_minibatches_and_a_search_for_the_furthest_layer_are_seen_to_be_wrong() -> None:
     rng = random.Random(6)
     memory = furthest = 0
-    for _ in range(80):
+    for _ in range(200):
         instance = random_instance(rng, max_layers=6)
         expected = by_enumeration(instance)
-        rule = LastStageAsTheOthers(instance.memory.optimizer_multiplier)
+        rule = LastStageAsTheOthers(instance.memory.optimizer_multiplier, inputs=instance.memory.inputs)
         mutant = solve(replace(instance, memory=rule))
         memory += expected is not None and (mutant is None or mutant.bottleneck_s > expected + 1e-9)
         furthest += by_furthest_layer(instance) != expected
@@ -260,11 +259,23 @@ def test_too_many_different_devices_need_an_order() -> None:
 
 def test_memory_of_a_stage() -> None:
     # W (1 + opt) + m A + versions W, of W = 100 and A = 7.
-    rule = MemoryRule(2.0)
-    assert rule.stage_bytes(100, 7, in_flight=4, is_last=False) == 300 + 28 + 400
-    assert rule.stage_bytes(100, 7, in_flight=4, is_last=True) == 300 + 7 + 100
-    assert MemoryRule(2.0, stash_last=4).stage_bytes(100, 7, in_flight=4, is_last=True) == 300 + 7 + 400
-    assert MemoryRule(2.0, stash_last=4).stage_bytes(100, 7, in_flight=2, is_last=True) == 300 + 7 + 200
+    size, rule = StageSize(100, 7, input_bytes=11, largest_bytes=13), MemoryRule(2.0)
+    assert rule.stage_bytes(size, in_flight=4, is_last=False) == 300 + 28 + 400
+    assert rule.stage_bytes(size, in_flight=4, is_last=True) == 300 + 7 + 100
+    assert MemoryRule(2.0, stash_last=4).stage_bytes(size, in_flight=4, is_last=True) == 300 + 7 + 400
+    assert MemoryRule(2.0, stash_last=4).stage_bytes(size, in_flight=2, is_last=True) == 300 + 7 + 200
+    more = MemoryRule(2.0, inputs=True, temporaries=3.0, reserved_bytes=5.0)
+    assert more.stage_bytes(size, in_flight=4, is_last=True) == 300 + 7 + 100 + 4 * 11 + 3 * 13 + 5
+
+
+def test_the_size_of_a_stage() -> None:
+    profile = chain([1.0] * 4, [30, 50, 20, 0], weights=[1, 2, 4, 8])
+    profile = replace(profile, input_bytes=40)
+    kept = [layer.activation_bytes for layer in profile.layers]
+    assert profile.size_of(0, 1) == (1, kept[0], 40, 40)
+    assert profile.size_of(0, 4) == (15, sum(kept), 40, 50)
+    assert profile.size_of(2, 4) == (12, kept[2] + kept[3], 50, 50)
+    assert profile.size_of(3, 4) == (8, kept[3], 20, 20)
 
 
 def test_the_most_minibatches_in_flight() -> None:

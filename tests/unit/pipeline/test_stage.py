@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -322,3 +323,29 @@ class Tied(Net):
 def test_a_parameter_that_two_stages_share_is_refused() -> None:
     with pytest.raises(ConfigError, match="shared"):
         Chain(Tied(), [1, 4])
+
+
+OUTPUTS: list[weakref.ref[torch.Tensor]] = []
+
+
+class Watched(torch.nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        OUTPUTS.append(weakref.ref(output))
+        return output
+
+
+class WatchedNet(Net):
+    def build_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(Watched(12, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4))
+
+
+def test_an_output_that_was_sent_takes_no_memory_until_the_backward_pass() -> None:
+    OUTPUTS.clear()
+    task = WatchedNet()
+    stage = Chain(task, [1, 3]).stages[0]
+    x = np.ones((5, 12), np.float32)
+    sent = stage.forward(0, x)
+    assert sent.shape == (5, 6)
+    assert [output() for output in OUTPUTS] == [None]  # `sent` is another tensor, with its memory
+    assert stage.backward(0, np.ones((5, 6), np.float32)).squares == pytest.approx(12 * 6 * 25 + 6 * 25)

@@ -85,6 +85,37 @@ result["used"] = status("VmRSS") - resident
 print(json.dumps(result))
 """
 
+# A process whose heap is kept, with 80 MB of it free, forks one that returns what it frees.
+RETURNS = """
+import json, os, sys
+import numpy as np
+from doll.process.memory import keep_freed_memory, return_freed_memory
+
+def heap_and_all():
+    heap = total = 0
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            if not line.split()[0].endswith(":"):
+                is_heap = line.rstrip().endswith("[heap]")
+            elif line.startswith("Private_Dirty:"):
+                total += int(line.split()[1]) / 1024
+                heap += is_heap * int(line.split()[1]) / 1024
+    return np.array([heap, total])
+
+assert keep_freed_memory()
+block = np.ones(80_000_000, np.uint8)
+del block
+if os.fork() == 0:
+    begin = heap_and_all()
+    assert return_freed_memory()
+    blocks = [np.ones(20_000_000, np.uint8) for _ in range(3)]
+    used = heap_and_all()
+    del blocks
+    print(json.dumps([list(used - begin), list(heap_and_all() - begin)]), flush=True)
+    os._exit(0)
+assert os.wait()[1] == 0
+"""
+
 
 def _faults(how: str) -> int:
     result = subprocess.run(
@@ -112,6 +143,16 @@ def test_large_blocks_are_used_again_without_page_faults() -> None:
     kept, default = _faults("keep"), _faults("default")
     assert kept < 0.02 * (5 * 3 * 40_000_000 // 4096)
     assert default > 10 * max(kept, 10)
+
+
+@needs_glibc
+def test_a_fork_of_a_process_that_keeps_its_memory_can_return_what_it_frees() -> None:
+    result = subprocess.run([sys.executable, "-c", RETURNS], capture_output=True, text=True, check=True, timeout=60)
+    (heap, used), (heap_behind, left) = json.loads(result.stdout)
+    assert used > 55  # 60 MB are in use, beside the heap
+    assert heap < 2
+    assert left < 2
+    assert heap_behind < 2
 
 
 @needs_glibc
