@@ -24,7 +24,7 @@ def cut(config: JobConfig, task: Task, model: torch.nn.Module, worker: int) -> l
     pipeline = config.worker.pipeline
     assert pipeline is not None
     layers = layers_of(task, model)
-    if (x := trial_input(task, model, 2)) is not None:
+    if (x := trial_input(task, model, 2).x) is not None:
         check_cut(task, model, layers, x)
     if len(layers) < pipeline.stages:
         raise ConfigError(

@@ -61,9 +61,16 @@ def chain(layers: Sequence[Layer]) -> torch.nn.Sequential:
     return torch.nn.Sequential(*(layer.module for layer in layers))
 
 
-def trial_input(task: Task, model: torch.nn.Module, samples: int) -> torch.Tensor | None:
-    """Samples that the model takes: random numbers of its shape, else zeros as integers; held-out ones where it has no
-    shape. None: it takes none of these."""
+class Trial(NamedTuple):
+    """Samples that the model takes; or None, and why it does not take random ones."""
+
+    x: torch.Tensor | None
+    reason: str = ""
+
+
+def trial_input(task: Task, model: torch.nn.Module, samples: int) -> Trial:
+    """Random numbers of the model's shape, else zeros as integers; held-out ones where it has no shape."""
+    reasons: list[str] = []
     tried: list[torch.Tensor] = []
     if task.input_shape is not None:
         shape = (samples, *task.input_shape)
@@ -77,12 +84,12 @@ def trial_input(task: Task, model: torch.nn.Module, samples: int) -> torch.Tenso
         try:
             with torch.no_grad():
                 task.forward(model.eval(), x)
-            return x
-        except Exception:  # the user's module may raise anything
-            continue
+            return Trial(x)
+        except Exception as exc:  # the user's module may raise anything
+            reasons.append(f"it fails on samples of shape {tuple(x.shape)}: {type(exc).__name__}: {exc}")
         finally:
             model.train()
-    return None
+    return Trial(None, reasons[0] if reasons else "the task has neither")
 
 
 def check_cut(task: Task, model: torch.nn.Module, layers: Sequence[Layer], x: torch.Tensor) -> None:

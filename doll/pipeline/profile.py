@@ -157,8 +157,15 @@ class Profile:
         return cls.from_json(data, str(path))
 
     def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(self.to_json())
+        """
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(self.to_json())
+        except OSError as exc:
+            raise ConfigError(f"cannot write {path}: {exc.strerror or exc}") from exc
 
     def _check(self, origin: str) -> None:
         if not self.layers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from doll.errors import ConfigError
 from doll.pipeline.profile import Profile
 
 _FORWARD, _BACKWARD, _PARAMETERS, _ACTIVATIONS = "#e3a72f", "#5aa155", "#4c78a8", "#b0c4de"
@@ -13,7 +14,7 @@ def save(profile: Profile, path: Path) -> None:
     """Write the picture as a PNG.
 
     Raises:
-        OSError: it cannot be written.
+        ConfigError: it cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -42,4 +43,7 @@ def save(profile: Profile, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, frameon=False)
     figure.suptitle(profile.model, fontsize=10, x=0.01, ha="left")
-    figure.savefig(path, format="png")
+    try:
+        figure.savefig(path, format="png")
+    except OSError as exc:
+        raise ConfigError(f"cannot write {path}: {exc.strerror or exc}") from exc

@@ -38,11 +38,11 @@ def sample_batch(task: Task, model: torch.nn.Module, size: int, rng: np.random.G
     if len(x):
         at = np.arange(size) % len(x)
         return Batch(x[at], y[at])
-    taken = trial_input(task, model, 2)
+    taken, reason = trial_input(task, model, 2)
     if taken is None:
         raise ConfigError(
             f"{type(task).__name__}: expected held-out samples (holdout), or an input_shape of which its model takes "
-            "numbers, to profile it with"
+            f"numbers, to profile it with; {reason}"
         )
     shape = (size, *taken.shape[1:])
     x = rng.normal(size=shape).astype(np.float32) if taken.is_floating_point() else rng.integers(2, size=shape)

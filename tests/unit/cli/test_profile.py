@@ -45,3 +45,9 @@ def test_json_and_errors(tmp_path: Path) -> None:
     refused = CliRunner().invoke(app, ["profile", str(job), "--device", "cuda:99"])
     assert refused.exit_code == 2
     assert "cuda:99: expected one of" in refused.output
+    (tmp_path / "file").touch()
+    for option in ("--out", "--plot"):
+        unwritable = tmp_path / "file" / "profile"
+        refused = CliRunner().invoke(app, ["profile", str(job), "--repeats", "1", option, str(unwritable)])
+        assert refused.exit_code == 2
+        assert f"cannot write {unwritable}" in refused.output.replace("\n", "")

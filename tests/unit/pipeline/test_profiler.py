@@ -86,8 +86,13 @@ def test_samples_are_held_out_ones_or_of_the_shape_that_the_model_takes() -> Non
     class Shapeless(Net):
         input_shape = None  # type: ignore[assignment]
 
-    with pytest.raises(ConfigError, match="expected held-out samples"):
+    with pytest.raises(ConfigError, match=r"expected held-out samples.* the task has neither"):
         sample_batch(Shapeless(), model, 3, RNG)
+    tuples = nn.Sequential(nn.LSTM(10, 4), nn.Linear(4, 3))
+    with pytest.raises(
+        ConfigError, match=r"expected held-out samples.* fails on samples of shape \(2, 10\): TypeError: "
+    ):
+        sample_batch(Net(), tuples, 3, RNG)
 
 
 def test_a_device_that_is_not_there_and_a_layer_that_fails_are_refused() -> None:
