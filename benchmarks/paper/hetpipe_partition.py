@@ -55,7 +55,7 @@ class Answers:
 
 
 def run(quick: bool) -> Result:
-    answers = [answers_of(random_instance(random.Random(f"{SEED} {n}"))) for n in range(60 if quick else PROBLEMS)]
+    answers = [answers_of(random_instance(random.Random(f"{SEED} {n}"))) for n in range(150 if quick else PROBLEMS)]
     seconds = [[seconds_of(kind, seed) for seed in range(REPEATS)] for kind in range(len(NODES))]
     rows: list[dict[str, Value]] = [
         {"problem": n, "layers": each.layers, "stages": each.stages, "partition_s": each.ours,

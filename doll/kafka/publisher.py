@@ -89,7 +89,7 @@ class Publisher:
         self.close()
 
     def __len__(self) -> int:
-        """Records that are neither delivered nor refused."""
+        """Records that are neither delivered nor refused, and reports of the client that wait for `poll`."""
         return len(self._producer)
 
     def send(
