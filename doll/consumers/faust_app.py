@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import faust
+from faust.tables import TableManager
 from faust.types import TP
 
 from doll.config import JobConfig
@@ -37,6 +38,15 @@ class DollApp(faust.App):  # type: ignore[misc]
         services = super().on_init_dependencies()
         self.sensors.remove(self.monitor)  # 6 us of CPU per event, for figures that nobody reads
         return services
+
+
+class _NoTables(TableManager):  # type: ignore[misc]
+    """Starts at once: Faust waits a second for an app to add its tables, and this one has none."""
+
+    async def on_start(self) -> None:
+        if not self.should_stop:
+            await self._update_channels()
+            await self.recovery.start()
 
 
 class FaustStream:
@@ -113,6 +123,7 @@ class FaustStream:
             autodiscover=False,
             datadir=str(folder),
             store="memory://",
+            TableManager=_NoTables,
         )
         first = runtime.buffer.batcher.next_offset
         app.partition = self._tp
@@ -165,6 +176,9 @@ class _FaustWorker(faust.Worker):  # type: ignore[misc]
 
     def shut_down(self) -> None:
         super()._on_sigterm()
+
+    async def _sentinel_task(self) -> None:
+        """The loop closes at once: all that this process sends has been flushed before, and Faust waits a second."""
 
 
 def _new_loop() -> asyncio.AbstractEventLoop:

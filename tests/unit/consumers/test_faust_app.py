@@ -5,6 +5,8 @@ Each test runs the app's own loop until its end.
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from doll.config import parse
-from doll.consumers import exits
+from doll.consumers import deleted_records, exits
 from doll.consumers.decoding import Decoded, Records
 from doll.consumers.departure import Departure
 from doll.consumers.faust_app import FaustStream
@@ -23,6 +25,7 @@ from doll.kafka.chunk_reader import Chunk, Delivery, NoRecordBelow, OutOfRange
 from doll.process.health import Heartbeat
 from doll.records import Durable, Stop
 from doll.services import Services
+from mode.services import Service
 from waiting import until
 from worker_fakes import FakeChannel, FakeDecoder, FakeEngine, welcome
 
@@ -127,6 +130,35 @@ def test_chunks_become_batches_and_what_is_durable_is_committed(tmp_path: Path, 
     assert [batch.number for batch in rig.core._batches] == [7, 8]
 
 
+def test_faust_waits_for_nothing_at_the_start_and_at_the_end(
+    tmp_path: Path, nowhere: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep, service_sleep, waits = asyncio.sleep, Service.sleep, []
+
+    def note(seconds: float) -> None:
+        caller = sys._getframe(2).f_globals["__name__"]
+        if seconds > 0 and caller.startswith(("faust.tables.manager", "mode.worker")):
+            waits.append((caller, seconds))
+
+    async def slept(seconds: float, *args: object) -> None:
+        note(seconds)
+        await sleep(seconds, *args)
+
+    async def service_slept(service: Service, seconds: float) -> None:
+        note(seconds)
+        await service_sleep(service, seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", slept)
+    monkeypatch.setattr(Service, "sleep", service_slept)
+
+    def script(reader: ScriptedReader, rig: Rig) -> None:
+        reader.send(Chunk([110], [b"a"]))
+        rig.stop()
+
+    assert run(tmp_path, nowhere, script)[0] == 0
+    assert waits == []
+
+
 def test_a_reader_that_cannot_go_on_ends_the_process(tmp_path: Path, nowhere: Services) -> None:
     def script(reader: ScriptedReader, rig: Rig) -> None:
         reader.deliver(ServiceUnavailableError("Kafka sends nothing usable"))
@@ -136,7 +168,11 @@ def test_a_reader_that_cannot_go_on_ends_the_process(tmp_path: Path, nowhere: Se
 
 
 @pytest.mark.parametrize("low", [110, 130])
-def test_an_offset_that_the_log_does_not_hold_is_asked_about(tmp_path: Path, nowhere: Services, low: int) -> None:
+def test_an_offset_that_the_log_does_not_hold_is_asked_about(
+    tmp_path: Path, nowhere: Services, monkeypatch: pytest.MonkeyPatch, low: int
+) -> None:
+    monkeypatch.setattr(deleted_records, "_NEWER_START_TIMEOUT_S", 0.3)
+
     def script(reader: ScriptedReader, rig: Rig) -> None:
         rig.channel.bounds = (low, 400)
         reader.send(OutOfRange(110))
