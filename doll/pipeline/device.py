@@ -34,14 +34,7 @@ class CudaDevice(Device):
     """A GPU: copies go through pinned memory, in a stream of their own."""
 
     def __init__(self, name: str) -> None:
-        """`name`: such as `cuda:0`.
-
-        Raises:
-            ConfigError: there is no such device.
-        """
-        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        if int(name.partition(":")[2]) >= count:
-            raise ConfigError(f"device {name}: expected one of {count} CUDA devices of this machine")
+        """`name`: such as `cuda:0`, of a device that is there."""
         self.name = name
         torch.cuda.set_device(name)
         self._copies = torch.cuda.Stream(device=name)  # type: ignore[no-untyped-call]
@@ -118,11 +111,23 @@ class Sent:
             torch.autograd.backward(self._root)
 
 
-def open_device(name: str) -> Device:
+def check_device(name: str) -> None:
     """
     Raises:
         ConfigError: this machine has no such device.
     """
     if not re.fullmatch(r"cpu|cuda:\d{1,3}", name):
         raise ConfigError(f"device: expected cpu or cuda:N (such as cuda:0), got {name!r}")
+    # Counted without CUDA's own start, after which this process could not fork stages that use it.
+    count = torch.cuda.device_count()
+    if name != "cpu" and int(name.partition(":")[2]) >= count:
+        raise ConfigError(f"device {name}: expected cpu, or one of the {count} CUDA devices of this machine")
+
+
+def open_device(name: str) -> Device:
+    """
+    Raises:
+        ConfigError: this machine has no such device.
+    """
+    check_device(name)
     return Device() if name == "cpu" else CudaDevice(name)

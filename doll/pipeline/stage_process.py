@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from doll.errors import TaskError
+from doll.errors import ConfigError, TaskError
 from doll.pipeline.link import Link, LinkClosedError
 from doll.pipeline.messages import (
     Adopted,
@@ -112,6 +112,8 @@ class StageProcess:
             return 1  # another process of this virtual worker has ended
         except TaskError as exc:
             self._fail(str(exc), is_task=True)
+        except ConfigError as exc:
+            self._fail(str(exc), is_task=False)
         except Exception as exc:
             log.error("stage_failed", stage=self._number + 1, error=f"{type(exc).__name__}: {exc}", exc_info=True)
             self._fail(f"{type(exc).__name__}: {exc}", is_task=False)

@@ -38,7 +38,7 @@ from doll.run.folder import RunFolder, display_path
 from doll.run.follower import RunFollower
 from doll.run.hooks import NoHook, RunHook, WorkerPool
 from doll.run.learning import INTERRUPTED, SOURCE_ENDED, Learning, ended_early
-from doll.run.preflight import check_files, check_pipeline, check_task
+from doll.run.preflight import check_devices, check_files, check_pipeline, check_task
 from doll.run.role_specs import RoleSpecs, launcher
 from doll.run.shutdown import shut_down
 from doll.storage.stores import checkpoint_location, open_store
@@ -87,6 +87,7 @@ def check_runnable(config: JobConfig) -> None:
         raise ConfigError("source.kind: stdin: expected a pipe, got a terminal; as in: my-events | doll up JOB.yaml")
     check_files(config)
     check_task(config)
+    check_devices(config)
     check_pipeline(config)
 
 

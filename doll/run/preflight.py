@@ -69,6 +69,24 @@ def check_pipeline(config: JobConfig) -> None:
         cut(config, task, module, worker)
 
 
+def check_devices(config: JobConfig) -> None:
+    """Where workers are pipelines, check that this machine has the devices of their stages. Imports torch then.
+
+    Raises:
+        ConfigError: it has not.
+    """
+    if config.worker.pipeline is None:
+        return
+    from doll.pipeline.device import check_device
+
+    for worker in range(config.data.workers):
+        for stage, device in enumerate(config.worker.pipeline.devices_of(worker), 1):
+            try:
+                check_device(device.device)
+            except ConfigError as exc:
+                raise ConfigError(f"worker.pipeline.devices: worker {worker}, stage {stage}: {exc}") from exc
+
+
 def count_parameters(config: JobConfig) -> int:
     """Import the task, build its model, and count the trainable parameters, those of tables included. Imports torch.
 

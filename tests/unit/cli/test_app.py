@@ -248,6 +248,15 @@ def test_up_checks_the_task_before_it_starts_anything(job: Path, tmp_path: Path)
     assert not (tmp_path / "runs").exists()
 
 
+def test_up_checks_the_devices_of_stages_before_it_starts_anything(tmp_path: Path) -> None:
+    devices = "worker.pipeline.devices=[cpu, 'cuda:99', cpu]"
+    result = doll("up", "pipeline", "--set", devices, "--runs-folder", tmp_path / "runs")
+    assert result.exit_code == 2
+    assert "worker.pipeline.devices: worker 0, stage 2: device cuda:99: expected cpu, or one of" in result.stderr
+    assert not (tmp_path / "runs").exists()
+    assert doll("config", "check", "pipeline", "--build-model", "--set", devices).exit_code == 0  # for other machines
+
+
 @pytest.mark.slow
 def test_export_without_a_checkpoint_says_so(job: Path, tmp_path: Path) -> None:
     (tmp_path / "my_task.py").write_text(

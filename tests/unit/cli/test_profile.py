@@ -44,7 +44,7 @@ def test_json_and_errors(tmp_path: Path) -> None:
     assert len(json.loads(result.stdout)["layers"]) == 4
     refused = CliRunner().invoke(app, ["profile", str(job), "--device", "cuda:99"])
     assert refused.exit_code == 2
-    assert "cuda:99: expected one of" in refused.output
+    assert "cuda:99: expected cpu, or one of" in refused.output
     (tmp_path / "file").touch()
     for option in ("--out", "--plot"):
         unwritable = tmp_path / "file" / "profile"

@@ -101,7 +101,7 @@ def test_a_device_that_is_not_there_and_a_layer_that_fails_are_refused() -> None
     batch = sample_batch(task, model, 4, RNG)
     layers = layers_of(task, model)
     if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match="cuda:3: expected one of 0 CUDA devices"):
+        with pytest.raises(ConfigError, match="cuda:3: expected cpu, or one of the 0 CUDA devices"):
             profile_layers(task, layers, batch, model="net", device="cuda:3")
     with pytest.raises(ConfigError, match=r"layer '2' fails on a batch of 4 samples: RuntimeError"):
         profile_layers(task, [layers[0], layers[3]._replace(module=nn.Linear(7, 3))], batch, model="net")
