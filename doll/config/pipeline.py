@@ -17,8 +17,12 @@ class StageDeviceConfig(Section):
     """What one stage runs on: `cpu`, `cuda:0`, or a mapping with `device`."""
 
     device: Annotated[str, StringConstraints(pattern=r"^(cpu|cuda:\d{1,3})$")] = "cpu"
-    speed: PositiveFloat = Field(default=1.0, description="times that of the device that was profiled")
-    memory_bytes: PositiveFloat | None = Field(default=None, description="what a stage may take; default: any")
+    speed: PositiveFloat = Field(default=1.0, description="times that of the device that was profiled; for `profile`")
+    memory_bytes: PositiveFloat | None = Field(
+        default=None,
+        description="what a stage may take: with `profile` no stage gets more layers than fit, and without it nothing is "
+        "checked; default: any",
+    )
     slowdown: float = Field(
         default=1.0,
         ge=1,
