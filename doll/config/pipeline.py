@@ -20,8 +20,8 @@ class StageDeviceConfig(Section):
     speed: PositiveFloat = Field(default=1.0, description="times that of the device that was profiled; for `profile`")
     memory_bytes: PositiveFloat | None = Field(
         default=None,
-        description="what a stage may take: with `profile` no stage gets more layers than fit, and without it nothing is "
-        "checked; default: any",
+        description="what a stage may take: with `profile` no stage gets more layers than fit, without it nothing "
+        "is checked; default: any",
     )
     slowdown: float = Field(
         default=1.0,

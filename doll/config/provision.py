@@ -118,7 +118,7 @@ class ProvisionConfig(Section):
         default="pace",
         description="pace: use on-demand only as far as the deadline needs it now; theorem: the fixed mix of Theorem "
         "4/5, "
-        "planned anew each time",
+        "planned again each time",
     )
     deadline_guard: bool = Field(
         default=True,

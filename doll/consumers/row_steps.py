@@ -1,6 +1,6 @@
 """A worker's optimizer for the rows of one table, for policies whose workers send steps: gradients in, changes out.
 
-State exists for the rows that this worker has had a gradient of. It is this process's own: it begins anew with each
+State exists for the rows that this worker has had a gradient of. It is this process's own: it begins again with each
 process and never crosses the wire, as that of `doll.consumers.step_model`.
 """
 

@@ -173,7 +173,7 @@ class NoticeWatcher:
         self._is_unavailable = False
         if hint is not None and hint != self._rebalance:
             self._rebalance = hint
-            # A hint with many false alarms (docs/aws.md): logged, never acted upon.
+            # A hint with many false alarms (docs/aws.md): logged, never acted on.
             log.info("rebalance_recommended", recommendation=hint[:200])
         if text is None:
             return False

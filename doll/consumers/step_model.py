@@ -43,7 +43,7 @@ class _Step(NamedTuple):
 class StepModel:
     """`LocalModel` and `SetContribution` of a worker that runs the optimizer on its own view.
 
-    The optimizer's state is this process's own: it begins anew with each process, and never crosses the wire.
+    The optimizer's state is this process's own: it begins again with each process, and never crosses the wire.
     """
 
     def __init__(

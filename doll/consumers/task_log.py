@@ -14,7 +14,7 @@ MAX_BATCHES: Final = 1_000
 
 
 class TaskLog:
-    """Writes the tasks of the first batches of a process, a line of JSON for each batch; a new process begins anew."""
+    """Writes the tasks of the first batches of a process, a line of JSON for each batch; a new process begins again."""
 
     def __init__(self, path: Path, max_batches: int = MAX_BATCHES) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

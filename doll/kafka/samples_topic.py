@@ -27,7 +27,7 @@ log = get_logger(__name__)
 _LEADER_SETTLE_S: Final = 30.0
 _RETRY_S: Final = 0.5
 _ADVICE = (
-    "what was not learned before is gone. Begin anew on this topic (doll up --fresh, or doll ps --fresh with an empty "
+    "what was not learned before is gone. Start over on this topic (doll up --fresh, or doll ps --fresh with an empty "
     "checkpoint.folder), or take another job name; the model is in the checkpoints (doll export)"
 )
 

@@ -65,7 +65,7 @@ def fold_lineage(values: Iterable[tuple[int, bytes | None]], location: str, job:
             raise ConfigError(
                 f"{location} holds records of another release of DOLL (offset {offset}: {exc}). Choose one: go on "
                 f"with the release that wrote them; take another name (--set job={job}-2); or delete the job's topics "
-                "and checkpoints to begin anew"
+                "and checkpoints to start over"
             ) from exc
         except RecordError:
             continue
@@ -119,7 +119,7 @@ def refuse_earlier_run(
     raise ConfigError(
         f"the topics of job {config.job} on Kafka at {services.kafka} hold an earlier run ({lineage}), and there is no "
         f"checkpoint of it in {location}. Choose one: go on with it, from its run folder (doll resume {resume}) or "
-        "with its checkpoints in checkpoint.folder; begin anew on the same topics with --fresh (from data.start: "
+        "with its checkpoints in checkpoint.folder; start over on the same topics with --fresh (from data.start: "
         f"{config.data.start}); or take another name (--set job={config.job}-2)"
     )
 
@@ -140,6 +140,6 @@ def refuse_later_run(
     raise ConfigError(
         f"a later run has begun on these topics: job {config.job} on Kafka at {services.kafka} is at "
         f"{lineage}, and the checkpoints in {location} are of the run before. Choose one: go on with the later run "
-        "(doll resume RUN, or its checkpoints in checkpoint.folder); begin anew with --fresh and an empty "
+        "(doll resume RUN, or its checkpoints in checkpoint.folder); start over with --fresh and an empty "
         f"checkpoint.folder; or take another name (--set job={config.job}-2)"
     )

@@ -236,7 +236,7 @@ class Controller:
     def _begin(self, now_s: float, listed: Sequence[Instance]) -> None:
         """The job's clock starts with the first turn; a successor without state reads it from the topics and tags."""
         if self._clock.begin_run(self.observed, now_s, self.settings.started_s):
-            log.info("generation_started", generation=self._clock.generation, action="clock, work and bill begin anew")
+            log.info("generation_started", generation=self._clock.generation, action="clock, work and bill begin again")
             self._plan.begin_generation()
             self._account.clear()
             self._tracker.interruptions = 0
@@ -468,7 +468,7 @@ class Controller:
                 raise ValueError(f"expected state version {_STATE_VERSION}, got {kept['state']!r}")
             names = (str(kept["job"]), str(kept["topics_id"]))
             if any(was and now and was != now for was, now in zip(names, (self._job, self._topics_id), strict=True)):
-                log.warning("provision_state_of_another_run", job=names[0], topics_id=names[1], action="beginning anew")
+                log.warning("provision_state_of_another_run", job=names[0], topics_id=names[1], action="starting over")
                 self._clock.ignore_earlier_runs()
                 return
             self._read(kept)

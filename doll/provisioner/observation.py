@@ -115,7 +115,7 @@ class Observed:
         """Batches in them."""
         self.term = 0
         self.generation = 0
-        """Of the job's run on these topics: a later one begins anew, with an origin of its own."""
+        """Of the job's run on these topics: a later one begins again, with an origin of its own."""
         self.generation_s = -math.inf
         """When it began."""
         self.finished: str | None = None

@@ -82,7 +82,7 @@ class ScaleIn:
         self.clear()
 
     def clear(self) -> None:
-        """The job begins anew: all slots have workers."""
+        """The job begins again: all slots have workers."""
         self.released: Bools = np.zeros(self._num_slots, dtype=np.bool_)
         self._whys: dict[int, str] = {}
         self._stopped = ""  # why no slot is released any more

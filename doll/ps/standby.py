@@ -58,7 +58,7 @@ class LeaderLease:
         self.renewed_s = now
 
     def restart(self, now: float) -> None:
-        """Kafka does not answer, so no leader could have renewed it: the lease begins anew."""
+        """Kafka does not answer, so no leader could have renewed it: the lease begins again."""
         self.renewed_s = now
 
     def is_over(self, now: float) -> bool:

@@ -77,7 +77,7 @@ class BaseCheckpointStore(ABC):
         if versions:
             raise CheckpointError(
                 f"none of the {len(versions)} checkpoints in {self._location} is whole: restore one from a backup, or "
-                "move them away to begin the job anew"
+                "move them away to start the job over"
             )
         return None
 

@@ -244,7 +244,7 @@ def test_workers_are_counted_where_no_provisioner_runs(make_host: Callable[..., 
 
 
 @pytest.mark.parametrize(
-    ("ill", "expected"),
+    ("broken", "expected"),
     [
         ({}, {"ps": 0, "evaluator": 0, "provisioner": 0}),
         ({"FAKE_PROVISION": "activating"}, {"ps": 0, "evaluator": 0, "provisioner": 1}),  # it fails again and again
@@ -259,12 +259,12 @@ def test_workers_are_counted_where_no_provisioner_runs(make_host: Callable[..., 
 )
 @pytest.mark.parametrize("budget", ["", "plan: {deadline_s: 60, budget_usd: 5}\n"])
 def test_a_silent_role_is_told_and_a_budget_without_a_provisioner_ends_the_workers(
-    make_host: Callable[..., Host], account: Path, ill: dict[str, str], expected: dict[str, int], budget: str
+    make_host: Callable[..., Host], account: Path, broken: dict[str, str], expected: dict[str, int], budget: str
 ) -> None:
     push_job(account, {"job.yaml": f"job: t\n{budget}".encode()})
     host = make_host()
     assert host.run("control")[0] == 0
-    code, output = host.run("heartbeat", **ill)
+    code, output = host.run("heartbeat", **broken)
     assert code == 0, output
     (roles,) = host.calls_of("aws cloudwatch put-metric-data --namespace DOLL --metric-data [")
     data = json.loads(roles.split(" --metric-data ")[1])

@@ -71,9 +71,7 @@ def test_a_worker_that_was_frozen_and_replaced_is_fenced_and_exits(make_pipeline
     job.send(job.samples(600))
     job.start_worker(0, name="worker-0-again")
     before = job.version
-    job.until(
-        lambda: any(m.worker == 0 for u in job.updates if u.version > before for m in u.members), "the heir to work"
-    )
+    job.until(lambda: any(m.worker == 0 for u in job.updates if u.version > before for m in u.members), "the successor")
     zombie.send_signal(signal.SIGCONT)
     job.until(lambda: zombie.poll() is not None, "the end of the zombie")
     assert zombie.exitcode == 0

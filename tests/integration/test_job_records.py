@@ -95,7 +95,7 @@ def test_what_does_not_decode_is_counted_and_passed(job: Any) -> None:
 
 
 def test_a_position_outside_of_what_is_kept_starts_at_the_earliest(job: Any) -> None:
-    """Retention has removed what comes next, or the topic was made anew under its old name."""
+    """Retention has removed what comes next, or the topic was made again under its old name."""
     for version in range(1, 5):
         job.control("updates", update(1, version))
     with job_records(job, updates_0=3) as reader:

@@ -42,7 +42,7 @@ class Rig:
     Attributes:
         can: of "dry" (a market can run dry), "interrupt", "throttle", "lose_answer", "boot", "pools" (more than one),
             "away" (its owner may not answer).
-        fleet: made anew by `crash`.
+        fleet: made again by `crash`.
     """
 
     can: frozenset[str] = frozenset()

@@ -30,7 +30,7 @@ class LossHistory:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all of it: the job begins anew."""
+        """Forget all of it: the job begins again."""
         self._stride = 1
         self._points: list[tuple[float, float, float]] = []  # newest step of the point, its time, mean loss
         self._open: list[tuple[float, float, float]] = []  # of the point that is not complete

@@ -144,7 +144,7 @@ class SpotMarket:
 
         Args:
             pool: counted in slots where a slot has several machines (`pool_of_workers`).
-            length_s: wall seconds that shall fit between the opening and the recording's end, where it is long enough.
+            length_s: wall seconds that should fit between the opening and the recording's end, where it is long enough.
 
         Raises:
             ConfigError: a number out of its range.

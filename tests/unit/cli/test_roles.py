@@ -25,9 +25,9 @@ def test_health_says_what_the_probe_says(monkeypatch: pytest.MonkeyPatch) -> Non
         heartbeat.set_waiting_for("")
         assert doll("health", "--ready").exit_code == 0
         heartbeat.expect("loop", within_s=-1)
-        ill = doll("health")
-        assert ill.exit_code == 1
-        assert "loop: no progress" in ill.stderr
+        unhealthy = doll("health")
+        assert unhealthy.exit_code == 1
+        assert "loop: no progress" in unhealthy.stderr
     nobody = doll("health")
     assert nobody.exit_code == 1
     assert "no answer from 127.0.0.1" in nobody.stderr

@@ -1,4 +1,4 @@
-"""A table as a file: rows are appended, and written anew in parts where earlier ones have changed."""
+"""A table as a file: rows are appended, and written again in parts where earlier ones have changed."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_the_watchdog_ends_what_is_stuck_for_long_enough() -> None:
     assert watchdog.check() == ""
     for _ in range(70):
         clock.now += 1
-        assert watchdog.check() == ""  # counted from anew
+        assert watchdog.check() == ""  # counted from here
 
 
 def test_kafka_s_absence_ends_nothing() -> None:

@@ -142,10 +142,10 @@ class NotCheckingWhatIsApplied(LedgerWorld):
     engine_class = _ForgetfulEngine
 
     def add_up(self, update: ev.ApplyUpdate) -> None:
-        """Its host keeps what the engine has forgotten; here only the books shall notice."""
+        """Its host keeps what the engine has forgotten; here only the books must notice."""
 
     def _do(self, process: Process, actions: Sequence[object]) -> None:
-        # The world itself notices when an acknowledgement runs ahead; here only the books shall.
+        # The world itself notices when an acknowledgement runs ahead; here only the books must.
         super()._do(process, [action for action in actions if not isinstance(action, Acknowledge)])
 
 

@@ -178,7 +178,7 @@ def test_it_says_that_it_is_there_before_anything_else() -> None:
 
 
 def test_the_origins_of_a_new_job_are_durable_before_anybody_hears_of_them() -> None:
-    """A server that starts again before its first checkpoint would take them anew, and workers keep the old ones."""
+    """A server that starts again before its first checkpoint would take them again, and workers keep the old ones."""
     store = MemoryCheckpointStore("unit")
     rig = Rig(store=store)
     sent_before: list[int] = []
@@ -198,13 +198,13 @@ def test_the_origins_of_a_new_job_are_durable_before_anybody_hears_of_them() -> 
     assert (held.version, decode_snapshot(held).origins, decode_snapshot(held).applied) == (0, (100, 200), (0, 0))
     rig.server.close()
 
-    heir = Rig("data.start=latest", store=store)
-    heir.join()
-    assert heir.server.engine.origins == (100, 200)
-    assert [(record.origin, record.next_batch) for record in heir.outbox.of(Welcome)] == [(100, 0), (200, 0)]
-    heir.update()
-    heir.turn_until(lambda: heir.server.engine.durable_version == 1)
-    heir.server.close()
+    successor = Rig("data.start=latest", store=store)
+    successor.join()
+    assert successor.server.engine.origins == (100, 200)
+    assert [(record.origin, record.next_batch) for record in successor.outbox.of(Welcome)] == [(100, 0), (200, 0)]
+    successor.update()
+    successor.turn_until(lambda: successor.server.engine.durable_version == 1)
+    successor.server.close()
 
 
 def test_nothing_is_heard_of_a_server_whose_origins_cannot_be_kept() -> None:
@@ -527,17 +527,17 @@ def test_a_successor_goes_on_from_the_checkpoint_and_does_the_rest_again() -> No
     weights = rig.optimizer.weights.copy()
     rig.server.close()
 
-    heir = Rig(store=rig.store)
-    (started,) = heir.outbox.updates
+    successor = Rig(store=rig.store)
+    (started,) = successor.outbox.updates
     assert isinstance(started, TermStarted)
     assert (started.term, started.resumed_version, started.origins) == (2, 1, (100, 200))
     assert started.resumed_batches == 2
-    heir.join()
-    assert [record.next_batch for record in heir.outbox.of(Welcome)] == [1, 1]
-    heir.update(2.0)
-    assert heir.optimizer.weights.tobytes() == weights.tobytes()  # momentum went with the checkpoint
-    assert all(grant.key.startswith("doll:unit:w:2:") for grant in heir.outbox.of(Grant))
-    heir.server.close()
+    successor.join()
+    assert [record.next_batch for record in successor.outbox.of(Welcome)] == [1, 1]
+    successor.update(2.0)
+    assert successor.optimizer.weights.tobytes() == weights.tobytes()  # momentum went with the checkpoint
+    assert all(grant.key.startswith("doll:unit:w:2:") for grant in successor.outbox.of(Grant))
+    successor.server.close()
 
 
 def test_crash_after_the_checkpoint_before_durable_is_said_in_the_next_welcome() -> None:
@@ -559,10 +559,10 @@ def test_crash_after_the_checkpoint_before_durable_is_said_in_the_next_welcome()
     release.set()
     rig.server.close()
     del rig.store.save
-    heir = Rig(store=rig.store)
-    heir.join()
-    assert [record.next_batch for record in heir.outbox.of(Welcome)] == [1, 1]
-    heir.server.close()
+    successor = Rig(store=rig.store)
+    successor.join()
+    assert [record.next_batch for record in successor.outbox.of(Welcome)] == [1, 1]
+    successor.server.close()
 
 
 def test_an_older_incarnation_is_fenced(rig: Rig) -> None:

@@ -96,7 +96,7 @@ class Ec2Notices:
             log.warning("message_refused", reason=f"{type(error).__name__}: {short(error)}", body=body[:200])
             return True
         if kind == _REBALANCE and id_ in own:
-            # A hint with many false alarms (docs/aws.md): logged, never acted upon.
+            # A hint with many false alarms (docs/aws.md): logged, never acted on.
             log.info("rebalance_recommended", id=id_)
         if kind != _WARNING:
             return True
