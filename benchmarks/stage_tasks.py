@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from doll import Sample, Task
+from doll import Task
 
 
 class _Sleep(torch.autograd.Function):
@@ -47,9 +47,6 @@ class Sleeping(Task):
     def build_model(self) -> torch.nn.Module:
         return torch.nn.Sequential(*(SleepingLayer(*times) for times in self.times))
 
-    def decode(self, record: bytes) -> Sample:
-        raise NotImplementedError("samples of this benchmark do not come from a stream")
-
     def loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return ((output - target) ** 2).mean()
 
@@ -68,9 +65,6 @@ class Wide(Task):
         for _ in range(self.layers):
             modules += [torch.nn.Linear(self.width, self.width), torch.nn.ReLU()]
         return torch.nn.Sequential(*modules, torch.nn.Linear(self.width, 10))
-
-    def decode(self, record: bytes) -> Sample:
-        raise NotImplementedError("samples of this benchmark do not come from a stream")
 
 
 class Convolutions(Task):
@@ -94,6 +88,3 @@ class Convolutions(Task):
             ]  # fmt: skip
             before, channels = channels, 2 * channels
         return torch.nn.Sequential(*modules, torch.nn.Flatten(), torch.nn.Linear(before * self._left**2, 10))
-
-    def decode(self, record: bytes) -> Sample:
-        raise NotImplementedError("samples of this benchmark do not come from a stream")

@@ -10,6 +10,7 @@ import typer
 from doll.cli import options
 from doll.cli.output import emit
 from doll.cli.progress_bar import progress_bar
+from doll.process.files import refuse_unwritable, write_atomically
 
 if TYPE_CHECKING:
     from doll.pipeline.profile import Profile
@@ -57,7 +58,8 @@ def profile(
         )  # fmt: skip
     notes = []
     if out is not None:
-        measured.save(out)
+        with refuse_unwritable(out):
+            write_atomically(out, measured.to_json())
         notes.append(f"profile: {out}")
     if plot is not None:
         save(measured, plot)

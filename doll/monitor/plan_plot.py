@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from doll.errors import ConfigError
+from doll.process.files import refuse_unwritable
 from doll.provisioner.planning.assessment import Assessment, risk_curve
 
 _COST, _RISK, _CHOICE = "#4c78a8", "#e45756", "#333333"
@@ -39,7 +39,5 @@ def draw(assessment: Assessment, path: Path) -> None:
     cost_axes.set_title(
         f"{request.num_workers} workers, J = {request.updates:g}, availability {request.alpha:g}{limit}"
     )
-    try:
+    with refuse_unwritable(path):
         figure.savefig(path, dpi=120, format="png")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

@@ -85,7 +85,10 @@ def as_received(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Root(torch.autograd.Function):
-    """One number behind `output`. Its gradient is not used: the one in `gradient` is handed on."""
+    """One number behind `output`. Its gradient is not used: the one in `gradient` is passed on.
+
+    What `torch.autograd.graph.get_gradient_edge` is for; `backward` of torch 2.6 takes no edges.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, gradient: list[torch.Tensor]) -> torch.Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from doll.errors import ConfigError
 from doll.pipeline.prediction import Prediction
+from doll.process.files import refuse_unwritable
 
 _FORWARD, _BACKWARD, _RECEIVE, _PACE = "#e3a72f", "#59a14f", "#9d755d", "#333333"
 
@@ -51,7 +51,5 @@ def draw(prediction: Prediction, model: str, path: Path) -> None:
         f"{model}: {prediction.rule}, N_m = {prediction.in_flight}, {prediction.samples_per_s:.4g} samples/s", pad=18
     )
     axes.legend(fontsize=8, frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1.1), ncols=4)
-    try:
+    with refuse_unwritable(path):
         figure.savefig(path, dpi=110, format="png")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

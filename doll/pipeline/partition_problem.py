@@ -32,7 +32,8 @@ class DoesNotFitError(ConfigError):
 
 @dataclass(frozen=True, slots=True)
 class MemoryRule:
-    """Memory of a stage with weights of W bytes and activations of A: W (1 + opt) + m A + versions W.
+    """Memory of a stage with weights of W bytes and activations of A: W (1 + opt) + m A + versions W, and, where a
+    rule has them, inputs, temporaries and reserved bytes.
 
     m is the number of minibatches between their forward and backward pass: N_m, and 1 at the last stage, which does
     both at once. N_m is reached at the other stages with some times of theirs.

@@ -156,17 +156,6 @@ class Profile:
             raise ConfigError(f"{path}: expected a file of `doll profile`: {exc.strerror}") from exc
         return cls.from_json(data, str(path))
 
-    def save(self, path: Path) -> None:
-        """
-        Raises:
-            ConfigError: it cannot be written.
-        """
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(self.to_json())
-        except OSError as exc:
-            raise ConfigError(f"cannot write {path}: {exc.strerror or exc}") from exc
-
     def _check(self, origin: str) -> None:
         if not self.layers:
             raise ConfigError(f"{origin}: expected a layer at least")

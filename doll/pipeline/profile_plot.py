@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from doll.errors import ConfigError
 from doll.pipeline.profile import Profile
+from doll.process.files import refuse_unwritable
 
 _FORWARD, _BACKWARD, _PARAMETERS, _ACTIVATIONS = "#e3a72f", "#5aa155", "#4c78a8", "#b0c4de"
 
@@ -43,7 +43,5 @@ def save(profile: Profile, path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, frameon=False)
     figure.suptitle(profile.model, fontsize=10, x=0.01, ha="left")
-    try:
+    with refuse_unwritable(path):
         figure.savefig(path, format="png")
-    except OSError as exc:
-        raise ConfigError(f"cannot write {path}: {exc.strerror or exc}") from exc

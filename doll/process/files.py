@@ -52,6 +52,19 @@ def write_atomically(path: Path, content: str | bytes, *, durable: bool = False)
         temporary.write_bytes(content.encode("utf-8") if isinstance(content, str) else content)
 
 
+@contextmanager
+def refuse_unwritable(path: Path) -> Iterator[None]:
+    """For a file that a user has named: the body writes it.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        yield
+    except OSError as exc:
+        raise ConfigError(f"cannot write {path}: {exc.strerror or exc}") from exc
+
+
 def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
     """Replace `path` by `value` as indented JSON; see `replacing`.
 

@@ -17,12 +17,12 @@ job: small
 task: {class: "doll.tasks.digits:Digits", args: {hidden: [16], holdout_samples: 20}}
 data: {batch_size: 8}
 training: {policy: {name: wsp}}
-worker: {pipeline: {stages: 2, profile: profile.json}}
+worker: {pipeline: {stages: 2, profile: new/profile.json}}
 """
 
 
 def test_a_profile_is_written_drawn_and_used(tmp_path: Path) -> None:
-    job, out, plot = tmp_path / "job.yaml", tmp_path / "profile.json", tmp_path / "profile.png"
+    job, out, plot = tmp_path / "job.yaml", tmp_path / "new" / "profile.json", tmp_path / "profile.png"
     job.write_text(JOB)
     result = CliRunner().invoke(app, ["profile", str(job), "--out", str(out), "--plot", str(plot), "--repeats", "1"])
     assert result.exit_code == 0, result.output

@@ -71,7 +71,7 @@ def test_the_largest_part_is_as_small_as_possible(sizes: list[int], data: st.Dat
 
 def profiled(tmp_path: Path, times: Sequence[float], *overrides: str, parameter_bytes: int = 0) -> list[list[str]]:
     layers = tuple(LayerProfile(str(at), s, s, 0, 0, parameter_bytes) for at, s in enumerate(times))
-    Profile("digits", 64, "cpu", layers).save(tmp_path / "profile.json")
+    (tmp_path / "profile.json").write_bytes(Profile("digits", 64, "cpu", layers).to_json())
     return names(f"worker.pipeline.profile={tmp_path / 'profile.json'}", *overrides)
 
 

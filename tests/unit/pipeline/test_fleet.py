@@ -180,7 +180,7 @@ def test_more_stages_than_layers() -> None:
 @pytest.fixture
 def profile_file(tmp_path: Path) -> Path:
     path = tmp_path / "profile.json"
-    PROFILE.save(path)
+    path.write_bytes(PROFILE.to_json())
     return path
 
 
