@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Final
@@ -17,6 +18,7 @@ from doll.local import launcher
 LOOPBACK: Final = "127.0.0.1"
 # Below Linux's ephemeral range (32768 and up), so that no outgoing connection takes a port while its server restarts.
 _PORTS: Final = range(20_000, 32_000)
+_given: Final[deque[int]] = deque(maxlen=1_000)
 _TAIL_BYTES: Final = 16_384
 
 
@@ -75,14 +77,18 @@ def end(process: subprocess.Popen[bytes], grace_s: float) -> int:
 
 
 def free_port() -> int:
-    """A loopback port that is free now. Another process may take it first, so callers retry if they cannot bind."""
+    """A loopback port that is free now, and is none of the last ones that this process was given: a server asks for
+    several before it binds them. Another process may take it first, so callers retry if they cannot bind."""
     for port in random.SystemRandom().sample(_PORTS, 200):
+        if port in _given:
+            continue
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT is free for a server
             try:
                 probe.bind((LOOPBACK, port))
             except OSError:
                 continue
+            _given.append(port)
             return port
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))

@@ -181,8 +181,14 @@ class Pipeline:
                     self.metrics[entry.record.source] = dict(entry.record.values)
 
     def until_status(self, condition: Callable[[ServerStatus], bool], what: str) -> None:
-        """Until the parameter server's own account fulfils `condition`."""
-        self.until(lambda: self.status is not None and condition(self.status), what)
+        """Until the parameter server's own account, not older than the newest update seen, fulfils `condition`."""
+        newest = (self.updates[-1].term, self.updates[-1].version) if self.updates else (0, 0)
+
+        def is_so() -> bool:
+            status = self.status
+            return status is not None and (status.term, status.version) >= newest and condition(status)
+
+        self.until(is_so, what)
 
     def until(self, condition: Callable[[], bool], what: str, timeout_s: float = WAIT_TIMEOUT_S) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -201,7 +207,8 @@ class Pipeline:
     def until_finished(self, timeout_s: float = 2 * WAIT_TIMEOUT_S) -> None:
         """The job has ended, and with it each of its processes."""
         self.until(lambda: self.finished is not None, "the end of the job", timeout_s)
-        self.until(lambda: not self.supervisor.handles(), "the end of its processes")
+        # Also of one that has failed meanwhile, and waits for its restart.
+        self.until(lambda: None not in self.supervisor.exit_codes().values(), "the end of its processes")
         assert set(self.supervisor.exit_codes().values()) <= {0}, self.supervisor.exit_codes()
 
     # --- the truth

@@ -99,3 +99,8 @@ def test_tail_of_a_missing_log_says_so(tmp_path: Path) -> None:
 )
 def test_exit_text(code: int, text: str) -> None:
     assert processes.describe_exit(code) == text
+
+
+def test_a_server_that_asks_for_several_ports_gets_different_ones() -> None:
+    ports = [processes.free_port() for _ in range(500)]
+    assert len(set(ports)) == len(ports)
